@@ -1,0 +1,12 @@
+"""The spec-export command: its verbs are the files beside this one."""
+
+from collections.abc import Sequence
+
+from spec_runtime.cli import run
+
+VERBS = ("build", "check", "distill", "train")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train drafters and export them with their target as a bundle."""
+    run("spec-export", __name__, VERBS, main.__doc__, argv)

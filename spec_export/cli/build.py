@@ -1,0 +1,47 @@
+"""spec-export build: from a target and a drafter's checkpoint to a bundle."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spec_export.cli.options import Form, Model, Precision
+
+
+def command(
+    model: Model = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option("--drafter", help="Drafter to put in; may be repeated")
+    ] = None,
+    drafter_checkpoint: Annotated[
+        Path | None,
+        typer.Option("--drafter-checkpoint", help="What spec-export train wrote"),
+    ] = None,
+    precision: Annotated[
+        Precision, typer.Option("--precision", help="int8 and int4 are for CPU, fp16 for CUDA")
+    ] = Precision.fp32,
+    max_length: Annotated[
+        int | None,
+        typer.Option("--max-length", min=16, help="Context in tokens", show_default="the target's"),
+    ] = None,
+    form: Annotated[
+        Form, typer.Option("--form", help="slots for ONNX Runtime, contiguous for TensorRT")
+    ] = Form.slots,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder", show_default="bundles/ and the target's name"),
+    ] = None,
+) -> None:
+    """Build a bundle: graphs, tokenizer and manifest. Without arguments: the demo's."""
+    from spec_export import make_bundle
+
+    path = make_bundle.build(
+        model=model,
+        drafters=drafter or [],
+        drafter_checkpoint=drafter_checkpoint,
+        precision=precision.value,
+        max_length=max_length,
+        out=out,
+        form=form.value,
+    )
+    print(path)

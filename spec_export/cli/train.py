@@ -1,0 +1,28 @@
+"""spec-export train: trains the drafter a recipe describes."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    recipe: Annotated[Path, typer.Argument(help="A TOML recipe; see recipes/")],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override, as in train.lr=3e-4; repeatable"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Checkpoint folder", show_default="runs/ and the recipe"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder")
+    ] = False,
+) -> None:
+    """Train a drafter: checkpoints, curves and accuracy per position."""
+    from spec_export import train
+
+    train.run(recipe, set_ or [], out, resume)

@@ -1,0 +1,300 @@
+"""Training data: JSON Lines rows into token sequences with a loss mask.
+
+This file knows three row schemas and the target's chat template. It knows nothing of batches,
+features or drafters.
+"""
+
+import hashlib
+import json
+import logging
+import lzma
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+XZ_MAGIC = b"\xfd7zXZ\x00"
+SCHEMAS = '{"prompt", "response"}, {"tokens", "loss_mask"} or {"messages"}'
+# Any text a chat template leaves alone will do; it must not occur in the template itself.
+SENTINEL = "specsplit0user0text"
+
+
+class DataError(ValueError):
+    """Training data that cannot be used; the message starts with file:line where there is one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One sequence. `token_T` int32 ids; `loss_T` bool, True at the answer's tokens (those to be
+    predicted)."""
+
+    token_T: np.ndarray
+    loss_T: np.ndarray
+    source: str | None = None
+
+
+def read(
+    paths: str | Path | Sequence[str | Path],
+    tokenizer: Any,
+    max_length: int,
+    sources: Collection[str] | None = None,
+) -> list[Example]:
+    """Read every row of `paths` (JSON Lines, plain or xz), in order, cut to `max_length` tokens.
+
+    Row schemas: {"prompt": ids, "response": ids} (self-distilled: the chat template's text around a
+    user message is added), {"tokens": ids, "loss_mask": 0/1} and {"messages": [{"role",
+    "content"}]} (answers are the assistant's). Any row may carry a "source". Rows left without an
+    answer token are dropped, and their number logged.
+
+    Args:
+        tokenizer: the target's transformers tokenizer.
+        sources: keep only rows whose "source" is listed, "" meaning rows without one; None = all.
+    Raises:
+        DataError: a file or row that cannot be read, a listed source that no row has, or no example
+        left.
+    """
+    reader = _RowReader(tokenizer)
+    examples: list[Example] = []
+    seen: set[str] = set()
+    num_dropped = 0
+    for path in [paths] if isinstance(paths, (str, Path)) else paths:
+        for where, row in read_rows(path):
+            source = row.get("source")
+            if source is not None and not isinstance(source, str):
+                raise DataError(f'{where}: "source" is {source!r}, expected a string')
+            seen.add(source or "")
+            if sources is not None and (source or "") not in sources:
+                continue
+            token_T, loss_T = reader.sequence(row, where)
+            if not loss_T[:max_length].any():
+                num_dropped += 1
+                continue
+            examples.append(Example(token_T[:max_length], loss_T[:max_length], source))
+    unknown = sorted(set(sources or ()) - seen)
+    if unknown:
+        raise DataError(f"no row has source {unknown}, expected some of {sorted(seen)}")
+    if num_dropped:
+        logger.warning("dropped %d rows without an answer in %d tokens", num_dropped, max_length)
+    if not examples:
+        raise DataError(
+            f"no training example in {paths}: give other files, or raise max_length ({max_length})"
+        )
+    return examples
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("file:line", object) for each non-empty line; xz is recognised by its first bytes."""
+    try:
+        with open(path, "rb") as file:
+            compressed = file.read(len(XZ_MAGIC)) == XZ_MAGIC
+        with lzma.open(path, "rb") if compressed else open(path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    row = json.loads(line)
+                except ValueError as error:  # also UnicodeDecodeError
+                    raise DataError(
+                        f"{where}: not JSON ({error}), expected one object a line"
+                    ) from error
+                if not isinstance(row, dict):
+                    raise DataError(
+                        f"{where}: got {type(row).__name__}, expected an object like {SCHEMAS}"
+                    )
+                yield where, row
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise DataError(f"cannot read {path}: {error}, expected JSON Lines, plain or xz") from error
+
+
+def chat_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Ids that the chat template puts before a lone user message, and after it up to the answer.
+
+    Without a chat template: the beginning-of-text id, if the tokenizer adds one, and nothing.
+
+    SmolLM2-Instruct: `<|im_start|>system\\n…<|im_end|>\\n<|im_start|>user\\n`,
+    `<|im_end|>\\n<|im_start|>assistant\\n`.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        empty = tokenizer("", add_special_tokens=True)["input_ids"]
+        return [i for i in empty if i == tokenizer.bos_token_id], []
+    text = _render(tokenizer, [{"role": "user", "content": SENTINEL}], True)
+    before, found, after = text.partition(SENTINEL)
+    if not found or SENTINEL in after:
+        raise DataError(
+            "the chat template does not show the user message exactly once, expected one that does"
+        )
+    return _encode(tokenizer, before), _encode(tokenizer, after)
+
+
+def split(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
+    """(train, validation): about `fraction` of the prompts validate, chosen by a hash of the
+    prompt.
+
+    A prompt's side depends on nothing else, so that it stays when rows are added, and equal prompts
+    never fall on both sides. Where fraction > 0 and there are two prompts, neither side is empty.
+    """
+    if fraction <= 0:
+        return list(examples), []
+    draws = [_prompt_draw(example) for example in examples]
+    if len(set(draws)) < 2:
+        raise DataError(
+            f"{len(set(draws))} distinct prompts cannot be split, set validation_fraction = 0"
+        )
+    # At least the smallest draw validates, and at least the largest trains.
+    limit = min(max(fraction, np.nextafter(min(draws), 1)), max(draws))
+    train = [e for e, draw in zip(examples, draws, strict=True) if draw >= limit]
+    validation = [e for e, draw in zip(examples, draws, strict=True) if draw < limit]
+    return train, validation
+
+
+def most_frequent_tokens(
+    examples: Iterable[Example], count: int, vocab_size: int, always: Iterable[int] = ()
+) -> np.ndarray:
+    """The draft vocabulary: `count` ids, int64[count] ascending, most frequent answer tokens first
+    taken.
+
+    `always` (pass the tokenizer's special ids and every end id) are in whatever their frequency.
+    Ties, and places left once every answer token is in, go to the lower id: merges learnt earlier
+    are the commoner.
+    """
+    if not 1 <= count <= vocab_size:
+        raise DataError(f"draft vocabulary of {count} tokens, expected 1 to {vocab_size}")
+    frequency_V = np.zeros(vocab_size, dtype=np.int64)
+    for example in examples:
+        ids = example.token_T[example.loss_T]
+        if ids.size and ids.max() >= vocab_size:
+            raise DataError(f"token id {ids.max()} in the data, expected ids below {vocab_size}")
+        frequency_V += np.bincount(ids, minlength=vocab_size)
+    forced = sorted({int(i) for i in always})
+    if forced and not 0 <= forced[0] <= forced[-1] < vocab_size:
+        raise DataError(f"ids to keep are {forced}, expected ids below {vocab_size}")
+    if len(forced) > count:
+        raise DataError(f"draft vocabulary of {count} tokens cannot hold {len(forced)} special ids")
+    frequency_V[forced] = np.iinfo(np.int64).max
+    order = np.argsort(-frequency_V, kind="stable")
+    return np.sort(order[:count]).astype(np.int64)
+
+
+def _prompt_draw(example: Example) -> float:
+    """A number in [0, 1) that depends only on the tokens before the first answer token."""
+    prompt = example.token_T[: int(np.argmax(example.loss_T))]
+    digest = hashlib.blake2b(prompt.astype("<i4").tobytes(), digest_size=6).digest()
+    return int.from_bytes(digest, "little") / 2**48
+
+
+class _RowReader:
+    """Rows to (token_T, loss_T), with what the tokenizer says worked out once."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = len(tokenizer)
+        self.special_ids = set(tokenizer.all_special_ids)
+        self.affixes: tuple[list[int], list[int]] | None = None
+
+    def sequence(self, row: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
+        keys = row.keys() - {"source"}
+        if keys == {"prompt", "response"}:
+            prompt, response = self._ids(row, "prompt", where), self._ids(row, "response", where)
+            if self.affixes is None:
+                self.affixes = chat_affixes(self.tokenizer)
+            prefix, suffix = self.affixes
+            return _joined([(prefix + prompt + suffix, False), (response, True)])
+        if keys == {"tokens", "loss_mask"}:
+            tokens, mask = self._ids(row, "tokens", where), row["loss_mask"]
+            if not isinstance(mask, list) or any(value not in (0, 1) for value in mask):
+                raise DataError(
+                    f'{where}: "loss_mask" holds other values, expected a list of 0 and 1'
+                )
+            if len(mask) != len(tokens):
+                raise DataError(
+                    f"{where}: loss_mask of {len(mask)} for {len(tokens)} tokens, expected as many"
+                )
+            return np.array(tokens, dtype=np.int32), np.array(mask, dtype=bool)
+        if keys == {"messages"}:
+            return self._chat(row["messages"], where)
+        raise DataError(f"{where}: got keys {sorted(keys)}, expected {SCHEMAS}")
+
+    def _ids(self, row: dict[str, Any], key: str, where: str) -> list[int]:
+        ids = row[key]
+        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+            raise DataError(f'{where}: "{key}" is not a list of token ids')
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise DataError(
+                f'{where}: "{key}" holds ids from {min(ids)} to {max(ids)}, '
+                f"expected 0 to {self.vocab_size - 1}: the data belong to another tokenizer"
+            )
+        return ids
+
+    def _chat(self, messages: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+        """Render turn by turn; an answer is what the template adds behind its own generation
+        prompt."""
+        valid = isinstance(messages, list) and all(
+            isinstance(m, dict)
+            and isinstance(m.get("role"), str)
+            and isinstance(m.get("content"), str)
+            for m in messages
+        )
+        if not valid:
+            raise DataError(
+                f'{where}: "messages" is not a list of {{"role", "content"}} with text in both'
+            )
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise DataError(
+                f'{where}: "messages" need a chat template, and this tokenizer has none'
+            )
+        pieces: list[tuple[list[int], bool]] = []
+        done = ""
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._rendered(messages[:index], True, where)
+            after = self._rendered(messages[: index + 1], False, where)
+            if not before.startswith(done) or not after.startswith(before):
+                raise DataError(
+                    f"{where}: the chat template rewrites earlier turns, expected one that only "
+                    'appends: give {"tokens", "loss_mask"} rows instead'
+                )
+            pieces.append((_encode(self.tokenizer, before[len(done) :]), False))
+            answer = _encode(self.tokenizer, after[len(before) :])
+            # The template's text behind the end token ("\n") is never generated: no loss on it.
+            ends = [i for i, token in enumerate(answer) if token in self.special_ids]
+            cut = ends[-1] + 1 if ends else len(answer)
+            pieces += [(answer[:cut], True), (answer[cut:], False)]
+            done = after
+        return _joined(pieces)
+
+    def _rendered(self, messages: list[dict[str, Any]], generation_prompt: bool, where: str) -> str:
+        import jinja2
+
+        try:
+            return _render(self.tokenizer, messages, generation_prompt)
+        except jinja2.TemplateError as error:
+            raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], generation_prompt: bool) -> str:
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=generation_prompt
+    )
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    # The template writes its own special tokens; the tokenizer must not add others.
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _joined(pieces: Sequence[tuple[list[int], bool]]) -> tuple[np.ndarray, np.ndarray]:
+    tokens = [token for ids, _ in pieces for token in ids]
+    loss = [answer for ids, answer in pieces for _ in ids]
+    return np.array(tokens, dtype=np.int32), np.array(loss, dtype=bool)
+
+
+def source_counts(examples: Iterable[Example]) -> dict[str, int]:
+    """Examples by source ("" = none), for provenance."""
+    return dict(sorted(Counter(example.source or "" for example in examples).items()))

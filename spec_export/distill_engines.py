@@ -1,0 +1,306 @@
+"""Engines that write the target's answers: transformers, OpenVINO GenAI, vLLM, behind one method.
+
+Each is a thin adapter over a library's own batching. This file knows token ids and sampling
+parameters; it knows nothing of prompts' text, chat templates or files of answers.
+"""
+
+import importlib.util
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from spec_export.target import Source
+
+ENGINES = ("auto", "transformers", "openvino", "vllm")
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+class EngineError(ValueError):
+    """An engine that is not installed, or cannot run this target."""
+
+
+@dataclass(frozen=True)
+class GenerationParams:
+    """How to continue a batch. `top_k` 0 = no cut; `seed` counts only where temperature > 0."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    seed: int
+    end_ids: tuple[int, ...]
+
+
+class Engine(Protocol):
+    """A loaded target. `max_length`: its context in tokens, None where the library checks."""
+
+    name: str
+    max_length: int | None
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+    ) -> list[list[int]]:
+        """New tokens for each prompt, up to and with the first end id.
+
+        The same batch and seed give the same tokens.
+        """
+        ...
+
+
+def choose(name: str, source: Source) -> str:
+    """The engine that "auto" means here: vLLM on a GPU, OpenVINO on a CPU, else transformers."""
+    if name != "auto":
+        return name
+    import torch
+
+    if torch.cuda.is_available():
+        return "vllm" if _installed("vllm") else "transformers"
+    usable = _installed("openvino_genai") and (source.gguf_file or _openvino_folder(source))
+    return "openvino" if usable else "transformers"
+
+
+def open_engine(name: str, source: Source, precision: str, batch_size: int) -> Engine:
+    """Load the target in the engine called `name`; EngineError where that cannot be."""
+    packages = {"openvino": "openvino_genai", "vllm": "vllm"}
+    if name in packages and not _installed(packages[name]):
+        hint = "pip install 'specsplit[distill]'" if name == "openvino" else "pip install vllm"
+        raise EngineError(f"engine {name} is not installed: {hint}, or choose engine transformers")
+    if name == "openvino":
+        return OpenVINOEngine(source, precision, batch_size)
+    if name == "vllm":
+        return VLLMEngine(source, precision, batch_size)
+    return TransformersEngine(source, precision)
+
+
+class TransformersEngine:
+    """Hugging Face generate on a left-padded batch: slow on a CPU, but it runs every target."""
+
+    name = "transformers"
+
+    def __init__(self, source: Source, precision: str) -> None:
+        import torch
+        import transformers
+
+        from spec_export import target
+
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+        self.model, self.tokenizer = target.load(source, dtype)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.to(self.device)
+        # What a checkpoint recommends (top-p, penalties) must not bend the target's distribution.
+        self.model.generation_config = transformers.GenerationConfig()
+        self.max_length: int | None = self.model.config.max_position_embeddings
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+    ) -> list[list[int]]:
+        import torch
+        import transformers
+
+        width = max(len(prompt) for prompt in prompts)
+        ids_BT = np.full((len(prompts), width), params.end_ids[0], dtype=np.int64)
+        mask_BT = np.zeros_like(ids_BT)
+        for row, prompt in enumerate(prompts):
+            ids_BT[row, width - len(prompt) :] = prompt
+            mask_BT[row, width - len(prompt) :] = 1
+        sampling: dict[str, Any] = {"do_sample": False}
+        if params.temperature > 0:
+            sampling = {
+                "do_sample": True,
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": 1.0,
+            }
+        config = transformers.GenerationConfig(
+            max_new_tokens=params.max_new_tokens,
+            eos_token_id=list(params.end_ids),
+            pad_token_id=params.end_ids[0],
+            **sampling,
+        )
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.inference_mode():
+            torch.manual_seed(params.seed)
+            out_BT = self.model.generate(
+                input_ids=torch.from_numpy(ids_BT).to(self.device),
+                attention_mask=torch.from_numpy(mask_BT).to(self.device),
+                generation_config=config,
+            )
+        return [_until_end(row, params.end_ids) for row in out_BT[:, width:].tolist()]
+
+
+class OpenVINOEngine:
+    """OpenVINO GenAI's continuous batching, on the CPU.
+
+    Reads a GGUF file, or a folder exported by optimum-intel (`openvino_model.xml`).
+    """
+
+    name = "openvino"
+    max_length: int | None = None
+
+    def __init__(self, source: Source, precision: str, batch_size: int) -> None:
+        import openvino_genai
+
+        from spec_runtime.threads import default_threads
+
+        kind = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}[precision]
+        properties = {
+            "INFERENCE_PRECISION_HINT": kind,
+            # The defaults quantise the cache and the activations to 8 bits: another distribution.
+            "KV_CACHE_PRECISION": kind,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+            "INFERENCE_NUM_THREADS": default_threads(),
+        }
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_seqs = batch_size
+
+        def load(path: Path) -> Any:
+            try:
+                return openvino_genai.ContinuousBatchingPipeline(
+                    str(path), scheduler, "CPU", properties
+                )
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())[:300]
+                raise EngineError(f"OpenVINO cannot load {source.name}: {reason}") from error
+
+        if source.gguf_file:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                copy = Path(folder) / "target.gguf"
+                write_f16_gguf(source.path / source.gguf_file, copy)
+                self.pipeline = load(copy)
+        elif _openvino_folder(source):
+            self.pipeline = load(source.path)
+        else:
+            raise EngineError(
+                f"got {source.name}, expected a GGUF file or a folder with openvino_model.xml: "
+                "make one with optimum-intel (optimum-cli export openvino), or choose engine "
+                "transformers"
+            )
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+    ) -> list[list[int]]:
+        import openvino  # type: ignore[import-not-found]
+        import openvino_genai
+
+        configs = []
+        for row in range(len(prompts)):
+            config = openvino_genai.GenerationConfig()
+            config.max_new_tokens = params.max_new_tokens
+            config.stop_token_ids = set(params.end_ids)
+            config.do_sample = params.temperature > 0
+            if params.temperature > 0:
+                config.temperature = params.temperature
+                # Every request has its own generator: one seed for all gives equal answers.
+                config.rng_seed = params.seed + row
+                if params.top_k:
+                    config.top_k = params.top_k
+            configs.append(config)
+        tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
+        results = self.pipeline.generate(tensors, configs)
+        return [_until_end(list(r.m_generation_ids[0]), params.end_ids) for r in results]
+
+
+class VLLMEngine:
+    """vLLM's continuous batching, on a GPU."""
+
+    name = "vllm"
+    max_length: int | None = None
+
+    def __init__(self, source: Source, precision: str, batch_size: int) -> None:
+        import vllm
+
+        dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            path = str(source.path)
+            if source.gguf_file:
+                path = folder
+                save_dequantized(source, Path(folder))
+            self.llm = vllm.LLM(model=path, dtype=dtype, max_num_seqs=batch_size)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+    ) -> list[list[int]]:
+        import vllm
+
+        sampling = [
+            vllm.SamplingParams(
+                max_tokens=params.max_new_tokens,
+                temperature=params.temperature,
+                top_k=params.top_k or -1,
+                seed=params.seed + row,
+                stop_token_ids=list(params.end_ids),
+                detokenize=False,
+            )
+            for row in range(len(prompts))
+        ]
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        results = self.llm.generate(inputs, sampling, use_tqdm=False)
+        return [_until_end(list(r.outputs[0].token_ids), params.end_ids) for r in results]
+
+
+def save_dequantized(source: Source, folder: Path) -> None:
+    """A GGUF target as a Hugging Face folder with float32 weights.
+
+    The dequantised weights are the target; an engine's own 4-bit kernels would round anew.
+    """
+    from spec_export import target
+
+    model, tokenizer = target.load(source)
+    # The weights no longer are quantised, but the model still says so, and refuses to be saved.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_f16_gguf(source: Path, destination: Path) -> None:
+    """Copy a GGUF file with its matrices as float16, its vectors as they are.
+
+    OpenVINO's reader rounds the offsets of 4-bit blocks to integers, which makes another model of
+    it (every greedy answer of the demo changes); float16 keeps the dequantised weights to 11 bits.
+    """
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(source)
+        architecture = reader.fields["general.architecture"].contents()
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise EngineError(f"cannot read {source}: {error}, expected a GGUF file") from error
+    writer = gguf.GGUFWriter(destination, architecture)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
+            continue
+        item_type = field.types[1] if len(field.types) > 1 else None
+        writer.add_key_value(key, field.contents(), field.types[0], item_type)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        values = values.reshape([int(size) for size in reversed(tensor.shape)])
+        if values.ndim > 1:
+            values = values.astype(np.float16)
+            if not np.isfinite(values).all():
+                raise EngineError(f"{tensor.name} exceeds float16, choose engine transformers")
+        writer.add_tensor(tensor.name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _openvino_folder(source: Source) -> bool:
+    return source.kind == "folder" and (source.path / "openvino_model.xml").is_file()
+
+
+def _until_end(ids: list[int], end_ids: Sequence[int]) -> list[int]:
+    for position, token in enumerate(ids):
+        if token in end_ids:
+            return ids[: position + 1]
+    return ids

@@ -1,0 +1,108 @@
+"""Building blocks shared by the drafters: rotary tables, a Llama-style decoder layer, the target's frozen ends.
+
+Knows tensors and shapes; knows nothing of any drafter's objective, of data, or of ONNX files. A layer's attention is
+the caller's: a training mask is the drafter's own idea, while the traced graph takes the backbone's attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export import decoder
+
+@dataclass(frozen=True)
+class LayerDims:
+    """Sizes of a decoder layer; a drafter takes its target's."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"got {self.num_heads} heads over {self.num_kv_heads} key/value heads, "
+                "expected a multiple: check the target's configuration"
+            )
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """What a drafter borrows from its target, frozen: embedding, LM head, final norm, rotary tables, last layer.
+
+    embed_VD, head_VD and final_norm_D are float32, cos and sin f32 [positions, r/2]; `last_layer` holds tensors by
+    `DecoderLayer`'s parameter names, to start from.
+    """
+
+    dims: LayerDims
+    embed_VD: Tensor
+    head_VD: Tensor
+    final_norm_D: Tensor
+    cos: Tensor
+    sin: Tensor
+    last_layer: dict[str, Tensor]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Half-rotation RoPE of x [..., heads, Dh] by cos, sin [..., r/2] of each row's position; columns past r pass."""
+    r = 2 * cos.shape[-1]
+    first, second = x[..., :r].chunk(2, dim=-1)
+    cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, x[..., r:]), dim=-1)
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and SwiGLU with the target's sizes; weights stored [in, out] as the traced graph wants them."""
+
+    def __init__(self, dims: LayerDims) -> None:
+        super().__init__()
+        self.dims = dims
+        D, qkv = dims.hidden_size, (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim
+        self.attention_norm = nn.Parameter(torch.ones(D))
+        self.qkv = nn.Parameter(torch.empty(D, qkv))
+        self.out = nn.Parameter(torch.empty(dims.num_heads * dims.head_dim, D))
+        self.mlp_norm = nn.Parameter(torch.ones(D))
+        self.gate_up = nn.Parameter(torch.empty(D, 2 * dims.intermediate_size))
+        self.down = nn.Parameter(torch.empty(dims.intermediate_size, D))
+        for weight in (self.qkv, self.out, self.gate_up, self.down):
+            nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
+
+    def load_target_layer(self, tensors: dict[str, Tensor]) -> None:
+        """Start from one of the target's own layers (names as this module's, biases left out)."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(tensors[name])
+
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [..., H, Dh], k and v [..., G, Dh] of x [..., D], before rotary embedding."""
+        d = self.dims
+        normed = F.rms_norm(x, (d.hidden_size,), self.attention_norm, d.norm_eps)
+        heads = (normed @ self.qkv).unflatten(-1, (-1, d.head_dim))
+        q, k, v = heads.split((d.num_heads, d.num_kv_heads, d.num_kv_heads), dim=-2)
+        return q, k, v
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the layer: x [..., D] plus the projected heads [..., H*Dh], then the MLP."""
+        x = x + attended @ self.out
+        gate, up = (F.rms_norm(x, (self.dims.hidden_size,), self.mlp_norm, self.dims.norm_eps) @ self.gate_up).chunk(
+            2, dim=-1
+        )
+        return x + (gate * torch.sigmoid(gate) * up) @ self.down
+
+
+def as_traceable(layer: DecoderLayer, config: decoder.DecoderConfig) -> decoder.Layer:
+    """The same weights as a layer of the backbone's kind, whose attention reads and writes a cache."""
+    d = layer.dims
+    return decoder.Layer(
+        decoder.RMSNorm(layer.attention_norm, d.norm_eps),
+        decoder.Attention(config, decoder.Projection(layer.qkv.t()), decoder.Projection(layer.out.t())),
+        decoder.RMSNorm(layer.mlp_norm, d.norm_eps),
+        decoder.GatedMLP(decoder.Projection(layer.gate_up.t()), decoder.Projection(layer.down.t())),
+    )

@@ -1,0 +1,330 @@
+"""ParallelSpec: one small transformer guesses K+1 tokens in one pass through K trained [MASK] embeddings.
+
+A *parallel group* is one real row and the K mask rows behind it. Rows follow the runtime's feed: real row t carries
+the feature of position t and the embedding of token t+1, sits at position t and guesses token t+2 (the token after
+the root); mask row k of its group sits at position t+k, sees the real rows up to t and its own group's masks 1 … k,
+and guesses token t+2+k:
+
+    t = 2, K = 2        real0 real1 real2 real3 | mask1 mask2
+    mask1 (position 3)    x     x     x     .   |   x     .
+    mask2 (position 4)    x     x     x     .   |   x     x
+
+Styles (section 4 of the paper): *medusa*, L = −log q(y_0) − Σ_k λ_k log q(y_k), λ_k = decay^k; *eagle*,
+L = Σ_k [w_reg · SmoothL1(f_k, f̂_k) + w_cls · CE(LM_head(f̂_k), y_k)]. Knows nothing of files, optimisers or engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export import decoder
+from spec_export.drafters.layers import DecoderLayer, TargetEnds, as_traceable, rotate
+from spec_export.losses import (
+    IGNORED,
+    feature_regression,
+    head_cross_entropy,
+    position_weights,
+)
+from spec_export.onnx_export import GraphInput, export, step_inputs
+
+STYLES = ("medusa", "eagle")
+INPUTS = ("tokens", "features+tokens")
+
+
+@dataclass(frozen=True)
+class Config:
+    """`num_masks` K masks give K+1 guesses; `taps` are extra target layers read beside the final feature."""
+
+    num_masks: int = 4
+    style: str = "medusa"
+    inputs: str = "features+tokens"
+    layers: int = 1
+    taps: tuple[int, ...] = ()
+    top_k: int = 10
+    decay: float = 0.8
+    soft_weight: float = 0.0
+    w_reg: float = 1.0
+    w_cls: float = 0.1
+    anchor_fraction: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise ValueError(f"got style {self.style!r}, expected one of {', '.join(STYLES)}")
+        if self.inputs not in INPUTS:
+            raise ValueError(f"got inputs {self.inputs!r}, expected one of {', '.join(INPUTS)}")
+        if self.style == "eagle" and self.inputs == "tokens":
+            raise ValueError("style 'eagle' regresses features: set inputs = \"features+tokens\"")
+        if self.inputs == "tokens" and self.taps:
+            raise ValueError('inputs = "tokens" reads no target layer: leave taps empty')
+        if self.num_masks < 0 or self.layers < 1 or self.top_k < 1:
+            raise ValueError(
+                f"got num_masks {self.num_masks}, layers {self.layers}, top_k {self.top_k}, "
+                "expected num_masks >= 0, layers >= 1, top_k >= 1"
+            )
+        if not 0 < self.anchor_fraction <= 1 or not 0 <= self.soft_weight <= 1:
+            raise ValueError("anchor_fraction must lie in (0, 1], soft_weight in [0, 1]")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences. token_BT i64, loss_BT bool (answer tokens), feature_BTF or None, length_B i64."""
+
+    token_BT: Tensor
+    loss_BT: Tensor
+    feature_BTF: Tensor | None
+    length_B: Tensor
+
+
+class Drafter(nn.Module):
+    """The trainable part; the target's embedding and (trimmed) LM head are borrowed, frozen and never saved."""
+
+    draft_token_ids: Tensor
+    draft_index_V: Tensor
+    embed_VD: Tensor
+    head_VD: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.config, self.dims = config, ends.dims
+        D, K = ends.dims.hidden_size, config.num_masks
+        num_chunks = 1 if config.inputs == "tokens" else 2 + len(config.taps)
+        self.num_features = num_chunks - 1
+        if draft_token_ids is None:
+            draft_token_ids = torch.arange(ends.head_VD.shape[0])
+        # token id -> row of the trimmed head, IGNORED where the draft vocabulary lacks it
+        draft_index_V = torch.full((ends.embed_VD.shape[0],), IGNORED)
+        draft_index_V[draft_token_ids] = torch.arange(len(draft_token_ids))
+        borrowed = {
+            "draft_token_ids": draft_token_ids,
+            "draft_index_V": draft_index_V,
+            "embed_VD": ends.embed_VD,
+            "head_VD": ends.head_VD[draft_token_ids].contiguous(),
+            "cos": ends.cos,
+            "sin": ends.sin,
+        }
+        for name, tensor in borrowed.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+        spread = ends.embed_VD.float().std()
+        self.mask_embed = nn.Parameter(ends.embed_VD.float().mean(0) + 0.5 * spread * torch.randn(K, D))
+        if num_chunks > 1:
+            # the chunks' scales differ a hundredfold, so each is normalised before fc mixes them
+            self.input_norm = nn.Parameter(torch.ones(num_chunks, D))
+            self.fc = nn.Parameter(torch.randn(num_chunks * D, D) * (num_chunks * D) ** -0.5)
+        self.layers = nn.ModuleList(DecoderLayer(ends.dims) for _ in range(config.layers))
+        for layer in self.layers:
+            layer.load_target_layer(ends.last_layer)
+        if config.style == "medusa":
+            self.final_norm = nn.Parameter(ends.final_norm_D.float().clone())
+
+    # ---- rows ---------------------------------------------------------------------------------------------------
+
+    def input_rows(self, embedding: Tensor, feature: Tensor | None) -> Tensor:
+        """Layer input [..., D] from embedding [..., D] and feature [..., F] (zeros on mask rows)."""
+        if self.config.inputs == "tokens":
+            return embedding
+        assert feature is not None, "features+tokens needs features"
+        D, eps = self.dims.hidden_size, self.dims.norm_eps
+        chunks = torch.cat((feature, embedding), -1).unflatten(-1, (-1, D))
+        normed = F.rms_norm(chunks.float(), (D,), None, eps) * self.input_norm
+        return normed.flatten(-2) @ self.fc
+
+    def mask_rows(self) -> Tensor:
+        """Layer input of the mask rows, [K, D]."""
+        zeros = self.mask_embed.new_zeros(self.config.num_masks, self.num_features * self.dims.hidden_size)
+        return self.input_rows(self.mask_embed, zeros)
+
+    def output_rows(self, hidden: Tensor) -> Tensor:
+        """What the shared head reads, [..., D]: normed (medusa) or the predicted feature itself (eagle)."""
+        if self.config.style == "eagle":
+            return hidden
+        return F.rms_norm(hidden, (self.dims.hidden_size,), self.final_norm.to(hidden.dtype), self.dims.norm_eps)
+
+    # ---- group-wise parallel training -----------------------------------------------------------------------------
+
+    def hidden_rows(self, batch: Batch, anchor_BA: Tensor) -> tuple[Tensor, Tensor]:
+        """Last hidden states of the real rows [B, T-1, D] and of the groups anchored at row anchor_BA, [B, A, K, D]."""
+        K = self.config.num_masks
+        embedding = self.embed_VD[batch.token_BT[:, 1:]]
+        feature = None if batch.feature_BTF is None else batch.feature_BTF[:, :-1]
+        real = self.input_rows(embedding, feature)
+        B, R, D = real.shape
+        A = anchor_BA.shape[1]
+        masks = self.mask_rows().expand(B, A, K, D)
+        cos, sin = self.cos, self.sin
+        position_BAK = anchor_BA[..., None] + torch.arange(1, K + 1, device=real.device)
+        group_KK = torch.ones(K, K, dtype=torch.bool, device=real.device).tril()
+        visible_BAR = torch.arange(R, device=real.device) <= anchor_BA[..., None]
+        for layer in self.layers:
+            q, k, v = layer.project_qkv(real)
+            q, k = rotate(q, cos[:R], sin[:R]), rotate(k, cos[:R], sin[:R])
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            v = v.to(q.dtype)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            if K:
+                qm, km, vm = layer.project_qkv(masks)
+                qm = rotate(qm, cos[position_BAK], sin[position_BAK])
+                km = rotate(km, cos[position_BAK], sin[position_BAK])
+                masks = layer.finish(masks, self._attend_groups(qm, km, vm, k, v, visible_BAR, group_KK))
+            real = layer.finish(real, attended.transpose(1, 2).flatten(-2))
+        return real, masks
+
+    def _attend_groups(
+        self, q: Tensor, k: Tensor, v: Tensor, real_k: Tensor, real_v: Tensor, visible_BAR: Tensor, group_KK: Tensor
+    ) -> Tensor:
+        """Attention of mask rows q [B,A,K,H,Dh] over real keys [B,G,R,Dh] and their own group's [B,A,K,G,Dh]."""
+        B, A, K, H, Dh = q.shape
+        G = real_k.shape[1]
+        q = q.unflatten(-2, (G, H // G)) * Dh**-0.5  # heads h of one key/value head g
+        to_real = torch.einsum("bakghd,bgrd->bghakr", q, real_k)
+        to_group = torch.einsum("bakghd,bajgd->bghakj", q, k)
+        low = torch.finfo(to_real.dtype).min
+        to_real = to_real.masked_fill(~visible_BAR[:, None, None, :, None], low)
+        to_group = to_group.masked_fill(~group_KK, low)
+        weight = torch.cat((to_real, to_group), -1).softmax(-1).to(v.dtype)
+        R = real_k.shape[2]
+        out = torch.einsum("bghakr,bgrd->bakghd", weight[..., :R], real_v)
+        out = out + torch.einsum("bghakj,bajgd->bakghd", weight[..., R:], v)
+        return out.reshape(B, A, K, H * Dh)
+
+    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss of a batch and, per guess k, `correct_K` and `count_K` (top-1 accuracy's numerator, denominator).
+
+        Positions without a label (past the end, a prompt token, or a token outside the draft vocabulary) are ignored.
+        Groups are anchored at a random `anchor_fraction` of the labelled rows; every real row stays.
+        """
+        config = self.config
+        K, D = config.num_masks, self.dims.hidden_size
+        label_BT = torch.where(batch.loss_BT, self.draft_index_V[batch.token_BT], IGNORED)
+        T = label_BT.shape[1]
+        label_BRK = F.pad(label_BT, (0, K + 1), value=IGNORED)[:, 2:].unfold(1, K + 1, 1)[:, : T - 1]
+        has_label_BR = label_BRK[..., 0] != IGNORED
+        anchor_BA, is_anchor_BA = self._choose_anchors(has_label_BR, generator)
+        real, masks = self.hidden_rows(batch, anchor_BA)
+
+        at_real = has_label_BR.nonzero(as_tuple=True)
+        at_group = is_anchor_BA.nonzero(as_tuple=True)
+        group_row = (at_group[0], anchor_BA[at_group])
+        rows = torch.cat((real[at_real], masks[at_group].flatten(0, 1)))
+        label_R = torch.cat((label_BRK[at_real][:, 0], label_BRK[group_row][:, 1:].flatten()))
+        guess_K = torch.arange(1, K + 1, device=real.device)
+        guess_R = torch.cat((torch.zeros_like(at_real[0]), guess_K.repeat(len(at_group[0]))))
+        # the target's own row for that guess: guess k of row t is what position t+1+k predicts
+        target_b = torch.cat((at_real[0], at_group[0].repeat_interleave(K)))
+        target_t = torch.cat((at_real[1], group_row[1].repeat_interleave(K))) + 1 + guess_R
+        keep = label_R != IGNORED
+        rows, label_R, guess_R, target_b, target_t = (x[keep] for x in (rows, label_R, guess_R, target_b, target_t))
+
+        count_K = torch.bincount(guess_R, minlength=K + 1)
+        lambda_K = position_weights(K + 1, config.decay if config.style == "medusa" else 1.0).to(count_K.device)
+        weight_R = (lambda_K / count_K.clamp(min=1))[guess_R]
+        out = self.output_rows(rows)
+        head_VD = self.head_VD.to(out.dtype)
+        teacher_RD = None
+        if batch.feature_BTF is not None:
+            teacher_RD = batch.feature_BTF[target_b, target_t, :D].to(out.dtype)
+        loss, top_R = head_cross_entropy(out, head_VD, label_R, weight_R, teacher_RD, config.soft_weight)
+        if config.style == "eagle":
+            assert teacher_RD is not None
+            loss = config.w_cls * loss + config.w_reg * feature_regression(out, teacher_RD, weight_R)
+        correct_K = torch.zeros_like(count_K).index_add_(0, guess_R, (top_R == label_R).long())
+        return loss, {"correct_K": correct_K, "count_K": count_K}
+
+    def _choose_anchors(self, has_label_BR: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Row indices [B, A] of the groups' anchors, and which of them are real (rows short of anchors are padded)."""
+        fraction = self.config.anchor_fraction
+        score = torch.rand(has_label_BR.shape, generator=generator).to(has_label_BR.device)
+        score = torch.where(has_label_BR, score, -1.0)
+        num_B = (has_label_BR.sum(1) * fraction).ceil().long()
+        A = max(int(num_B.max()), 1)
+        anchor_BA = score.topk(A, dim=1).indices
+        return anchor_BA, torch.arange(A, device=num_B.device) < num_B[:, None]
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
+        """Top guesses at every real row: token ids i64 and log-probabilities f32, both [B, T-1, K+1, top_k]."""
+        B, T = batch.token_BT.shape
+        anchor_BA = torch.arange(T - 1, device=batch.token_BT.device).expand(B, T - 1)
+        real, masks = self.hidden_rows(batch, anchor_BA)
+        rows = torch.cat((real[:, :, None], masks), dim=2)
+        ids, log_probs = [], []
+        for chunk in rows.flatten(0, 2).split(4096):  # the logits of all rows at once would be gigabytes
+            out = self.output_rows(chunk)
+            top = torch.log_softmax((out @ self.head_VD.to(out.dtype).T).float(), -1).topk(top_k, dim=-1)
+            ids.append(self.draft_token_ids[top.indices])
+            log_probs.append(top.values)
+        shape = (B, T - 1, self.config.num_masks + 1, top_k)
+        return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
+
+    # ---- export ---------------------------------------------------------------------------------------------------
+
+    def runtime_config(self) -> dict[str, Any]:
+        """What the proposer must know: see `spec_runtime/proposers/heads.py`."""
+        return {
+            "inputs": self.config.inputs,
+            "num_masks": self.config.num_masks,
+            "num_guesses": self.config.num_masks + 1,
+            "mask_token_base": len(self.embed_VD),
+            "taps": list(self.config.taps),
+            "style": self.config.style,
+            "top_k": self.config.top_k,
+        }
+
+    def export(self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True) -> ir.Model:
+        """The drafter's graph, contiguous form.
+
+        Inputs input_ids i64[1,N] (mask k as mask_token_base + k − 1), features f32[1,N,F] (not with inputs = "tokens"),
+        position_ids, mask, logit_rows i64[M], the cache inputs; outputs guess_ids i64[M,C], guess_log_probs f32[M,C].
+        """
+        config = replace(target, num_layers=self.config.layers, taps=())
+        inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
+        if self.num_features:
+            width = self.num_features * self.dims.hidden_size
+            num_rows = inputs[0].example.shape[1]
+            inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, width), {1: "N"}))
+        caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
+        return export(_Graph(self, config), inputs, ["guess_ids", "guess_log_probs", *caches], "parallelspec")
+
+
+class _Graph(nn.Module):
+    """The drafter as the runtime runs it: one chain of rows over a cache, top-k guesses out."""
+
+    def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
+        if drafter.num_features:
+            # the chunks' gains are folded into fc, so that the graph norms all chunks with one operator
+            self.fc = decoder.Projection((drafter.input_norm.reshape(-1, 1) * drafter.fc).detach().t())
+            self.unit_norm = decoder.RMSNorm(torch.ones(config.hidden_size), config.norm_eps)
+
+    def forward(self, input_ids: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        drafter = self.drafter
+        feature, inputs = (inputs[0], inputs[1:]) if drafter.num_features else (None, inputs)
+        position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
+        V, D = drafter.embed_VD.shape
+        real = F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
+        x = real
+        if drafter.config.num_masks:
+            masked = F.embedding((input_ids - V).clamp(min=0), drafter.mask_embed)
+            x = torch.where((input_ids >= V)[..., None], masked, real)
+        if feature is not None:
+            chunks = torch.cat((feature, x), -1).view(1, -1, drafter.num_features + 1, D)
+            x = self.fc(self.unit_norm(chunks).view(1, -1, (drafter.num_features + 1) * D))
+        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        caches: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
+            caches += (k, v)
+        rows_MD = drafter.output_rows(x.index_select(1, logit_rows)).view(-1, D)
+        log_probs_MV = torch.log_softmax(F.linear(rows_MD, drafter.head_VD).float(), -1)
+        top = log_probs_MV.topk(drafter.config.top_k, dim=-1)
+        return (drafter.draft_token_ids[top.indices], top.values, *caches)

@@ -1,0 +1,146 @@
+"""The feature cache: the target's hidden states over the training data, written once and shared by all drafters.
+
+A folder of flat arrays, one row a token, sequences back to back:
+    token_T.npy i32, loss_T.npy bool, offset.npy i64 (sequence i is rows offset[i]:offset[i+1]),
+    feature_TF.npy bfloat16 bit patterns as u16 (features after the final norm, then each tap),
+    cache.json what it was made from, and how many sequences are done (an interrupted build goes on from there).
+Knows the backbone's forward pass; knows nothing of drafters or losses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spec_export.data import Example
+
+BATCH_TOKENS = 2048
+BLOCK = 256  # sequences between two progress marks
+
+
+class FeatureCache:
+    """Read access: `sequence(i)` gives token i64[T], loss bool[T], feature bf16[T, F]."""
+
+    def __init__(self, folder: Path) -> None:
+        self.token_T = np.load(folder / "token_T.npy", mmap_mode="r")
+        self.loss_T = np.load(folder / "loss_T.npy", mmap_mode="r")
+        self.feature_TF = np.load(folder / "feature_TF.npy", mmap_mode="r")
+        self.offset = np.load(folder / "offset.npy")
+        self.about = json.loads((folder / "cache.json").read_text())
+        if self.about["sequences_done"] < self.num_sequences:
+            raise ValueError(
+                f"got feature cache {folder} with {self.about['sequences_done']} of {self.num_sequences} "
+                "sequences, expected all: run the same command again, it goes on from there"
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.offset) - 1
+
+    @property
+    def length_N(self) -> np.ndarray:
+        """Tokens of each sequence, i64."""
+        return np.diff(self.offset)
+
+    def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        rows = slice(self.offset[i], self.offset[i + 1])
+        token = torch.from_numpy(self.token_T[rows].astype(np.int64))
+        feature = torch.from_numpy(np.array(self.feature_TF[rows])).view(torch.bfloat16)
+        return token, torch.from_numpy(self.loss_T[rows].copy()), feature
+
+
+def size_estimate(examples: Sequence[Example], num_features: int) -> int:
+    """Bytes the cache of these examples takes on disk; `num_features` = F."""
+    return sum(len(e.token_T) for e in examples) * (2 * num_features + 5)
+
+
+def build(
+    folder: Path, examples: Sequence[Example], model: Any, target_name: str, taps: Sequence[int], progress: Any = None
+) -> FeatureCache:
+    """Run a (bf16) transformers target over every example and keep its features; resumes a stopped build.
+
+    `progress(done, total)` is called with token counts. ValueError: a folder made from other data, or a full disk.
+    """
+    hidden = model.config.hidden_size
+    num_features = hidden * (1 + len(taps))
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.token_T.astype("<i4").tobytes() + example.loss_T.tobytes())
+    made_from = {"target": target_name, "taps": list(taps), "data": digest.hexdigest(), "num_features": num_features}
+    if (folder / "cache.json").is_file():
+        about = json.loads((folder / "cache.json").read_text())
+        if {key: about.get(key) for key in made_from} != made_from:
+            raise ValueError(f"got feature cache {folder} made from other data, target or taps: name another folder")
+    else:
+        about = made_from | {"sequences_done": 0}
+        _create(folder, examples, num_features, about)
+    offset = np.load(folder / "offset.npy")
+    feature_TF = np.lib.format.open_memmap(folder / "feature_TF.npy", mode="r+")
+    for start in range(about["sequences_done"], len(examples), BLOCK):
+        block = range(start, min(start + BLOCK, len(examples)))
+        for indices in _batches(block, examples):
+            rows = _forward([examples[i].token_T for i in indices], model, taps)
+            for i, row in zip(indices, rows, strict=True):
+                feature_TF[offset[i] : offset[i + 1]] = row
+        feature_TF.flush()
+        about["sequences_done"] = block.stop
+        _write_json(folder / "cache.json", about)
+        if progress:
+            progress(int(offset[block.stop]), int(offset[-1]))
+    return FeatureCache(folder)
+
+
+def _create(folder: Path, examples: Sequence[Example], num_features: int, about: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    need, free = size_estimate(examples, num_features), shutil.disk_usage(folder).free
+    if need > free:
+        raise ValueError(
+            f"the feature cache needs {need / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free: use less data"
+        )
+    offset = np.cumsum([0] + [len(e.token_T) for e in examples], dtype=np.int64)
+    np.save(folder / "offset.npy", offset)
+    np.save(folder / "token_T.npy", np.concatenate([e.token_T for e in examples]).astype(np.int32))
+    np.save(folder / "loss_T.npy", np.concatenate([e.loss_T for e in examples]).astype(bool))
+    shape = (int(offset[-1]), num_features)
+    np.lib.format.open_memmap(folder / "feature_TF.npy", mode="w+", dtype=np.uint16, shape=shape).flush()
+    _write_json(folder / "cache.json", about)
+
+
+def _batches(block: range, examples: Sequence[Example]) -> Iterator[list[int]]:
+    """Indices of `block` by length, in groups of about BATCH_TOKENS padded tokens."""
+    group: list[int] = []
+    for i in sorted(block, key=lambda i: len(examples[i].token_T)):
+        if group and (len(group) + 1) * len(examples[i].token_T) > BATCH_TOKENS:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+@torch.inference_mode()
+def _forward(tokens: Sequence[np.ndarray], model: Any, taps: Sequence[int]) -> list[np.ndarray]:
+    """Features of right-padded sequences, u16 [T, F] each; causal attention needs no mask for right padding."""
+    longest = max(len(t) for t in tokens)
+    ids = torch.zeros(len(tokens), longest, dtype=torch.int64)
+    for row, token_T in zip(ids, tokens, strict=True):
+        row[: len(token_T)] = torch.from_numpy(token_T.astype(np.int64))
+    out = model.model(ids.to(model.device), output_hidden_states=bool(taps), use_cache=False)
+    parts = [out.last_hidden_state] + [out.hidden_states[tap] for tap in taps]
+    bits = torch.cat([p.to(torch.bfloat16) for p in parts], dim=-1).cpu().view(torch.uint16).numpy()
+    return [row[: len(token_T)] for row, token_T in zip(bits, tokens, strict=True)]
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1))
+    os.replace(temporary, path)

@@ -1,0 +1,90 @@
+"""Losses over guesses: hard labels, the target's distribution, features. Pure functions of tensors.
+
+Knows nothing of drafters, data or optimisers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+IGNORED = -100  # label of a row that carries no loss
+CHUNK_ROWS = 256  # logits of a chunk stay in cache: 256 rows of an 8 k vocabulary are 8 MB
+
+
+def position_weights(count: int, decay: float) -> Tensor:
+    """lambda_k = decay^k for k = 0 … count-1 (Medusa and ParallelSpec use 0.8)."""
+    return decay ** torch.arange(count, dtype=torch.float32)
+
+
+class _HeadCrossEntropy(torch.autograd.Function):
+    """See `head_cross_entropy`. The gradient is taken chunk by chunk in the forward pass, while the logits are in
+    cache: keeping [R, V] logits for a backward pass cost more than both matrix products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RD: Tensor,
+        head_VD: Tensor,
+        label_R: Tensor,
+        weight_R: Tensor,
+        teacher_RD: Tensor | None,
+        soft_weight: float,
+    ) -> tuple[Tensor, Tensor]:
+        gradient_RD = torch.empty_like(hidden_RD)
+        guess_R = torch.empty_like(label_R)
+        loss = hidden_RD.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(hidden_RD), CHUNK_ROWS):
+            rows = slice(start, start + CHUNK_ROWS)
+            label, weight = label_R[rows, None], weight_R[rows, None].float()
+            logits = (hidden_RD[rows] @ head_VD.T).float()
+            guess_R[rows] = logits.argmax(-1)
+            log_z = logits.logsumexp(-1, keepdim=True)
+            loss += (1 - soft_weight) * ((log_z - logits.gather(1, label)) * weight).sum()
+            gradient = torch.exp(logits - log_z)
+            if teacher_RD is not None:
+                p = torch.softmax((teacher_RD[rows] @ head_VD.T).float(), -1)
+                loss += soft_weight * ((log_z[:, 0] - torch.linalg.vecdot(p, logits)) * weight[:, 0]).sum()
+                gradient.sub_(p, alpha=soft_weight)
+            gradient.scatter_add_(1, label, torch.full_like(log_z, soft_weight - 1))
+            gradient_RD[rows] = gradient.mul_(weight).to(head_VD.dtype) @ head_VD
+        ctx.save_for_backward(gradient_RD)
+        ctx.mark_non_differentiable(guess_R)
+        return loss, guess_R
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient_RD,) = ctx.saved_tensors
+        return gradient_RD * upstream[0].to(gradient_RD.dtype), None, None, None, None, None
+
+
+def head_cross_entropy(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    label_R: Tensor,
+    weight_R: Tensor,
+    teacher_RD: Tensor | None = None,
+    soft_weight: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy through a frozen head, and its guesses.
+
+    loss = Σ_r weight_r · [ −(1−s) log q_r(label_r) − s Σ_v p_r(v) log q_r(v) ], q = softmax(hidden · headᵀ),
+    p = softmax(teacher · headᵀ), s = soft_weight. No gradient reaches head, weights or teacher.
+
+    hidden_RD, head_VD and teacher_RD of one dtype, label_R i64 without IGNORED, weight_R f32.
+    Returns (loss f32 scalar, argmax of q i64[R]).
+    """
+    if soft_weight and teacher_RD is None:
+        raise ValueError("got a soft_weight without the target's features: soft labels need them")
+    teacher = teacher_RD.detach() if soft_weight and teacher_RD is not None else None
+    loss, guess_R = _HeadCrossEntropy.apply(hidden_RD, head_VD, label_R, weight_R, teacher, soft_weight)
+    return loss, guess_R
+
+
+def feature_regression(predicted_RD: Tensor, feature_RD: Tensor, weight_R: Tensor) -> Tensor:
+    """sum_r weight_r · SmoothL1(f̂_r, f_r), averaged over D as EAGLE does; float32 scalar."""
+    losses = F.smooth_l1_loss(predicted_RD.float(), feature_RD.float(), reduction="none").mean(-1)
+    return (losses * weight_R).sum()

@@ -1,0 +1,219 @@
+"""From a traced module to an ONNX model in memory and on disk (standard operators, opset 24).
+
+It knows names, symbolic dimensions and external data; it knows nothing of precisions, of the ONNX
+Runtime form of the graph (onnx_rewrite.py) or of bundles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+import torch
+from onnx_ir.passes import common as passes
+from torch import Tensor, nn
+
+from spec_export.decoder import Backbone, DecoderConfig
+
+OPSET = 24
+# IR 11 is what TensorRT's parser reads; nothing newer is used.
+IR_VERSION = 11
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """One input of a graph: name, a tensor to trace with, and names of its symbolic axes.
+
+    Over all inputs of a graph, axes have the same name if and only if they have the same size, and
+    sizes are 2 or more: the tracer tells axes apart by size and takes 0 and 1 for constants. A name
+    may be a sum, such as "A+N".
+    """
+
+    name: str
+    example: Tensor
+    axes: dict[int, str]
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= axis < self.example.dim() for axis in self.axes):
+            raise ValueError(
+                f"got axes {sorted(self.axes)} for input {self.name}, "
+                f"expected axes of a {self.example.dim()}-D tensor"
+            )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The exporter's notes (absent torchvision, renamed axes) say nothing about our graph."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+class _Flat(nn.Module):
+    """A module called with a flat argument list, so that input names follow it one by one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+        return self.module(*args)
+
+
+def export(
+    module: nn.Module, inputs: Sequence[GraphInput], outputs: Sequence[str], name: str
+) -> ir.Model:
+    """Trace `module(*inputs)` into a model with exactly the given names.
+
+    The weights stay shared with the module: nothing is copied until the model is written.
+    ValueError: sizes in the examples that do not tell the axes apart, see `GraphInput`.
+    """
+    _check_sizes(inputs)
+    shapes = tuple(dict.fromkeys(given.axes, torch.export.Dim.DYNAMIC) for given in inputs)
+    with _quiet(), torch.no_grad():
+        program = torch.onnx.export(
+            _Flat(module),
+            tuple(given.example for given in inputs),
+            dynamo=True,
+            opset_version=OPSET,
+            input_names=[given.name for given in inputs],
+            output_names=list(outputs),
+            dynamic_shapes=(shapes,),
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model
+    model.ir_version, model.graph.name = IR_VERSION, name
+    model.producer_name, model.producer_version = "specsplit", None
+    _name_axes(model.graph, inputs)
+    _name_weights(model.graph, module)
+    _drop_flat_reshapes(model.graph)
+    passes.RemoveUnusedNodesPass()(model)
+    passes.ClearMetadataAndDocStringPass()(model)
+    return model
+
+
+def _check_sizes(inputs: Sequence[GraphInput]) -> None:
+    sizes: dict[str, int] = {}
+    for given in inputs:
+        for axis, name in given.axes.items():
+            size = given.example.shape[axis]
+            if size < 2 or sizes.setdefault(name, size) != size:
+                raise ValueError(
+                    f"got size {size} for axis {name} of input {given.name}, "
+                    f"expected {sizes.get(name, 'at least 2')}"
+                )
+    if len(set(sizes.values())) != len(sizes):
+        raise ValueError(f"got axes of equal size among {sizes}, expected all sizes to differ")
+
+
+def _name_axes(graph: ir.Graph, inputs: Sequence[GraphInput]) -> None:
+    """Replace the tracer's symbols (s2, s77, ...) by the given axis names, in all values."""
+    names: dict[str | None, str] = {}
+    for value, given in zip(graph.inputs, inputs, strict=True):
+        assert value.name == given.name, (value.name, given.name)
+        assert value.shape is not None, value.name
+        for axis, name in given.axes.items():
+            symbol = value.shape[axis]
+            assert isinstance(symbol, ir.SymbolicDim), (given.name, axis, symbol)
+            names[symbol.value] = name
+    values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            # A sum the tracer wrote in its own symbols becomes an unknown size.
+            value.shape = ir.Shape(
+                [names.get(d.value) if isinstance(d, ir.SymbolicDim) else d for d in value.shape]
+            )
+
+
+def _name_weights(graph: ir.Graph, module: nn.Module) -> None:
+    """Initializers take the module's parameter names, a shared tensor the first of its names."""
+    first: dict[int, str] = {}
+    renamed: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        renamed[name] = first.setdefault(id(parameter), name)
+    for value in list(graph.initializers.values()):
+        assert value.name is not None
+        name = value.name.removeprefix("module.")
+        value.name = renamed.get(name, name)
+
+
+def _drop_flat_reshapes(graph: ir.Graph) -> None:
+    """`index_select` leaves Reshape(index, [-1]) before its Gather, where the index is flat."""
+    for node in list(graph):
+        if node.op_type != "Reshape" or node.inputs[0] is None or node.inputs[1] is None:
+            continue
+        index, target = node.inputs[0], node.inputs[1].const_value
+        flat = index.shape is not None and index.shape.rank() == 1
+        if flat and target is not None and target.numpy().tolist() == [-1]:
+            ir.convenience.replace_all_uses_with(node.outputs[0], index)
+            graph.remove(node, safe=True)
+
+
+def step_inputs(
+    config: DecoderConfig, dtype: torch.dtype, capacity_symbolic: bool
+) -> list[GraphInput]:
+    """The inputs of one step over a cache (contiguous form), in order; target and drafters share them."""
+    # all different, and none 0 or 1, which the tracer would take for constants
+    N, M, A = 5, 3, 2
+    S = 16 if capacity_symbolic else config.rows
+    s_axis = {2: "S"} if capacity_symbolic else {}
+    index = torch.zeros(A + N, dtype=torch.int64)
+    inputs = [
+        GraphInput("input_ids", index[None, :N], {1: "N"}),
+        GraphInput("position_ids", index[None, :N], {1: "N"}),
+        GraphInput(
+            "mask",
+            torch.ones(1, 1, N, S, dtype=torch.bool),
+            {2: "N", 3: "S"} if capacity_symbolic else {2: "N"},
+        ),
+        GraphInput("logit_rows", index[:M], {0: "M"}),
+        GraphInput("write_index", index[:1], {}),
+        GraphInput("src", index[:A], {0: "A"}),
+        GraphInput("perm", index, {0: "A+N"}),
+    ]
+    shape = (1, config.num_kv_heads, S, config.head_dim)
+    caches = [f"kv.{layer}.{part}" for layer in range(config.num_layers) for part in "kv"]
+    inputs += [
+        GraphInput(name, torch.zeros(shape, dtype=dtype), s_axis)
+        for name in caches
+    ]
+    return inputs
+
+
+def export_backbone(backbone: Backbone, *, capacity_symbolic: bool = True) -> ir.Model:
+    """The contiguous form of the backbone graph, named as the runtime's contract has it.
+
+    `capacity_symbolic`: leave the number of cache slots S open, as ONNX Runtime takes it; otherwise
+    S is fixed at max_length + scratch, as TensorRT needs it.
+    """
+    config = backbone.config
+    inputs = step_inputs(config, backbone.dtype, capacity_symbolic)
+    caches = [given.name for given in inputs if given.name.startswith("kv.")]
+    outputs = [
+        "logits",
+        "features",
+        *(f"taps.{tap}" for tap in config.taps),
+        *(f"{c}.out" for c in caches),
+    ]
+    return export(backbone, inputs, outputs, config.family)
+
+
+def save(model: ir.Model, path: Path, external_data: str = "weights.bin") -> None:
+    """Write the graph to `path`, its weights to the file `external_data` beside it, each once.
+
+    The model itself is left as it is, its tensors in memory.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ir.save(model, path, external_data=external_data)

@@ -1,0 +1,259 @@
+"""Rewrite the traced graph (contiguous form) into the slots form that ONNX Runtime runs.
+
+Per layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes {ScatterND ×2 into arbitrary slots,
+com.microsoft.GroupQueryAttention in borrow mode}: empty key and value, the cache as past, no present outputs,
+causal=0, the tree mask as attention_bias, and only rows up to `seqlens_k` read. No KV row is ever moved.
+Also makes the step cheaper: activations stay [1, N, D] so that no reshape stands between layers, and Add +
+RMSNormalization become one node. Knows node patterns of decoder.py's trace; knows nothing of weights' precisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+MS = "com.microsoft"
+# finite, because a row of −inf only would be NaN; far below any logit in fp16 too
+MASKED = {ir.DataType.FLOAT: -1e9, ir.DataType.FLOAT16: -6e4, ir.DataType.BFLOAT16: -1e9}
+
+
+class GraphEditor:
+    """Small helpers to append nodes to a graph under construction, before a given node."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.graph = model.graph
+        self._constants: dict[tuple[str, bytes, tuple[int, ...]], ir.Value] = {}
+        self._count = 0
+
+    def name(self, stem: str) -> str:
+        self._count += 1
+        return f"{stem}.{self._count}"
+
+    def constant(self, array: np.ndarray, stem: str = "const") -> ir.Value:
+        """An initializer holding `array`; equal arrays are stored once."""
+        array = np.ascontiguousarray(array)
+        key = (str(array.dtype), array.tobytes(), array.shape)
+        if key not in self._constants:
+            self._constants[key] = self.initializer(ir.tensor(array), self.name(stem))
+        return self._constants[key]
+
+    def initializer(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+        value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        self.graph.register_initializer(value)
+        return value
+
+    def add(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        num_outputs: int = 1,
+        domain: str = "",
+        **attributes: int | float | str | list[int],
+    ) -> list[ir.Value]:
+        """Insert a node before `before` and return its outputs."""
+        node = ir.node(op_type, list(inputs), attributes or None, domain=domain, num_outputs=num_outputs)
+        for i, output in enumerate(node.outputs):
+            output.name = self.name(f"{op_type.lower()}_{i}")
+        self.graph.insert_before(before, node)
+        return list(node.outputs)
+
+    def replace(self, old: ir.Value, new: ir.Value) -> None:
+        """Every use of `old`, graph outputs included, reads `new`, which takes over name, shape and type."""
+        new.shape, new.type = old.shape, old.type
+        name, is_output = old.name, old.is_graph_output()
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        if is_output:
+            old.name, new.name = self.name("dead"), name
+
+
+def producer(value: ir.Value | None, op_type: str) -> ir.Node:
+    """The node that makes `value`, which must be of this type: anything else is a graph we did not trace."""
+    node = None if value is None else value.producer()
+    assert node is not None and node.op_type == op_type, (value, op_type, node)
+    return node
+
+
+def _input(node: ir.Node, index: int) -> ir.Value:
+    value = node.inputs[index]
+    assert value is not None, (node, index)
+    return value
+
+
+def _dim(value: ir.Value, axis: int) -> int:
+    assert value.shape is not None and isinstance(value.shape[axis], int), (value, axis)
+    return int(value.shape[axis])  # type: ignore[arg-type]
+
+
+def to_slots(model: ir.Model) -> ir.Model:
+    """Rewrite `model` in place from the contiguous to the slots form and return it.
+
+    Inputs write_index, src, perm go; `slots` i64[N] and `seqlens_k` i32[1] come.
+    """
+    graph, edit = model.graph, GraphEditor(model)
+    model.opset_imports[MS] = 1
+    inputs = {value.name: value for value in graph.inputs}
+    slots = ir.Value(name="slots", shape=ir.Shape(["N"]), type=ir.TensorType(ir.DataType.INT64))
+    seqlens = ir.Value(name="seqlens_k", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT32))
+    graph.inputs.extend([slots, seqlens])
+    attentions = [node for node in graph if node.op_type == "Attention"]
+    first = next(iter(graph))
+    cache = _input(producer(attentions[0].inputs[1], "TensorScatter"), 0)
+    shared = _shared_inputs(edit, first, inputs["mask"], slots, cache)
+    for attention in attentions:
+        _rewrite_attention(edit, attention, shared, inputs["position_ids"], seqlens)
+    _keep_rank_three(edit)
+    _fuse_norms(edit)
+    for name in ("write_index", "src", "perm"):
+        graph.inputs.remove(inputs[name])
+    _remove_dead(graph)
+    graph.sort()
+    return model
+
+
+class _Shared:
+    """Values every layer reads: scatter indices i64[1,N,G,3], the additive mask, total length, an empty key."""
+
+    def __init__(self, indices: ir.Value, bias: ir.Value, total: ir.Value, empty: ir.Value) -> None:
+        self.indices, self.bias, self.total, self.empty = indices, bias, total, empty
+
+
+def _shared_inputs(
+    edit: GraphEditor, first: ir.Node, mask: ir.Value, slots: ir.Value, cache: ir.Value
+) -> _Shared:
+    G, Dh = _dim(cache, 1), _dim(cache, 3)
+    assert cache.dtype is not None
+    dtype = cache.dtype.numpy()
+    zero = edit.constant(np.zeros(1, dtype=dtype), "zero")
+    (bias,) = edit.add(first, "Where", [mask, zero, edit.constant(np.array([MASKED[cache.dtype]], dtype=dtype))])
+    (total,) = edit.add(first, "Shape", [mask], start=3, end=4)
+    (total,) = edit.add(first, "Cast", [total], to=ir.DataType.INT32.value)
+    # row n, head g -> (0, g, slots[n])
+    (column,) = edit.add(first, "Reshape", [slots, edit.constant(np.array([1, -1, 1, 1]))])
+    batch_and_head = np.zeros((1, 1, G, 3), dtype=np.int64)
+    batch_and_head[..., 1] = np.arange(G)
+    (spread,) = edit.add(first, "Mul", [column, edit.constant(np.array([0, 0, 1]).reshape(1, 1, 1, 3))])
+    (indices,) = edit.add(first, "Add", [spread, edit.constant(batch_and_head)])
+    return _Shared(indices, bias, total, edit.constant(np.zeros((1, 0, G * Dh), dtype=dtype), "empty"))
+
+
+def _rewrite_attention(
+    edit: GraphEditor, attention: ir.Node, shared: _Shared, position_ids: ir.Value, seqlens: ir.Value
+) -> None:
+    """One layer. The trace holds heads as [1, heads, N, Dh]; here they stay side by side, [1, N, heads·Dh]."""
+    scatters = [producer(attention.inputs[i], "TensorScatter") for i in (1, 2)]
+    G, Dh = _dim(_input(scatters[0], 0), 1), _dim(_input(scatters[0], 0), 3)
+    split_qk = producer(attention.inputs[0], "Split")
+    rotary = producer(split_qk.inputs[0], "RotaryEmbedding")
+    H = _dim(_input(rotary, 0), 1) - G
+    cos, sin = rotary.inputs[1], rotary.inputs[2]
+    source = _input(rotary, 0).producer()
+    assert source is not None
+    if source.op_type == "Split":  # heads split as [q and k, v]
+        heads = _flat_source(source)
+        qk, v = edit.add(attention, "Split", [heads, edit.constant(np.array([(H + G) * Dh, G * Dh]))], 2, axis=-1)
+    else:  # q/k norm: heads split as [q, k, v], norms over Dh, concatenated
+        assert source.op_type == "Concat", source
+        norms = [producer(value, "RMSNormalization") for value in source.inputs]
+        heads = _flat_source(producer(norms[0].inputs[0], "Split"))
+        sizes = edit.constant(np.array([H * Dh, G * Dh, G * Dh]))
+        *parts, v = edit.add(attention, "Split", [heads, sizes], 3, axis=-1)
+        qk = _head_norms(edit, attention, parts, norms, (H, G), Dh)
+    kept = {name: rotary.attributes[name].as_int() for name in ("rotary_embedding_dim",) if name in rotary.attributes}
+    (turned,) = edit.add(attention, "RotaryEmbedding", [qk, cos, sin, position_ids], num_heads=H + G, **kept)
+    q, k = edit.add(attention, "Split", [turned, edit.constant(np.array([H * Dh, G * Dh]))], 2, axis=-1)
+    rows = edit.constant(np.array([1, -1, G, Dh]))
+    caches = []
+    for scatter, new in zip(scatters, (k, v), strict=True):
+        (row,) = edit.add(attention, "Reshape", [new, rows])
+        (cache,) = edit.add(attention, "ScatterND", [scatter.inputs[0], shared.indices, row])
+        edit.replace(scatter.outputs[0], cache)
+        caches.append(cache)
+    scale = attention.attributes.get("scale")
+    extra = {"scale": scale.as_float()} if scale is not None else {}
+    inputs = [q, shared.empty, shared.empty, *caches, seqlens, shared.total, None, None, None, shared.bias]
+    (mixed,) = edit.add(
+        attention, "GroupQueryAttention", inputs, domain=MS, num_heads=H, kv_num_heads=G, causal=0, **extra
+    )
+    (transpose,) = (use.node for use in attention.outputs[0].uses())
+    (reshape,) = (use.node for use in transpose.outputs[0].uses())
+    assert (transpose.op_type, reshape.op_type) == ("Transpose", "Reshape"), (transpose, reshape)
+    edit.replace(reshape.outputs[0], mixed)
+
+
+def _flat_source(split: ir.Node) -> ir.Value:
+    """The QKV product behind Split ← Transpose ← Reshape."""
+    reshape = producer(producer(split.inputs[0], "Transpose").inputs[0], "Reshape")
+    return _input(reshape, 0)
+
+
+def _head_norms(
+    edit: GraphEditor, before: ir.Node, parts: Sequence[ir.Value], norms: Sequence[ir.Node], heads: tuple[int, int], Dh: int
+) -> ir.Value:
+    normed = []
+    for part, norm, count in zip(parts, norms, heads, strict=True):
+        (x,) = edit.add(before, "Reshape", [part, edit.constant(np.array([1, -1, count, Dh]))])
+        epsilon = norm.attributes["epsilon"].as_float()
+        (x,) = edit.add(before, "RMSNormalization", [x, norm.inputs[1]], axis=-1, epsilon=epsilon)
+        normed += edit.add(before, "Reshape", [x, edit.constant(np.array([1, -1, count * Dh]))])
+    return edit.add(before, "Concat", normed, axis=-1)[0]
+
+
+def _keep_rank_three(edit: GraphEditor) -> None:
+    """Activations [1, N, D] from the embedding to the outputs: drop the flattening Reshape, squeeze at the end."""
+    graph = edit.graph
+    ids = next(value for value in graph.inputs if value.name == "input_ids")
+    for use in list(ids.uses()):
+        if use.node.op_type == "Reshape":
+            edit.replace(use.node.outputs[0], ids)
+            ids.name, ids.shape = "input_ids", ir.Shape([1, "N"])
+    for node in graph:
+        if node.op_type == "Split" and node.attributes["axis"].as_int() == 1:
+            node.attributes["axis"] = ir.AttrInt64("axis", -1)
+        picks_rows = node.op_type == "Gather" and node.inputs[1] is not None and node.inputs[1].name == "logit_rows"
+        if picks_rows and node.attributes["axis"].as_int() == 0:
+            # the rows asked for leave the batch: [1, N, D] -> [N, D] -> [M, D]
+            (flat,) = edit.add(node, "Squeeze", [node.inputs[0], edit.constant(np.array([0]))])
+            node.replace_input_with(0, flat)
+    squeezed: dict[ir.Value, ir.Value] = {}
+    for i, output in enumerate(graph.outputs):
+        if output.name in ("features",) or str(output.name).startswith("taps."):
+            node = ir.node("Squeeze", [output, edit.constant(np.array([0]))], num_outputs=1)
+            graph.append(node)
+            flat = node.outputs[0]
+            flat.shape, flat.type = output.shape, output.type
+            name = output.name
+            output.name, flat.name = edit.name(f"{name}.batch"), name
+            graph.outputs[i] = flat
+            squeezed[output] = flat
+    for value in [v for node in graph for v in node.outputs]:
+        if value not in graph.outputs:
+            value.shape = None  # ranks changed: ONNX Runtime infers them anew
+
+
+def _fuse_norms(edit: GraphEditor) -> None:
+    """Add followed by RMSNormalization -> SkipSimplifiedLayerNormalization, whose 4th output is the sum."""
+    for norm in [node for node in edit.graph if node.op_type == "RMSNormalization"]:
+        x, gamma = _input(norm, 0), _input(norm, 1)
+        add = x.producer()
+        if add is None or add.op_type != "Add" or any(v is None or v.is_initializer() for v in add.inputs):
+            continue
+        epsilon = norm.attributes["epsilon"].as_float()
+        outputs = edit.add(norm, "SkipSimplifiedLayerNormalization", [*add.inputs, gamma], 4, MS, epsilon=epsilon)
+        for unused in outputs[1:3]:
+            unused.name = ""
+        edit.replace(norm.outputs[0], outputs[0])
+        edit.replace(x, outputs[3])
+
+
+def _remove_dead(graph: ir.Graph) -> None:
+    """Drop nodes nobody reads, from the end so that chains go at once, and initializers left without a reader."""
+    outputs = set(graph.outputs)
+    for node in reversed(list(graph)):
+        if all(not value.uses() and value not in outputs for value in node.outputs):
+            graph.remove(node, safe=True)
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and value not in outputs:
+            del graph.initializers[name]

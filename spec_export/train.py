@@ -1,0 +1,350 @@
+"""Train a drafter from a recipe: features once, then AdamW over batches of sequences, validated with the tree in use.
+
+Knows recipes, the feature cache, checkpoints and optimisers. Knows no drafter: it calls `loss` and `guesses`.
+Each step's randomness comes from (seed, step), so that a resumed run repeats an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from spec_export import checkpoint, data, drafters, features, recipe, target
+from spec_export.allocator import keep_big_blocks
+from spec_export.decoder import Backbone
+from spec_export.drafters.parallelspec import Batch
+from spec_runtime.tree import Budget, TokenTree, grow
+
+console = Console(stderr=True)
+VALIDATION_BUDGET = Budget(max_nodes=16)
+VALIDATION_TOKENS = 40_000  # a bound on the time one validation takes
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Top-1 and top-3 accuracy per guess (k = 0 is the token after the root); accepted length with the tree in use."""
+
+    top1_K: tuple[float, ...]
+    top3_K: tuple[float, ...]
+    accepted_length: float
+
+
+def run(
+    recipe_path: Path,
+    overrides: list[str] | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    cache: Path | None = None,
+) -> Path:
+    """Train as the recipe says and return the folder of the drafter (`drafter.safetensors`, `config.json`, curves).
+
+    out: where checkpoints and the drafter go (runs/<recipe's stem> by default); cache: the feature cache (out/features).
+    ValueError: bad recipe, data or checkpoint; `out` already holding a run without `resume`.
+    """
+    keep_big_blocks()
+    plan = recipe.load(recipe_path, overrides or [])
+    out = out or Path("runs") / recipe_path.stem
+    checkpoints = out / "checkpoints"
+    if checkpoint.latest(checkpoints) is not None and not resume:
+        raise ValueError(f"{out} already holds a training run: pass --resume to go on, or another --out")
+    module = drafters.load(plan.drafter_name)
+    config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
+
+    source = target.resolve(plan.model)
+    model, tokenizer = target.load(source)
+    examples = data.read(plan.data_paths, tokenizer, plan.data.max_length, plan.data.sources)
+    training, held_out = data.split(examples, plan.data.validation_fraction)
+    backbone = Backbone.from_transformers(model)
+    draft_token_ids = None
+    if plan.export.draft_vocab:
+        always = tokenizer.all_special_ids
+        chosen = data.most_frequent_tokens(training, plan.export.draft_vocab, backbone.config.vocab_size, always)
+        draft_token_ids = torch.from_numpy(chosen)
+    torch.manual_seed(plan.train.seed)
+    drafter = module.Drafter(config, target.ends(backbone), draft_token_ids)
+    ordered = training + held_out
+    taps = tuple(config.taps)
+    size = features.size_estimate(ordered, model.config.hidden_size * (1 + len(taps)))
+    console.print(f"{len(training)} sequences to train on, {len(held_out)} held out; features take {size / 1e9:.1f} GB")
+    with Progress(console=console) as progress:
+        bar = progress.add_task("features")
+        stored = features.build(
+            cache or out / "features",
+            ordered,
+            model.to(torch.bfloat16),
+            source.name,
+            taps,
+            lambda done, total: progress.update(bar, completed=done, total=total),
+        )
+    del model, backbone
+    about = checkpoint.collect_provenance(recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples))
+    trainer = Trainer(plan, drafter, stored, len(training), out, about)
+    if resume:
+        trainer.resume()
+    trainer.train()
+    return trainer.export()
+
+
+class Trainer:
+    """The training loop over a feature cache whose first `num_training` sequences train and whose rest validates."""
+
+    def __init__(
+        self,
+        plan: recipe.Recipe,
+        drafter: Any,
+        cache: features.FeatureCache,
+        num_training: int,
+        out: Path,
+        about: dict[str, Any],
+    ) -> None:
+        self.plan, self.settings, self.drafter, self.cache = plan, plan.train, drafter, cache
+        self.num_training, self.out, self.about = num_training, out, about
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        drafter.to(self.device)
+        parameters = [p for p in drafter.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            parameters,
+            lr=self.settings.lr,
+            betas=self.settings.betas,
+            weight_decay=self.settings.weight_decay,
+            fused=True,
+        )
+        self.steps_per_epoch = -(-len(self._epoch_batches(0)) // self.settings.grad_accumulation)
+        self.total_steps = self.settings.total_steps(self.steps_per_epoch)
+        self.step = 0
+        self.curve: list[dict[str, float]] = []
+
+    # ---- batches --------------------------------------------------------------------------------------------------
+
+    def _epoch_batches(self, epoch: int) -> list[np.ndarray]:
+        """Sequence indices of each batch: shuffled, but of similar length so that little is padding."""
+        rng = np.random.default_rng((self.settings.seed, epoch))
+        order = rng.permutation(self.num_training)
+        batches: list[np.ndarray] = []
+        for pool in np.array_split(order, max(1, len(order) // 512)):
+            batches += self._by_length(pool)
+        return [batches[i] for i in rng.permutation(len(batches))]
+
+    def _by_length(self, pool: np.ndarray) -> list[np.ndarray]:
+        length_N = self.cache.length_N
+        batches, group = [], []
+        for i in pool[np.argsort(length_N[pool], kind="stable")]:
+            if group and (len(group) + 1) * length_N[i] > self.settings.batch_tokens:
+                batches.append(np.array(group))
+                group = []
+            group.append(i)
+        batches.append(np.array(group))
+        return batches
+
+    def _batch(self, indices: np.ndarray) -> Batch:
+        rows = [self.cache.sequence(int(i)) for i in indices]
+        pad = torch.nn.utils.rnn.pad_sequence
+        token, loss, feature = (pad([row[part] for row in rows], batch_first=True) for part in range(3))
+        length = torch.tensor([len(row[0]) for row in rows])
+        return Batch(*(x.to(self.device) for x in (token, loss, feature, length)))
+
+    # ---- the loop -------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        """From `self.step` to the end: log, validate, checkpoint."""
+        settings, started, tokens = self.settings, time.monotonic(), 0
+        log = {"loss": 0.0, "correct": torch.zeros(1), "count": torch.zeros(1)}
+        while self.step < self.total_steps:
+            for micro in self._micro_batches(self.step):
+                loss, counts = self._backward(micro)
+                log["loss"] += loss / settings.log_every
+                log["correct"], log["count"] = log["correct"] + counts["correct_K"], log["count"] + counts["count_K"]
+                tokens += int(micro.loss_BT.sum())
+            for group in self.optimizer.param_groups:
+                group["lr"] = settings.lr * settings.lr_factor(self.step, self.total_steps)
+            torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.grad_clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            last = self.step == self.total_steps
+            if self.step % settings.log_every == 0 or last:
+                accuracy = (log["correct"] / log["count"].clamp(min=1)).tolist()
+                row = {"step": self.step, "loss": log["loss"]} | {f"train_top1_{k}": a for k, a in enumerate(accuracy)}
+                self.curve.append(row)
+                rate = tokens / (time.monotonic() - started)
+                shown = " ".join(f"{a:.3f}" for a in accuracy)
+                console.print(f"step {self.step}/{self.total_steps} loss {log['loss']:.3f} top-1 {shown} {rate:.0f} tok/s")
+                log = {"loss": 0.0, "correct": torch.zeros(1), "count": torch.zeros(1)}
+            if (self.step % settings.validate_every == 0 or last) and self.num_training < self.cache.num_sequences:
+                self._record(self.validate())
+            if self.step % settings.checkpoint_every == 0 or last:
+                self._save()
+
+    def _micro_batches(self, step: int) -> Iterator[Batch]:
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.settings.grad_accumulation
+        if getattr(self, "_epoch", None) != epoch:
+            self._epoch, self._order = epoch, self._epoch_batches(epoch)
+        for indices in self._order[start : start + self.settings.grad_accumulation]:
+            yield self._batch(indices)
+
+    def _backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+            loss, counts = self.drafter.loss(batch, generator)
+        (loss / self.settings.grad_accumulation).backward()
+        return loss.item() / self.settings.grad_accumulation, {k: v.cpu() for k, v in counts.items()}
+
+    # ---- validation -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def validate(self) -> Validation:
+        """Accuracy per guess over the held-out answers, and the accepted length of simulated drafting on them."""
+        pool = np.arange(self.num_training, self.cache.num_sequences)
+        pool = pool[: max(1, int(np.searchsorted(np.cumsum(self.cache.length_N[pool]), VALIDATION_TOKENS)))]
+        hits_K: Any = 0
+        top3_K: Any = 0
+        count_K: Any = 0
+        committed = steps = 0
+        for indices in self._by_length(pool):
+            batch = self._batch(indices)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+                ids, log_probs = (x.cpu().numpy() for x in self.drafter.guesses(batch, self.drafter.config.top_k))
+            for row, i in enumerate(indices):
+                token, loss, _ = self.cache.sequence(int(i))
+                hit, hit3, count = guess_accuracy(token.numpy(), loss.numpy(), ids[row])
+                hits_K, top3_K, count_K = hits_K + hit, top3_K + hit3, count_K + count
+                a, b = simulate(token.numpy(), loss.numpy(), ids[row], log_probs[row], VALIDATION_BUDGET)
+                committed, steps = committed + a, steps + b
+        count_K = np.maximum(count_K, 1)
+        return Validation(tuple(hits_K / count_K), tuple(top3_K / count_K), committed / max(steps, 1))
+
+    def _record(self, result: Validation) -> None:
+        row: dict[str, float] = {"step": self.step, "accepted_length": result.accepted_length}
+        row |= {f"top1_{k}": v for k, v in enumerate(result.top1_K)} | {f"top3_{k}": v for k, v in enumerate(result.top3_K)}
+        self.curve.append(row)
+        top1, top3 = (" ".join(f"{a:.3f}" for a in x) for x in (result.top1_K, result.top3_K))
+        nodes = VALIDATION_BUDGET.max_nodes
+        console.print(f"validation: top-1 {top1} | top-3 {top3} | accepted length {result.accepted_length:.3f} ({nodes} nodes)")
+        self._write_curves()
+
+    def _write_curves(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        keys = sorted({key for row in self.curve for key in row}, key=lambda k: (k != "step", k))
+        with (self.out / "curves.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, keys)
+            writer.writeheader()
+            writer.writerows(self.curve)
+        plot_curves(self.curve, self.out / "curves.png")
+
+    # ---- files ----------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        checkpoint.save(
+            self.out / "checkpoints",
+            self.step,
+            self.drafter,
+            self.optimizer,
+            progress={"curve": self.curve},
+            provenance=self.about,
+            keep=self.settings.keep_checkpoints,
+        )
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint, if there is one. ValueError: it belongs to another recipe."""
+        newest = checkpoint.latest(self.out / "checkpoints")
+        if newest is None:
+            return
+        state = checkpoint.load(newest, self.drafter, self.optimizer)
+        if state.provenance["recipe"] != self.about["recipe"]:
+            raise ValueError(f"{newest} was trained with another recipe: name another --out, or the same recipe")
+        self.step, self.curve = state.step, state.progress["curve"]
+
+    def export(self) -> Path:
+        """Write the drafter itself next to its curves and return its folder."""
+        self._write_curves()
+        validated = [row for row in self.curve if "accepted_length" in row]
+        about = self.about | {"steps": self.step, "validation": validated[-1] if validated else None}
+        return checkpoint.save_drafter(
+            self.out / "drafter",
+            self.drafter.state_dict(),
+            self.plan.drafter_name,
+            self.drafter.config,
+            about,
+            self.drafter.draft_token_ids.cpu().numpy(),
+        )
+
+
+def guess_accuracy(
+    token_T: np.ndarray, loss_T: np.ndarray, ids_RKC: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Top-1 hits, top-3 hits and number of labelled guesses, each i64[K], of one sequence.
+
+    Guess k at row t is about token t+2+k; only answer tokens count.
+    """
+    R, K, _ = ids_RKC.shape
+    hit, hit3, count = (np.zeros(K, dtype=np.int64) for _ in range(3))
+    for k in range(K):
+        rows = np.arange(min(R, len(token_T) - 2 - k)) if len(token_T) > 2 + k else np.arange(0)
+        rows = rows[loss_T[rows + 2 + k] & loss_T[rows + 2]]
+        match = ids_RKC[rows, k, :3] == token_T[rows + 2 + k, None]
+        hit[k], hit3[k], count[k] = match[:, 0].sum(), match.any(1).sum(), len(rows)
+    return hit, hit3, count
+
+
+def simulate(
+    token_T: np.ndarray, loss_T: np.ndarray, ids_RKC: np.ndarray, log_prob_RKC: np.ndarray, budget: Budget
+) -> tuple[int, int]:
+    """(committed tokens, verify steps) of drafting along a known greedy answer, as the runtime would.
+
+    The first answer token comes from prefill; each step commits the tree's path along the answer, and the bonus.
+    """
+    answer = np.flatnonzero(loss_T)
+    position, end = int(answer[0]), int(answer[-1])  # position: index of the root token
+    committed = steps = 0
+    while position < end:
+        t = position - 1  # the pair (feature t, token t+1 = root)
+        tree = grow(int(token_T[position]), ids_RKC[t], log_prob_RKC[t], budget)
+        accepted = _walk(tree, token_T[position + 1 : end + 1])
+        advance = min(accepted + 1, end - position)
+        committed, steps, position = committed + advance, steps + 1, position + advance
+    return committed, steps
+
+
+def _walk(tree: TokenTree, truth_T: np.ndarray) -> int:
+    node = accepted = 0
+    for token in truth_T:
+        child = tree.child(node, int(token))
+        if child is None:
+            break
+        node, accepted = child, accepted + 1
+    return accepted
+
+
+def plot_curves(curve: list[dict[str, float]], path: Path) -> None:
+    """Loss, accuracy per guess and simulated accepted length over steps, as one PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4))
+    trained = [row for row in curve if "loss" in row]
+    validated = [row for row in curve if "accepted_length" in row]
+    axes[0].plot([row["step"] for row in trained], [row["loss"] for row in trained])
+    axes[0].set(title="training loss", xlabel="step")
+    for key in sorted({key for row in validated for key in row if key.startswith("top1_")}):
+        axes[1].plot([row["step"] for row in validated], [row[key] for row in validated], label=f"guess {key[5:]}")
+    axes[1].set(title="validation top-1 accuracy", xlabel="step")
+    if validated:
+        axes[1].legend()
+    axes[2].plot([row["step"] for row in validated], [row["accepted_length"] for row in validated])
+    axes[2].set(title=f"simulated accepted length, {VALIDATION_BUDGET.max_nodes} nodes", xlabel="step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)

@@ -1,0 +1,202 @@
+"""Benchmark: plain and speculative decoding of one bundle, prompt by prompt, and what they cost.
+
+It reads prompt files, runs two engines over one target and sums their statistics as the metrics
+define; it does not know terminals (``cli/bench.py``) nor how an engine decodes.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spec_runtime import audit
+from spec_runtime.stats import Stats
+
+if TYPE_CHECKING:
+    from spec_runtime import Engine, GenerationResult
+
+# Spec-Bench reports these eight categories of MT-Bench as one subset.
+MT_BENCH = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+NO_CATEGORY = "all"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: text or chat messages, and the subset it is counted under."""
+
+    id: str | int
+    category: str
+    content: str | list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One prompt decoded both ways; ``divergence`` is None where the tokens are the same."""
+
+    prompt: Prompt
+    plain: "GenerationResult"
+    speculative: "GenerationResult"
+    divergence: audit.Divergence | None
+
+
+@dataclass
+class Report:
+    """What was run, and the prompts that did not fit: {"prompt", "reason"}."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_prompts(
+    path: Path, limit: int | None = None, per_category: int | None = None
+) -> list[Prompt]:
+    """The prompts of a JSON Lines file, one object a line.
+
+    Lines are {question_id, category, turns[]} (Spec-Bench; first turn), {prompt} or {messages}, the
+    last two with an optional id and category. ``per_category`` keeps the first of each category by
+    id; ``limit`` then keeps so many in all, taken evenly: with categories a (3 prompts) and b (1),
+    limit 3 keeps a a b. Raises ValueError for a line that is none of these, or when none is left.
+    """
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            prompts.append(_prompt(line, number, path))
+    if all(isinstance(prompt.id, int) for prompt in prompts):
+        prompts.sort(key=lambda prompt: prompt.id)  # one kind of id: they do compare
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    kept = [members[:per_category] for members in by_category.values()]
+    if limit is not None:
+        rounds = [prompt for row in zip_longest(*kept) for prompt in row if prompt is not None]
+        chosen = {id(prompt) for prompt in rounds[:limit]}
+        kept = [[prompt for prompt in members if id(prompt) in chosen] for members in kept]
+    result = [prompt for members in kept for prompt in members]
+    if not result:
+        raise ValueError(f"{path}: got no prompt, expected at least one line of JSON")
+    return result
+
+
+def _prompt(line: str, number: int, path: Path) -> Prompt:
+    where = f"{path}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error}); expected one object a line") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: got {type(row).__name__}, expected an object")
+    content: Any = row.get("prompt") or row.get("messages")
+    if content is None and isinstance(row.get("turns"), list) and row["turns"]:
+        content = row["turns"][0]
+    if not _is_content(content):
+        raise ValueError(
+            f"{where}: got keys {', '.join(row) or 'none'}, expected turns (a list of texts), "
+            "prompt (a text) or messages (role and content each)"
+        )
+    identity: Any = row.get("question_id", row.get("id", number))
+    category = str(row.get("category", NO_CATEGORY))
+    return Prompt(
+        id=identity,
+        category="mt_bench" if category in MT_BENCH else category,
+        content=content,
+    )
+
+
+def _is_content(content: Any) -> bool:
+    if isinstance(content, str):
+        return True
+    return isinstance(content, list) and all(
+        isinstance(message, dict) and {"role", "content"} <= set(message) for message in content
+    )
+
+
+def run(
+    engine: "Engine",
+    prompts: Iterable[Prompt],
+    max_new_tokens: int,
+    on_prompt: Callable[[], None] = lambda: None,
+    on_skip: Callable[[str], None] = lambda reason: None,
+) -> Report:
+    """Decode each prompt plainly and speculatively, greedily; ``on_prompt`` after each.
+
+    Which of the two goes first alternates, so that neither always meets the warmer machine. A
+    prompt longer than the context is skipped, with its reason to ``on_skip``.
+    """
+    engines = {"plain": engine.with_drafter("none"), "speculative": engine}
+    report = Report()
+    for prompt in prompts:
+        try:
+            prompt_ids = engine.encode(prompt.content)
+        except ValueError as error:
+            report.skipped.append({"prompt": prompt.id, "reason": str(error)})
+            on_skip(f"prompt {prompt.id} skipped: {error}")
+            on_prompt()
+            continue
+        if not report.pairs:  # page in weights and buffers outside the timing
+            for each in engines.values():
+                each.generate(prompt_ids, max_new_tokens=8, reuse=False)
+        order = ["plain", "speculative"]
+        if len(report.pairs) % 2:
+            order.reverse()
+        results = {
+            name: engines[name].generate(prompt_ids, max_new_tokens=max_new_tokens, reuse=False)
+            for name in order
+        }
+        plain, speculative = results["plain"], results["speculative"]
+        divergence = audit.compare(
+            prompt.id, prompt_ids, plain.token_ids, speculative.token_ids, engine.target
+        )
+        report.pairs.append(Pair(prompt, plain, speculative, divergence))
+        on_prompt()
+    return report
+
+
+def summarise(report: Report) -> dict[str, Any]:
+    """``overall`` and ``categories`` (by name, in the order met), each as ``_summary`` gives."""
+    categories: dict[str, list[Pair]] = {}
+    for pair in report.pairs:
+        categories.setdefault(pair.prompt.category, []).append(pair)
+    return {
+        "overall": _summary(report.pairs),
+        "categories": {name: _summary(pairs) for name, pairs in categories.items()},
+        "skipped": report.skipped,
+    }
+
+
+def _summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+    plain = Stats.total(pair.plain.stats for pair in pairs)
+    speculative = Stats.total(pair.speculative.stats for pair in pairs)
+    divergences = [pair.divergence for pair in pairs if pair.divergence is not None]
+    return {
+        "prompts": len(pairs),
+        "tokens_per_second": speculative.tokens_per_second,
+        "plain_tokens_per_second": plain.tokens_per_second,
+        "speedup": _ratio(plain.decode_seconds, speculative.decode_seconds),
+        "accepted_length": speculative.accepted_length,
+        "acceptance_by_depth": speculative.acceptance_by_depth,
+        "identical": _ratio(len(pairs) - len(divergences), len(pairs)),
+        "divergences": [dataclasses.asdict(divergence) for divergence in divergences],
+        "steps": speculative.steps,
+        "tokens": speculative.committed_tokens,
+        "plain_tokens": plain.committed_tokens,
+        "nodes_per_step": _ratio(speculative.drafted_tokens, speculative.steps),
+        "prefill_seconds": speculative.prefill_seconds,
+        "timings": speculative.timings,
+        "host_share": _host_share(speculative),
+        "plain_host_share": _host_share(plain),
+    }
+
+
+def _host_share(stats: Stats) -> float:
+    """Share of decoding spent outside engine runs."""
+    return _ratio(stats.decode_seconds - stats.engine_seconds, stats.decode_seconds)
+
+
+def _ratio(a: float, b: float) -> float:
+    """a / b, and 0.0 where nothing was measured."""
+    return a / b if b else 0.0

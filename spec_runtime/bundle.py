@@ -1,0 +1,368 @@
+"""The bundle on disk: manifest dataclasses, and reading, writing and checking a bundle's files.
+
+A bundle is a folder with ``manifest.json`` beside graphs, tokenizer and provenance. This file knows
+names, shapes and hashes; it does not know what a graph computes, nor any engine, tokenizer or
+drafter. Every mistake a user can make with a bundle ends here as a one-line ``BundleError``.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+FORMS = ("slots", "contiguous", "stateless")
+DTYPES = (
+    *("float32", "float16", "bfloat16"),
+    *("int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"),
+)
+POSITION_CONVENTIONS = ("absolute",)
+
+_T = TypeVar("_T")
+
+
+class BundleError(ValueError):
+    """A bundle that cannot be used: what was found, what was expected, what to do."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise BundleError(message)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a graph; a string in ``shape`` names a free dimension."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def __post_init__(self) -> None:
+        _require(
+            self.dtype in DTYPES,
+            f"tensor {self.name}: got dtype {self.dtype!r}, expected one of {', '.join(DTYPES)}",
+        )
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One ONNX file (path relative to the bundle) and the form of its key/value cache."""
+
+    file: str
+    form: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        _require(
+            self.form in FORMS,
+            f"graph {self.file}: got form {self.form!r}, expected one of {', '.join(FORMS)}",
+        )
+
+
+@dataclass(frozen=True)
+class Dims:
+    """The target's sizes; ``num_heads`` query heads share ``num_kv_heads`` key/value heads."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        for key, value in dataclasses.asdict(self).items():
+            _require(value > 0, f"target.dims.{key}: got {value}, expected a positive number")
+        _require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"target.dims: got {self.num_heads} heads for {self.num_kv_heads} key/value heads, "
+            "expected a multiple",
+        )
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """The target. ``max_length`` is the context in tokens; caches hold ``scratch`` slots more."""
+
+    family: str
+    dims: Dims
+    precision: str
+    max_length: int
+    scratch: int
+    rope: dict[str, Any]
+    taps: tuple[int, ...]
+    position_convention: str
+    target_modified: bool
+
+    def __post_init__(self) -> None:
+        _require(
+            self.max_length > 0 and self.scratch > 0,
+            f"target: got max_length {self.max_length} and scratch {self.scratch}, "
+            "expected both positive",
+        )
+        _require(
+            self.position_convention in POSITION_CONVENTIONS,
+            f"target.position_convention: got {self.position_convention!r}, "
+            f"expected one of {', '.join(POSITION_CONVENTIONS)}",
+        )
+
+
+@dataclass(frozen=True)
+class DrafterInfo:
+    """One trained drafter: its graphs by role, and what it was measured to be worth."""
+
+    name: str
+    config: dict[str, Any]
+    graphs: dict[str, Graph]
+    draft_token_ids: str | None
+    calibration: dict[str, Any] | None
+    trees: dict[str, Any]
+    expected_accepted_length: float | None
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """The tokenizer; ``special_ids`` is {"bos": id or None, "eos": [ids], "pad": id or None}."""
+
+    file: str
+    sha256: str
+    vocab_size: int
+    special_ids: dict[str, Any]
+    chat_template: str | None
+
+    def __post_init__(self) -> None:
+        _require(
+            set(self.special_ids) == {"bos", "eos", "pad"}
+            and isinstance(self.special_ids["eos"], list),
+            f"tokenizer.special_ids: got {self.special_ids}, expected bos, eos (a list) and pad",
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a bundle; ``files`` maps each file but the manifest to its sha256."""
+
+    schema_version: int
+    name: str
+    target: TargetInfo
+    graphs: dict[str, Graph]
+    drafters: tuple[DrafterInfo, ...]
+    tokenizer: TokenizerInfo
+    provenance: dict[str, Any]
+    files: dict[str, str]
+
+    def __post_init__(self) -> None:
+        _require(
+            "target" in self.graphs,
+            f"graphs: got {', '.join(self.graphs) or 'none'}, expected one named target",
+        )
+        names = [drafter.name for drafter in self.drafters]
+        _require(len(set(names)) == len(names), f"drafters: got {names}, expected each name once")
+
+    def drafter(self, name: str) -> DrafterInfo:
+        """The drafter called ``name``; BundleError lists those there are."""
+        for drafter in self.drafters:
+            if drafter.name == name:
+                return drafter
+        known = ", ".join(drafter.name for drafter in self.drafters) or "none"
+        raise BundleError(f"got drafter {name!r}, expected one this bundle holds: {known}")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A manifest and the folder its paths are relative to."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, relative: str) -> Path:
+        """The place on disk of a file named in the manifest."""
+        return self.path / relative
+
+
+def to_json(value: Any) -> Any:
+    """Dataclasses and tuples as plain dicts and lists, ready for ``json``.
+
+    >>> to_json(TensorSpec("slots", "int64", ("N",)))
+    {'name': 'slots', 'dtype': 'int64', 'shape': ['N']}
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return {field.name: to_json(getattr(value, field.name)) for field in fields}
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(cls: type[_T], data: Any, where: str = "manifest") -> _T:
+    """The dataclass ``cls`` from parsed JSON; ``where`` names the place in error messages.
+
+    Raises BundleError on an unknown or missing key (naming those expected) and on a wrong type.
+    """
+    _require(isinstance(data, dict), f"{where}: got {_kind(data)}, expected an object")
+    hints = typing.get_type_hints(cls)
+    unknown = [key for key in data if key not in hints]
+    missing = [key for key in hints if key not in data]
+    if unknown or missing:
+        found = [f"unknown key {key!r}" for key in unknown]
+        found += [f"missing key {key!r}" for key in missing]
+        raise BundleError(f"{where}: got {', '.join(found)}; expected keys {', '.join(hints)}")
+    return cls(**{key: _value(hint, data[key], f"{where}.{key}") for key, hint in hints.items()})
+
+
+def _value(hint: Any, data: Any, where: str) -> Any:
+    """``data`` converted to the annotation ``hint``: just the kinds the manifest uses."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return data
+    if dataclasses.is_dataclass(hint):
+        return from_json(typing.cast(type, hint), data, where)
+    if origin in (typing.Union, types.UnionType):
+        if data is None and type(None) in args:
+            return None
+        options = [arg for arg in args if arg is not type(None)]
+        if len(options) == 1:
+            return _value(options[0], data, where)
+        _require(type(data) in options, f"{where}: got {_kind(data)}, expected {hint}")
+        return data
+    if origin is tuple:
+        _require(isinstance(data, list), f"{where}: got {_kind(data)}, expected a list")
+        return tuple(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is dict:
+        _require(isinstance(data, dict), f"{where}: got {_kind(data)}, expected an object")
+        return {key: _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    if hint is float and type(data) is int:
+        return float(data)
+    _require(type(data) is hint, f"{where}: got {_kind(data)}, expected {hint.__name__}")
+    return data
+
+
+def _kind(data: Any) -> str:
+    return "null" if data is None else f"{type(data).__name__} {str(data)[:40]!r}"
+
+
+def sha256(path: str | Path) -> str:
+    """The sha256 of a file, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read(path: str | Path, verify: bool = True) -> Bundle:
+    """The bundle in the folder ``path``; with ``verify`` every file's sha256 is checked.
+
+    Raises BundleError when the folder, the manifest or a file is missing, truncated or altered,
+    when the manifest is of a newer schema, or when a key is unknown or missing.
+    """
+    folder = Path(path)
+    manifest_file = folder / MANIFEST
+    _require(
+        manifest_file.is_file(),
+        f"{folder}: no {MANIFEST} here, expected a bundle folder; make one with spec-export build",
+    )
+    try:
+        data = json.loads(manifest_file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSON and UTF-8 errors alike
+        raise BundleError(f"{manifest_file}: not readable ({error}); build it again") from None
+    _require(isinstance(data, dict), f"{manifest_file}: got {_kind(data)}, expected an object")
+    # The version comes first: keys of a newer schema would only look like mistakes.
+    version = data.get("schema_version")
+    _require(
+        type(version) is int and version >= 1,
+        f"{manifest_file}: got schema_version {version!r}, expected {SCHEMA_VERSION}; "
+        "build the bundle again",
+    )
+    _require(
+        version <= SCHEMA_VERSION,
+        f"{manifest_file}: got schema_version {version}, expected at most {SCHEMA_VERSION}; "
+        "upgrade specsplit or build the bundle again",
+    )
+    try:
+        manifest = from_json(Manifest, data)
+    except BundleError as error:
+        raise BundleError(f"{manifest_file}: {error}") from None
+    _check_files(folder, manifest, verify)
+    return Bundle(folder, manifest)
+
+
+def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
+    for name in _named_files(manifest):
+        _require(
+            name in manifest.files,
+            f"{folder}: {name} is named in the manifest but not hashed under its files",
+        )
+    for name, expected in manifest.files.items():
+        pure = PurePosixPath(name)
+        # A bundle may come from anywhere: its paths must not lead out of it.
+        _require(
+            not pure.is_absolute() and ".." not in pure.parts,
+            f"{folder}: got file path {name!r}, expected one inside the bundle",
+        )
+        file = folder / name
+        _require(file.is_file(), f"{file}: missing; build or copy the bundle again")
+        if verify:
+            found = sha256(file)
+            _require(
+                found == expected,
+                f"{file}: got sha256 {found[:12]}…, expected {expected[:12]}…: truncated or "
+                "altered; build or copy the bundle again",
+            )
+    listed = manifest.files[manifest.tokenizer.file]
+    _require(
+        manifest.tokenizer.sha256 == listed,
+        f"{folder}: tokenizer.sha256 {manifest.tokenizer.sha256[:12]}… does not match the "
+        f"{listed[:12]}… of {manifest.tokenizer.file}; this is not the target's tokenizer",
+    )
+
+
+def _named_files(manifest: Manifest) -> list[str]:
+    """Every path the manifest's fields point to."""
+    names = [graph.file for graph in manifest.graphs.values()]
+    for drafter in manifest.drafters:
+        names += [graph.file for graph in drafter.graphs.values()]
+        names += [drafter.draft_token_ids] if drafter.draft_token_ids else []
+    names.append(manifest.tokenizer.file)
+    names += [manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else []
+    return names
+
+
+def write_manifest(path: str | Path, manifest: Manifest) -> None:
+    """Hash every file under ``path`` and write ``manifest`` with them, by an atomic rename.
+
+    ``manifest.files`` and ``manifest.tokenizer.sha256`` are replaced by what is on disk.
+    """
+    folder = Path(path)
+    temporary = folder / f".{MANIFEST}.tmp"
+    own = (MANIFEST, temporary.name)
+    files = {
+        name: sha256(file)
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and (name := file.relative_to(folder).as_posix()) not in own
+    }
+    for name in _named_files(manifest):
+        _require(name in files, f"{folder / name}: missing, cannot write a manifest that names it")
+    tokenizer = dataclasses.replace(manifest.tokenizer, sha256=files[manifest.tokenizer.file])
+    complete = dataclasses.replace(manifest, files=files, tokenizer=tokenizer)
+    temporary.write_text(json.dumps(to_json(complete), indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / MANIFEST)
+
+
+def find(root: str | Path = "bundles") -> Path:
+    """The newest bundle (by its manifest's date) among the folders in ``root``."""
+    # Hidden folders are half-built bundles.
+    manifests = list(Path(root).glob(f"[!.]*/{MANIFEST}"))
+    _require(
+        bool(manifests),
+        f"no bundle under {Path(root)}/, expected one; run spec-export build --drafter "
+        "parallelspec, or name a folder with --bundle",
+    )
+    return max(manifests, key=lambda file: file.stat().st_mtime).parent

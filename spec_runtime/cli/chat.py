@@ -1,0 +1,63 @@
+"""spec-runtime chat: a conversation in the terminal; each turn reuses the KV of those before it."""
+
+import sys
+from typing import TYPE_CHECKING
+
+from spec_runtime.cli import options
+
+if TYPE_CHECKING:
+    from spec_runtime import Engine
+    from spec_runtime.sampling import SamplingOptions
+
+
+def command(
+    bundle: options.Bundle = None,
+    drafter: options.Drafter = None,
+    max_new_tokens: options.MaxNewTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = None,
+    system: options.System = None,
+    threads: options.Threads = None,
+) -> None:
+    """Chat with the target; /reset starts anew, end of input leaves."""
+    engine = options.open_engine(bundle, drafter, threads)
+    settings = options.sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        print("/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D leaves.")
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            if interactive:
+                print()
+            return
+        if line == "/reset":
+            messages = list(opening)
+        elif line:
+            messages = _turn(engine, [*messages, {"role": "user", "content": line}], settings)
+
+
+def _turn(
+    engine: "Engine", messages: list[dict[str, str]], settings: "SamplingOptions"
+) -> list[dict[str, str]]:
+    """Print the answer to ``messages``; the conversation with it, or as before where it failed."""
+    pieces = []
+    try:
+        stream = engine.stream(messages, **settings)
+        for piece in stream:
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+        print(flush=True)
+        assert engine.last_result is not None
+        print(options.summary_line(engine.last_result), file=sys.stderr)
+    except KeyboardInterrupt:
+        print(" …", flush=True)
+    except ValueError as error:  # above all a conversation longer than the context
+        print(f"error: {error} (/reset starts anew)", file=sys.stderr)
+        return messages[:-1]
+    return [*messages, {"role": "assistant", "content": "".join(pieces)}]

@@ -1,0 +1,266 @@
+"""The public face: load a bundle, generate text, reuse the KV of the common prefix.
+
+A thin layer over generate.py and text.py. It knows what the target's cache holds, and whose it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Unpack
+
+from spec_runtime import bundle as bundles
+from spec_runtime.generate import Limits, Step, generate
+from spec_runtime.kv import open_cache
+from spec_runtime.proposers import BUILT_IN, PROPOSERS, Proposer
+from spec_runtime.sampling import SamplingOptions, SamplingParams
+from spec_runtime.stats import Stats
+from spec_runtime.target import Target
+from spec_runtime.text import Codec, Prompt, TextStream, Tokenizer, encode_prompt
+from spec_runtime.tree import Budget
+
+DEFAULT_BUDGET = Budget(max_nodes=12)
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """text without the stop string; token_ids with the EOS or the token that ended it."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # stop | length | cancelled
+    stats: Stats
+
+
+class Engine:
+    """One drafter on one target. Several engines may share a target, one generation at a time."""
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Codec,
+        proposer: Proposer,
+        *,
+        drafter: str = "none",
+        budget: Budget = DEFAULT_BUDGET,
+        open_drafter: Callable[[str | None], tuple[str, Proposer, Budget]] | None = None,
+    ) -> None:
+        if budget.max_nodes > target.max_nodes:
+            raise ValueError(
+                f"got trees of {budget.max_nodes} nodes, expected at most the bundle's scratch of "
+                f"{target.max_nodes}"
+            )
+        self.target = target
+        self.tokenizer = tokenizer
+        self.drafter = drafter
+        self.budget = budget
+        self.last_result: GenerationResult | None = None
+        self._proposer = proposer
+        self._open_drafter = open_drafter
+        self._run_id = object()
+        self._held: list[int] = []  # tokens whose KV the target has, if its holder is our run
+
+    def with_drafter(self, name: str | None) -> Engine:
+        """An engine on the same target and tokenizer with another drafter ("none" = plain)."""
+        if self._open_drafter is None:
+            raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
+        drafter, proposer, budget = self._open_drafter(name)
+        return Engine(
+            self.target,
+            self.tokenizer,
+            proposer,
+            drafter=drafter,
+            budget=budget,
+            open_drafter=self._open_drafter,
+        )
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        reuse: bool = True,
+        **sampling: Unpack[SamplingOptions],
+    ) -> GenerationResult:
+        """The whole answer to a string, messages or token ids.
+
+        raw: a string past the chat template. reuse: keep the KV of the prefix shared with the
+        previous call. sampling: the fields of SamplingParams. ValueError for bad arguments and
+        for a prompt longer than the context.
+        """
+        for _ in self.steps(prompt, raw=raw, system=system, reuse=reuse, **sampling):
+            pass
+        assert self.last_result is not None
+        return self.last_result
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        reuse: bool = True,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Generator[str, None, None]:
+        """Pieces of the text as they come; closing it early is fine. See also `last_result`."""
+        params = SamplingParams(**sampling)
+        text = TextStream(self.tokenizer.decode, params.stop)
+        steps = self._run(self.encode(prompt, raw, system), params, reuse, text)
+        return _pieces(steps, text)
+
+    def steps(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        system: str | None = None,
+        reuse: bool = True,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Generator[Step, None, None]:
+        """The committed tokens, step by step: the first is the prompt's."""
+        params = SamplingParams(**sampling)
+        text = TextStream(self.tokenizer.decode, params.stop)
+        return self._run(self.encode(prompt, raw, system), params, reuse, text)
+
+    def encode(self, prompt: Prompt, raw: bool = False, system: str | None = None) -> list[int]:
+        """The prompt's token ids, checked against vocabulary and context."""
+        ids = encode_prompt(self.tokenizer, prompt, raw, system)
+        if len(ids) > self.target.max_length:
+            raise ValueError(
+                f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"
+                " bundle's context; shorten it or build with a larger --max-length"
+            )
+        if min(ids) < 0 or max(ids) >= self.target.vocab_size:
+            raise ValueError(
+                f"got token ids from {min(ids)} to {max(ids)}, expected 0 to "
+                f"{self.target.vocab_size - 1}"
+            )
+        return ids
+
+    def _run(
+        self, prompt: list[int], params: SamplingParams, reuse: bool, text: TextStream
+    ) -> Generator[Step, None, None]:
+        target, proposer = self.target, self._proposer
+        ours = target.holder is self._run_id
+        # one token early: the boundary's feature and logits have to be computed anew
+        reused = max(0, _common_length(self._held, prompt) - 1) if ours and reuse else 0
+        run_id = self._run_id = target.holder = object()  # ends any run still open on this target
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.tokenizer.eos)
+        max_tokens = min(params.max_new_tokens, target.max_length - len(prompt))
+        limits = Limits(max_tokens, stop_ids, text.push)
+        stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
+        out: list[int] = []
+        is_consistent = False
+        try:
+            target.truncate(reused)
+            proposer.truncate(reused)
+            self._held = prompt[:reused]
+            if limits.finish_reason is None:
+                for step in generate(
+                    target, proposer, prompt, reused, params, limits, self.budget, stats
+                ):
+                    out += step.tokens
+                    is_consistent = True
+                    yield step
+                    if target.holder is not run_id:
+                        raise RuntimeError("another generation has taken this target meanwhile")
+                    is_consistent = limits.finish_reason is not None
+            is_consistent = True
+        finally:
+            if target.holder is run_id:
+                if not is_consistent:  # interrupted inside a step
+                    target.truncate(0)
+                    proposer.truncate(0)
+                self._held = (prompt + out)[: target.length]
+            text.finish()
+            if self._run_id is run_id:  # else a newer run has its own result
+                reason = limits.finish_reason or "cancelled"
+                self.last_result = GenerationResult(text.text, out, reason, stats)
+
+
+def _pieces(steps: Generator[Step, None, None], text: TextStream) -> Generator[str, None, None]:
+    try:
+        for _ in steps:
+            if piece := text.take():
+                yield piece
+        if piece := text.take():
+            yield piece
+    finally:
+        steps.close()
+
+
+def _common_length(a: list[int], b: list[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def load(
+    path: str | Path,
+    drafter: str | None = None,
+    threads: int | None = None,
+    verify: bool = True,
+) -> Engine:
+    """Opens a bundle. `drafter`: a name from its manifest, "prompt_lookup" or "none" (plain);
+    None = the manifest's first, else prompt_lookup. `verify`: check every file's hash first.
+
+    ValueError (BundleError for the bundle's own faults), one line, if anything does not fit.
+    """
+    from spec_runtime.backends import open_graph  # here: it may pull in an engine
+
+    opened = bundles.read(path, verify)
+    info = opened.manifest.target
+    known = _drafter_names(opened)
+    if drafter is not None and drafter not in known:  # before anything slow
+        raise ValueError(_unknown(drafter, known))
+    tokenizer = Tokenizer(opened)
+    graph = opened.manifest.graphs["target"]
+    capacity = info.max_length + info.scratch
+    target = Target(
+        open_graph(opened, graph, capacity, threads),
+        open_cache(graph.form, capacity),
+        vocab_size=info.dims.vocab_size,
+        max_length=info.max_length,
+        taps=info.taps,
+    )
+
+    def open_drafter(name: str | None) -> tuple[str, Proposer, Budget]:
+        name = known[0] if name is None else name
+        if name not in known:
+            raise ValueError(_unknown(name, known))
+        entry = next((d for d in opened.manifest.drafters if d.name == name), None)
+        if name not in PROPOSERS:
+            raise ValueError(
+                f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
+            )
+        budget = DEFAULT_BUDGET if entry is None else _budget(entry)
+        return name, PROPOSERS[name](opened, entry, threads), budget
+
+    name, proposer, budget = open_drafter(drafter)
+    return Engine(
+        target, tokenizer, proposer, drafter=name, budget=budget, open_drafter=open_drafter
+    )
+
+
+def _drafter_names(opened: bundles.Bundle) -> list[str]:
+    names = [d.name for d in opened.manifest.drafters]
+    return [*names, *(name for name in BUILT_IN if name not in names)]
+
+
+def _budget(entry: bundles.DrafterInfo) -> Budget:
+    """The tree budget a bundle gives its drafter; keys left out keep their defaults."""
+    known = {"max_nodes": DEFAULT_BUDGET.max_nodes, "min_probability": 0.0}
+    if unknown := set(entry.trees) - set(known):
+        raise bundles.BundleError(
+            f"drafter {entry.name!r}: got trees keys {sorted(unknown)}, expected {list(known)}"
+        )
+    return Budget(**{**known, **entry.trees})
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    return f"got drafter {name!r}, expected one of {', '.join(known)}"

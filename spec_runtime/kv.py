@@ -1,0 +1,154 @@
+"""Where key/value rows live: the only owner of position.
+
+A cache hands out the feeds that tell a graph where to write N new rows and what they may attend,
+and afterwards keeps a path of them. It holds no tensors and knows nothing of tokens or models.
+Capacity S = context + scratch; the scratch must hold the largest tree (`ContiguousCache`: plus
+one row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from spec_runtime.tree import ancestors, depths
+
+
+class Cache(Protocol):
+    """The interface of both caches."""
+
+    capacity: int
+
+    @property
+    def length(self) -> int:
+        """Committed rows; also the position of the next root."""
+
+    def place(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
+        """Feeds for N new nodes, at positions length + depth. The graph must then be run once.
+
+        Always `position_ids` i64[1, N] and `mask` bool[1, 1, N, S] (True = attend): every
+        committed row, a node's ancestors and the node itself.
+        """
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Keeps these nodes of the tree last placed, in order from the root; forgets the rest."""
+
+    def truncate(self, length: int) -> None:
+        """Forgets committed rows from `length` on."""
+
+
+class SlotCache:
+    """Rows never move: a node is written to a free slot, lowest first, and stays if committed.
+
+    Adds feeds `slots` i64[N] and `seqlens_k` i32[1] = high-water mark - 1. Example, S = 6: after
+    committing nodes 0 and 2 of three, slots 0 and 2 are taken, so the next two nodes go to slots
+    1 and 3, and seqlens_k is 3.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._slot_S = np.zeros(capacity, np.int64)  # of committed row t, for t < length
+        self._taken_S = np.zeros(capacity, np.bool_)
+        self._top = -1  # highest taken slot
+        self._placed_N: np.ndarray | None = None
+
+    def place(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
+        n = len(parent_N)
+        slot_N = np.flatnonzero(~self._taken_S)[:n]
+        assert len(slot_N) == n, f"{n} nodes, {len(slot_N)} free slots of {self.capacity}"
+        mask_NS = np.empty((n, self.capacity), np.bool_)
+        mask_NS[:] = self._taken_S
+        mask_NS[:, slot_N] = ancestors(parent_N)
+        self._placed_N = slot_N
+        top = max(self._top, int(slot_N[-1]))
+        return {
+            "position_ids": (self.length + depths(parent_N))[None],
+            "mask": mask_NS[None, None],
+            "slots": slot_N,
+            "seqlens_k": np.array([top], np.int32),
+        }
+
+    def commit(self, path: Sequence[int]) -> None:
+        assert self._placed_N is not None, "commit without place"
+        slot_P = self._placed_N[np.asarray(path, np.int64)]
+        self._placed_N = None
+        self._slot_S[self.length : self.length + len(slot_P)] = slot_P
+        self._taken_S[slot_P] = True
+        self._top = max(self._top, int(slot_P.max(initial=-1)))
+        self.length += len(slot_P)
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= self.length, (length, self.length)
+        self._placed_N = None
+        self._taken_S[self._slot_S[length : self.length]] = False
+        self._top = int(self._slot_S[:length].max(initial=-1))
+        self.length = length
+
+
+class ContiguousCache:
+    """Row t ends up in slot t; the move is folded into the next step's write.
+
+    Adds feeds `write_index` i64[1], `src` i64[A] and `perm` i64[A + N], for a graph that writes
+    concat(cache[src], new rows)[perm] at `write_index`. Example: 4 rows in place, nodes 0 and 2
+    of the tree in slots 4, 5, 6 committed. Node 0 is in place already (5 rows); the next step
+    has src [6], write_index 5: slot 6 moves to 5, and the new nodes start at slot 6.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._in_place = 0
+        self._pending: np.ndarray = np.zeros(0, np.int64)  # slots of committed rows to be moved
+        self._num_placed = 0
+
+    @property
+    def length(self) -> int:
+        return self._in_place + len(self._pending)
+
+    def place(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
+        n, length, src = len(parent_N), self.length, self._pending
+        moved = len(src)
+        perm = np.arange(moved + n, dtype=np.int64)
+        if moved == 0:
+            # never an empty tensor: one dummy row, which perm puts behind the new ones
+            src, perm = np.zeros(1, np.int64), np.append(perm + 1, 0)
+        assert self._in_place + len(perm) <= self.capacity, (self._in_place, len(perm))
+        mask_NS = np.zeros((n, self.capacity), np.bool_)
+        mask_NS[:, :length] = True
+        mask_NS[:, length : length + n] = ancestors(parent_N)
+        feeds = {
+            "position_ids": (length + depths(parent_N))[None],
+            "mask": mask_NS[None, None],
+            "write_index": np.array([self._in_place], np.int64),
+            "src": src,
+            "perm": perm,
+        }
+        # the run that follows moves them, whatever is then committed
+        self._in_place, self._pending, self._num_placed = length, self._pending[:0], n
+        return feeds
+
+    def commit(self, path: Sequence[int]) -> None:
+        node_P = np.asarray(path, np.int64)
+        assert node_P.max(initial=-1) < self._num_placed, (path, self._num_placed)
+        ahead = np.cumsum(node_P != np.arange(len(node_P))) == 0
+        base, num_in_place = self._in_place, int(ahead.sum())
+        self._in_place = base + num_in_place
+        self._pending = base + node_P[num_in_place:]
+        self._num_placed = 0
+
+    def truncate(self, length: int) -> None:
+        assert 0 <= length <= self.length, (length, self.length)
+        self._num_placed = 0
+        self._in_place = min(self._in_place, length)
+        self._pending = self._pending[: length - self._in_place]
+
+
+def open_cache(form: str, capacity: int) -> Cache:
+    """The cache that feeds a graph of this form."""
+    kinds: dict[str, type[SlotCache] | type[ContiguousCache]] = {
+        "slots": SlotCache,
+        "contiguous": ContiguousCache,
+    }
+    return kinds[form](capacity)

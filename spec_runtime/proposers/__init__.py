@@ -1,0 +1,73 @@
+"""Proposers turn a drafter, or a table of n-grams, into a tree; and the one table of them.
+
+A proposer keeps its own state, in step with the target's committed rows. It never sees logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from spec_runtime.proposers.heads import OnePassProposer
+from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.tree import Budget, TokenTree
+
+if TYPE_CHECKING:
+    from spec_runtime.bundle import Bundle, DrafterInfo
+    from spec_runtime.generate import Step
+
+
+class Proposer(Protocol):
+    """What the loop sees of a drafter.
+
+    Between calls a proposer has seen as many tokens as the target has committed rows; the root
+    of the next tree comes with `propose`.
+    """
+
+    wants_features: bool
+    run_seconds: float  # spent in engine runs so far; 0.0 without an engine
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        """After prefill. `reused` prompt tokens were there before; features are of the others."""
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        """A tree rooted at `token`, the last committed token."""
+
+    def commit(self, step: Step) -> None:
+        """What became of the tree last proposed."""
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` tokens; 0 must work from any state."""
+
+
+class PlainProposer:
+    """Plain decoding: every tree is its root."""
+
+    wants_features = False
+    run_seconds = 0.0
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        pass
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        return TokenTree.root(token)
+
+    def commit(self, step: Step) -> None:
+        pass
+
+    def truncate(self, length: int) -> None:
+        pass
+
+
+ProposerFactory = Callable[["Bundle", "DrafterInfo | None", "int | None"], Proposer]
+
+# drafter name -> (bundle, its manifest entry, threads) -> proposer
+PROPOSERS: dict[str, ProposerFactory] = {
+    "none": lambda bundle, info, threads: PlainProposer(),
+    "prompt_lookup": lambda bundle, info, threads: LookupProposer(),
+    "parallelspec": OnePassProposer.open,
+}
+# those that need no trained drafter: every bundle has them
+BUILT_IN = ("prompt_lookup", "none")

@@ -1,0 +1,106 @@
+"""What a generation cost and how much of its drafts was accepted; the metrics, defined once.
+
+It counts and divides; it knows nothing of how tokens come about.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
+
+
+@dataclass
+class Stats:
+    """Counts and seconds of one generation, or the sum of several (`total`).
+
+    `prefill` covers the prompt's pass, the first token's draw and the proposer's start. That
+    first token is in no other count: steps, committed_tokens, drafted_tokens and all other
+    seconds are of decoding. Time the caller spends between two steps is not counted.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0  # of the prompt, whose KV was still there
+    steps: int = 0  # verify passes
+    committed_tokens: int = 0  # after truncation
+    drafted_tokens: int = 0  # tree nodes without the roots
+    engine_seconds: float = 0.0  # of decoding, spent inside graph runs (target's and drafter's)
+    timings: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    depth_trials: list[int] = field(default_factory=list)  # [0] is depth 1
+    depth_accepts: list[int] = field(default_factory=list)
+
+    def count(self, num_tokens: int, num_accepted: int, num_drafted: int, missed: bool) -> None:
+        """One verify step: committed tokens, how many of them were drafted nodes, the tree's
+        drafted nodes, and whether the last accepted node had children that were all refused."""
+        self.steps += 1
+        self.committed_tokens += num_tokens
+        self.drafted_tokens += num_drafted
+        num_tried = num_accepted + missed
+        while len(self.depth_trials) < num_tried:
+            self.depth_trials.append(0)
+            self.depth_accepts.append(0)
+        for d in range(num_tried):
+            self.depth_trials[d] += 1
+            self.depth_accepts[d] += d < num_accepted
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self.timings["prefill"]
+
+    @property
+    def decode_seconds(self) -> float:
+        return sum(self.timings.values()) - self.timings["prefill"]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decode only; 0.0 if nothing was decoded."""
+        return self.committed_tokens / self.decode_seconds if self.committed_tokens else 0.0
+
+    @property
+    def accepted_length(self) -> float:
+        """Committed tokens per verify step, bonus included: plain decoding is 1.0; 0.0 = none."""
+        return self.committed_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """P(accepted at depth d, given depth d - 1 accepted and a child existed); [0] is d = 1."""
+        pairs = zip(self.depth_accepts, self.depth_trials, strict=True)
+        return [accepts / trials for accepts, trials in pairs]
+
+    @classmethod
+    def total(cls, parts: Iterable[Stats]) -> Stats:
+        """The sum: its ratios weigh each step and each second alike."""
+        whole = cls()
+        for part in parts:
+            for name in ("prompt_tokens", "reused_tokens", "steps", "committed_tokens"):
+                setattr(whole, name, getattr(whole, name) + getattr(part, name))
+            whole.drafted_tokens += part.drafted_tokens
+            whole.engine_seconds += part.engine_seconds
+            for phase in PHASES:
+                whole.timings[phase] += part.timings[phase]
+            for mine, theirs in (
+                (whole.depth_trials, part.depth_trials),
+                (whole.depth_accepts, part.depth_accepts),
+            ):
+                mine += [0] * (len(theirs) - len(mine))
+                for d, n in enumerate(theirs):
+                    mine[d] += n
+        return whole
+
+
+class Clock:
+    """Splits time into phases: `start`, then `lap(phase)` after each."""
+
+    def __init__(self, timings: dict[str, float]) -> None:
+        self._timings = timings
+        self._last = time.perf_counter()
+
+    def start(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self._timings[phase] += now - self._last
+        self._last = now

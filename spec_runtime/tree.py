@@ -1,0 +1,226 @@
+"""The draft as a tree of tokens, and the ways to make one.
+
+Node 0 is the root, the last committed token, whose target row is not computed yet. Parents come
+before their children. This file knows nothing of caches, models or acceptance.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+
+def chain_parents(num_nodes: int) -> np.ndarray:
+    """Parents of a chain, i64[N]: 4 -> [0, 0, 1, 2]."""
+    parent_N = np.arange(-1, num_nodes - 1, dtype=np.int64)
+    parent_N[:1] = 0
+    return parent_N
+
+
+def is_chain(parent_N: np.ndarray) -> bool:
+    return bool((parent_N[1:] == np.arange(len(parent_N) - 1)).all())
+
+
+def depths(parent_N: np.ndarray) -> np.ndarray:
+    """Depth of each node, i64[N]: [0, 0, 0, 1] -> [0, 1, 1, 2]."""
+    if is_chain(parent_N):
+        return np.arange(len(parent_N), dtype=np.int64)
+    depth = [0] * len(parent_N)
+    for node, parent in enumerate(parent_N.tolist()[1:], 1):
+        depth[node] = depth[parent] + 1
+    return np.array(depth, dtype=np.int64)
+
+
+def ancestors(parent_N: np.ndarray) -> np.ndarray:
+    """bool[N, N]: row i is True at i and at every ancestor of i.
+
+    parents [0, 0, 0, 1] ->  1 . . .
+                             1 1 . .
+                             1 . 1 .
+                             1 1 . 1
+    """
+    n = len(parent_N)
+    if is_chain(parent_N):
+        return np.tri(n, dtype=np.bool_)
+    ancestor_NN = np.eye(n, dtype=np.bool_)
+    for node, parent in enumerate(parent_N.tolist()[1:], 1):
+        ancestor_NN[node] |= ancestor_NN[parent]
+    return ancestor_NN
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """`token_N` i64[N] and `parent_N` i64[N]; the root is its own parent.
+
+    Example: tokens [5, 7, 8, 9] with parents [0, 0, 0, 1] is root 5 with children 7 and 8, and 9
+    below 7. Siblings carry different tokens.
+    """
+
+    token_N: np.ndarray
+    parent_N: np.ndarray
+
+    def __post_init__(self) -> None:
+        n = len(self.token_N)
+        assert n >= 1, "a tree has a root"
+        assert self.parent_N.shape == self.token_N.shape == (n,), (n, self.parent_N.shape)
+        # parents first: this is what lets one forward sweep fill depths and ancestors
+        parents = self.parent_N.tolist()
+        assert parents[0] == 0, "the root is its own parent"
+        assert all(parent < node for node, parent in enumerate(parents[1:], 1)), parents
+
+    @classmethod
+    def root(cls, token: int) -> TokenTree:
+        return cls(np.array([token], dtype=np.int64), np.zeros(1, dtype=np.int64))
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int] | np.ndarray) -> TokenTree:
+        return cls(np.asarray(tokens, dtype=np.int64), chain_parents(len(tokens)))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_N)
+
+    @cached_property
+    def depth_N(self) -> np.ndarray:
+        return depths(self.parent_N)
+
+    @cached_property
+    def ancestor_NN(self) -> np.ndarray:
+        return ancestors(self.parent_N)
+
+    @cached_property
+    def _children(self) -> list[dict[int, int]]:
+        """Per node: token -> child. Of equal siblings the first counts."""
+        children: list[dict[int, int]] = [{} for _ in range(self.num_nodes)]
+        pairs = zip(self.parent_N.tolist()[1:], self.token_N.tolist()[1:], strict=True)
+        for node, (parent, token) in enumerate(pairs, 1):
+            children[parent].setdefault(token, node)
+        return children
+
+    def children(self, node: int) -> list[int]:
+        return list(self._children[node].values())
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`, or None."""
+        return self._children[node].get(token)
+
+    def path(self, node: int) -> list[int]:
+        """Node ids from the root to `node`, both included."""
+        path = [node]
+        while path[-1] != 0:
+            path.append(int(self.parent_N[path[-1]]))
+        return path[::-1]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a proposer may spend on one tree.
+
+    max_nodes counts the root; nodes whose path probability is below min_probability are left
+    out; max_depth (root = 0) keeps the draft inside what may still be generated.
+    """
+
+    max_nodes: int
+    min_probability: float = 0.0
+    max_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_nodes < 1:
+            raise ValueError(f"got max_nodes {self.max_nodes}, expected at least 1 (the root)")
+        if not 0.0 <= self.min_probability <= 1.0:
+            raise ValueError(f"got min_probability {self.min_probability}, expected 0 to 1")
+        if self.max_depth is not None and self.max_depth < 0:
+            raise ValueError(f"got max_depth {self.max_depth}, expected 0 or more")
+
+    @property
+    def is_root_only(self) -> bool:
+        return self.max_nodes == 1 or self.max_depth == 0
+
+    def within(self, max_depth: int) -> Budget:
+        """The same budget, no deeper than `max_depth`."""
+        if self.max_depth is not None and self.max_depth <= max_depth:
+            return self
+        return replace(self, max_depth=max_depth)
+
+
+class TreeBuilder:
+    """Grows a tree node by node; an equal sibling is found again, not added twice."""
+
+    def __init__(self, root_token: int) -> None:
+        self.tokens = [root_token]
+        self.parents = [0]
+        self._child: dict[tuple[int, int], int] = {}
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def has(self, parent: int, token: int) -> bool:
+        return (parent, token) in self._child
+
+    def add(self, parent: int, token: int) -> int:
+        """The child of `parent` carrying `token`, made if it is not there yet."""
+        node = self._child.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+        return node
+
+    def build(self) -> TokenTree:
+        return TokenTree(np.array(self.tokens, np.int64), np.array(self.parents, np.int64))
+
+
+def grow(
+    root_token: int, token_KC: np.ndarray, log_prob_KC: np.ndarray, budget: Budget
+) -> TokenTree:
+    """The most probable paths of K independent guesses, best first.
+
+    Row k of `token_KC` i64[K, C] holds the candidates at depth k + 1, best first, with their
+    `log_prob_KC` f32[K, C]; a path's probability is the product over its depths. Nodes come in
+    order of falling probability, which also puts parents first.
+
+    Example: candidates [[7, 8], [9, 6]] of probability [[.6, .3], [.5, .1]], 4 nodes:
+    7 (.6), then 8 (.3) or 7-9 (.3), the one found first winning the tie.
+    """
+    tree = TreeBuilder(root_token)
+    max_depth = len(token_KC) if budget.max_depth is None else min(len(token_KC), budget.max_depth)
+    if max_depth == 0:
+        return tree.build()
+    token, log_prob = token_KC.tolist(), log_prob_KC.tolist()
+    floor = math.log(budget.min_probability) if budget.min_probability > 0 else -math.inf
+    num_candidates = len(token[0])
+    # an entry: (-log probability, ticket, depth index, rank, parent node, parent log probability)
+    heap = [(-log_prob[0][0], 0, 0, 0, 0, 0.0)]
+    ticket = 0
+    while heap and len(tree) < budget.max_nodes:
+        cost, _, k, rank, parent, parent_log_prob = heapq.heappop(heap)
+        if -cost < floor or cost == math.inf:
+            break
+        node = tree.add(parent, token[k][rank])
+        if rank + 1 < num_candidates:
+            sibling = -(parent_log_prob + log_prob[k][rank + 1])
+            ticket += 1
+            heapq.heappush(heap, (sibling, ticket, k, rank + 1, parent, parent_log_prob))
+        if k + 1 < max_depth:
+            ticket += 1
+            heapq.heappush(heap, (cost - log_prob[k + 1][0], ticket, k + 1, 0, node, -cost))
+    return tree.build()
+
+
+def merge(a: TokenTree, b: TokenTree, max_nodes: int) -> TokenTree:
+    """Union of two trees with the same root: all of `a`, then as much of `b` as fits."""
+    assert a.token_N[0] == b.token_N[0], (a.token_N[0], b.token_N[0])
+    tree = TreeBuilder(int(a.token_N[0]))
+    for source in (a, b):
+        new_id = {0: 0}
+        pairs = zip(source.token_N.tolist()[1:], source.parent_N.tolist()[1:], strict=True)
+        for node, (token, parent) in enumerate(pairs, 1):
+            if parent not in new_id:
+                continue  # its parent did not fit
+            if len(tree) < max_nodes or tree.has(new_id[parent], token):
+                new_id[node] = tree.add(new_id[parent], token)
+    return tree.build()

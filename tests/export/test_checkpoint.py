@@ -1,0 +1,229 @@
+"""Checkpoints: going on equals never having stopped, and damage is named."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
+
+from spec_export import checkpoint  # noqa: E402 (needs torch)
+from spec_export.checkpoint import CheckpointError  # noqa: E402
+
+
+class Run:
+    """A tiny training run that draws from both random sources."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.module = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 2)
+        )
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: 1 / (step + 1)
+        )
+        self.generator = np.random.default_rng(seed)
+        self.step = 0
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            x = torch.from_numpy(self.generator.standard_normal((3, 4), dtype=np.float32))
+            loss = self.module(x).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.step += 1
+            losses.append(loss.item())
+        return losses
+
+    def save(self, folder: Path, **more: Any) -> Path:
+        return checkpoint.save(
+            folder,
+            self.step,
+            self.module,
+            self.optimizer,
+            self.scheduler,
+            generator=self.generator,
+            **more,
+        )
+
+
+def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
+    run = Run(0)
+    run.train(3)
+    path = run.save(tmp_path, progress={"epoch": 1, "losses": [0.5]}, provenance={"who": "test"})
+    expected = run.train(4)
+    resumed = Run(1)
+    found = checkpoint.load(
+        path, resumed.module, resumed.optimizer, resumed.scheduler, generator=resumed.generator
+    )
+    assert resumed.train(4) == expected
+    assert (found.step, found.progress) == (3, {"epoch": 1, "losses": [0.5]})
+    assert found.provenance == {"who": "test"}
+
+
+def test_keeps_the_newest_and_leaves_nothing_temporary(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "none") is None
+    run = Run(0)
+    for _ in range(4):
+        run.train(1)
+        run.save(tmp_path, keep=2)
+    run.save(tmp_path, keep=2)  # the same step again replaces it
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000004"
+
+
+def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
+    run = Run(0)
+    path = run.save(tmp_path)
+    with pytest.raises(TypeError, match="object has no JSON form"):
+        run.save(tmp_path, progress={"bad": object()})
+    assert list(tmp_path.iterdir()) == [path]
+    checkpoint.load(path, run.module)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "states.pt"])
+def test_damage_is_named(tmp_path: Path, name: str) -> None:
+    run = Run(0)
+    path = run.save(tmp_path)
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=f"{name} has SHA-256 .* expected"):
+        checkpoint.load(path, run.module)
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+        checkpoint.load(path, run.module)
+    (path / "checkpoint.json").write_text('{"format": 9, "files": {}}')
+    with pytest.raises(CheckpointError, match="format 9, expected 1"):
+        checkpoint.load(path, run.module)
+    (path / "checkpoint.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot read"):
+        checkpoint.load(path, run.module)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    path = Run(0).save(tmp_path)
+    other = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.LayerNorm(9))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(path, other)
+    message = str(caught.value)
+    assert "missing 1.bias, 1.weight" in message
+    assert "unexpected 2.bias, 2.weight" in message
+    assert "0.weight is [8, 4], expected [9, 4]" in message
+
+
+def test_part_of_a_module(tmp_path: Path) -> None:
+    run = Run(0)
+    part = {key: tensor for key, tensor in run.module.state_dict().items() if key.startswith("2.")}
+    path = checkpoint.save(tmp_path, 1, part, run.optimizer)
+    other = Run(1)
+    with pytest.raises(CheckpointError, match=r"missing 0.bias, 0.weight"):
+        checkpoint.load(path, other.module)
+    before = other.module[0].weight.clone()
+    checkpoint.load(path, other.module, partial=True)
+    assert torch.equal(other.module[0].weight, before)
+    assert torch.equal(other.module[2].weight, part["2.weight"])
+    with pytest.raises(CheckpointError, match="no scheduler state"):
+        checkpoint.load(path, other.module, scheduler=other.scheduler, partial=True)
+
+
+@dataclass(frozen=True)
+class _Config:
+    num_masks: int = 4
+    taps: tuple[int, ...] = (10, 20)
+
+
+def save_drafter(folder: Path, **more: Any) -> dict[str, Any]:
+    weight = torch.randn(3, 5)
+    state = {"a.weight": weight, "b.weight": weight, "count": torch.tensor([7])}  # a and b tied
+    checkpoint.save_drafter(
+        folder,
+        state,
+        "parallelspec",
+        _Config(),
+        {"date": "d"},
+        np.array([1, 5, 9], dtype=np.int32),
+        **more,
+    )
+    return state
+
+
+def test_drafter_round_trip(tmp_path: Path) -> None:
+    state = save_drafter(tmp_path / "d", dtype=None)
+    got = checkpoint.load_drafter(tmp_path / "d")
+    assert (got.name, got.config, got.provenance) == (
+        "parallelspec",
+        {"num_masks": 4, "taps": [10, 20]},
+        {"date": "d"},
+    )
+    assert got.state.keys() == state.keys()
+    assert all(torch.equal(got.state[key], state[key]) for key in state)
+    assert got.draft_token_ids is not None
+    assert got.draft_token_ids.tolist() == [1, 5, 9]
+    assert got.draft_token_ids.dtype == np.int64
+
+
+def test_drafter_in_bf16_is_half_the_size_and_replaces_the_old_one(tmp_path: Path) -> None:
+    save_drafter(tmp_path / "d", dtype=None)
+    state = save_drafter(tmp_path / "d")
+    assert checkpoint.load_drafter(tmp_path / "d", None).state["a.weight"].dtype == torch.bfloat16
+    got = checkpoint.load_drafter(tmp_path / "d").state
+    assert torch.equal(got["a.weight"], state["a.weight"].bfloat16().float())
+    assert got["count"].dtype == torch.int64
+    assert [path.name for path in tmp_path.iterdir()] == ["d"]
+
+
+def test_drafter_damage_is_named(tmp_path: Path) -> None:
+    save_drafter(tmp_path / "d")
+    config_path, tensor_path = (
+        tmp_path / "d" / "config.json",
+        tmp_path / "d" / "drafter.safetensors",
+    )
+    config, tensors = config_path.read_text(), tensor_path.read_bytes()
+
+    tensor_path.write_bytes(tensors[:-4])
+    with pytest.raises(CheckpointError, match=r"drafter.safetensors has SHA-256"):
+        checkpoint.load_drafter(tmp_path / "d")
+
+    tensor_path.write_bytes(tensors)
+    changed = json.loads(config)
+    changed["tensors"]["a.weight"][1] = 4
+    changed["tensors"]["c.weight"] = changed["tensors"].pop("b.weight")
+    config_path.write_text(json.dumps(changed))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_drafter(tmp_path / "d")
+    assert "missing c.weight; unexpected b.weight; a.weight is" in str(caught.value)
+
+    with pytest.raises(CheckpointError, match=r"cannot read .*config.json"):
+        checkpoint.load_drafter(tmp_path / "none")
+
+
+def test_drafter_does_not_overwrite_other_files(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds other files"):
+        save_drafter(tmp_path / "d")
+    assert [path.name for path in tmp_path.rglob("*")] == ["d", "thesis.txt"]
+
+
+def test_drafter_that_does_not_fit_the_module(tmp_path: Path) -> None:
+    save_drafter(tmp_path / "d")
+    got = checkpoint.load_drafter(tmp_path / "d")
+    with pytest.raises(CheckpointError, match="missing bias, weight"):
+        got.load_into(torch.nn.Linear(2, 2))
+
+
+def test_provenance_is_json_and_names_the_run() -> None:
+    got = checkpoint.collect_provenance(config=_Config(), data={"path": Path("a.jsonl")})
+    assert json.loads(json.dumps(got)) == got
+    assert {"command", "git_commit", "date"} <= got.keys()
+    assert got["versions"]["torch"] == torch.__version__
+    assert got["config"] == {"num_masks": 4, "taps": [10, 20]}
+    assert not Path(got["command"][0]).is_absolute()

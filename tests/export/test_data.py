@@ -1,0 +1,188 @@
+"""Training data: the three schemas, where the loss falls, and errors that name file and line."""
+
+import json
+import logging
+import lzma
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_target import make_tokenizer
+
+from spec_export import data
+from spec_export.data import DataError, Example
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def answer(tokenizer: Any, example: Example) -> str:
+    return tokenizer.decode(example.token_T[example.loss_T].tolist())
+
+
+def test_distilled_rows_are_wrapped_in_the_chat_template(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": tokenizer.encode("hi"), "response": tokenizer.encode("yes</s>"), "source": "x"},
+    )
+    (example,) = data.read(path, tokenizer, 1000)
+    text = "<s>system\nbe nice</s>\n<s>user\nhi</s>\n<s>assistant\nyes</s>"
+    assert tokenizer.decode(example.token_T.tolist()) == text
+    assert answer(tokenizer, example) == "yes</s>"
+    assert example.token_T.dtype == np.int32
+    assert example.loss_T.dtype == bool
+    assert example.source == "x"
+
+
+def test_without_a_chat_template_nothing_is_added(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"prompt": [5, 6], "response": [7]})
+    (example,) = data.read(path, make_tokenizer(None), 1000)
+    assert example.token_T.tolist() == [5, 6, 7]
+
+
+def test_token_rows_and_xz_whatever_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    row = {"tokens": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}
+    path.write_bytes(lzma.compress(json.dumps(row).encode() + b"\n\n"))
+    (example,) = data.read([path], make_tokenizer(), 1000)
+    assert example.token_T.tolist() == [5, 6, 7, 8]
+    assert example.loss_T.tolist() == [False, True, False, True]
+
+
+def test_chat_rows_lose_on_the_assistant_only(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    turns = [("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    (example,) = data.read(path, tokenizer, 1000)
+    assert answer(tokenizer, example) == "b</s>d</s>"
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(example.token_T.tolist()) == text
+
+
+def test_cut_to_max_length_and_rows_without_answer_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
+        {"tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 0, 1]},
+    )
+    with caplog.at_level(logging.WARNING):
+        (example,) = data.read(path, make_tokenizer(), 3)
+    assert example.token_T.tolist() == [5, 6, 7]
+    assert "dropped 1 rows" in caplog.text
+    with pytest.raises(DataError, match="no training example"):
+        data.read(path, make_tokenizer(), 2)
+
+
+def test_sources_allow_list(tmp_path: Path) -> None:
+    rows = [
+        {"tokens": [i, 9], "loss_mask": [0, 1], **({"source": s} if s else {})}
+        for i, s in enumerate(["", "x", "y"], start=5)
+    ]
+    path = write(tmp_path / "a.jsonl", *rows)
+    kept = data.read(path, make_tokenizer(), 10, sources=("", "y"))
+    assert [e.token_T[0] for e in kept] == [5, 7]
+    assert data.source_counts(kept) == {"": 1, "y": 1}
+    with pytest.raises(
+        DataError, match=r"no row has source \['z'\], expected some of \['', 'x', 'y'\]"
+    ):
+        data.read(path, make_tokenizer(), 10, sources=("x", "z"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "got list, expected an object"),
+        ('{"text": "x"}', r"got keys \['text'\]"),
+        ('{"prompt": [1], "response": "x"}', '"response" is not a list of token ids'),
+        ('{"prompt": [true], "response": [1]}', '"prompt" is not a list of token ids'),
+        ('{"prompt": [98], "response": [1]}', "ids from 98 to 98, expected 0 to 97"),
+        ('{"prompt": [1], "response": [-1]}', "ids from -1"),
+        ('{"tokens": [1, 2], "loss_mask": [1]}', "loss_mask of 1 for 2 tokens"),
+        ('{"tokens": [1], "loss_mask": [2]}', "expected a list of 0 and 1"),
+        ('{"messages": [{"role": "user"}]}', '"messages" is not a list'),
+        ('{"prompt": [1], "response": [1], "source": 3}', '"source" is 3'),
+    ],
+)
+def test_errors_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"tokens": [1], "loss_mask": [1]}\n' + line + "\n")
+    with pytest.raises(DataError, match=f"bad.jsonl:2: .*{message}"):
+        data.read(path, make_tokenizer(), 10)
+
+
+def test_missing_and_truncated_files(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot read .*none.jsonl"):
+        data.read(tmp_path / "none.jsonl", make_tokenizer(), 10)
+    path = tmp_path / "cut.jsonl.xz"
+    path.write_bytes(lzma.compress(b'{"tokens": [1], "loss_mask": [1]}\n' * 5)[:-20])
+    with pytest.raises(DataError, match=r"cannot read .*cut.jsonl.xz"):
+        data.read(path, make_tokenizer(), 10)
+
+
+def test_template_that_rewrites_turns_or_refuses_is_an_error(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    with pytest.raises(DataError, match=r"a.jsonl:1: the chat template rewrites"):
+        data.read(path, make_tokenizer("{{ messages | length }}"), 10)
+    with pytest.raises(DataError, match=r"a.jsonl:1: the chat template refuses the messages: no"):
+        data.read(path, make_tokenizer("{{ raise_exception('no') }}"), 10)
+    with pytest.raises(DataError, match="exactly once"):
+        data.chat_affixes(make_tokenizer("{{ messages[0].content * 2 }}"))
+
+
+def example(*tokens: int, prompt: int = 1) -> Example:
+    return Example(np.array(tokens, dtype=np.int32), np.arange(len(tokens)) >= prompt)
+
+
+def test_split_is_by_prompt_and_stable() -> None:
+    examples = [example(i, j, 5, prompt=2) for i in range(200) for j in (0, 0, 1)]
+    train, validation = data.split(examples, 0.25)
+    prompts = [{tuple(e.token_T[:2]) for e in side} for side in (train, validation)]
+    assert not prompts[0] & prompts[1]
+    assert len(train) + len(validation) == 600
+    assert 100 < len(validation) < 200
+    fewer = data.split(examples[::2], 0.25)[1]
+    assert {tuple(e.token_T[:2]) for e in fewer} <= prompts[1]
+
+
+def test_split_leaves_neither_side_empty() -> None:
+    pair = [example(1, 2), example(3, 4)]
+    for fraction in (1e-9, 0.5, 0.999999):
+        train, validation = data.split(pair, fraction)
+        assert len(train) == len(validation) == 1
+    assert data.split(pair, 0) == (pair, [])
+    with pytest.raises(DataError, match="validation_fraction"):
+        data.split([example(1, 2), example(1, 3)], 0.5)
+
+
+def test_most_frequent_tokens() -> None:
+    examples = [
+        example(9, 4, 4, 4, 7, 7, 3),
+        example(9, 9, 5),
+    ]  # prompt token 9 counts once of three
+    got = data.most_frequent_tokens(examples, 4, 12, always=[11])
+    assert got.tolist() == [3, 4, 7, 11]
+    assert got.dtype == np.int64
+    assert data.most_frequent_tokens(examples, 7, 12, always=[11]).tolist() == [
+        0,
+        3,
+        4,
+        5,
+        7,
+        9,
+        11,
+    ]
+    with pytest.raises(DataError, match="token id 9"):
+        data.most_frequent_tokens(examples, 4, 8)
+    with pytest.raises(DataError, match=r"cannot hold 2 special ids"):
+        data.most_frequent_tokens(examples, 1, 12, always=[1, 2])
+    with pytest.raises(DataError, match="expected 1 to 12"):
+        data.most_frequent_tokens(examples, 13, 12)

@@ -1,0 +1,335 @@
+"""Self-distillation: interrupted equals uninterrupted, and answers are the target's own."""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_target import make_tokenizer, save_llama
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from spec_export import data, distill, distill_engines, target  # noqa: E402 (needs torch)
+from spec_export.distill import DistillConfig, DistillError  # noqa: E402
+from spec_export.distill_engines import EngineError, GenerationParams  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_llama(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def config(model: str, out: Path, **more: Any) -> DistillConfig:
+    settings = {"num_prompts": 10, "max_new_tokens": 12, "batch_size": 4, "engine": "transformers"}
+    return DistillConfig(model=model, out=out, **{**settings, "max_prompt_tokens": 48, **more})
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_sampled_prompts_and_greedy_answers(model: str, tmp_path: Path) -> None:
+    result = distill.run(config(model, tmp_path / "sub" / "out.jsonl"))
+    rows = read(result.out)
+    assert (result.rows, result.engine, len(rows)) == (10, "transformers", 10)
+    assert result.answer_tokens == result.new_tokens == sum(len(r["response"]) for r in rows)
+    assert len({tuple(row["prompt"]) for row in rows}) > 5
+    assert all(row["prompt"] and not {0, 1} & set(row["prompt"]) for row in rows)
+
+    # Each answer is the arg max of the target's logits at every one of its positions.
+    network, tokenizer = target.load(target.resolve(model))
+    examples = data.read(result.out, tokenizer, 256)
+    for row, example in zip(rows, examples, strict=True):
+        with torch.inference_mode():
+            logits_TV = network(torch.from_numpy(example.token_T[None].astype(np.int64))).logits[0]
+        first = int(np.argmax(example.loss_T))
+        assert logits_TV[first - 1 : -1].argmax(-1).tolist() == row["response"]
+        assert len(row["response"]) == 12 or row["response"][-1] == 1
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_after(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stops working after so many calls (a batch takes two)."""
+
+    class Failing(distill_engines.TransformersEngine):
+        left = calls
+
+        def generate(
+            self, prompts: Sequence[Sequence[int]], params: GenerationParams
+        ) -> list[list[int]]:
+            if not self.left:
+                raise Interrupted
+            self.left -= 1
+            return super().generate(prompts, params)
+
+    def opened(name: str, source: Any, precision: str, batch_size: int) -> Failing:
+        return Failing(source, precision)
+
+    monkeypatch.setattr(distill, "open_engine", opened)
+
+
+@pytest.mark.parametrize(("temperature", "calls"), [(0.0, 0), (0.0, 3), (0.8, 1), (0.8, 4)])
+def test_resumed_equals_uninterrupted(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, calls: int
+) -> None:
+    whole = config(model, tmp_path / "whole.jsonl", temperature=temperature)
+    distill.run(whole)
+    part = config(model, tmp_path / "part.jsonl", temperature=temperature)
+    with monkeypatch.context() as patch:
+        interrupt_after(calls, patch)
+        with pytest.raises(Interrupted):
+            distill.run(part)
+    with open(part.out, "a") as file:  # killed while it wrote: a whole row and half of one
+        file.write('{"prompt": [5], "response": [6]}\n{"prompt": [5], "resp')
+    distill.run(part)
+    assert part.out.read_bytes() == whole.out.read_bytes()
+
+
+def test_more_rows_later_equals_all_at_once(model: str, tmp_path: Path) -> None:
+    distill.run(config(model, tmp_path / "whole.jsonl"))
+    for count in (3, 3, 7, 10):
+        result = distill.run(config(model, tmp_path / "part.jsonl", num_prompts=count))
+        assert len(read(result.out)) == result.rows == count
+    assert (tmp_path / "part.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    with pytest.raises(DistillError, match="expected fewer: 2"):
+        distill.run(config(model, tmp_path / "part.jsonl", num_prompts=2))
+
+
+def test_prompts_from_a_file(model: str, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "hello", "source": "x"}, {"prompt": [40, 41]}, {"prompt": "a"}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"prompts": prompts, "num_prompts": None, "batch_size": 2}
+    out = distill.run(config(model, tmp_path / "out.jsonl", **settings)).out
+    got = read(out)
+    tokenizer = make_tokenizer()
+    assert [row["prompt"] for row in got] == [
+        tokenizer.encode("hello"),
+        [40, 41],
+        tokenizer.encode("a"),
+    ]
+    assert [row.get("source") for row in got] == ["x", None, None]
+
+    with pytest.raises(DistillError, match=r"num_prompts is 4, .* holds 3"):
+        distill.run(config(model, out, **{**settings, "num_prompts": 4}))
+    prompts.write_text('{"prompt": "b"}\n')
+    with pytest.raises(DistillError, match=r"cannot go on with .*: prompts was"):
+        distill.run(config(model, out, **settings))
+
+
+@pytest.mark.parametrize("line", ['{"prompt": ""}', '{"prompt": [98]}', '{"text": "a"}'])
+def test_bad_prompts_name_file_and_line(model: str, tmp_path: Path, line: str) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(DistillError, match=r'prompts.jsonl:2: expected "prompt"'):
+        distill.run(config(model, tmp_path / "out.jsonl", prompts=prompts))
+
+
+def test_refuses_to_mix_or_overwrite(model: str, tmp_path: Path) -> None:
+    out = distill.run(config(model, tmp_path / "out.jsonl", num_prompts=2)).out
+    before = out.read_bytes()
+    with pytest.raises(DistillError, match=r"seed was 0, got 1"):
+        distill.run(config(model, out, seed=1))
+    with pytest.raises(DistillError, match="exists: resume it"):
+        distill.run(config(model, out, resume=False))
+    assert out.read_bytes() == before
+    out.write_bytes(before[:-3])
+    with pytest.raises(DistillError, match=r"bytes, expected \d+: it was changed"):
+        distill.run(config(model, out))
+    (tmp_path / "out.jsonl.state.json").unlink()
+    with pytest.raises(DistillError, match=r"no usable out.jsonl.state.json"):
+        distill.run(config(model, out))
+
+
+def test_targets_that_cannot_be_distilled(model: str, tmp_path: Path) -> None:
+    bare = str(save_llama(tmp_path / "bare", template=None))
+    with pytest.raises(DistillError, match="no chat template to sample prompts behind"):
+        distill.run(config(bare, tmp_path / "out.jsonl"))
+    with pytest.raises(DistillError, match="the target's context"):
+        distill.run(config(model, tmp_path / "out2.jsonl", max_new_tokens=250))
+
+
+def test_no_prompt_ended_is_an_error(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Endless:
+        name, max_length = "endless", None
+
+        def generate(
+            self, prompts: Sequence[Sequence[int]], params: GenerationParams
+        ) -> list[list[int]]:
+            return [[5] * params.max_new_tokens for _ in prompts]
+
+    monkeypatch.setattr(distill, "open_engine", lambda *_: Endless())
+    with pytest.raises(DistillError, match="ended no prompt within 48 tokens in 20 batches"):
+        distill.run(config(model, tmp_path / "out.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_prompts", 0, "expected at least 1"),
+        ("temperature", -1.0, "expected 0"),
+        ("engine", "llama", "expected one of auto, transformers, openvino, vllm"),
+        ("precision", "int8", "expected one of fp32, bf16, fp16"),
+    ],
+)
+def test_bad_settings(tmp_path: Path, field: str, value: Any, message: str) -> None:
+    with pytest.raises(DistillError, match=f"{field} is .*{message}"):
+        config("m", tmp_path / "out.jsonl", **{field: value})
+
+
+def test_missing_engine_is_one_line(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill_engines, "_installed", lambda package: False)
+    for engine in ("openvino", "vllm"):
+        with pytest.raises(EngineError, match=f"engine {engine} is not installed") as caught:
+            distill.run(config(model, tmp_path / "out.jsonl", engine=engine))
+        assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+    assert distill_engines.choose("auto", target.resolve(model)) == "transformers"
+
+
+def test_padding_does_not_change_answers(model: str) -> None:
+    engine = distill_engines.TransformersEngine(target.resolve(model), "fp32")
+    params = GenerationParams(8, 0.0, 0, 0, (1,))
+    prompts = [[5, 6, 7], [40, 41, 42, 43, 44, 45, 46]]
+    assert engine.generate(prompts, params) == [engine.generate([p], params)[0] for p in prompts]
+
+
+def test_sampling_is_seeded_cut_and_leaves_the_global_generator(model: str) -> None:
+    engine = distill_engines.TransformersEngine(target.resolve(model), "fp32")
+    state = torch.get_rng_state()
+    first, again, other = (
+        engine.generate([[5, 6]] * 4, GenerationParams(8, 1.0, 0, seed, (1,))) for seed in (3, 3, 4)
+    )
+    assert first == again != other
+    assert len({tuple(ids) for ids in first}) > 1
+    greedy = engine.generate([[5, 6]], GenerationParams(8, 0.0, 0, 0, (1,)))
+    assert engine.generate([[5, 6]], GenerationParams(8, 1.0, 1, 9, (1,))) == greedy
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def write_gguf(path: Path) -> None:
+    """A tiny Llama with a Q4_1 matrix, a byte-level vocabulary and a chat template."""
+    gguf = pytest.importorskip("gguf")
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    width, heads, kv_heads, inner = 64, 2, 1, 96
+    printable = [chr(i) for i in [*range(33, 127), *range(161, 173), *range(174, 256)]]
+    bytewise = printable + [chr(256 + i) for i in range(256 - len(printable))]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytewise, "ab"]
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(width // heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["a b"])
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add(2 if add != writer.add_bos_token_id else 1)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    shapes = {"token_embd": (len(tokens), width), "output_norm": (width,)}
+    for layer in range(2):
+        shapes |= {
+            f"blk.{layer}.attn_norm": (width,),
+            f"blk.{layer}.attn_q": (width, width),
+            f"blk.{layer}.attn_k": (width // heads * kv_heads, width),
+            f"blk.{layer}.attn_v": (width // heads * kv_heads, width),
+            f"blk.{layer}.attn_output": (width, width),
+            f"blk.{layer}.ffn_norm": (width,),
+            f"blk.{layer}.ffn_gate": (inner, width),
+            f"blk.{layer}.ffn_up": (inner, width),
+            f"blk.{layer}.ffn_down": (width, inner),
+        }
+    for name, shape in shapes.items():
+        # Lopsided on purpose: offsets that are no multiple of the scale.
+        values = rng.normal(0.03, 0.3, shape).astype(np.float32) + (len(shape) == 1)
+        if name.startswith("blk") and len(shape) == 2:
+            kind = gguf.GGMLQuantizationType.Q4_1
+            writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_dequantized_gguf_is_the_same_model(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "q4.gguf")
+    source = target.resolve(str(tmp_path / "q4.gguf"))
+    distill_engines.save_dequantized(source, tmp_path / "folder")
+    network, tokenizer = target.load(source)
+    saved, saved_tokenizer = target.load(target.resolve(str(tmp_path / "folder")))
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(network(ids).logits, saved(ids).logits)
+    assert data.chat_affixes(saved_tokenizer) == data.chat_affixes(tokenizer)
+
+
+def test_f16_gguf_is_the_same_model(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "q4.gguf")
+    distill_engines.write_f16_gguf(tmp_path / "q4.gguf", tmp_path / "f16.gguf")
+    ids = torch.arange(3, 40)[None]
+    logits = []
+    for name in ("q4.gguf", "f16.gguf"):
+        network, tokenizer = target.load(target.resolve(str(tmp_path / name)))
+        assert tokenizer.eos_token_id == 2
+        assert len(data.chat_affixes(tokenizer)[1]) > 5
+        logits.append(network(ids).logits)
+    # float16 keeps 11 bits of each weight.
+    assert (logits[0] - logits[1]).abs().max() < 2e-2 * logits[0].abs().max()
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+    with pytest.raises(EngineError, match="cannot read"):
+        distill_engines.write_f16_gguf(tmp_path / "bad.gguf", tmp_path / "x.gguf")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("openvino_genai") is None, reason="openvino-genai is not installed"
+)
+def test_openvino_gives_the_answers_of_transformers(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "q4.gguf")
+    # The reference reads the same float16 weights, so that greedy answers can be compared exactly.
+    distill_engines.write_f16_gguf(tmp_path / "q4.gguf", tmp_path / "f16.gguf")
+    reference = distill_engines.TransformersEngine(
+        target.resolve(str(tmp_path / "f16.gguf")), "fp32"
+    )
+    engine = distill_engines.OpenVINOEngine(target.resolve(str(tmp_path / "q4.gguf")), "fp32", 4)
+    prompts = [[5, 6, 7, 8], [40, 41, 42], [99, 100, 101, 102, 103]]
+    params = GenerationParams(10, 0.0, 0, 0, (2,))
+    assert engine.generate(prompts, params) == reference.generate(prompts, params)
+    sampled = GenerationParams(10, 1.0, 50, 7, (2,))
+    first = engine.generate([[5, 6]] * 3, sampled)
+    assert engine.generate([[5, 6]] * 3, sampled) == first
+    assert len({tuple(ids) for ids in first}) > 1
+
+    model = str(tmp_path / "q4.gguf")
+    settings = {"engine": "openvino", "num_prompts": 5, "max_prompt_tokens": 96, "batch_size": 16}
+    whole = distill.run(config(model, tmp_path / "whole.jsonl", **settings)).out
+    for count in (2, 5):
+        part = distill.run(
+            config(model, tmp_path / "part.jsonl", **{**settings, "num_prompts": count})
+        ).out
+    assert part.read_bytes() == whole.read_bytes()

@@ -1,0 +1,188 @@
+"""Recipes: what is read, what is refused and in which words."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from spec_export import recipe
+from spec_export.recipe import RecipeError
+
+TEXT = """
+[target]
+model = "./model"
+[drafter]
+name = "parallelspec"
+num_masks = 4
+inputs = "features+tokens"
+taps = [10, 20]
+[data]
+path = ["a.jsonl", "b.jsonl.xz"]
+sources = ["", "gsm8k"]
+[train]
+epochs = 2
+lr = 1e-5
+betas = [0.9, 0.99]
+"""
+
+
+def test_reads_sections_and_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text(TEXT)
+    got = recipe.load(path)
+    assert got.drafter_name == "parallelspec"
+    assert got.drafter_fields == {
+        "num_masks": 4,
+        "inputs": "features+tokens",
+        "taps": [10, 20],
+    }
+    assert got.data_paths == (tmp_path / "a.jsonl", tmp_path / "b.jsonl.xz")
+    assert got.data.sources == ("", "gsm8k")
+    assert got.model == str(tmp_path / "model")
+    assert got.train.betas == (0.9, 0.99)
+    assert got.train.epochs == 2.0
+    assert got.train.max_steps is None
+    assert got.export.draft_vocab is None
+
+
+def test_toml_round_trip() -> None:
+    awkward = (
+        'name = "parallelspec"\nnote = "a \\"b\\" \\n \\u007f é"\ntable = {"a b" = [1, 2.5, true]}'
+    )
+    got = recipe.parse(TEXT.replace('name = "parallelspec"', awkward))
+    assert recipe.parse(got.to_toml()) == got
+    assert "draft_vocab" not in got.to_toml()
+    assert got.as_dict()["data"]["path"] == ["a.jsonl", "b.jsonl.xz"]
+
+
+def test_model_may_be_absent_or_a_hub_id() -> None:
+    text = TEXT.replace('[target]\nmodel = "./model"\n', "")
+    assert recipe.parse(text).model is None
+    assert recipe.parse(text, ["target.model=org/name"]).model == "org/name"
+
+
+def test_overrides() -> None:
+    got = recipe.parse(
+        TEXT,
+        [
+            "train.lr=3e-4",
+            "train.schedule=constant",
+            "train.max_steps=2",
+            "drafter.num_masks=2",
+            "drafter.inputs='tokens'",
+            "train.betas=[0.5, 0.6]",
+            "export.draft_vocab=64",
+        ],
+    )
+    assert (got.train.lr, got.train.schedule, got.train.max_steps) == (3e-4, "constant", 2)
+    assert got.train.betas == (0.5, 0.6)
+    assert (got.drafter_fields["num_masks"], got.drafter_fields["inputs"]) == (2, "tokens")
+    assert got.export.draft_vocab == 64
+
+
+def test_data_path_on_the_command_line_starts_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "x.toml").write_text(TEXT)
+    monkeypatch.chdir(tmp_path)
+    got = recipe.load("recipes/x.toml", ["data.path=mine.jsonl"])
+    (path,) = got.data_paths
+    assert path.resolve() == tmp_path / "mine.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("lr = 1e-5", "learning_rate = 1", "unknown key 'learning_rate', expected batch_tokens"),
+        ("[train]", "[trian]", "unknown key 'trian', expected target, drafter, data"),
+        ("epochs = 2", "", "neither epochs nor max_steps"),
+        ("epochs = 2", 'epochs = "2"', "epochs is '2', expected float or absent"),
+        ("epochs = 2", "max_steps = true", "max_steps is True, expected int or absent"),
+        ("epochs = 2", "epochs = 2\nschedule = 'step'", "expected one of 'constant', 'linear'"),
+        ("epochs = 2", "epochs = 2\nwarmup = 1.5", "warmup is 1.5"),
+        ("betas = [0.9, 0.99]", "betas = [0.9]", r"expected \[float, float\]"),
+        ('name = "parallelspec"', "", r"\[drafter\] name is None"),
+        ('path = ["a.jsonl", "b.jsonl.xz"]', "", "'path' is missing"),
+        ('path = ["a.jsonl", "b.jsonl.xz"]', "path = []", "path is empty"),
+        ("[data]", "[data", "not valid TOML"),
+    ],
+)
+def test_refused(old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    with pytest.raises(RecipeError, match=message) as caught:
+        recipe.parse(TEXT.replace(old, new))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr", "expected section.key=value"),
+        ("lr=3", "expected section.key=value"),
+        ("trian.lr=3", "unknown section 'trian'"),
+        ("train.betas=[1,", "not a TOML value"),
+        ("train.lr=fast", "lr is 'fast', expected float"),
+    ],
+)
+def test_override_refused(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe.parse(TEXT, [override])
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"cannot read recipe .*none.toml"):
+        recipe.load(tmp_path / "none.toml")
+
+
+@dataclass(frozen=True)
+class _Config:
+    num_masks: int
+    scale: float = 1.0
+    style: Literal["a", "b"] = "a"
+    taps: tuple[int, ...] = ()
+    rope: dict[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_masks < 1:
+            raise ValueError(f"num_masks is {self.num_masks}, expected at least 1")
+
+
+def test_build_config() -> None:
+    got = recipe.build_config(
+        _Config, {"num_masks": 3, "scale": 2, "taps": [1, 2], "rope": {"theta": 5}}, "here"
+    )
+    assert got == _Config(num_masks=3, scale=2.0, taps=(1, 2), rope={"theta": 5.0})
+    assert isinstance(got.scale, float)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({}, "here: key 'num_masks' is missing"),
+        ({"num_masks": 2.0}, "here: num_masks is 2.0, expected int"),
+        ({"num_masks": 1, "taps": [1, "2"]}, "expected a list of int"),
+        ({"num_masks": 1, "style": "c"}, "expected one of 'a', 'b'"),
+        ({"num_masks": 0}, "here: num_masks is 0, expected at least 1"),
+        ({"num_masks": 1, "depth": 2}, "unknown key 'depth', expected num_masks, scale, style"),
+    ],
+)
+def test_build_config_refuses(mapping: dict, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe.build_config(_Config, mapping, "here")
+
+
+def test_learning_rate_warms_up_and_comes_down() -> None:
+    train = recipe.TrainSection(epochs=1, warmup=2, schedule="linear")
+    assert [train.lr_factor(step, 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    cosine = recipe.TrainSection(epochs=1, warmup=0.5, schedule="cosine")
+    assert cosine.lr_factor(0, 4) == 0.5
+    assert cosine.lr_factor(3, 4) == pytest.approx(0.5)
+    assert recipe.TrainSection(epochs=1, warmup=0, schedule="constant").lr_factor(9, 4) == 1.0
+
+
+def test_total_steps_takes_whichever_ends_first() -> None:
+    assert recipe.TrainSection(epochs=1.5).total_steps(3) == 5
+    assert recipe.TrainSection(epochs=1.5, max_steps=2).total_steps(3) == 2
+    assert recipe.TrainSection(max_steps=7).total_steps(3) == 7

@@ -1,0 +1,50 @@
+"""A target small enough for tests: random weights, one token a character."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if loop.first and m['role'] != 'system' %}<s>system\nbe nice</s>\n{% endif %}"
+    "<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(template: str | None = TEMPLATE) -> Any:
+    """One token a character, <s> (0) and </s> (1) special, 98 in all."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    vocabulary = {"<s>": 0, "</s>": 1, "\n": 2, **{chr(i): i - 29 for i in range(32, 127)}}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    inner.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save_llama(folder: Path, template: str | None = TEMPLATE) -> Path:
+    """A Hugging Face folder with a two-layer Llama; a context of 256 tokens."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=98,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(template).save_pretrained(folder)
+    return folder

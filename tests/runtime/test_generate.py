@@ -1,0 +1,291 @@
+"""The loop is lossless and ends where it should, in tokens, KV and metrics."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from toy_engine import DRAFTERS, make_engine, random_prompt
+
+from spec_runtime import generate
+from spec_runtime.engine import Engine
+from spec_runtime.generate import Limits, Step
+from spec_runtime.sampling import Sampler
+from spec_runtime.stats import Stats
+from spec_runtime.tree import Budget, TokenTree
+
+SPECULATIVE = [name for name in DRAFTERS if name != "none"]
+# short loops, so that prompt lookup finds something, and drafts that are right half the time
+LOOPS: dict[str, Any] = {"num_successors": 4, "peak": 7.0, "noise": 4.0}
+
+
+def run(engine: Engine, prompt: list[int], **sampling: Any) -> tuple[list[int], list[Step]]:
+    steps = list(engine.steps(prompt, **sampling))
+    return [token for step in steps for token in step.tokens], steps
+
+
+@pytest.mark.parametrize("form", ["slots", "contiguous"])
+@pytest.mark.parametrize("drafter", SPECULATIVE)
+@pytest.mark.parametrize("seed", range(12))
+def test_output_is_that_of_plain_decoding(form: str, drafter: str, seed: int) -> None:
+    """Greedy and sampled, over random models, prompts and trees: token by token the same."""
+    for sampling in (
+        {"temperature": 0.0},
+        {"temperature": 0.7, "seed": seed},
+        {"temperature": 1.3, "seed": seed, "top_k": 20, "top_p": 0.9},
+    ):
+        prompt = random_prompt(seed, 3 + seed)
+        options: dict[str, Any] = {"max_new_tokens": 70, "ignore_eos": True, **sampling}
+        model: dict[str, Any] = {"seed": seed, **LOOPS}
+        plain = make_engine("none", **model).generate(prompt, **options)
+        engine = make_engine(
+            drafter,
+            form=form,
+            taps=(3, 5) if seed % 2 else (),
+            budget=Budget(2 + seed, min_probability=0.01),
+            **model,
+        )
+        result = engine.generate(prompt, **options)
+        assert result.token_ids == plain.token_ids
+        assert len(result.token_ids) == 70
+        assert plain.stats.accepted_length == 1.0
+        if sampling["temperature"] == 0 and seed > 2:
+            assert result.stats.accepted_length > 1.1, "the draft was never right: no test"
+
+
+def test_a_seed_gives_other_tokens_than_another() -> None:
+    runs = [
+        make_engine("none").generate([1, 2], max_new_tokens=30, temperature=1.5, seed=seed)
+        for seed in (1, 2)
+    ]
+    assert runs[0].token_ids != runs[1].token_ids
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_committed_rows_are_the_tokens_less_one(drafter: str) -> None:
+    """At every step, also the one that ends in the middle of an accepted path."""
+    engine = make_engine(drafter, **LOOPS)
+    prompt, num_tokens = random_prompt(1), 0
+    for step in engine.steps(prompt, max_new_tokens=41, ignore_eos=True):
+        num_tokens += len(step.tokens)
+        assert engine.target.length == len(prompt) + num_tokens - 1
+        assert num_tokens == 1 or len(step.path) == len(step.tokens)
+
+
+def drafted_in_the_middle(steps: list[Step]) -> int:
+    """A token, first seen as a drafted one with another accepted one behind it."""
+    seen: set[int] = set()
+    for step in steps:
+        for i, token in enumerate(step.tokens):
+            if token not in seen and i + 1 < step.num_accepted:
+                return token
+            seen.add(token)
+    raise AssertionError("no such token: choose another seed")
+
+
+@pytest.mark.parametrize("as_eos", [True, False])
+def test_eos_inside_an_accepted_path_truncates_everything(as_eos: bool) -> None:
+    prompt = random_prompt(3)
+    free, steps = run(make_engine("parallelspec", peak=9.0), prompt, max_new_tokens=60)
+    end = drafted_in_the_middle(steps)
+    wanted = free[: free.index(end) + 1]
+
+    engine = make_engine("parallelspec", peak=9.0)
+    if as_eos:
+        engine.tokenizer.eos = (end,)
+        result = engine.generate(prompt, max_new_tokens=60)
+    else:
+        result = engine.generate(prompt, max_new_tokens=60, stop_token_ids=(end,))
+    assert result.token_ids == wanted
+    assert result.finish_reason == "stop"
+    # KV: all but the last token. Metrics: tokens after truncation, without the prompt's one.
+    assert engine.target.length == len(prompt) + len(wanted) - 1
+    assert result.stats.committed_tokens == len(wanted) - 1
+    full = [step for step, total in _running(steps) if total <= len(wanted)]
+    assert result.stats.steps == len(full)  # full steps, the prompt's apart, and the cut one
+    assert result.stats.accepted_length == (len(wanted) - 1) / len(full)
+    # the cut step counts as accepted down to EOS and says nothing of the depths below
+    depth = len(wanted) - sum(len(step.tokens) for step in full)
+    accepts = [
+        sum(step.num_accepted > d for step in full[1:]) + (depth > d)
+        for d in range(len(result.stats.depth_accepts))
+    ]
+    assert result.stats.depth_accepts == accepts
+
+
+def _running(steps: list[Step]) -> list[tuple[Step, int]]:
+    totals = itertools.accumulate(len(step.tokens) for step in steps)
+    return list(zip(steps, totals, strict=True))
+
+
+def test_ignore_eos_goes_on_and_stop_ids_do_not_care() -> None:
+    prompt = random_prompt(3)
+    free, _ = run(make_engine("parallelspec"), prompt, max_new_tokens=30)
+    engine = make_engine("parallelspec")
+    engine.tokenizer.eos = (free[5],)
+    on, _ = run(engine, prompt, max_new_tokens=30, ignore_eos=True)
+    assert on == free
+    cut, _ = run(engine, prompt, max_new_tokens=30, ignore_eos=True, stop_token_ids=(free[5],))
+    assert cut == free[: free.index(free[5]) + 1]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("max_new_tokens", range(1, 12))
+def test_max_tokens_is_exact(drafter: str, max_new_tokens: int) -> None:
+    prompt = random_prompt(2)
+    engine = make_engine(drafter, peak=9.0)
+    result = engine.generate(prompt, max_new_tokens=max_new_tokens)
+    assert len(result.token_ids) == max_new_tokens
+    assert result.finish_reason == "length"
+    assert result.stats.committed_tokens == max_new_tokens - 1
+    assert engine.target.length == len(prompt) + max_new_tokens - 1
+    longer = make_engine(drafter, peak=9.0).generate(prompt, max_new_tokens=20)
+    assert result.token_ids == longer.token_ids[:max_new_tokens]
+
+
+@pytest.mark.parametrize("form", ["slots", "contiguous"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_context_is_used_up_exactly(form: str, drafter: str) -> None:
+    engine = make_engine(drafter, form=form, max_length=40, scratch=8, peak=9.0)
+    prompt = random_prompt(4, 12)
+    result = engine.generate(prompt, max_new_tokens=500, ignore_eos=True)
+    assert result.finish_reason == "length"
+    assert len(prompt) + len(result.token_ids) == 40
+    roomy = make_engine("none", peak=9.0).generate(prompt, max_new_tokens=28, ignore_eos=True)
+    assert result.token_ids == roomy.token_ids
+    # once more on the full cache, and with a prompt that leaves no room at all
+    assert engine.generate(prompt, max_new_tokens=500, ignore_eos=True).token_ids == (
+        result.token_ids
+    )
+    full = engine.generate(random_prompt(4, 40))
+    assert (full.token_ids, full.finish_reason, full.text) == ([], "length", "")
+    assert full.stats.steps == 0
+
+
+def test_every_step_says_what_was_drafted() -> None:
+    engine = make_engine("parallelspec", peak=9.0)
+    tokens, steps = run(engine, random_prompt(5), max_new_tokens=50, ignore_eos=True)
+    assert (steps[0].num_accepted, steps[0].path) == (0, [])
+    for step in steps[1:-1]:
+        assert step.num_accepted == len(step.tokens) - 1
+    assert any(step.num_accepted >= 2 for step in steps)
+    result = engine.last_result
+    assert result is not None
+    assert result.token_ids == tokens
+    assert result.stats.steps == len(steps) - 1
+    assert result.stats.drafted_tokens >= sum(step.num_accepted for step in steps)
+    assert 0 < result.stats.engine_seconds < result.stats.decode_seconds
+    for d, accepts in enumerate(result.stats.depth_accepts):
+        assert accepts == sum(step.num_accepted > d for step in steps)
+    # at depth 1 every step with a draft was a trial
+    assert result.stats.depth_trials[0] >= result.stats.steps - 1
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_noise_is_keyed_by_absolute_position(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token is drawn once, with the noise of its own place in the whole text."""
+    asked: list[int] = []
+
+    class Spy(Sampler):
+        def __call__(self, logits_V: np.ndarray, position: int) -> int:
+            asked.append(position)
+            return super().__call__(logits_V, position)
+
+    monkeypatch.setattr(generate, "Sampler", Spy)
+    engine = make_engine(drafter, **LOOPS)
+    for prompt in (random_prompt(1, 12), random_prompt(1, 12)[:9]):  # the second reuses
+        asked.clear()
+        engine.generate(prompt, max_new_tokens=30, temperature=0.5, seed=1, ignore_eos=True)
+        assert asked[:30] == list(range(len(prompt), len(prompt) + 30))
+
+
+@pytest.mark.parametrize("drafter", SPECULATIVE)
+def test_no_node_is_deeper_than_what_may_still_be_said(drafter: str) -> None:
+    engine = make_engine(drafter, num_masks=5, peak=20.0, num_successors=2)
+    inner, depths = engine.target.verify, []
+
+    def spy(tree: TokenTree, features: bool = False) -> Any:
+        depths.append(int(tree.depth_N.max()))
+        return inner(tree, features)
+
+    engine.target.verify = spy  # type: ignore[method-assign]
+    remaining = []
+    left = 40
+    for step in engine.steps(random_prompt(0), max_new_tokens=40, ignore_eos=True):
+        remaining.append(left := left - len(step.tokens))
+    pairs = list(zip(depths, remaining[:-1], strict=True))
+    assert all(depth <= left - 1 for depth, left in pairs)
+    assert any(depth >= 3 for depth in depths), "nothing was drafted"
+
+
+def test_what_counts_as_a_trial() -> None:
+    # root ─┬─ 1 ── 3
+    #       └─ 2
+    tree = TokenTree(np.array([0, 1, 2, 3]), np.array([0, 0, 0, 1]))
+    for step, trials, accepts in (
+        (Step([7], 0, [0]), [1], [0]),  # both children refused
+        (Step([1, 7], 1, [0, 1]), [1, 1], [1, 0]),
+        (Step([2, 7], 1, [0, 2]), [1], [1]),  # a leaf: nothing was tried below it
+        (Step([1, 3, 7], 2, [0, 1, 3]), [1, 1], [1, 1]),
+        (Step([1], 1, [0]), [1], [1]),  # ended by a drafted EOS: nothing was refused
+        (Step([1, 3], 2, [0, 1]), [1, 1], [1, 1]),
+    ):
+        stats = Stats()
+        generate._count(stats, tree, step)
+        assert (stats.depth_trials, stats.depth_accepts) == (trials, accepts)
+        assert (stats.steps, stats.committed_tokens) == (1, len(step.tokens))
+        assert stats.drafted_tokens == 3
+
+
+def test_plain_decoding_has_no_trials() -> None:
+    result = make_engine("none").generate([1, 2, 3], max_new_tokens=10)
+    assert result.stats.acceptance_by_depth == []
+    assert result.stats.accepted_length == 1.0
+
+
+def test_features_are_copied_only_for_those_who_want_them() -> None:
+    asked: set[tuple[str, str]] = set()
+    for drafter in DRAFTERS:
+        engine = make_engine(drafter, taps=(2,))
+        backend = engine.target._backend
+        inner = backend.run
+
+        def spy(feeds: Any, outputs: Any, inner: Any = inner, drafter: str = drafter) -> Any:
+            asked.update((drafter, name) for name in outputs)
+            return inner(feeds, outputs)
+
+        backend.run = spy  # type: ignore[method-assign]
+        engine.generate([1, 2, 3], max_new_tokens=5)
+    assert {drafter for drafter, name in asked if name != "logits"} == {"parallelspec"}
+    assert ("parallelspec", "taps.2") in asked
+
+
+def test_long_prompts_are_prefilled_in_chunks() -> None:
+    prompt = random_prompt(6, 600)
+    results = []
+    for drafter in DRAFTERS:
+        engine = make_engine(drafter, max_length=700, **LOOPS)
+        results.append(engine.generate(prompt, max_new_tokens=20, ignore_eos=True).token_ids)
+        assert engine.target._backend.num_runs >= 3  # type: ignore[attr-defined]
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kept", "reason", "remaining"),
+    [
+        ([1, 2, 3], [1, 2, 3], None, 2),
+        ([1, 9, 3], [1, 9], "stop", 3),
+        ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5], "length", 0),
+        ([1, 2, 3, 4, 9, 6], [1, 2, 3, 4, 9], "stop", 0),  # EOS as the last one allowed
+    ],
+)
+def test_limits(tokens: list[int], kept: list[int], reason: str | None, remaining: int) -> None:
+    limits = Limits(5, frozenset({9}))
+    assert limits.cut(tokens) == kept
+    assert (limits.finish_reason, limits.remaining) == (reason, remaining)
+
+
+def test_limits_without_room() -> None:
+    assert Limits(0).finish_reason == "length"

@@ -1,0 +1,173 @@
+"""One-pass drafter: the rows it feeds its graph, pair by pair. The toy drafter checks them too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from toy_engine import make_engine, make_proposer, random_prompt
+
+from spec_runtime.backends.toy import ToyDrafter, ToyTarget
+from spec_runtime.generate import Step
+from spec_runtime.kv import SlotCache
+from spec_runtime.proposers import heads
+from spec_runtime.proposers.heads import OnePassProposer
+from spec_runtime.tree import Budget
+
+MASK = 900
+
+
+class Recorder:
+    """A drafter graph that writes down its feeds and guesses 10, 11 … at each position."""
+
+    form = "slots"
+    capacity = 64
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, np.ndarray]] = []
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        self.calls.append(feeds)
+        m = len(feeds["logit_rows"])
+        result = {
+            "guess_ids": np.arange(10, 10 + 2 * m).reshape(m, 2),
+            "guess_log_probs": np.log(np.tile([0.6, 0.3], (m, 1))),
+        }
+        return {name: result[name] for name in outputs}
+
+
+def features_of(positions: Sequence[int]) -> np.ndarray:
+    return np.array([[p, p + 0.5] for p in positions], np.float32)
+
+
+def recorded(num_masks: int = 2) -> tuple[OnePassProposer, Recorder]:
+    graph = Recorder()
+    proposer = OnePassProposer(
+        graph,
+        SlotCache(graph.capacity),
+        num_masks=num_masks,
+        mask_token_base=MASK,
+        wants_features=True,
+    )
+    return proposer, graph
+
+
+def test_rows_of_prefill_and_of_a_step() -> None:
+    proposer, graph = recorded()
+    # positions 0 1 2 carry tokens 50 51 52; the pair of position 2 waits for the root
+    proposer.start([50, 51, 52], features_of([0, 1, 2]), 0)
+    (prefill,) = graph.calls
+    assert prefill["input_ids"].tolist() == [[51, 52]]
+    assert prefill["position_ids"].tolist() == [[0, 1]]
+    assert prefill["features"][0].tolist() == [[0, 0.5], [1, 1.5]]
+
+    tree = proposer.propose(53, Budget(4))
+    step = graph.calls[1]
+    assert step["input_ids"].tolist() == [[53, MASK, MASK + 1]]
+    assert step["position_ids"].tolist() == [[2, 3, 4]]
+    assert step["features"][0].tolist() == [[2, 2.5], [0, 0], [0, 0]]
+    assert step["logit_rows"].tolist() == [0, 1, 2]
+    assert tree.token_N.tolist() == [53, 10, 12, 11]
+
+    # two rows committed at positions 3 and 4: tokens 53 and 10, bonus 60
+    proposer.commit(Step([10, 60], num_accepted=1, features=features_of([3, 4])))
+    proposer.propose(60, Budget(4))
+    step = graph.calls[2]
+    assert step["input_ids"].tolist() == [[10, 60, MASK, MASK + 1]]
+    assert step["position_ids"].tolist() == [[3, 4, 5, 6]]
+    assert step["features"][0].tolist() == [[3, 3.5], [4, 4.5], [0, 0], [0, 0]]
+    assert step["logit_rows"].tolist() == [1, 2, 3]
+    # mask rows of the step before are gone: their slots are used again
+    assert step["slots"].tolist() == [3, 4, 5, 6]
+    rows = ["".join("x" if cell else "." for cell in row[:8]) for row in step["mask"][0, 0]]
+    assert rows == ["xxxx....", "xxxxx...", "xxxxxx..", "xxxxxxx."]
+
+
+def test_a_root_only_budget_runs_nothing_and_loses_nothing() -> None:
+    proposer, graph = recorded()
+    proposer.start([50, 51], features_of([0, 1]), 0)
+    assert proposer.propose(52, Budget(1)).num_nodes == 1
+    proposer.commit(Step([53], num_accepted=0, features=features_of([2])))
+    assert proposer.propose(53, Budget(4, max_depth=0)).num_nodes == 1
+    proposer.commit(Step([54], num_accepted=0, features=features_of([3])))
+    assert len(graph.calls) == 1
+    proposer.propose(54, Budget(4))
+    assert graph.calls[1]["input_ids"].tolist() == [[52, 53, 54, MASK, MASK + 1]]
+    assert graph.calls[1]["features"][0, :3, 0].tolist() == [1, 2, 3]
+
+
+def test_truncation_keeps_pairs_that_still_wait() -> None:
+    proposer, graph = recorded()
+    proposer.start([50, 51, 52], features_of([0, 1, 2]), 0)
+    proposer.propose(53, Budget(4))
+    proposer.commit(Step([54, 55, 56], num_accepted=2, features=features_of([3, 4, 5])))
+    # 6 rows at the target, 3 at the drafter; the next prompt shares 6 tokens, so 5 are reused
+    proposer.truncate(5)
+    proposer.start([50, 51, 52, 53, 54, 55, 70], features_of([5, 6]), 5)
+    assert graph.calls[2]["input_ids"].tolist() == [[54, 55, 70]]
+    assert graph.calls[2]["position_ids"].tolist() == [[3, 4, 5]]
+    assert graph.calls[2]["features"][0, :, 0].tolist() == [3, 4, 5]
+    # and back into what the drafter has already
+    proposer.truncate(2)
+    proposer.start([50, 51, 80], features_of([2]), 2)
+    assert len(graph.calls) == 3, "no pair is complete"
+    proposer.propose(81, Budget(4))
+    assert graph.calls[3]["input_ids"].tolist() == [[81, MASK, MASK + 1]]
+    assert graph.calls[3]["position_ids"].tolist() == [[2, 3, 4]]
+
+
+def test_an_interrupted_step_goes_with_truncate_zero() -> None:
+    proposer, graph = recorded()
+    proposer.start([50, 51], features_of([0, 1]), 0)
+    proposer.propose(52, Budget(4))  # never committed
+    proposer.truncate(0)
+    proposer.start([60, 61], features_of([0, 1]), 0)
+    assert graph.calls[-1]["input_ids"].tolist() == [[61]]
+    assert graph.calls[-1]["slots"].tolist() == [0]
+
+
+def test_long_prompts_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "CHUNK_ROWS", 4)
+    proposer, graph = recorded()
+    proposer.start(list(range(50, 61)), features_of(range(11)), 0)
+    assert [call["input_ids"].shape[1] for call in graph.calls] == [4, 4, 2]
+    assert np.concatenate([c["features"][0, :, 0] for c in graph.calls]).tolist() == [*range(10)]
+    proposer.propose(61, Budget(4))
+    assert graph.calls[-1]["position_ids"].tolist() == [[10, 11, 12]]
+
+
+def test_token_inputs_send_no_features() -> None:
+    target = ToyTarget(vocab_size=32)
+    proposer = make_proposer("parallelspec", target, with_features=False)
+    assert isinstance(proposer, OnePassProposer)
+    assert not proposer.wants_features
+    proposer.start([1, 2, 3], None, 0)
+    tree = proposer.propose(4, Budget(4))
+    proposer.commit(Step([5], num_accepted=0))
+    assert tree.num_nodes == 4
+    assert proposer.propose(5, Budget(4)).token_N[0] == 5
+
+
+def test_toy_drafter_refuses_a_misplaced_feature() -> None:
+    """The referee itself: a feature of another position must not pass."""
+    target = ToyTarget(vocab_size=32)
+    drafter = ToyDrafter(target)
+    proposer = OnePassProposer(
+        drafter,
+        SlotCache(drafter.capacity),
+        num_masks=3,
+        mask_token_base=32,
+        wants_features=True,
+    )
+    wrong = np.zeros((3, 4), np.float32)
+    wrong[:, 1] = [1, 2, 3]  # positions shifted by one
+    with pytest.raises(AssertionError, match="misplaced"):
+        proposer.start([1, 2, 3], wrong, 0)
+
+
+@pytest.mark.parametrize("with_features", [True, False])
+def test_its_guesses_are_mostly_right_on_a_peaked_target(with_features: bool) -> None:
+    engine = make_engine("parallelspec", peak=9.0, noise=4.5, with_features=with_features)
+    result = engine.generate(random_prompt(0), max_new_tokens=100, ignore_eos=True)
+    assert result.stats.accepted_length > 3.5  # of at most 5: 3 masks, 4 guesses, the bonus

@@ -1,0 +1,161 @@
+"""Both caches against a plain list of what should be there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spec_runtime.kv import Cache, ContiguousCache, SlotCache, open_cache
+from spec_runtime.tree import TokenTree, ancestors, chain_parents, depths
+
+CAPACITY = 48
+
+
+class Buffer:
+    """The rows a graph would hold: one label a slot."""
+
+    def __init__(self) -> None:
+        self.label_S = np.full(CAPACITY, -1)
+
+    def run(self, feeds: dict[str, np.ndarray], labels: np.ndarray) -> None:
+        if "slots" in feeds:
+            self.label_S[feeds["slots"]] = labels
+        else:
+            rows = np.concatenate([self.label_S[feeds["src"]], labels])[feeds["perm"]]
+            begin = feeds["write_index"][0]
+            assert begin + len(rows) <= CAPACITY
+            self.label_S[begin : begin + len(rows)] = rows
+
+
+def random_parents(rng: np.random.Generator, n: int) -> np.ndarray:
+    return np.array([0] + [int(rng.integers(0, i)) for i in range(1, n)])
+
+
+@pytest.mark.parametrize("form", ["slots", "contiguous"])
+@pytest.mark.parametrize("seed", range(15))
+def test_against_a_list(form: str, seed: int) -> None:
+    """Every node attends exactly the committed rows, its ancestors and itself, whatever was
+    accepted, left over or truncated before."""
+    rng = np.random.default_rng(seed)
+    cache, buffer = open_cache(form, CAPACITY), Buffer()
+    committed: list[int] = []
+    label = 0
+    for _ in range(120):
+        if len(committed) > CAPACITY - 16 or (committed and rng.random() < 0.1):
+            length = int(rng.integers(0, len(committed) + 1))
+            cache.truncate(length)
+            del committed[length:]
+        n = int(rng.integers(1, 9))
+        parent_N = random_parents(rng, n)
+        labels = np.arange(label, label + n)
+        label += n
+        feeds = cache.place(parent_N)
+        buffer.run(feeds, labels)
+
+        assert cache.length == len(committed)
+        assert (feeds["position_ids"] == len(committed) + depths(parent_N)).all()
+        assert feeds["mask"].shape == (1, 1, n, CAPACITY)
+        for node, attended_S in enumerate(feeds["mask"][0, 0]):
+            wanted = committed + labels[ancestors(parent_N)[node]].tolist()
+            assert sorted(buffer.label_S[attended_S]) == sorted(wanted)
+        in_use = np.isin(buffer.label_S, [*committed, *labels])
+        if form == "slots":
+            assert feeds["seqlens_k"].tolist() == [np.flatnonzero(in_use).max()]
+        else:
+            assert buffer.label_S[: len(committed)].tolist() == committed, "not compacted"
+
+        if rng.random() < 0.9:  # else: interrupted between place and commit
+            path = TokenTree(labels, parent_N).path(int(rng.integers(0, n)))
+            path = path[: int(rng.integers(0, len(path) + 1))]
+            cache.commit(path)
+            committed += labels[path].tolist()
+
+
+def test_slots_never_move_and_the_lowest_free_are_taken() -> None:
+    cache = SlotCache(10)
+    assert cache.place(chain_parents(3))["slots"].tolist() == [0, 1, 2]
+    cache.commit([0, 1, 2])
+    # tree of 4 in slots 3..6; nodes 0 and 2 stay, in slots 3 and 5
+    assert cache.place(np.array([0, 0, 0, 1]))["slots"].tolist() == [3, 4, 5, 6]
+    cache.commit([0, 2])
+    feeds = cache.place(np.array([0, 0]))
+    assert feeds["slots"].tolist() == [4, 6]
+    assert feeds["seqlens_k"].tolist() == [6]
+    assert feeds["position_ids"].tolist() == [[5, 6]]
+    rows = ["".join("x" if cell else "." for cell in row) for row in feeds["mask"][0, 0]]
+    assert rows == [
+        "xxxxxx....",  # the root is in slot 4, a hole refilled
+        "xxxxxxx...",
+    ]
+    cache.commit([0])
+    cache.truncate(4)  # rows 4 and 5 were in slots 5 and 4
+    feeds = cache.place(np.array([0]))
+    assert feeds["slots"].tolist() == [4]
+    assert feeds["seqlens_k"].tolist() == [4]
+
+
+def test_tree_mask_grid_behind_a_prefix() -> None:
+    for cache in (SlotCache(9), ContiguousCache(9)):
+        cache.place(chain_parents(2))
+        cache.commit([0, 1])
+        mask = cache.place(np.array([0, 0, 0, 1, 2]))["mask"][0, 0]
+        assert ["".join("x" if cell else "." for cell in row) for row in mask] == [
+            "xxx......",
+            "xxxx.....",
+            "xxx.x....",
+            "xxxx.x...",
+            "xxx.x.x..",
+        ]
+
+
+def test_contiguous_folds_the_move_into_the_next_write() -> None:
+    cache = ContiguousCache(16)
+    feeds = cache.place(chain_parents(4))
+    assert feeds["write_index"].tolist() == [0]
+    # nothing to move: one dummy row, written behind the new ones
+    assert feeds["src"].tolist() == [0]
+    assert feeds["perm"].tolist() == [1, 2, 3, 4, 0]
+    cache.commit([0, 1, 2, 3])
+    cache.place(np.array([0, 0, 0, 2]))  # slots 4..7
+    cache.commit([0, 2, 3])
+    assert cache.length == 7
+    feeds = cache.place(chain_parents(2))
+    assert feeds["write_index"].tolist() == [5]
+    assert feeds["src"].tolist() == [6, 7]
+    assert feeds["perm"].tolist() == [0, 1, 2, 3]
+    assert feeds["position_ids"].tolist() == [[7, 8]]
+
+
+def test_contiguous_truncates_rows_that_wait_to_be_moved() -> None:
+    cache = ContiguousCache(16)
+    cache.place(np.array([0, 0, 0, 2]))
+    cache.commit([0, 2, 3])
+    cache.truncate(2)
+    feeds = cache.place(chain_parents(1))
+    assert (feeds["write_index"].tolist(), feeds["src"].tolist()) == ([1], [2])
+
+
+@pytest.mark.parametrize("kind", [SlotCache, ContiguousCache])
+def test_feed_types(kind: type) -> None:
+    cache: Cache = kind(8)
+    feeds = cache.place(np.array([0, 0]))
+    int32 = {"seqlens_k"}
+    for name, value in feeds.items():
+        wanted = np.bool_ if name == "mask" else np.int32 if name in int32 else np.int64
+        assert value.dtype == wanted, name
+
+
+@pytest.mark.parametrize("kind", [SlotCache, ContiguousCache])
+def test_misuse_is_noticed(kind: type) -> None:
+    cache: Cache = kind(4)
+    with pytest.raises(AssertionError):
+        cache.commit([0])
+    with pytest.raises(AssertionError):
+        cache.place(chain_parents(5))
+    with pytest.raises(AssertionError):
+        cache.truncate(1)
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(KeyError):
+        open_cache("stateless", 4)

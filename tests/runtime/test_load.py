@@ -1,0 +1,188 @@
+"""Opening a bundle: which drafter, which tokenizer, and what is refused. Graphs are toys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_text import CHATML
+
+import spec_runtime
+from spec_runtime import backends, bundle
+from spec_runtime.backends.toy import FEATURE_WIDTH, ToyDrafter, ToyTarget
+from spec_runtime.tree import Budget
+
+tokenizers = pytest.importorskip("tokenizers")
+
+MAX_LENGTH, SCRATCH = 80, 16
+
+
+def write_tokenizer(path: Path) -> int:
+    """A byte-level tokenizer without merges, BOS and EOS behind the 256 bytes."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.enable_truncation(5)  # as some are shipped; it must not cut prompts
+    tokenizer.save(str(path))
+    return int(tokenizer.get_vocab_size())
+
+
+def write_bundle(folder: Path, drafters: tuple[str, ...] = (), **changes: Any) -> Path:
+    """A bundle whose graph files are empty: the backends are patched in."""
+    (folder / "graph.onnx").write_bytes(b"")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    vocab_size = write_tokenizer(folder / "tokenizer.json")
+    graph = bundle.Graph("graph.onnx", "slots", (), ())
+    config = {"num_masks": 3, "mask_token_base": vocab_size, "inputs": "features+tokens"}
+    entries = tuple(
+        bundle.DrafterInfo(
+            name=name,
+            config=changes.get("config", config),
+            graphs={"drafter": graph},
+            draft_token_ids=None,
+            calibration=None,
+            trees=changes.get("trees", {"max_nodes": 6, "min_probability": 0.04}),
+            expected_accepted_length=None,
+        )
+        for name in drafters
+    )
+    target = bundle.TargetInfo(
+        family="llama",
+        dims=bundle.Dims(changes.get("num_logits", vocab_size), 8, 1, 1, 1, 8),
+        precision="fp32",
+        max_length=MAX_LENGTH,
+        scratch=SCRATCH,
+        rope={},
+        taps=(1,),
+        position_convention="absolute",
+        target_modified=False,
+    )
+    tokenizer = bundle.TokenizerInfo(
+        file="tokenizer.json",
+        sha256="",
+        vocab_size=changes.get("vocab_size", vocab_size),
+        special_ids={"bos": 256, "eos": [257], "pad": None},
+        chat_template="chat_template.jinja",
+    )
+    manifest = bundle.Manifest(
+        1, "toy", target, {"target": graph}, entries, tokenizer, provenance={}, files={}
+    )
+    bundle.write_manifest(folder, manifest)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
+    """Every first graph opened is a toy target, the next one its drafter."""
+    opened: list[ToyTarget] = []
+
+    def open_graph(
+        opened_bundle: bundle.Bundle, graph: bundle.Graph, capacity: int, threads: int | None
+    ) -> backends.Backend:
+        assert capacity == MAX_LENGTH + SCRATCH
+        if opened:
+            return ToyDrafter(opened[0], capacity=capacity, num_taps=1)
+        vocab_size = opened_bundle.manifest.target.dims.vocab_size
+        opened.append(ToyTarget(vocab_size=vocab_size, capacity=capacity, peak=9.0))
+        return opened[0]
+
+    monkeypatch.setattr(backends, "open_graph", open_graph)
+    return opened
+
+
+def test_the_default_drafter_is_the_first_else_prompt_lookup(tmp_path: Path) -> None:
+    assert spec_runtime.load(write_bundle(tmp_path)).drafter == "prompt_lookup"
+
+
+def test_a_trained_drafter_end_to_end(tmp_path: Path, toy_graphs: list[ToyTarget]) -> None:
+    folder = write_bundle(tmp_path, ("parallelspec",))
+    engine = spec_runtime.load(folder, threads=1)
+    assert engine.drafter == "parallelspec"
+    assert engine.budget == Budget(6, 0.04)
+    result = engine.generate("hello", max_new_tokens=30)
+    assert result.stats.accepted_length > 1.5
+    others = {name: engine.with_drafter(name) for name in ("none", "prompt_lookup", None)}
+    assert others[None].drafter == "parallelspec"
+    for other in others.values():
+        assert other.target is engine.target
+        assert other.tokenizer is engine.tokenizer
+        assert other.generate("hello", max_new_tokens=30).token_ids == result.token_ids
+    assert len(toy_graphs) == 1, "the target is opened once"
+    assert engine._proposer._backend._feature_width == FEATURE_WIDTH * 2  # type: ignore[attr-defined]
+
+
+def test_text_goes_in_and_out(tmp_path: Path) -> None:
+    engine = spec_runtime.load(write_bundle(tmp_path), "none")
+    text = "<user>grüß € 😀</>\n<assistant>"
+    ids = engine.encode("grüß € 😀")
+    assert len(ids) == len(text.encode())  # not truncated, no BOS of the tokenizer's own
+    assert engine.tokenizer.decode([256, *ids, 257]) == text
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": 3}
+    pieces = "".join(engine.stream("grüß", **options))
+    result = engine.last_result
+    assert result is not None
+    assert pieces == result.text == engine.tokenizer.decode(result.token_ids)
+
+
+@pytest.mark.parametrize("name", ["medusa", "None", ""])
+def test_an_unknown_drafter_is_refused_before_anything_slow(
+    tmp_path: Path, toy_graphs: list[ToyTarget], name: str
+) -> None:
+    folder = write_bundle(tmp_path, ("parallelspec",))
+    known = "parallelspec, prompt_lookup, none"
+    with pytest.raises(ValueError, match=f"got drafter '{name}', expected one of {known}"):
+        spec_runtime.load(folder, name)
+    assert not toy_graphs
+    with pytest.raises(ValueError, match=known):
+        spec_runtime.load(folder).with_drafter(name)
+
+
+def test_a_drafter_this_runtime_cannot_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'from_the_future' needs a newer runtime"):
+        spec_runtime.load(write_bundle(tmp_path, ("from_the_future",)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"vocab_size": 300}, "got 258 tokens, expected the manifest's 300"),
+        ({"num_logits": 200}, "at most the target's 200"),
+        ({"trees": {"nodes": 3}}, "got trees keys .*nodes.*, expected .*max_nodes"),
+        ({"trees": {"max_nodes": 17}}, "trees of 17 nodes, expected at most .* 16"),
+        ({"config": {"num_masks": 3}}, "expected num_masks, mask_token_base, inputs"),
+    ],
+)
+def test_what_does_not_fit_is_one_clear_line(
+    tmp_path: Path, changes: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        spec_runtime.load(write_bundle(tmp_path, ("parallelspec",), **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(bundle.BundleError, match=r"tokenizer\.json"):  # by its hash
+        spec_runtime.load(folder)
+    with pytest.raises(bundle.BundleError, match="is not a tokenizer") as caught:
+        spec_runtime.load(folder, verify=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_eos_and_bos_reach_the_chat_template(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}|{{ eos_token }}")
+    engine = spec_runtime.load(folder, "none", verify=False)
+    assert engine.tokenizer.template is not None
+    assert engine.tokenizer.template.render([{"role": "user", "content": ""}]) == "<s>|</s>"
+    assert engine.encode("x") == [256, *engine.tokenizer.encode("|", False), 257]
+
+
+def test_trees_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path, ("parallelspec",), trees={"min_probability": 0.5})
+    assert spec_runtime.load(folder).budget == Budget(12, 0.5)

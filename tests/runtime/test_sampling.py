@@ -1,0 +1,188 @@
+"""Sampling reproduces p, is keyed by position and id, and respects top-k and top-p."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spec_runtime.accept import by_target_sampling
+from spec_runtime.sampling import Sampler, SamplingParams
+from spec_runtime.tree import TokenTree
+
+# the 1 - 1e-6 quantile of chi-square by degrees of freedom: seeds are fixed, so it cannot flake
+CHI_SQUARE = {5: 35.9, 7: 40.5, 15: 56.5, 35: 88.4}
+
+
+def chi_square(count: np.ndarray, p: np.ndarray) -> float:
+    expected = p * count.sum()
+    return float(((count - expected) ** 2 / expected).sum())
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    p = np.exp(logits - logits.max())
+    return p / p.sum()
+
+
+def sampler(vocab_size: int = 8, **params: Any) -> Sampler:
+    return Sampler(SamplingParams(**{"temperature": 1.0, "seed": 0, **params}), vocab_size)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("by", ["seed", "position"])
+def test_draws_follow_p(temperature: float, by: str) -> None:
+    logits = np.array([0.0, 1.0, -1.0, 2.0, 0.5, -2.0, 1.5, 0.2], np.float32)
+    count = np.zeros(8)
+    fixed = sampler(temperature=temperature)
+    for i in range(6000):
+        draw = sampler(temperature=temperature, seed=i) if by == "seed" else fixed
+        count[draw(logits, 7 if by == "seed" else i)] += 1
+    assert chi_square(count, softmax(logits / temperature)) < CHI_SQUARE[7]
+
+
+def test_rare_tokens_are_drawn_as_often_as_they_should() -> None:
+    """50 000 ids share 5 % of the mass: their draws are as frequent and as spread as p says."""
+    logits = np.full(50_000, np.log(0.05 / 49_999), np.float32)
+    logits[0] = np.log(0.95)
+    draw = sampler(50_000)
+    drawn = np.array([draw(logits, i) for i in range(2000)])
+    rare = drawn[drawn > 0]
+    assert abs(len(rare) - 100) < 5 * np.sqrt(2000 * 0.05 * 0.95)
+    assert abs(rare.mean() - 25_000) < 5 * 50_000 / np.sqrt(12 * len(rare))
+
+
+def test_fast_bound_finds_the_exact_winner() -> None:
+    """The pruned argmax is that of exact float64 scores over all ids."""
+    rng = np.random.default_rng(0)
+    draw = sampler(3000)
+    for position in range(300):
+        logits = (rng.normal(size=3000) * rng.uniform(0.1, 8)).astype(np.float32)
+        v = (draw.hash_bits(position) + 0.5) * 2.0**-32
+        exact = logits.astype(np.float64) - np.log(-np.log1p(-v))
+        assert draw(logits, position) == exact.argmax()
+
+
+def test_noise_of_neighbouring_positions_and_seeds_is_independent() -> None:
+    logits = np.zeros(6, np.float32)
+    count = np.zeros((6, 6))
+    seeds = np.zeros((6, 6))
+    for i in range(4000):
+        draw = sampler(6, seed=i)
+        first = draw(logits, 10)
+        count[first, draw(logits, 11)] += 1
+        seeds[first, sampler(6, seed=i + 1)(logits, 10)] += 1
+    assert chi_square(count, np.full((6, 6), 1 / 36)) < CHI_SQUARE[35]
+    assert chi_square(seeds, np.full((6, 6), 1 / 36)) < CHI_SQUARE[35]
+
+
+def test_same_key_same_token_and_no_state() -> None:
+    logits = np.random.default_rng(1).normal(size=64).astype(np.float32)
+    a, b = sampler(64, seed=5), sampler(64, seed=5)
+    forwards = [a(logits, i) for i in range(50)]
+    backwards = [b(logits, i) for i in reversed(range(50))][::-1]
+    assert forwards == backwards
+    assert forwards != [sampler(64, seed=6)(logits, i) for i in range(50)]
+
+
+def test_no_seed_is_a_fresh_seed() -> None:
+    logits = np.zeros(1000, np.float32)
+    runs = [[sampler(1000, seed=None)(logits, i) for i in range(8)] for _ in range(2)]
+    assert runs[0] != runs[1]
+
+
+def test_temperature_zero_is_the_argmax() -> None:
+    logits = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
+    assert sampler(4, temperature=0.0)(logits, 3) == 1
+
+
+def test_top_k_keeps_the_k_best_and_ties_at_the_edge() -> None:
+    logits = np.array([0.0, 5.0, 1.0, 4.0, 1.0], np.float32)
+    ids, scaled = sampler(5, top_k=2).survivors(logits)
+    assert ids is not None
+    assert ids.tolist() == [1, 3]
+    assert scaled.tolist() == [5.0, 4.0]
+    ids, _ = sampler(5, top_k=3).survivors(logits)
+    assert ids is not None
+    assert ids.tolist() == [1, 2, 3, 4]
+    assert sampler(5, top_k=5).survivors(logits)[0] is None
+
+
+@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("top_k", [None, 12])
+def test_top_p_is_the_smallest_set_of_that_mass(top_p: float, top_k: int | None) -> None:
+    logits = np.random.default_rng(2).normal(size=40).astype(np.float32) * 2
+    ids, _ = sampler(40, top_p=top_p, top_k=top_k).survivors(logits)
+    assert ids is not None
+    order = np.argsort(-logits)[:top_k]
+    p = softmax(logits[order])
+    mass, wanted = 0.0, set()
+    for token, share in zip(order.tolist(), p, strict=True):
+        wanted.add(token)
+        mass += share
+        if mass >= top_p:
+            break
+    assert set(ids.tolist()) == wanted
+
+
+def test_truncated_draws_follow_the_renormalised_p() -> None:
+    logits = np.linspace(0, 3, 16).astype(np.float32)
+    draw = sampler(16, top_k=6)
+    count = np.bincount([draw(logits, i) for i in range(4000)], minlength=16)
+    assert count[:10].sum() == 0
+    assert chi_square(count[10:], softmax(logits[10:])) < CHI_SQUARE[5]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}])
+def test_nan_logits_are_an_error_not_a_token(params: dict[str, Any]) -> None:
+    logits = np.array([0.0, np.nan, 1.0], np.float32)
+    with pytest.raises(FloatingPointError, match="position 4"):
+        sampler(3, **params)(logits, 4)
+
+
+def test_a_tree_of_drawn_tokens_leaves_the_distribution_alone() -> None:
+    """Two tokens committed through a tree follow p(a) p(b | a), whether drafted or not."""
+    rng = np.random.default_rng(3)
+    first = rng.normal(size=4).astype(np.float32)
+    second = rng.normal(size=(4, 4)).astype(np.float32)
+    # root with children 0 and 2; below 0: 1 and 3
+    tree = TokenTree(np.array([0, 0, 2, 1, 3]), np.array([0, 0, 0, 1, 1]))
+    count = np.zeros((4, 4))
+    for seed in range(4000):
+        draw = sampler(4, seed=seed)
+
+        def at(node: int, draw: Sampler = draw) -> int:
+            # nodes 3 and 4 are leaves below token 0: any row will do for a third token
+            row = {0: first, 1: second[0], 2: second[2]}.get(node, first)
+            return draw(row, int(tree.depth_N[node]) + 1)
+
+        path, bonus = by_target_sampling(tree, at)
+        tokens = [*tree.token_N[path[1:]].tolist(), bonus]
+        if len(tokens) == 1:
+            tokens.append(draw(second[tokens[0]], 2))
+        count[tokens[0], tokens[1]] += 1
+    p = softmax(first)[:, None] * np.stack([softmax(row) for row in second])
+    assert chi_square(count, p) < CHI_SQUARE[15]
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"stop": ("a", "")}, "stop"),
+    ],
+)
+def test_params_are_validated(params: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"got {name} .*expected") as caught:
+        SamplingParams(**params)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")

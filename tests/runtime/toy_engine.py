@@ -1,0 +1,81 @@
+"""Engines on the toy target, for the runtime's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spec_runtime.backends.toy import ByteTokenizer, ToyDrafter, ToyTarget
+from spec_runtime.engine import Engine
+from spec_runtime.kv import open_cache
+from spec_runtime.proposers import PlainProposer, Proposer
+from spec_runtime.proposers.heads import OnePassProposer
+from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.target import Target
+from spec_runtime.tree import Budget
+
+DRAFTERS = ("none", "prompt_lookup", "parallelspec")
+
+
+def make_engine(
+    drafter: str = "none",
+    *,
+    vocab_size: int = ByteTokenizer.vocab_size,
+    max_length: int = 200,
+    scratch: int = 32,
+    form: str = "slots",
+    taps: tuple[int, ...] = (),
+    budget: Budget | None = None,
+    with_features: bool = True,
+    num_masks: int = 3,
+    tokenizer: Any = None,
+    **toy: Any,
+) -> Engine:
+    """A fresh target each time; equal arguments make equal models."""
+    capacity = max_length + scratch
+    backend = ToyTarget(vocab_size=vocab_size, capacity=capacity, form=form, **toy)
+    target = Target(
+        backend,
+        open_cache(form, capacity),
+        vocab_size=vocab_size,
+        max_length=max_length,
+        taps=taps,
+    )
+    budget = budget or Budget(max_nodes=8)
+    tokenizer = tokenizer or ByteTokenizer()
+    proposer = make_proposer(drafter, backend, form, with_features, len(taps), num_masks)
+    return Engine(target, tokenizer, proposer, drafter=drafter, budget=budget)
+
+
+def make_proposer(
+    drafter: str,
+    target: ToyTarget,
+    form: str = "slots",
+    with_features: bool = True,
+    num_taps: int = 0,
+    num_masks: int = 3,
+) -> Proposer:
+    if drafter == "none":
+        return PlainProposer()
+    if drafter == "prompt_lookup":
+        return LookupProposer()
+    network = ToyDrafter(
+        target,
+        num_masks=num_masks,
+        capacity=target.capacity,
+        form=form,
+        with_features=with_features,
+        num_taps=num_taps,
+    )
+    return OnePassProposer(
+        network,
+        open_cache(form, target.capacity),
+        num_masks=num_masks,
+        mask_token_base=network.mask_token_base,
+        wants_features=with_features,
+    )
+
+
+def random_prompt(seed: int, length: int = 12, vocab_size: int = 256) -> list[int]:
+    return np.random.default_rng(seed).integers(0, vocab_size, length).tolist()

@@ -1,0 +1,109 @@
+"""A bundle of a few bytes and an engine on the toy target, for tests that need no real graph."""
+
+import dataclasses
+from pathlib import Path
+
+from spec_runtime import bundle
+from spec_runtime.backends.toy import ByteTokenizer, ToyTarget
+from spec_runtime.bundle import (
+    Dims,
+    DrafterInfo,
+    Graph,
+    Manifest,
+    TargetInfo,
+    TensorSpec,
+    TokenizerInfo,
+)
+from spec_runtime.engine import DEFAULT_BUDGET, Engine
+from spec_runtime.kv import open_cache
+from spec_runtime.proposers import PlainProposer, Proposer
+from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.target import Target
+from spec_runtime.text import ChatTemplate
+from spec_runtime.tree import Budget
+
+CONTEXT = 224
+
+
+def small_manifest() -> Manifest:
+    graph = Graph(
+        file="target/target.onnx",
+        form="slots",
+        inputs=(TensorSpec("input_ids", "int64", (1, "N")),),
+        outputs=(TensorSpec("logits", "float32", ("M", 64)),),
+    )
+    return Manifest(
+        schema_version=bundle.SCHEMA_VERSION,
+        name="small",
+        target=TargetInfo(
+            family="llama",
+            dims=Dims(64, 8, 1, 2, 1, 4),
+            precision="fp32",
+            max_length=32,
+            scratch=128,
+            rope={"type": "default", "theta": 10000.0},
+            taps=(1,),
+            position_convention="absolute",
+            target_modified=False,
+        ),
+        graphs={"target": graph},
+        drafters=(
+            DrafterInfo(
+                name="parallelspec",
+                config={"num_masks": 4},
+                graphs={
+                    "drafter": dataclasses.replace(graph, file="drafters/parallelspec/drafter.onnx")
+                },
+                draft_token_ids=None,
+                calibration=None,
+                trees={"max_nodes": 12, "min_probability": 0.04},
+                expected_accepted_length=2.0,
+            ),
+        ),
+        tokenizer=TokenizerInfo(
+            file="tokenizer.json",
+            sha256="",
+            vocab_size=64,
+            special_ids={"bos": None, "eos": [2], "pad": None},
+            chat_template=None,
+        ),
+        provenance={"command": "spec-export build"},
+        files={},
+    )
+
+
+def write_small_bundle(path: Path) -> Path:
+    """Write it: its files are the names of themselves, which the manifest does not mind."""
+    for name in ("target/target.onnx", "drafters/parallelspec/drafter.onnx", "tokenizer.json"):
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(name.encode() * 10)
+    bundle.write_manifest(path, small_manifest())
+    return path
+
+
+def toy_engine(drafter: str | None = None) -> Engine:
+    """An engine whose text is four letters in loops, which prompt lookup guesses well."""
+    backend = ToyTarget(vocab_size=ByteTokenizer.vocab_size, capacity=256, noise=0.5)
+    backend.table_VV = backend.table_VV % 4 + ord("a")
+    target = Target(
+        backend,
+        open_cache("slots", 256),
+        vocab_size=ByteTokenizer.vocab_size,
+        max_length=CONTEXT,
+    )
+
+    def open_drafter(name: str | None) -> tuple[str, Proposer, Budget]:
+        proposer: Proposer = PlainProposer() if name == "none" else LookupProposer()
+        return name or "prompt_lookup", proposer, DEFAULT_BUDGET
+
+    name, proposer, budget = open_drafter(drafter)
+    template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>")
+    return Engine(
+        target,
+        ByteTokenizer(template),
+        proposer,
+        drafter=name,
+        budget=budget,
+        open_drafter=open_drafter,
+    )

@@ -1,0 +1,393 @@
+"""The commands on the toy target: what they print and write, and how they fail."""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import CONTEXT, toy_engine, write_small_bundle
+
+import spec_runtime
+from spec_export import cli as export_cli
+from spec_runtime import Engine, audit, bench
+from spec_runtime import cli as runtime_cli
+
+PROMPT = "abcabcabc"
+JSON_KEYS = [
+    "text",
+    "token_ids",
+    "finish_reason",
+    "tokens_per_second",
+    "prefill_seconds",
+    "accepted_length",
+    "steps",
+    "timings",
+]
+FIGURES = {
+    "prompts",
+    "tokens_per_second",
+    "plain_tokens_per_second",
+    "speedup",
+    "accepted_length",
+    "acceptance_by_depth",
+    "identical",
+    "divergences",
+}
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_small_bundle(tmp_path / "bundles" / "small")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """The engines that commands load: toy ones, whatever the bundle."""
+    loaded: list[Engine] = []
+
+    def load(path: Path, drafter: str | None = None, threads: int | None = None) -> Engine:
+        loaded.append(toy_engine(drafter))
+        return loaded[-1]
+
+    monkeypatch.setattr(spec_runtime, "load", load)
+    return loaded
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command: (exit code, stdout, stderr)."""
+
+    def run(*argv: object, stdin: str = "", main: Any = runtime_cli.main) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in argv])
+        assert end.value.code is None or isinstance(end.value.code, int)
+        captured = capsys.readouterr()
+        return end.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+def test_generate_streams_text_and_ends_with_a_summary(
+    run: Run, folder: Path, engines: list[Engine]
+) -> None:
+    code, out, err = run("generate", PROMPT, "--bundle", folder, "--max-new-tokens", 20)
+    expected = toy_engine("none").generate(PROMPT, max_new_tokens=20)
+    assert (code, out) == (0, expected.text + "\n")
+    assert re.fullmatch(r"20 tokens, .* tokens/s, accepted length .*, finished by length\n", err)
+    assert [engine.drafter for engine in engines] == ["prompt_lookup"]
+
+
+def test_generate_json_has_exactly_the_documented_keys(
+    run: Run, folder: Path, engines: list[Engine]
+) -> None:
+    arguments = ("generate", "--bundle", folder, "--max-new-tokens", 40, "--json")
+    code, out, err = run(*arguments, stdin=PROMPT + "\n")
+    report = json.loads(out)
+    assert (code, err, list(report)) == (0, "", JSON_KEYS)
+    plain = toy_engine("none").generate(PROMPT, max_new_tokens=40)
+    assert (report["text"], report["token_ids"]) == (plain.text, plain.token_ids)
+    assert report["finish_reason"] == "length"
+    assert report["accepted_length"] == 39 / report["steps"] > 1.5
+    _, out, _ = run(*arguments, "--drafter", "none", stdin=PROMPT)
+    assert json.loads(out)["accepted_length"] == 1.0
+    assert json.loads(out)["token_ids"] == plain.token_ids
+
+
+def test_generate_options_reach_the_engine(run: Run, folder: Path, engines: list[Engine]) -> None:
+    options = ("--max-new-tokens", 30, "--temperature", 2.0, "--seed", 3, "--top-k", 40, "--raw")
+    _, out, _ = run("generate", PROMPT, "--bundle", folder, *options)
+    sampled = toy_engine("none").generate(
+        PROMPT, raw=True, max_new_tokens=30, temperature=2.0, seed=3, top_k=40
+    )
+    assert out == sampled.text + "\n"
+    greedy = toy_engine("none").generate(PROMPT, max_new_tokens=30).text
+    _, out, err = run("generate", PROMPT, "--bundle", folder, "--stop", greedy[4:7])
+    assert out == greedy[: greedy.index(greedy[4:7])] + "\n"
+    assert "finished by stop" in err
+    _, out, _ = run("generate", PROMPT, "--bundle", folder, "--system", "ab", "--max-new-tokens", 9)
+    with_system = toy_engine("none").generate(PROMPT, system="ab", max_new_tokens=9)
+    assert out == with_system.text + "\n"
+
+
+def test_show_accepted_colours_drafted_tokens_only(
+    run: Run, folder: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("generate", PROMPT, "--bundle", folder, "--max-new-tokens", 30, "--show-accepted")
+    text = toy_engine("none").generate(PROMPT, max_new_tokens=30).text
+    _, out, _ = run(*arguments)
+    assert out == text + "\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    _, out, _ = run(*arguments)
+    green = re.findall(r"\x1b\[32m(.*?)\x1b\[0m", out)
+    steps = list(toy_engine().steps(PROMPT, max_new_tokens=30))
+    assert len("".join(green)) == sum(step.num_accepted for step in steps) > 0
+    assert re.sub(r"\x1b\[\d+m", "", out) == text + "\n"
+
+
+class Terminal(io.StringIO):
+    """Standard input that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_no_prompt_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal())
+    with pytest.raises(SystemExit) as end:
+        runtime_cli.main(["generate"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("error: got no prompt")
+
+
+def test_chat_keeps_turns_reuses_them_and_resets(
+    run: Run, folder: Path, engines: list[Engine]
+) -> None:
+    reference = toy_engine("none")
+    first = [{"role": "user", "content": "abc"}]
+    answer = reference.generate(first, max_new_tokens=12).text
+    second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "bc"}]
+    answers = [answer, reference.generate(second, max_new_tokens=12).text, answer]
+    code, out, err = run(
+        *("chat", "--bundle", folder, "--max-new-tokens", 12), stdin="abc\n\nbc\n/reset\nabc\n"
+    )
+    assert (code, out) == (0, "".join(text + "\n" for text in answers))
+    assert err.count("finished by length") == 3
+    last = engines[0].last_result
+    assert last is not None
+    assert last.stats.reused_tokens > 0  # what the two conversations have in common
+
+
+def test_chat_survives_a_conversation_longer_than_the_context(
+    run: Run, folder: Path, engines: list[Engine]
+) -> None:
+    code, out, err = run(
+        *("chat", "--bundle", folder, "--max-new-tokens", 3), stdin="a" * CONTEXT + "\nabc\n"
+    )
+    assert (code, len(out)) == (0, 4)
+    assert err.splitlines()[0].startswith("error: got a prompt of ")
+
+
+def write_prompts(path: Path) -> Path:
+    rows: list[dict[str, Any]] = [
+        {"question_id": 1, "category": "writing", "turns": ["abcabc", "never read"]},
+        {"question_id": 3, "category": "qa", "turns": ["bcdbcdb"]},
+        {"question_id": 2, "category": "math", "turns": ["ddabdda"]},
+        {"question_id": 4, "category": "qa", "turns": ["a" * CONTEXT]},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    return path
+
+
+def test_bench_writes_the_metrics_and_prints_a_table(
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
+) -> None:
+    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "new" / "out.json"
+    code, out, err = run(
+        *("bench", "--bundle", folder, "--prompts", prompts),
+        *("--max-new-tokens", 24, "--json", out_file),
+    )
+    assert code == 0
+    figures = json.loads(out_file.read_text())
+    assert list(figures["categories"]) == ["mt_bench", "qa"]
+    for row in (figures["overall"], *figures["categories"].values()):
+        assert set(row) >= FIGURES
+        assert (row["identical"], row["divergences"]) == (1.0, [])
+        assert row["accepted_length"] == row["tokens"] / row["steps"] > 1
+        assert 0 <= row["host_share"] < 1
+    overall = figures["overall"]
+    assert (overall["prompts"], overall["tokens"], overall["plain_tokens"]) == (3, 69, 69)
+    assert [row["prompts"] for row in figures["categories"].values()] == [2, 1]
+    assert len(figures["skipped"]) == 1
+    assert "prompt 4 skipped: got a prompt of" in " ".join(err.split())
+    assert re.search(r"overall .* 3 .*100%", out)
+    assert list(out_file.parent.iterdir()) == [out_file]
+
+
+def test_bench_swaps_who_goes_first() -> None:
+    engine = toy_engine()
+    order: list[str] = []
+
+    class Recorder:
+        """Notes which engine generates; everything else is the engine's own."""
+
+        def __init__(self, inner: Engine) -> None:
+            self.inner = inner
+            self.target, self.encode = inner.target, inner.encode
+
+        def with_drafter(self, name: str) -> "Recorder":
+            return Recorder(self.inner.with_drafter(name))
+
+        def generate(self, prompt: list[int], **options: Any) -> spec_runtime.GenerationResult:
+            order.append(self.inner.drafter)
+            return self.inner.generate(prompt, **options)
+
+    prompts = [bench.Prompt(i, "all", "abcabc") for i in range(3)]
+    recorder: Any = Recorder(engine)
+    report = bench.run(recorder, prompts, max_new_tokens=4)
+    assert len(report.pairs) == 3
+    pairs = [order[i : i + 2] for i in range(2, len(order), 2)]  # the first two warm up
+    forth, back = ["none", "prompt_lookup"], ["prompt_lookup", "none"]
+    assert pairs == [forth, back, forth]
+
+
+def test_divergence_has_the_targets_logit_gap() -> None:
+    engine = toy_engine("none")
+    prompt_ids = engine.encode("abcabc")
+    plain = engine.generate(prompt_ids, max_new_tokens=6).token_ids
+    other = [*plain[:3], plain[3] + 1, *plain[4:]]
+    found = audit.compare("p", prompt_ids, plain, other, engine.target)
+    fresh = toy_engine("none").target
+    logits_V = fresh.prefill(prompt_ids + plain[:3])[0].row(0)
+    gap = float(logits_V[plain[3]] - logits_V[plain[3] + 1])
+    assert found == audit.Divergence("p", 3, plain[3], plain[3] + 1, gap)
+    assert gap > 0
+    # the engine notices that its KV is gone
+    assert engine.generate(prompt_ids, max_new_tokens=6).token_ids == plain
+    assert audit.compare("p", prompt_ids, plain, plain, engine.target) is None
+    shorter = audit.compare("p", prompt_ids, plain, plain[:5], engine.target)
+    assert shorter == audit.Divergence("p", 5, plain[5], None, None)
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "hello"}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "text"},
+        {"messages": messages, "category": "chat", "id": "m"},
+    ]
+    path.write_text("\n\n".join(json.dumps(row) for row in rows))
+    assert bench.read_prompts(path) == [
+        bench.Prompt(1, "all", "text"),
+        bench.Prompt("m", "chat", messages),
+    ]
+    write_prompts(path)
+
+    def chosen(limit: int | None, per_category: int | None) -> list[str | int]:
+        return [prompt.id for prompt in bench.read_prompts(path, limit, per_category)]
+
+    assert chosen(None, None) == [1, 2, 3, 4]
+    assert chosen(None, 1) == [1, 3]
+    assert chosen(2, None) == [1, 3]
+    assert chosen(3, None) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "got no prompt"),
+        ("{}\n", "line 1: got keys none, expected turns"),
+        ('{"prompt": "a"}\n{"prompt": 3}\n', "line 2: got keys prompt"),
+        ('{"turns": []}\n', "line 1: got keys turns"),
+        ('{"messages": ["a"]}\n', "line 1: got keys messages"),
+        ("[1]\n", "line 1: got list, expected an object"),
+        ("prompt\n", "line 1: not JSON"),
+    ],
+)
+def test_bad_prompt_files_are_one_line_and_write_nothing(
+    run: Run, folder: Path, tmp_path: Path, text: str, message: str
+) -> None:
+    path, out_file = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    path.write_text(text)
+    code, _, err = run("bench", "--bundle", folder, "--prompts", path, "--json", out_file)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not out_file.exists()
+
+
+def test_show(run: Run, folder: Path) -> None:
+    code, out, _ = run("show", "--bundle", folder)
+    assert code == 0
+    for word in ("llama", "fp32", "parallelspec", "prompt_lookup", "target/target.onnx", "command"):
+        assert word in out, word
+    code, out, _ = run("show", "--bundle", folder, "--json")
+    shown = json.loads(out)
+    assert shown["target"]["family"] == "llama"
+    assert shown["sizes"]["tokenizer.json"] == len("tokenizer.json") * 10
+
+
+@pytest.mark.parametrize("verb", runtime_cli.VERBS)
+def test_no_bundle_is_one_line(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = {"bench": ["--prompts", str(write_prompts(tmp_path / "p"))], "generate": ["hello"]}
+    code, out, err = run(verb, *more.get(verb, []))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: no bundle under bundles/")
+    assert err.count("\n") == 1
+
+
+def test_altered_bundle_and_unknown_drafter(run: Run, folder: Path) -> None:
+    code, _, err = run("generate", "hello", "--bundle", folder, "--drafter", "medusa")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "got drafter 'medusa', expected one of parallelspec, prompt_lookup, none" in err
+    (folder / "target" / "target.onnx").write_bytes(b"altered")
+    code, _, err = run("generate", "hello", "--bundle", folder)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "truncated or altered" in err
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "message"),
+    [
+        (ValueError("got this,\nexpected that"), 2, "error: got this, expected that\n"),
+        (FileNotFoundError(2, "No such file", "x"), 2, "error: [Errno 2] No such file: 'x'\n"),
+        (
+            ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime.capi"),
+            2,
+            "error: onnxruntime is not installed, which this command needs; "
+            "run pip install 'specsplit[cpu]'\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_failures_are_one_line(
+    run: Run,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    code: int,
+    message: str,
+) -> None:
+    def load(*arguments: object, **options: object) -> Engine:
+        raise failure
+
+    monkeypatch.setattr(spec_runtime, "load", load)
+    assert run("generate", "hello", "--bundle", folder) == (code, "", message)
+
+
+def test_an_own_mistake_is_no_missing_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: object, **options: object) -> Engine:
+        raise ModuleNotFoundError("No module named 'spec_runtime.typo'", name="spec_runtime.typo")
+
+    monkeypatch.setattr(spec_runtime, "load", load)
+    with pytest.raises(ModuleNotFoundError):
+        runtime_cli.main(["generate", "hello", "--bundle", str(folder)])
+
+
+@pytest.mark.parametrize("main", [runtime_cli.main, export_cli.main])
+def test_unknown_verbs_and_options_are_usage_errors(run: Run, main: Any) -> None:
+    for arguments in (["compose"], ["build", "--colour"], ["generate", "--colour"]):
+        code, out, err = run(*arguments, main=main)
+        assert (code, out) == (2, "")
+        assert "No such" in err
+
+
+def test_export_says_which_model_is_missing(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("build", "--model", "./no-such-model", "--out", out)
+    code, _, err = run(*arguments, main=export_cli.main)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "no-such-model" in err
+    assert not out.exists()

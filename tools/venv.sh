@@ -1,0 +1,29 @@
+# Sourced by the other tools, in the repository root: make_venv EXTRAS makes or reuses .venv with
+# the package and its EXTRAS ("cpu,export") in it. PYTHON names another interpreter than python3.
+
+make_venv() {
+  local extras=$1 python=${PYTHON:-python3} wanted stamp
+  if ! .venv/bin/python -c "" 2>/dev/null; then
+    if ! "$python" -c "import sys; sys.exit(sys.version_info < (3, 11))" 2>/dev/null; then
+      echo "error: $python is missing or older than 3.11; set PYTHON to a Python >= 3.11" >&2
+      return 1
+    fi
+    "$python" -m venv --clear .venv
+  fi
+  # The folder counts too: an editable install points into it.
+  wanted=$(.venv/bin/python - <<'PY'
+import hashlib, os, pathlib
+
+text = b"".join(pathlib.Path(name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+print(hashlib.sha256(text + os.getcwd().encode()).hexdigest())
+PY
+  )
+  # Stamps are named by their extras; one that begins with those wanted will do.
+  for stamp in .venv/specsplit-"$extras"*.stamp; do
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then return 0; fi
+  done
+  echo "installing specsplit[$extras] into .venv (minutes, the first time)" >&2
+  .venv/bin/python -m pip install -q --disable-pip-version-check "torch==2.13.0" -c constraints.txt
+  .venv/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e ".[$extras]"
+  echo "$wanted" > ".venv/specsplit-$extras.stamp"
+}
