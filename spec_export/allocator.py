@@ -1,4 +1,5 @@
-"""Keep glibc from giving big blocks back to the system: fresh pages for every activation cost half of a CPU step."""
+"""Keep glibc from giving big blocks back to the system: fresh pages for every activation cost half
+of a CPU step."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
 def keep_big_blocks() -> None:
-    """Serve blocks up to 1 GiB from the heap and never trim it; does nothing where there is no glibc."""
+    """Serve blocks up to 1 GiB from the heap and never trim it; does nothing where there is no
+    glibc."""
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,9 +1,11 @@
-"""The feature cache: the target's hidden states over the training data, written once and shared by all drafters.
+"""The feature cache: the target's hidden states over the training data, written once and shared by
+all drafters.
 
 A folder of flat arrays, one row a token, sequences back to back:
     token_T.npy i32, loss_T.npy bool, offset.npy i64 (sequence i is rows offset[i]:offset[i+1]),
     feature_TF.npy bfloat16 bit patterns as u16 (features after the final norm, then each tap),
-    cache.json what it was made from, and how many sequences are done (an interrupted build goes on from there).
+    cache.json what it was made from, and how many sequences are done (an interrupted build goes on
+    from there).
 Knows the backbone's forward pass; knows nothing of drafters or losses.
 """
 
@@ -38,8 +40,9 @@ class FeatureCache:
         self.about = json.loads((folder / "cache.json").read_text())
         if self.about["sequences_done"] < self.num_sequences:
             raise ValueError(
-                f"got feature cache {folder} with {self.about['sequences_done']} of {self.num_sequences} "
-                "sequences, expected all: run the same command again, it goes on from there"
+                f"got feature cache {folder} with {self.about['sequences_done']} of "
+                f"{self.num_sequences} sequences, expected all: run the same command "
+                "again, it goes on from there"
             )
 
     @property
@@ -64,22 +67,37 @@ def size_estimate(examples: Sequence[Example], num_features: int) -> int:
 
 
 def build(
-    folder: Path, examples: Sequence[Example], model: Any, target_name: str, taps: Sequence[int], progress: Any = None
+    folder: Path,
+    examples: Sequence[Example],
+    model: Any,
+    target_name: str,
+    taps: Sequence[int],
+    progress: Any = None,
 ) -> FeatureCache:
-    """Run a (bf16) transformers target over every example and keep its features; resumes a stopped build.
+    """Run a (bf16) transformers target over every example and keep its features; resumes a stopped
+    build.
 
-    `progress(done, total)` is called with token counts. ValueError: a folder made from other data, or a full disk.
+    `progress(done, total)` is called with token counts. ValueError: a folder made from other data,
+    or a full disk.
     """
     hidden = model.config.hidden_size
     num_features = hidden * (1 + len(taps))
     digest = hashlib.sha256()
     for example in examples:
         digest.update(example.token_T.astype("<i4").tobytes() + example.loss_T.tobytes())
-    made_from = {"target": target_name, "taps": list(taps), "data": digest.hexdigest(), "num_features": num_features}
+    made_from = {
+        "target": target_name,
+        "taps": list(taps),
+        "data": digest.hexdigest(),
+        "num_features": num_features,
+    }
     if (folder / "cache.json").is_file():
         about = json.loads((folder / "cache.json").read_text())
         if {key: about.get(key) for key in made_from} != made_from:
-            raise ValueError(f"got feature cache {folder} made from other data, target or taps: name another folder")
+            raise ValueError(
+                f"got feature cache {folder} made from other data, target or taps: "
+                "name another folder"
+            )
     else:
         about = made_from | {"sequences_done": 0}
         _create(folder, examples, num_features, about)
@@ -99,19 +117,24 @@ def build(
     return FeatureCache(folder)
 
 
-def _create(folder: Path, examples: Sequence[Example], num_features: int, about: dict[str, Any]) -> None:
+def _create(
+    folder: Path, examples: Sequence[Example], num_features: int, about: dict[str, Any]
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     need, free = size_estimate(examples, num_features), shutil.disk_usage(folder).free
     if need > free:
         raise ValueError(
-            f"the feature cache needs {need / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free: use less data"
+            f"the feature cache needs {need / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free: "
+            "use less data"
         )
     offset = np.cumsum([0] + [len(e.token_T) for e in examples], dtype=np.int64)
     np.save(folder / "offset.npy", offset)
     np.save(folder / "token_T.npy", np.concatenate([e.token_T for e in examples]).astype(np.int32))
     np.save(folder / "loss_T.npy", np.concatenate([e.loss_T for e in examples]).astype(bool))
     shape = (int(offset[-1]), num_features)
-    np.lib.format.open_memmap(folder / "feature_TF.npy", mode="w+", dtype=np.uint16, shape=shape).flush()
+    np.lib.format.open_memmap(
+        folder / "feature_TF.npy", mode="w+", dtype=np.uint16, shape=shape
+    ).flush()
     _write_json(folder / "cache.json", about)
 
 
@@ -129,7 +152,8 @@ def _batches(block: range, examples: Sequence[Example]) -> Iterator[list[int]]:
 
 @torch.inference_mode()
 def _forward(tokens: Sequence[np.ndarray], model: Any, taps: Sequence[int]) -> list[np.ndarray]:
-    """Features of right-padded sequences, u16 [T, F] each; causal attention needs no mask for right padding."""
+    """Features of right-padded sequences, u16 [T, F] each; causal attention needs no mask for right
+    padding."""
     longest = max(len(t) for t in tokens)
     ids = torch.zeros(len(tokens), longest, dtype=torch.int64)
     for row, token_T in zip(ids, tokens, strict=True):

@@ -21,8 +21,9 @@ def position_weights(count: int, decay: float) -> Tensor:
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
-    """See `head_cross_entropy`. The gradient is taken chunk by chunk in the forward pass, while the logits are in
-    cache: keeping [R, V] logits for a backward pass cost more than both matrix products."""
+    """See `head_cross_entropy`. The gradient is taken chunk by chunk in the forward pass, while the
+    logits are in cache: keeping [R, V] logits for a backward pass cost more than both matrix
+    products."""
 
     @staticmethod
     def forward(
@@ -47,7 +48,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
             gradient = torch.exp(logits - log_z)
             if teacher_RD is not None:
                 p = torch.softmax((teacher_RD[rows] @ head_VD.T).float(), -1)
-                loss += soft_weight * ((log_z[:, 0] - torch.linalg.vecdot(p, logits)) * weight[:, 0]).sum()
+                loss += (
+                    soft_weight
+                    * ((log_z[:, 0] - torch.linalg.vecdot(p, logits)) * weight[:, 0]).sum()
+                )
                 gradient.sub_(p, alpha=soft_weight)
             gradient.scatter_add_(1, label, torch.full_like(log_z, soft_weight - 1))
             gradient_RD[rows] = gradient.mul_(weight).to(head_VD.dtype) @ head_VD
@@ -71,8 +75,9 @@ def head_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Cross-entropy through a frozen head, and its guesses.
 
-    loss = Σ_r weight_r · [ −(1−s) log q_r(label_r) − s Σ_v p_r(v) log q_r(v) ], q = softmax(hidden · headᵀ),
-    p = softmax(teacher · headᵀ), s = soft_weight. No gradient reaches head, weights or teacher.
+    loss = Σ_r weight_r · [ −(1−s) log q_r(label_r) − s Σ_v p_r(v) log q_r(v) ], q = softmax(hidden
+    · headᵀ), p = softmax(teacher · headᵀ), s = soft_weight. No gradient reaches head, weights or
+    teacher.
 
     hidden_RD, head_VD and teacher_RD of one dtype, label_R i64 without IGNORED, weight_R f32.
     Returns (loss f32 scalar, argmax of q i64[R]).
@@ -80,7 +85,9 @@ def head_cross_entropy(
     if soft_weight and teacher_RD is None:
         raise ValueError("got a soft_weight without the target's features: soft labels need them")
     teacher = teacher_RD.detach() if soft_weight and teacher_RD is not None else None
-    loss, guess_R = _HeadCrossEntropy.apply(hidden_RD, head_VD, label_R, weight_R, teacher, soft_weight)
+    loss, guess_R = _HeadCrossEntropy.apply(
+        hidden_RD, head_VD, label_R, weight_R, teacher, soft_weight
+    )
     return loss, guess_R
 
 

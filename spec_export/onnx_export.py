@@ -164,7 +164,8 @@ def _drop_flat_reshapes(graph: ir.Graph) -> None:
 def step_inputs(
     config: DecoderConfig, dtype: torch.dtype, capacity_symbolic: bool
 ) -> list[GraphInput]:
-    """The inputs of one step over a cache (contiguous form), in order; target and drafters share them."""
+    """The inputs of one step over a cache (contiguous form), in order; target and drafters share
+    them."""
     # all different, and none 0 or 1, which the tracer would take for constants
     N, M, A = 5, 3, 2
     S = 16 if capacity_symbolic else config.rows
@@ -185,10 +186,7 @@ def step_inputs(
     ]
     shape = (1, config.num_kv_heads, S, config.head_dim)
     caches = [f"kv.{layer}.{part}" for layer in range(config.num_layers) for part in "kv"]
-    inputs += [
-        GraphInput(name, torch.zeros(shape, dtype=dtype), s_axis)
-        for name in caches
-    ]
+    inputs += [GraphInput(name, torch.zeros(shape, dtype=dtype), s_axis) for name in caches]
     return inputs
 
 

@@ -1,15 +1,17 @@
 """Rewrite the traced graph (contiguous form) into the slots form that ONNX Runtime runs.
 
-Per layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes {ScatterND ×2 into arbitrary slots,
-com.microsoft.GroupQueryAttention in borrow mode}: empty key and value, the cache as past, no present outputs,
-causal=0, the tree mask as attention_bias, and only rows up to `seqlens_k` read. No KV row is ever moved.
-Also makes the step cheaper: activations stay [1, N, D] so that no reshape stands between layers, and Add +
-RMSNormalization become one node. Knows node patterns of decoder.py's trace; knows nothing of weights' precisions.
+Per layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes {ScatterND ×2 into
+arbitrary slots, com.microsoft.GroupQueryAttention in borrow mode}: empty key and value, the cache
+as past, no present outputs, causal=0, the tree mask as attention_bias, and only rows up to
+`seqlens_k` read. No KV row is ever moved. Also makes the step cheaper: activations stay [1, N, D]
+so that no reshape stands between layers, and Add + RMSNormalization become one node. Knows node
+patterns of decoder.py's trace; knows nothing of weights' precisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -20,16 +22,18 @@ MASKED = {ir.DataType.FLOAT: -1e9, ir.DataType.FLOAT16: -6e4, ir.DataType.BFLOAT
 
 
 class GraphEditor:
-    """Small helpers to append nodes to a graph under construction, before a given node."""
+    """Helpers to insert nodes into a graph; `prefix` sets the new names apart from those of other
+    rewrites."""
 
-    def __init__(self, model: ir.Model) -> None:
+    def __init__(self, model: ir.Model, prefix: str) -> None:
         self.graph = model.graph
+        self.prefix = prefix
         self._constants: dict[tuple[str, bytes, tuple[int, ...]], ir.Value] = {}
         self._count = 0
 
     def name(self, stem: str) -> str:
         self._count += 1
-        return f"{stem}.{self._count}"
+        return f"{self.prefix}.{stem}.{self._count}"
 
     def constant(self, array: np.ndarray, stem: str = "const") -> ir.Value:
         """An initializer holding `array`; equal arrays are stored once."""
@@ -40,7 +44,12 @@ class GraphEditor:
         return self._constants[key]
 
     def initializer(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-        value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        value = ir.Value(
+            name=name,
+            shape=ir.Shape(tensor.shape.numpy()),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
         self.graph.register_initializer(value)
         return value
 
@@ -54,14 +63,17 @@ class GraphEditor:
         **attributes: int | float | str | list[int],
     ) -> list[ir.Value]:
         """Insert a node before `before` and return its outputs."""
-        node = ir.node(op_type, list(inputs), attributes or None, domain=domain, num_outputs=num_outputs)
+        node = ir.node(
+            op_type, list(inputs), attributes or None, domain=domain, num_outputs=num_outputs
+        )
         for i, output in enumerate(node.outputs):
             output.name = self.name(f"{op_type.lower()}_{i}")
         self.graph.insert_before(before, node)
         return list(node.outputs)
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Every use of `old`, graph outputs included, reads `new`, which takes over name, shape and type."""
+        """Every use of `old`, graph outputs included, reads `new`, which takes over name, shape and
+        type."""
         new.shape, new.type = old.shape, old.type
         name, is_output = old.name, old.is_graph_output()
         old.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -70,9 +82,11 @@ class GraphEditor:
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node:
-    """The node that makes `value`, which must be of this type: anything else is a graph we did not trace."""
+    """The node that makes `value`, which must be of this type: anything else is a graph we did not
+    trace."""
     node = None if value is None else value.producer()
-    assert node is not None and node.op_type == op_type, (value, op_type, node)
+    assert node is not None, value
+    assert node.op_type == op_type, (value, op_type, node)
     return node
 
 
@@ -83,8 +97,9 @@ def _input(node: ir.Node, index: int) -> ir.Value:
 
 
 def _dim(value: ir.Value, axis: int) -> int:
-    assert value.shape is not None and isinstance(value.shape[axis], int), (value, axis)
-    return int(value.shape[axis])  # type: ignore[arg-type]
+    size = None if value.shape is None else value.shape[axis]
+    assert isinstance(size, int), (value, axis)
+    return size
 
 
 def to_slots(model: ir.Model) -> ir.Model:
@@ -92,7 +107,7 @@ def to_slots(model: ir.Model) -> ir.Model:
 
     Inputs write_index, src, perm go; `slots` i64[N] and `seqlens_k` i32[1] come.
     """
-    graph, edit = model.graph, GraphEditor(model)
+    graph, edit = model.graph, GraphEditor(model, "slots")
     model.opset_imports[MS] = 1
     inputs = {value.name: value for value in graph.inputs}
     slots = ir.Value(name="slots", shape=ir.Shape(["N"]), type=ir.TensorType(ir.DataType.INT64))
@@ -114,7 +129,8 @@ def to_slots(model: ir.Model) -> ir.Model:
 
 
 class _Shared:
-    """Values every layer reads: scatter indices i64[1,N,G,3], the additive mask, total length, an empty key."""
+    """Values every layer reads: scatter indices i64[1,N,G,3], the additive mask, total length, an
+    empty key."""
 
     def __init__(self, indices: ir.Value, bias: ir.Value, total: ir.Value, empty: ir.Value) -> None:
         self.indices, self.bias, self.total, self.empty = indices, bias, total, empty
@@ -127,22 +143,33 @@ def _shared_inputs(
     assert cache.dtype is not None
     dtype = cache.dtype.numpy()
     zero = edit.constant(np.zeros(1, dtype=dtype), "zero")
-    (bias,) = edit.add(first, "Where", [mask, zero, edit.constant(np.array([MASKED[cache.dtype]], dtype=dtype))])
+    (bias,) = edit.add(
+        first, "Where", [mask, zero, edit.constant(np.array([MASKED[cache.dtype]], dtype=dtype))]
+    )
     (total,) = edit.add(first, "Shape", [mask], start=3, end=4)
     (total,) = edit.add(first, "Cast", [total], to=ir.DataType.INT32.value)
     # row n, head g -> (0, g, slots[n])
     (column,) = edit.add(first, "Reshape", [slots, edit.constant(np.array([1, -1, 1, 1]))])
     batch_and_head = np.zeros((1, 1, G, 3), dtype=np.int64)
     batch_and_head[..., 1] = np.arange(G)
-    (spread,) = edit.add(first, "Mul", [column, edit.constant(np.array([0, 0, 1]).reshape(1, 1, 1, 3))])
+    (spread,) = edit.add(
+        first, "Mul", [column, edit.constant(np.array([0, 0, 1]).reshape(1, 1, 1, 3))]
+    )
     (indices,) = edit.add(first, "Add", [spread, edit.constant(batch_and_head)])
-    return _Shared(indices, bias, total, edit.constant(np.zeros((1, 0, G * Dh), dtype=dtype), "empty"))
+    return _Shared(
+        indices, bias, total, edit.constant(np.zeros((1, 0, G * Dh), dtype=dtype), "empty")
+    )
 
 
 def _rewrite_attention(
-    edit: GraphEditor, attention: ir.Node, shared: _Shared, position_ids: ir.Value, seqlens: ir.Value
+    edit: GraphEditor,
+    attention: ir.Node,
+    shared: _Shared,
+    position_ids: ir.Value,
+    seqlens: ir.Value,
 ) -> None:
-    """One layer. The trace holds heads as [1, heads, N, Dh]; here they stay side by side, [1, N, heads·Dh]."""
+    """One layer. The trace holds heads as [1, heads, N, Dh]; here they stay side by side, [1, N,
+    heads·Dh]."""
     scatters = [producer(attention.inputs[i], "TensorScatter") for i in (1, 2)]
     G, Dh = _dim(_input(scatters[0], 0), 1), _dim(_input(scatters[0], 0), 3)
     split_qk = producer(attention.inputs[0], "Split")
@@ -153,7 +180,9 @@ def _rewrite_attention(
     assert source is not None
     if source.op_type == "Split":  # heads split as [q and k, v]
         heads = _flat_source(source)
-        qk, v = edit.add(attention, "Split", [heads, edit.constant(np.array([(H + G) * Dh, G * Dh]))], 2, axis=-1)
+        qk, v = edit.add(
+            attention, "Split", [heads, edit.constant(np.array([(H + G) * Dh, G * Dh]))], 2, axis=-1
+        )
     else:  # q/k norm: heads split as [q, k, v], norms over Dh, concatenated
         assert source.op_type == "Concat", source
         norms = [producer(value, "RMSNormalization") for value in source.inputs]
@@ -161,9 +190,17 @@ def _rewrite_attention(
         sizes = edit.constant(np.array([H * Dh, G * Dh, G * Dh]))
         *parts, v = edit.add(attention, "Split", [heads, sizes], 3, axis=-1)
         qk = _head_norms(edit, attention, parts, norms, (H, G), Dh)
-    kept = {name: rotary.attributes[name].as_int() for name in ("rotary_embedding_dim",) if name in rotary.attributes}
-    (turned,) = edit.add(attention, "RotaryEmbedding", [qk, cos, sin, position_ids], num_heads=H + G, **kept)
-    q, k = edit.add(attention, "Split", [turned, edit.constant(np.array([H * Dh, G * Dh]))], 2, axis=-1)
+    width = rotary.attributes.get("rotary_embedding_dim")  # absent or 0: all of the head
+    (turned,) = edit.add(
+        attention,
+        "RotaryEmbedding",
+        [qk, cos, sin, position_ids],
+        num_heads=H + G,
+        rotary_embedding_dim=0 if width is None else width.as_int(),
+    )
+    q, k = edit.add(
+        attention, "Split", [turned, edit.constant(np.array([H * Dh, G * Dh]))], 2, axis=-1
+    )
     rows = edit.constant(np.array([1, -1, G, Dh]))
     caches = []
     for scatter, new in zip(scatters, (k, v), strict=True):
@@ -172,10 +209,28 @@ def _rewrite_attention(
         edit.replace(scatter.outputs[0], cache)
         caches.append(cache)
     scale = attention.attributes.get("scale")
-    extra = {"scale": scale.as_float()} if scale is not None else {}
-    inputs = [q, shared.empty, shared.empty, *caches, seqlens, shared.total, None, None, None, shared.bias]
+    extra: dict[str, Any] = {"scale": scale.as_float()} if scale is not None else {}
+    inputs = [
+        q,
+        shared.empty,
+        shared.empty,
+        *caches,
+        seqlens,
+        shared.total,
+        None,
+        None,
+        None,
+        shared.bias,
+    ]
     (mixed,) = edit.add(
-        attention, "GroupQueryAttention", inputs, domain=MS, num_heads=H, kv_num_heads=G, causal=0, **extra
+        attention,
+        "GroupQueryAttention",
+        inputs,
+        domain=MS,
+        num_heads=H,
+        kv_num_heads=G,
+        causal=0,
+        **extra,
     )
     (transpose,) = (use.node for use in attention.outputs[0].uses())
     (reshape,) = (use.node for use in transpose.outputs[0].uses())
@@ -190,7 +245,12 @@ def _flat_source(split: ir.Node) -> ir.Value:
 
 
 def _head_norms(
-    edit: GraphEditor, before: ir.Node, parts: Sequence[ir.Value], norms: Sequence[ir.Node], heads: tuple[int, int], Dh: int
+    edit: GraphEditor,
+    before: ir.Node,
+    parts: Sequence[ir.Value],
+    norms: Sequence[ir.Node],
+    heads: tuple[int, int],
+    Dh: int,
 ) -> ir.Value:
     normed = []
     for part, norm, count in zip(parts, norms, heads, strict=True):
@@ -202,7 +262,8 @@ def _head_norms(
 
 
 def _keep_rank_three(edit: GraphEditor) -> None:
-    """Activations [1, N, D] from the embedding to the outputs: drop the flattening Reshape, squeeze at the end."""
+    """Activations [1, N, D] from the embedding to the outputs: drop the flattening Reshape, squeeze
+    at the end."""
     graph = edit.graph
     ids = next(value for value in graph.inputs if value.name == "input_ids")
     for use in list(ids.uses()):
@@ -212,7 +273,11 @@ def _keep_rank_three(edit: GraphEditor) -> None:
     for node in graph:
         if node.op_type == "Split" and node.attributes["axis"].as_int() == 1:
             node.attributes["axis"] = ir.AttrInt64("axis", -1)
-        picks_rows = node.op_type == "Gather" and node.inputs[1] is not None and node.inputs[1].name == "logit_rows"
+        picks_rows = (
+            node.op_type == "Gather"
+            and node.inputs[1] is not None
+            and node.inputs[1].name == "logit_rows"
+        )
         if picks_rows and node.attributes["axis"].as_int() == 0:
             # the rows asked for leave the batch: [1, N, D] -> [N, D] -> [M, D]
             (flat,) = edit.add(node, "Squeeze", [node.inputs[0], edit.constant(np.array([0]))])
@@ -234,14 +299,21 @@ def _keep_rank_three(edit: GraphEditor) -> None:
 
 
 def _fuse_norms(edit: GraphEditor) -> None:
-    """Add followed by RMSNormalization -> SkipSimplifiedLayerNormalization, whose 4th output is the sum."""
+    """Add followed by RMSNormalization -> SkipSimplifiedLayerNormalization, whose 4th output is the
+    sum."""
     for norm in [node for node in edit.graph if node.op_type == "RMSNormalization"]:
         x, gamma = _input(norm, 0), _input(norm, 1)
         add = x.producer()
-        if add is None or add.op_type != "Add" or any(v is None or v.is_initializer() for v in add.inputs):
+        if (
+            add is None
+            or add.op_type != "Add"
+            or any(v is None or v.is_initializer() for v in add.inputs)
+        ):
             continue
         epsilon = norm.attributes["epsilon"].as_float()
-        outputs = edit.add(norm, "SkipSimplifiedLayerNormalization", [*add.inputs, gamma], 4, MS, epsilon=epsilon)
+        outputs = edit.add(
+            norm, "SkipSimplifiedLayerNormalization", [*add.inputs, gamma], 4, MS, epsilon=epsilon
+        )
         for unused in outputs[1:3]:
             unused.name = ""
         edit.replace(norm.outputs[0], outputs[0])
@@ -249,7 +321,8 @@ def _fuse_norms(edit: GraphEditor) -> None:
 
 
 def _remove_dead(graph: ir.Graph) -> None:
-    """Drop nodes nobody reads, from the end so that chains go at once, and initializers left without a reader."""
+    """Drop nodes nobody reads, from the end so that chains go at once, and initializers left
+    without a reader."""
     outputs = set(graph.outputs)
     for node in reversed(list(graph)):
         if all(not value.uses() and value not in outputs for value in node.outputs):

@@ -1,4 +1,5 @@
-"""The target on the PyTorch side: find it (folder, hub id, GGUF file, the built-in demo), load it, lend its ends.
+"""The target on the PyTorch side: find it (folder, hub id, GGUF file, the built-in demo), load it,
+lend its ends.
 
 Knows transformers' loaders; knows nothing of drafters, training or ONNX.
 """
@@ -20,7 +21,8 @@ DEMO_NAME = "smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a target's weights are. `path` is a folder, for a hub id the id itself; `gguf_file` a name inside it."""
+    """Where a target's weights are. `path` is a folder, for a hub id the id itself; `gguf_file` a
+    name inside it."""
 
     kind: str
     path: Path
@@ -29,7 +31,8 @@ class Source:
 
 
 def resolve(model: str | None) -> Source:
-    """What `--model` means: nothing = the demo, else an existing folder or GGUF file, else a hub id.
+    """What `--model` means: nothing = the demo, else an existing folder or GGUF file, else a hub
+    id.
 
     ValueError where a path was clearly meant and is not there.
     """
@@ -41,7 +44,9 @@ def resolve(model: str | None) -> Source:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"got folder {model}, expected a Hugging Face checkpoint: it has no config.json")
+            raise ValueError(
+                f"got folder {model}, expected a Hugging Face checkpoint: it has no config.json"
+            )
         return Source("folder", path, None, path.resolve().name.lower())
     if path.is_file():
         with path.open("rb") as file:
@@ -49,14 +54,18 @@ def resolve(model: str | None) -> Source:
                 raise ValueError(f"got file {model}, expected a GGUF file or a Hugging Face folder")
         return Source("gguf", path.parent, path.name, path.stem.lower())
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ValueError(f"got model {model!r}, expected an existing folder or GGUF file, or a hub id like org/name")
+        raise ValueError(
+            f"got model {model!r}, expected an existing folder or GGUF file, or a hub id "
+            "like org/name"
+        )
     return Source("hub", path, None, path.name.lower())
 
 
 def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """The transformers causal LM in eval mode, frozen, and its tokenizer.
 
-    GGUF weights are dequantised to float32 first, then cast. ValueError: not loadable, with the loader's own reason.
+    GGUF weights are dequantised to float32 first, then cast. ValueError: not loadable, with the
+    loader's own reason.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,17 +75,22 @@ def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **extra)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **extra)
+        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **extra)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:300]
-        hint = "no hub access here? pass a local folder or a GGUF file" if source.kind == "hub" else "check the files"
+        hint = (
+            "no hub access here? pass a local folder or a GGUF file"
+            if source.kind == "hub"
+            else "check the files"
+        )
         raise ValueError(f"could not load target {source.path} ({hint}): {reason}") from error
     return model.requires_grad_(False).to(dtype).eval(), tokenizer
 
 
 def ends(backbone: Backbone) -> TargetEnds:
     """What a drafter borrows from this backbone; float32, sharing memory where it already is."""
-    config, layer = backbone.config, backbone.layers[-1]
+    config = backbone.config
+    layer: Any = backbone.layers[-1]  # modules' attributes have no types
     dims = LayerDims(
         hidden_size=config.hidden_size,
         intermediate_size=layer.mlp.down.weight.shape[0],

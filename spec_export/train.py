@@ -1,7 +1,9 @@
-"""Train a drafter from a recipe: features once, then AdamW over batches of sequences, validated with the tree in use.
+"""Train a drafter from a recipe: features once, then AdamW over batches of sequences, validated
+with the tree in use.
 
-Knows recipes, the feature cache, checkpoints and optimisers. Knows no drafter: it calls `loss` and `guesses`.
-Each step's randomness comes from (seed, step), so that a resumed run repeats an uninterrupted one.
+Knows recipes, the feature cache, checkpoints and optimisers. Knows no drafter: it calls `loss` and
+`guesses`. Each step's randomness comes from (seed, step), so that a resumed run repeats an
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import csv
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,31 @@ VALIDATION_BUDGET = Budget(max_nodes=16)
 VALIDATION_TOKENS = 40_000  # a bound on the time one validation takes
 
 
+@dataclass
+class Log:
+    """Sums since the last line of the training curve; a checkpoint keeps them too."""
+
+    loss: float = 0.0
+    steps: int = 0
+    correct_K: list[int] = field(default_factory=list)
+    count_K: list[int] = field(default_factory=list)
+
+    def add(self, loss: float, counts: dict[str, Tensor]) -> None:
+        self.loss += loss
+        for name in ("correct_K", "count_K"):
+            new = counts[name].tolist()
+            old = getattr(self, name) or [0] * len(new)
+            setattr(self, name, [a + b for a, b in zip(old, new, strict=True)])
+
+    @property
+    def accuracy_K(self) -> list[float]:
+        return [a / max(b, 1) for a, b in zip(self.correct_K, self.count_K, strict=True)]
+
+
 @dataclass(frozen=True)
 class Validation:
-    """Top-1 and top-3 accuracy per guess (k = 0 is the token after the root); accepted length with the tree in use."""
+    """Top-1 and top-3 accuracy per guess (k = 0 is the token after the root); accepted length with
+    the tree in use."""
 
     top1_K: tuple[float, ...]
     top3_K: tuple[float, ...]
@@ -46,9 +70,11 @@ def run(
     resume: bool = False,
     cache: Path | None = None,
 ) -> Path:
-    """Train as the recipe says and return the folder of the drafter (`drafter.safetensors`, `config.json`, curves).
+    """Train as the recipe says and return the folder of the drafter (`drafter.safetensors`,
+    `config.json`); its curves lie beside it.
 
-    out: where checkpoints and the drafter go (runs/<recipe's stem> by default); cache: the feature cache (out/features).
+    out: where checkpoints and the drafter go (runs/<recipe's stem> by default); cache: the feature
+    cache (out/features).
     ValueError: bad recipe, data or checkpoint; `out` already holding a run without `resume`.
     """
     keep_big_blocks()
@@ -56,7 +82,9 @@ def run(
     out = out or Path("runs") / recipe_path.stem
     checkpoints = out / "checkpoints"
     if checkpoint.latest(checkpoints) is not None and not resume:
-        raise ValueError(f"{out} already holds a training run: pass --resume to go on, or another --out")
+        raise ValueError(
+            f"{out} already holds a training run: pass --resume to go on, or another --out"
+        )
     module = drafters.load(plan.drafter_name)
     config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
 
@@ -64,18 +92,23 @@ def run(
     model, tokenizer = target.load(source)
     examples = data.read(plan.data_paths, tokenizer, plan.data.max_length, plan.data.sources)
     training, held_out = data.split(examples, plan.data.validation_fraction)
-    backbone = Backbone.from_transformers(model)
+    taps = tuple(config.taps)
+    backbone = Backbone.from_transformers(model, taps)  # refuses taps that the target lacks
     draft_token_ids = None
     if plan.export.draft_vocab:
         always = tokenizer.all_special_ids
-        chosen = data.most_frequent_tokens(training, plan.export.draft_vocab, backbone.config.vocab_size, always)
+        chosen = data.most_frequent_tokens(
+            training, plan.export.draft_vocab, backbone.config.vocab_size, always
+        )
         draft_token_ids = torch.from_numpy(chosen)
     torch.manual_seed(plan.train.seed)
     drafter = module.Drafter(config, target.ends(backbone), draft_token_ids)
     ordered = training + held_out
-    taps = tuple(config.taps)
     size = features.size_estimate(ordered, model.config.hidden_size * (1 + len(taps)))
-    console.print(f"{len(training)} sequences to train on, {len(held_out)} held out; features take {size / 1e9:.1f} GB")
+    console.print(
+        f"{len(training)} sequences to train on, {len(held_out)} held out; "
+        f"features take {size / 1e9:.1f} GB"
+    )
     with Progress(console=console) as progress:
         bar = progress.add_task("features")
         stored = features.build(
@@ -87,7 +120,9 @@ def run(
             lambda done, total: progress.update(bar, completed=done, total=total),
         )
     del model, backbone
-    about = checkpoint.collect_provenance(recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples))
+    about = checkpoint.collect_provenance(
+        recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
+    )
     trainer = Trainer(plan, drafter, stored, len(training), out, about)
     if resume:
         trainer.resume()
@@ -96,7 +131,8 @@ def run(
 
 
 class Trainer:
-    """The training loop over a feature cache whose first `num_training` sequences train and whose rest validates."""
+    """The training loop over a feature cache whose first `num_training` sequences train and whose
+    rest validates."""
 
     def __init__(
         self,
@@ -123,11 +159,13 @@ class Trainer:
         self.total_steps = self.settings.total_steps(self.steps_per_epoch)
         self.step = 0
         self.curve: list[dict[str, float]] = []
+        self.log = Log()
 
-    # ---- batches --------------------------------------------------------------------------------------------------
+    # ---- batches ---------------------------------------------------------------------------------
 
     def _epoch_batches(self, epoch: int) -> list[np.ndarray]:
-        """Sequence indices of each batch: shuffled, but of similar length so that little is padding."""
+        """Sequence indices of each batch: shuffled, but of similar length so that little is
+        padding."""
         rng = np.random.default_rng((self.settings.seed, epoch))
         order = rng.permutation(self.num_training)
         batches: list[np.ndarray] = []
@@ -137,7 +175,8 @@ class Trainer:
 
     def _by_length(self, pool: np.ndarray) -> list[np.ndarray]:
         length_N = self.cache.length_N
-        batches, group = [], []
+        batches: list[np.ndarray] = []
+        group: list[int] = []
         for i in pool[np.argsort(length_N[pool], kind="stable")]:
             if group and (len(group) + 1) * length_N[i] > self.settings.batch_tokens:
                 batches.append(np.array(group))
@@ -149,41 +188,49 @@ class Trainer:
     def _batch(self, indices: np.ndarray) -> Batch:
         rows = [self.cache.sequence(int(i)) for i in indices]
         pad = torch.nn.utils.rnn.pad_sequence
-        token, loss, feature = (pad([row[part] for row in rows], batch_first=True) for part in range(3))
+        token, loss, feature = (
+            pad([row[part] for row in rows], batch_first=True) for part in range(3)
+        )
         length = torch.tensor([len(row[0]) for row in rows])
         return Batch(*(x.to(self.device) for x in (token, loss, feature, length)))
 
-    # ---- the loop -------------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------
 
     def train(self) -> None:
         """From `self.step` to the end: log, validate, checkpoint."""
         settings, started, tokens = self.settings, time.monotonic(), 0
-        log = {"loss": 0.0, "correct": torch.zeros(1), "count": torch.zeros(1)}
         while self.step < self.total_steps:
             for micro in self._micro_batches(self.step):
                 loss, counts = self._backward(micro)
-                log["loss"] += loss / settings.log_every
-                log["correct"], log["count"] = log["correct"] + counts["correct_K"], log["count"] + counts["count_K"]
+                self.log.add(loss, counts)
                 tokens += int(micro.loss_BT.sum())
-            for group in self.optimizer.param_groups:
-                group["lr"] = settings.lr * settings.lr_factor(self.step, self.total_steps)
+            lr = settings.lr * settings.lr_factor(self.step, self.total_steps)
+            for parameters in self.optimizer.param_groups:
+                parameters["lr"] = lr
             torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.grad_clip)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
+            self.log.steps += 1
             last = self.step == self.total_steps
             if self.step % settings.log_every == 0 or last:
-                accuracy = (log["correct"] / log["count"].clamp(min=1)).tolist()
-                row = {"step": self.step, "loss": log["loss"]} | {f"train_top1_{k}": a for k, a in enumerate(accuracy)}
-                self.curve.append(row)
-                rate = tokens / (time.monotonic() - started)
-                shown = " ".join(f"{a:.3f}" for a in accuracy)
-                console.print(f"step {self.step}/{self.total_steps} loss {log['loss']:.3f} top-1 {shown} {rate:.0f} tok/s")
-                log = {"loss": 0.0, "correct": torch.zeros(1), "count": torch.zeros(1)}
-            if (self.step % settings.validate_every == 0 or last) and self.num_training < self.cache.num_sequences:
+                self._record_training(tokens / (time.monotonic() - started))
+            if (
+                self.step % settings.validate_every == 0 or last
+            ) and self.num_training < self.cache.num_sequences:
                 self._record(self.validate())
             if self.step % settings.checkpoint_every == 0 or last:
                 self._save()
+
+    def _record_training(self, rate: float) -> None:
+        accuracy, loss = self.log.accuracy_K, self.log.loss / self.log.steps
+        row: dict[str, float] = {"step": self.step, "loss": loss}
+        self.curve.append(row | {f"train_top1_{k}": a for k, a in enumerate(accuracy)})
+        shown = " ".join(f"{a:.3f}" for a in accuracy)
+        console.print(
+            f"step {self.step}/{self.total_steps} loss {loss:.3f} top-1 {shown} {rate:.0f} tok/s"
+        )
+        self.log = Log()
 
     def _micro_batches(self, step: int) -> Iterator[Batch]:
         epoch, within = divmod(step, self.steps_per_epoch)
@@ -195,42 +242,62 @@ class Trainer:
 
     def _backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
+        with torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"
+        ):
             loss, counts = self.drafter.loss(batch, generator)
         (loss / self.settings.grad_accumulation).backward()
-        return loss.item() / self.settings.grad_accumulation, {k: v.cpu() for k, v in counts.items()}
+        return loss.item() / self.settings.grad_accumulation, {
+            k: v.cpu() for k, v in counts.items()
+        }
 
-    # ---- validation -----------------------------------------------------------------------------------------------
+    # ---- validation ------------------------------------------------------------------------------
 
     @torch.no_grad()
     def validate(self) -> Validation:
-        """Accuracy per guess over the held-out answers, and the accepted length of simulated drafting on them."""
+        """Accuracy per guess over the held-out answers, and the accepted length of simulated
+        drafting on them."""
         pool = np.arange(self.num_training, self.cache.num_sequences)
-        pool = pool[: max(1, int(np.searchsorted(np.cumsum(self.cache.length_N[pool]), VALIDATION_TOKENS)))]
+        pool = pool[
+            : max(1, int(np.searchsorted(np.cumsum(self.cache.length_N[pool]), VALIDATION_TOKENS)))
+        ]
         hits_K: Any = 0
         top3_K: Any = 0
         count_K: Any = 0
         committed = steps = 0
         for indices in self._by_length(pool):
             batch = self._batch(indices)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"):
-                ids, log_probs = (x.cpu().numpy() for x in self.drafter.guesses(batch, self.drafter.config.top_k))
+            with torch.autocast(
+                self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"
+            ):
+                ids, log_probs = (
+                    x.cpu().numpy() for x in self.drafter.guesses(batch, self.drafter.config.top_k)
+                )
             for row, i in enumerate(indices):
                 token, loss, _ = self.cache.sequence(int(i))
                 hit, hit3, count = guess_accuracy(token.numpy(), loss.numpy(), ids[row])
                 hits_K, top3_K, count_K = hits_K + hit, top3_K + hit3, count_K + count
-                a, b = simulate(token.numpy(), loss.numpy(), ids[row], log_probs[row], VALIDATION_BUDGET)
+                a, b = simulate(
+                    token.numpy(), loss.numpy(), ids[row], log_probs[row], VALIDATION_BUDGET
+                )
                 committed, steps = committed + a, steps + b
         count_K = np.maximum(count_K, 1)
-        return Validation(tuple(hits_K / count_K), tuple(top3_K / count_K), committed / max(steps, 1))
+        return Validation(
+            tuple(hits_K / count_K), tuple(top3_K / count_K), committed / max(steps, 1)
+        )
 
     def _record(self, result: Validation) -> None:
         row: dict[str, float] = {"step": self.step, "accepted_length": result.accepted_length}
-        row |= {f"top1_{k}": v for k, v in enumerate(result.top1_K)} | {f"top3_{k}": v for k, v in enumerate(result.top3_K)}
+        row |= {f"top1_{k}": v for k, v in enumerate(result.top1_K)} | {
+            f"top3_{k}": v for k, v in enumerate(result.top3_K)
+        }
         self.curve.append(row)
         top1, top3 = (" ".join(f"{a:.3f}" for a in x) for x in (result.top1_K, result.top3_K))
         nodes = VALIDATION_BUDGET.max_nodes
-        console.print(f"validation: top-1 {top1} | top-3 {top3} | accepted length {result.accepted_length:.3f} ({nodes} nodes)")
+        console.print(
+            f"validation: top-1 {top1} | top-3 {top3} | accepted length "
+            f"{result.accepted_length:.3f} ({nodes} nodes)"
+        )
         self._write_curves()
 
     def _write_curves(self) -> None:
@@ -242,7 +309,7 @@ class Trainer:
             writer.writerows(self.curve)
         plot_curves(self.curve, self.out / "curves.png")
 
-    # ---- files ----------------------------------------------------------------------------------------------------
+    # ---- files -----------------------------------------------------------------------------------
 
     def _save(self) -> None:
         checkpoint.save(
@@ -250,26 +317,33 @@ class Trainer:
             self.step,
             self.drafter,
             self.optimizer,
-            progress={"curve": self.curve},
+            progress={"curve": self.curve, "log": asdict(self.log)},
             provenance=self.about,
             keep=self.settings.keep_checkpoints,
         )
 
     def resume(self) -> None:
-        """Go on from the newest checkpoint, if there is one. ValueError: it belongs to another recipe."""
+        """Go on from the newest checkpoint, if there is one. ValueError: it belongs to another
+        recipe."""
         newest = checkpoint.latest(self.out / "checkpoints")
         if newest is None:
             return
         state = checkpoint.load(newest, self.drafter, self.optimizer)
         if state.provenance["recipe"] != self.about["recipe"]:
-            raise ValueError(f"{newest} was trained with another recipe: name another --out, or the same recipe")
+            raise ValueError(
+                f"{newest} was trained with another recipe: name another --out, or the same recipe"
+            )
         self.step, self.curve = state.step, state.progress["curve"]
+        self.log = Log(**state.progress.get("log", {}))
 
     def export(self) -> Path:
         """Write the drafter itself next to its curves and return its folder."""
         self._write_curves()
         validated = [row for row in self.curve if "accepted_length" in row]
-        about = self.about | {"steps": self.step, "validation": validated[-1] if validated else None}
+        about = self.about | {
+            "steps": self.step,
+            "validation": validated[-1] if validated else None,
+        }
         return checkpoint.save_drafter(
             self.out / "drafter",
             self.drafter.state_dict(),
@@ -298,14 +372,21 @@ def guess_accuracy(
 
 
 def simulate(
-    token_T: np.ndarray, loss_T: np.ndarray, ids_RKC: np.ndarray, log_prob_RKC: np.ndarray, budget: Budget
+    token_T: np.ndarray,
+    loss_T: np.ndarray,
+    ids_RKC: np.ndarray,
+    log_prob_RKC: np.ndarray,
+    budget: Budget,
 ) -> tuple[int, int]:
-    """(committed tokens, verify steps) of drafting along a known greedy answer, as the runtime would.
+    """(committed tokens, verify steps) of drafting along a known greedy answer, as the runtime
+    would.
 
-    The first answer token comes from prefill; each step commits the tree's path along the answer, and the bonus.
+    The first answer token comes from prefill; each step commits the tree's path along the answer,
+    and the bonus.
     """
     answer = np.flatnonzero(loss_T)
-    position, end = int(answer[0]), int(answer[-1])  # position: index of the root token
+    # position: index of the root token, which has a token before it
+    position, end = max(int(answer[0]), 1), int(answer[-1])
     committed = steps = 0
     while position < end:
         t = position - 1  # the pair (feature t, token t+1 = root)
@@ -339,12 +420,18 @@ def plot_curves(curve: list[dict[str, float]], path: Path) -> None:
     axes[0].plot([row["step"] for row in trained], [row["loss"] for row in trained])
     axes[0].set(title="training loss", xlabel="step")
     for key in sorted({key for row in validated for key in row if key.startswith("top1_")}):
-        axes[1].plot([row["step"] for row in validated], [row[key] for row in validated], label=f"guess {key[5:]}")
+        axes[1].plot(
+            [row["step"] for row in validated],
+            [row[key] for row in validated],
+            label=f"guess {key[5:]}",
+        )
     axes[1].set(title="validation top-1 accuracy", xlabel="step")
     if validated:
         axes[1].legend()
     axes[2].plot([row["step"] for row in validated], [row["accepted_length"] for row in validated])
-    axes[2].set(title=f"simulated accepted length, {VALIDATION_BUDGET.max_nodes} nodes", xlabel="step")
+    axes[2].set(
+        title=f"simulated accepted length, {VALIDATION_BUDGET.max_nodes} nodes", xlabel="step"
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

@@ -27,6 +27,9 @@ def command(
     form: Annotated[
         Form, typer.Option("--form", help="slots for ONNX Runtime, contiguous for TensorRT")
     ] = Form.slots,
+    reduce_range: Annotated[
+        bool, typer.Option("--reduce-range", help="int8 for CPUs with AVX2 but no VNNI")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder", show_default="bundles/ and the target's name"),
@@ -43,5 +46,6 @@ def command(
         max_length=max_length,
         out=out,
         form=form.value,
+        reduce_range=reduce_range,
     )
     print(path)

@@ -1,4 +1,5 @@
-"""Drafters: one file each, holding Config, module, loss and export signature. See README.md on adding one."""
+"""Drafters: one file each, holding Config, module, loss and export signature. See README.md on
+adding one."""
 
 from __future__ import annotations
 

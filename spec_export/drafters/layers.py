@@ -1,17 +1,21 @@
-"""Building blocks shared by the drafters: rotary tables, a Llama-style decoder layer, the target's frozen ends.
+"""Building blocks shared by the drafters: rotary tables, a Llama-style decoder layer, the target's
+frozen ends.
 
-Knows tensors and shapes; knows nothing of any drafter's objective, of data, or of ONNX files. A layer's attention is
-the caller's: a training mask is the drafter's own idea, while the traced graph takes the backbone's attention.
+Knows tensors and shapes; knows nothing of any drafter's objective, of data, or of ONNX files. A
+layer's attention is the caller's: a training mask is the drafter's own idea, while the traced graph
+takes the backbone's attention.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
+
 
 @dataclass(frozen=True)
 class LayerDims:
@@ -34,10 +38,11 @@ class LayerDims:
 
 @dataclass(frozen=True)
 class TargetEnds:
-    """What a drafter borrows from its target, frozen: embedding, LM head, final norm, rotary tables, last layer.
+    """What a drafter borrows from its target, frozen: embedding, LM head, final norm, rotary
+    tables, last layer.
 
-    embed_VD, head_VD and final_norm_D are float32, cos and sin f32 [positions, r/2]; `last_layer` holds tensors by
-    `DecoderLayer`'s parameter names, to start from.
+    embed_VD, head_VD and final_norm_D are float32, cos and sin f32 [positions, r/2]; `last_layer`
+    holds tensors by `DecoderLayer`'s parameter names, to start from.
     """
 
     dims: LayerDims
@@ -50,7 +55,8 @@ class TargetEnds:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotation RoPE of x [..., heads, Dh] by cos, sin [..., r/2] of each row's position; columns past r pass."""
+    """Half-rotation RoPE of x [..., heads, Dh] by cos, sin [..., r/2] of each row's position;
+    columns past r pass."""
     r = 2 * cos.shape[-1]
     first, second = x[..., :r].chunk(2, dim=-1)
     cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
@@ -59,7 +65,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and SwiGLU with the target's sizes; weights stored [in, out] as the traced graph wants them."""
+    """Pre-norm attention and SwiGLU with the target's sizes; weights stored [in, out] as the traced
+    graph wants them."""
 
     def __init__(self, dims: LayerDims) -> None:
         super().__init__()
@@ -91,18 +98,20 @@ class DecoderLayer(nn.Module):
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer: x [..., D] plus the projected heads [..., H*Dh], then the MLP."""
         x = x + attended @ self.out
-        gate, up = (F.rms_norm(x, (self.dims.hidden_size,), self.mlp_norm, self.dims.norm_eps) @ self.gate_up).chunk(
-            2, dim=-1
-        )
+        normed = F.rms_norm(x, (self.dims.hidden_size,), self.mlp_norm, self.dims.norm_eps)
+        gate, up = (normed @ self.gate_up).chunk(2, dim=-1)
         return x + (gate * torch.sigmoid(gate) * up) @ self.down
 
 
 def as_traceable(layer: DecoderLayer, config: decoder.DecoderConfig) -> decoder.Layer:
-    """The same weights as a layer of the backbone's kind, whose attention reads and writes a cache."""
+    """The same weights as a layer of the backbone's kind, whose attention reads and writes a
+    cache."""
     d = layer.dims
     return decoder.Layer(
         decoder.RMSNorm(layer.attention_norm, d.norm_eps),
-        decoder.Attention(config, decoder.Projection(layer.qkv.t()), decoder.Projection(layer.out.t())),
+        decoder.Attention(
+            config, decoder.Projection(layer.qkv.t()), decoder.Projection(layer.out.t())
+        ),
         decoder.RMSNorm(layer.mlp_norm, d.norm_eps),
         decoder.GatedMLP(decoder.Projection(layer.gate_up.t()), decoder.Projection(layer.down.t())),
     )

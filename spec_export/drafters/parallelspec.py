@@ -1,16 +1,18 @@
-"""ParallelSpec: one small transformer guesses K+1 tokens in one pass through K trained [MASK] embeddings.
+"""ParallelSpec: one small transformer guesses K+1 tokens in one pass through K trained [MASK]
+embeddings.
 
-A *parallel group* is one real row and the K mask rows behind it. Rows follow the runtime's feed: real row t carries
-the feature of position t and the embedding of token t+1, sits at position t and guesses token t+2 (the token after
-the root); mask row k of its group sits at position t+k, sees the real rows up to t and its own group's masks 1 … k,
-and guesses token t+2+k:
+A *parallel group* is one real row and the K mask rows behind it. Rows follow the runtime's feed:
+real row t carries the feature of position t and the embedding of token t+1, sits at position t and
+guesses token t+2 (the token after the root); mask row k of its group sits at position t+k, sees the
+real rows up to t and its own group's masks 1 … k, and guesses token t+2+k:
 
     t = 2, K = 2        real0 real1 real2 real3 | mask1 mask2
     mask1 (position 3)    x     x     x     .   |   x     .
     mask2 (position 4)    x     x     x     .   |   x     x
 
-Styles (section 4 of the paper): *medusa*, L = −log q(y_0) − Σ_k λ_k log q(y_k), λ_k = decay^k; *eagle*,
-L = Σ_k [w_reg · SmoothL1(f_k, f̂_k) + w_cls · CE(LM_head(f̂_k), y_k)]. Knows nothing of files, optimisers or engines.
+Styles (section 4 of the paper): *medusa*, L = −log q(y_0) − Σ_k λ_k log q(y_k), λ_k = decay^k;
+*eagle*, L = Σ_k [w_reg · SmoothL1(f_k, f̂_k) + w_cls · CE(LM_head(f̂_k), y_k)]. Knows nothing of
+files, optimisers or engines.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ INPUTS = ("tokens", "features+tokens")
 
 @dataclass(frozen=True)
 class Config:
-    """`num_masks` K masks give K+1 guesses; `taps` are extra target layers read beside the final feature."""
+    """`num_masks` K masks give K+1 guesses; `taps` are extra target layers read beside the final
+    feature."""
 
     num_masks: int = 4
     style: str = "medusa"
@@ -73,7 +76,8 @@ class Config:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences. token_BT i64, loss_BT bool (answer tokens), feature_BTF or None, length_B i64."""
+    """Right-padded sequences. token_BT i64, loss_BT bool (answer tokens), feature_BTF or None,
+    length_B i64."""
 
     token_BT: Tensor
     loss_BT: Tensor
@@ -82,7 +86,8 @@ class Batch:
 
 
 class Drafter(nn.Module):
-    """The trainable part; the target's embedding and (trimmed) LM head are borrowed, frozen and never saved."""
+    """The trainable part; the target's embedding and (trimmed) LM head are borrowed, frozen and
+    never saved."""
 
     draft_token_ids: Tensor
     draft_index_V: Tensor
@@ -90,8 +95,11 @@ class Drafter(nn.Module):
     head_VD: Tensor
     cos: Tensor
     sin: Tensor
+    layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
 
-    def __init__(self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None) -> None:
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.config, self.dims = config, ends.dims
         D, K = ends.dims.hidden_size, config.num_masks
@@ -114,7 +122,9 @@ class Drafter(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
         spread = ends.embed_VD.float().std()
-        self.mask_embed = nn.Parameter(ends.embed_VD.float().mean(0) + 0.5 * spread * torch.randn(K, D))
+        self.mask_embed = nn.Parameter(
+            ends.embed_VD.float().mean(0) + 0.5 * spread * torch.randn(K, D)
+        )
         if num_chunks > 1:
             # the chunks' scales differ a hundredfold, so each is normalised before fc mixes them
             self.input_norm = nn.Parameter(torch.ones(num_chunks, D))
@@ -125,10 +135,11 @@ class Drafter(nn.Module):
         if config.style == "medusa":
             self.final_norm = nn.Parameter(ends.final_norm_D.float().clone())
 
-    # ---- rows ---------------------------------------------------------------------------------------------------
+    # ---- rows ------------------------------------------------------------------------------------
 
     def input_rows(self, embedding: Tensor, feature: Tensor | None) -> Tensor:
-        """Layer input [..., D] from embedding [..., D] and feature [..., F] (zeros on mask rows)."""
+        """Layer input [..., D] from embedding [..., D] and feature [..., F] (zeros on mask
+        rows)."""
         if self.config.inputs == "tokens":
             return embedding
         assert feature is not None, "features+tokens needs features"
@@ -139,19 +150,25 @@ class Drafter(nn.Module):
 
     def mask_rows(self) -> Tensor:
         """Layer input of the mask rows, [K, D]."""
-        zeros = self.mask_embed.new_zeros(self.config.num_masks, self.num_features * self.dims.hidden_size)
+        zeros = self.mask_embed.new_zeros(
+            self.config.num_masks, self.num_features * self.dims.hidden_size
+        )
         return self.input_rows(self.mask_embed, zeros)
 
     def output_rows(self, hidden: Tensor) -> Tensor:
-        """What the shared head reads, [..., D]: normed (medusa) or the predicted feature itself (eagle)."""
+        """What the shared head reads, [..., D]: normed (medusa) or the predicted feature itself
+        (eagle)."""
         if self.config.style == "eagle":
             return hidden
-        return F.rms_norm(hidden, (self.dims.hidden_size,), self.final_norm.to(hidden.dtype), self.dims.norm_eps)
+        return F.rms_norm(
+            hidden, (self.dims.hidden_size,), self.final_norm.to(hidden.dtype), self.dims.norm_eps
+        )
 
-    # ---- group-wise parallel training -----------------------------------------------------------------------------
+    # ---- group-wise parallel training ------------------------------------------------------------
 
     def hidden_rows(self, batch: Batch, anchor_BA: Tensor) -> tuple[Tensor, Tensor]:
-        """Last hidden states of the real rows [B, T-1, D] and of the groups anchored at row anchor_BA, [B, A, K, D]."""
+        """Last hidden states of the real rows [B, T-1, D] and of the groups anchored at row
+        anchor_BA, [B, A, K, D]."""
         K = self.config.num_masks
         embedding = self.embed_VD[batch.token_BT[:, 1:]]
         feature = None if batch.feature_BTF is None else batch.feature_BTF[:, :-1]
@@ -173,14 +190,24 @@ class Drafter(nn.Module):
                 qm, km, vm = layer.project_qkv(masks)
                 qm = rotate(qm, cos[position_BAK], sin[position_BAK])
                 km = rotate(km, cos[position_BAK], sin[position_BAK])
-                masks = layer.finish(masks, self._attend_groups(qm, km, vm, k, v, visible_BAR, group_KK))
+                masks = layer.finish(
+                    masks, self._attend_groups(qm, km, vm, k, v, visible_BAR, group_KK)
+                )
             real = layer.finish(real, attended.transpose(1, 2).flatten(-2))
         return real, masks
 
     def _attend_groups(
-        self, q: Tensor, k: Tensor, v: Tensor, real_k: Tensor, real_v: Tensor, visible_BAR: Tensor, group_KK: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        real_k: Tensor,
+        real_v: Tensor,
+        visible_BAR: Tensor,
+        group_KK: Tensor,
     ) -> Tensor:
-        """Attention of mask rows q [B,A,K,H,Dh] over real keys [B,G,R,Dh] and their own group's [B,A,K,G,Dh]."""
+        """Attention of mask rows q [B,A,K,H,Dh] over real keys [B,G,R,Dh] and their own group's
+        [B,A,K,G,Dh]."""
         B, A, K, H, Dh = q.shape
         G = real_k.shape[1]
         q = q.unflatten(-2, (G, H // G)) * Dh**-0.5  # heads h of one key/value head g
@@ -195,17 +222,22 @@ class Drafter(nn.Module):
         out = out + torch.einsum("bghakj,bajgd->bakghd", weight[..., R:], v)
         return out.reshape(B, A, K, H * Dh)
 
-    def loss(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss of a batch and, per guess k, `correct_K` and `count_K` (top-1 accuracy's numerator, denominator).
+    def loss(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss of a batch and, per guess k, `correct_K` and `count_K` (top-1 accuracy's
+        numerator, denominator).
 
-        Positions without a label (past the end, a prompt token, or a token outside the draft vocabulary) are ignored.
-        Groups are anchored at a random `anchor_fraction` of the labelled rows; every real row stays.
+        Positions without a label (past the end, a prompt token, or a token outside the draft
+        vocabulary) are ignored. Groups are anchored at a random `anchor_fraction` of the labelled
+        rows; every real row stays.
         """
         config = self.config
         K, D = config.num_masks, self.dims.hidden_size
         label_BT = torch.where(batch.loss_BT, self.draft_index_V[batch.token_BT], IGNORED)
         T = label_BT.shape[1]
-        label_BRK = F.pad(label_BT, (0, K + 1), value=IGNORED)[:, 2:].unfold(1, K + 1, 1)[:, : T - 1]
+        ahead_BT = F.pad(label_BT, (0, K + 1), value=IGNORED)[:, 2:]
+        label_BRK = ahead_BT.unfold(1, K + 1, 1)[:, : T - 1]
         has_label_BR = label_BRK[..., 0] != IGNORED
         anchor_BA, is_anchor_BA = self._choose_anchors(has_label_BR, generator)
         real, masks = self.hidden_rows(batch, anchor_BA)
@@ -221,25 +253,34 @@ class Drafter(nn.Module):
         target_b = torch.cat((at_real[0], at_group[0].repeat_interleave(K)))
         target_t = torch.cat((at_real[1], group_row[1].repeat_interleave(K))) + 1 + guess_R
         keep = label_R != IGNORED
-        rows, label_R, guess_R, target_b, target_t = (x[keep] for x in (rows, label_R, guess_R, target_b, target_t))
+        rows, label_R, guess_R = rows[keep], label_R[keep], guess_R[keep]
+        target_b, target_t = target_b[keep], target_t[keep]
 
         count_K = torch.bincount(guess_R, minlength=K + 1)
-        lambda_K = position_weights(K + 1, config.decay if config.style == "medusa" else 1.0).to(count_K.device)
+        decay = config.decay if config.style == "medusa" else 1.0
+        lambda_K = position_weights(K + 1, decay).to(count_K.device)
         weight_R = (lambda_K / count_K.clamp(min=1))[guess_R]
         out = self.output_rows(rows)
         head_VD = self.head_VD.to(out.dtype)
         teacher_RD = None
         if batch.feature_BTF is not None:
             teacher_RD = batch.feature_BTF[target_b, target_t, :D].to(out.dtype)
-        loss, top_R = head_cross_entropy(out, head_VD, label_R, weight_R, teacher_RD, config.soft_weight)
+        loss, top_R = head_cross_entropy(
+            out, head_VD, label_R, weight_R, teacher_RD, config.soft_weight
+        )
         if config.style == "eagle":
             assert teacher_RD is not None
-            loss = config.w_cls * loss + config.w_reg * feature_regression(out, teacher_RD, weight_R)
+            loss = config.w_cls * loss + config.w_reg * feature_regression(
+                out, teacher_RD, weight_R
+            )
         correct_K = torch.zeros_like(count_K).index_add_(0, guess_R, (top_R == label_R).long())
         return loss, {"correct_K": correct_K, "count_K": count_K}
 
-    def _choose_anchors(self, has_label_BR: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Row indices [B, A] of the groups' anchors, and which of them are real (rows short of anchors are padded)."""
+    def _choose_anchors(
+        self, has_label_BR: Tensor, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Row indices [B, A] of the groups' anchors, and which of them are real (rows short of
+        anchors are padded)."""
         fraction = self.config.anchor_fraction
         score = torch.rand(has_label_BR.shape, generator=generator).to(has_label_BR.device)
         score = torch.where(has_label_BR, score, -1.0)
@@ -250,21 +291,24 @@ class Drafter(nn.Module):
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
-        """Top guesses at every real row: token ids i64 and log-probabilities f32, both [B, T-1, K+1, top_k]."""
+        """Top guesses at every real row: token ids i64 and log-probabilities f32, both [B, T-1,
+        K+1, top_k]."""
         B, T = batch.token_BT.shape
         anchor_BA = torch.arange(T - 1, device=batch.token_BT.device).expand(B, T - 1)
         real, masks = self.hidden_rows(batch, anchor_BA)
         rows = torch.cat((real[:, :, None], masks), dim=2)
         ids, log_probs = [], []
-        for chunk in rows.flatten(0, 2).split(4096):  # the logits of all rows at once would be gigabytes
+        # the logits of all rows at once would be gigabytes
+        for chunk in rows.flatten(0, 2).split(4096):
             out = self.output_rows(chunk)
-            top = torch.log_softmax((out @ self.head_VD.to(out.dtype).T).float(), -1).topk(top_k, dim=-1)
+            logits = (out @ self.head_VD.to(out.dtype).T).float()
+            top = torch.log_softmax(logits, -1).topk(top_k, dim=-1)
             ids.append(self.draft_token_ids[top.indices])
             log_probs.append(top.values)
         shape = (B, T - 1, self.config.num_masks + 1, top_k)
         return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
 
-    # ---- export ---------------------------------------------------------------------------------------------------
+    # ---- export ----------------------------------------------------------------------------------
 
     def runtime_config(self) -> dict[str, Any]:
         """What the proposer must know: see `spec_runtime/proposers/heads.py`."""
@@ -281,8 +325,9 @@ class Drafter(nn.Module):
     def export(self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True) -> ir.Model:
         """The drafter's graph, contiguous form.
 
-        Inputs input_ids i64[1,N] (mask k as mask_token_base + k − 1), features f32[1,N,F] (not with inputs = "tokens"),
-        position_ids, mask, logit_rows i64[M], the cache inputs; outputs guess_ids i64[M,C], guess_log_probs f32[M,C].
+        Inputs input_ids i64[1,N] (mask k as mask_token_base + k − 1), features f32[1,N,F] (not with
+        inputs = "tokens"), position_ids, mask, logit_rows i64[M], the cache inputs; outputs
+        guess_ids i64[M,C], guess_log_probs f32[M,C].
         """
         config = replace(target, num_layers=self.config.layers, taps=())
         inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
@@ -291,7 +336,9 @@ class Drafter(nn.Module):
             num_rows = inputs[0].example.shape[1]
             inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, width), {1: "N"}))
         caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-        return export(_Graph(self, config), inputs, ["guess_ids", "guess_log_probs", *caches], "parallelspec")
+        return export(
+            _Graph(self, config), inputs, ["guess_ids", "guess_log_probs", *caches], "parallelspec"
+        )
 
 
 class _Graph(nn.Module):
@@ -302,8 +349,11 @@ class _Graph(nn.Module):
         self.drafter = drafter
         self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
         if drafter.num_features:
-            # the chunks' gains are folded into fc, so that the graph norms all chunks with one operator
-            self.fc = decoder.Projection((drafter.input_norm.reshape(-1, 1) * drafter.fc).detach().t())
+            # the chunks' gains are folded into fc, so that the graph norms all chunks with one
+            # operator
+            self.fc = decoder.Projection(
+                (drafter.input_norm.reshape(-1, 1) * drafter.fc).detach().t()
+            )
             self.unit_norm = decoder.RMSNorm(torch.ones(config.hidden_size), config.norm_eps)
 
     def forward(self, input_ids: Tensor, *inputs: Any) -> tuple[Tensor, ...]:

@@ -21,7 +21,22 @@ class Backend(Protocol):
 
 
 def open_graph(bundle: Bundle, graph: Graph, capacity: int, threads: int | None = None) -> Backend:
-    """The backend for one graph of a bundle. ValueError: a file this machine's runtime cannot load."""
+    """The backend for one graph of a bundle. ValueError: a file this machine's runtime cannot
+    load."""
     from spec_runtime.backends.ort import OrtBackend
 
+    probe = bundle.manifest.graphs.get("probe")
+    if probe is not None and graph is bundle.manifest.graphs["target"]:
+        _require_exact_int8(OrtBackend(bundle.path / probe.file, probe, 1, 1))
     return OrtBackend(bundle.path / graph.file, graph, capacity, threads)
+
+
+def _require_exact_int8(probe: Backend) -> None:
+    """Refuse a CPU whose u8·s8 products saturate: every int8 result would be silently wrong."""
+    x = np.full((1, 64), 255, np.uint8)
+    got, expected = int(probe.run({"x": x}, ["y"])["y"][0, 0]), (255 - 128) * 127 * 64
+    if got != expected:
+        raise ValueError(
+            f"this CPU's int8 products saturate (got {got}, expected {expected}): build the "
+            "bundle with --precision int8 --reduce-range, or with another precision"
+        )

@@ -1,7 +1,7 @@
 """ONNX Runtime on the CPU: everything is bound, nothing is copied.
 
-Each KV buffer is one OrtValue, bound as a graph input and as the output of the node that writes it, so that a step
-writes in place. Knows sessions and buffers; knows nothing of what the rows mean.
+Each KV buffer is one OrtValue, bound as a graph input and as the output of the node that writes it,
+so that a step writes in place. Knows sessions and buffers; knows nothing of what the rows mean.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ except ImportError as error:
 
 
 class OrtBackend:
-    """One session with its KV buffers, [1, G, capacity, Dh] each, zero-initialised (0 · NaN would poison a row)."""
+    """One session with its KV buffers, [1, G, capacity, Dh] each, zero-initialised (0 · NaN would
+    poison a row)."""
 
     def __init__(self, path: Path, graph: Graph, capacity: int, threads: int | None = None) -> None:
         self.form, self.capacity = graph.form, capacity
@@ -36,7 +37,8 @@ class OrtBackend:
         self._buffers: dict[str, np.ndarray] = {}
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """See Backend.run; the arrays returned are views of buffers that the next run writes again."""
+        """See Backend.run; the arrays returned are views of buffers that the next run writes
+        again."""
         binding = self._binding(tuple(outputs))
         sizes: dict[str, int] = {}
         held = []  # ONNX Runtime reads these arrays' memory during the run
@@ -60,14 +62,18 @@ class OrtBackend:
         return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype=spec.dtype))
 
     def _binding(self, outputs: tuple[str, ...]) -> Any:
-        """A binding with every KV buffer in place; one per set of outputs, so that unwanted ones are not computed."""
+        """A binding with every KV buffer in place; one per set of outputs, so that unwanted ones
+        are not computed."""
         if outputs not in self._bindings:
             binding = self._session.io_binding()
             for name, cache in self._caches.items():
                 binding.bind_ortvalue_input(name, cache)
                 binding.bind_ortvalue_output(f"{name}.out", cache)
             bound = binding.get_outputs()
-            same = [a.data_ptr() == b.data_ptr() for a, b in zip(bound, self._caches.values(), strict=True)]
+            same = [
+                a.data_ptr() == b.data_ptr()
+                for a, b in zip(bound, self._caches.values(), strict=True)
+            ]
             assert all(same), "a KV buffer is not bound in place"
             self._bindings[outputs] = binding
         return self._bindings[outputs]
@@ -95,7 +101,10 @@ def _open_session(path: Path, threads: int) -> Any:
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the runtime raises its own kinds, none of them public
-        raise ValueError(f"ONNX Runtime {ort.__version__} cannot load {path.name}: {' '.join(str(error).split())[:300]}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"ONNX Runtime {ort.__version__} cannot load {path.name}: {reason}"
+        ) from error
 
 
 def _check_signature(session: Any, graph: Graph, path: Path) -> None:
@@ -105,4 +114,7 @@ def _check_signature(session: Any, graph: Graph, path: Path) -> None:
     ):
         names, wanted = {value.name for value in got}, {spec.name for spec in expected}
         if names != wanted:
-            raise ValueError(f"{path.name} has {kind} {sorted(names)}, the manifest says {sorted(wanted)}: build the bundle again")
+            raise ValueError(
+                f"{path.name} has {kind} {sorted(names)}, the manifest says "
+                f"{sorted(wanted)}: build the bundle again"
+            )

@@ -27,22 +27,24 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Any:
     return tokenizer
 
 
-def save_llama(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """A Hugging Face folder with a two-layer Llama; a context of 256 tokens."""
+def save_llama(folder: Path, template: str | None = TEMPLATE, **options: Any) -> Path:
+    """A Hugging Face folder with a two-layer Llama; a context of 256 tokens. `options`: of its
+    config."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=98,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
+    known = {
+        "vocab_size": 98,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    config = transformers.LlamaConfig(**known | options)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         transformers.LlamaForCausalLM(config).save_pretrained(folder)

@@ -1,0 +1,283 @@
+"""Build a bundle: export the target and its drafters, quantise, add tokenizer and manifest, rename
+into place.
+
+Knows the order of things and the manifest; the graphs are other files' work.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from rich.console import Console
+
+from spec_export import checkpoint, onnx_export, quantize, recipe, target
+from spec_export import drafters as drafter_files
+from spec_export.decoder import Backbone, DecoderConfig
+from spec_export.onnx_rewrite import to_slots
+from spec_runtime import bundle as bundles
+from spec_runtime.proposers import BUILT_IN
+
+console = Console(stderr=True)
+DEFAULT_MAX_LENGTH = 2048
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+# nodes (root included) and smallest path probability of a dynamic tree, by target precision: int8
+# verifies a node more cheaply, so less probable ones pay
+TREES = {"int8": {"max_nodes": 16, "min_probability": 0.03}}
+DEFAULT_TREE = {"max_nodes": 12, "min_probability": 0.06}
+
+
+def build(
+    model: str | None = None,
+    drafters: list[str] | None = None,
+    drafter_checkpoint: Path | None = None,
+    precision: str = "fp32",
+    max_length: int | None = None,
+    out: Path | None = None,
+    form: str = "slots",
+    reduce_range: bool = False,
+) -> Path:
+    """Write a bundle and return its folder (bundles/<target> by default).
+
+    model: folder, hub id, GGUF file, None = the demo. drafters: names; none = the demo's shipped
+    drafter, or prompt lookup alone for another target. drafter_checkpoint: the folder `spec-export
+    train` wrote. max_length: context in tokens, 2048 or the target's own if that is less.
+    ValueError: an unknown drafter, no checkpoint for it, or weights that do not fit; nothing is
+    left half-written.
+    """
+    if precision not in quantize.PRECISIONS:
+        raise ValueError(
+            f"got precision {precision!r}, expected one of {', '.join(quantize.PRECISIONS)}"
+        )
+    if form == "contiguous" and precision in ("int8", "int4"):
+        raise ValueError(
+            f"got precision {precision} with the contiguous form, expected fp32, "
+            "fp16 or bf16: TensorRT reads those"
+        )
+    if reduce_range and precision != "int8":
+        raise ValueError(
+            f"got reduce_range with precision {precision}, expected int8: "
+            "no other precision needs it"
+        )
+    names = _known(drafters or [])
+    source = target.resolve(model)
+    out = out or Path("bundles") / source.name
+    _require_replaceable(out)
+    only_built_in = bool(drafters) and not names and drafter_checkpoint is None
+    saved = [] if only_built_in else _checkpoints(source, names, drafter_checkpoint)
+    with console.status("loading the target"):
+        hf_model, tokenizer = target.load(source)
+    taps = tuple(sorted({tap for drafter in saved for tap in drafter.config.get("taps", ())}))
+    limit = hf_model.config.max_position_embeddings
+    length = min(DEFAULT_MAX_LENGTH, limit) if max_length is None else max_length
+    trained = [
+        (drafter, _module(drafter, Backbone.from_transformers(hf_model, (), length)))
+        for drafter in saved
+    ]
+    backbone = Backbone.from_transformers(
+        hf_model.to(DTYPES.get(precision, torch.float32)), taps, length
+    )
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
+    temporary.mkdir()
+
+    def write_step(graph: ir.Model, file: str) -> bundles.Graph:
+        if form == "slots":
+            to_slots(graph)
+        quantize.quantize(graph, precision, reduce_range)
+        return _write_graph(graph, form, temporary, file)
+
+    try:
+        with console.status("exporting the target"):
+            exported = onnx_export.export_backbone(backbone)
+            graphs = {"target": write_step(exported, "target/target.onnx")}
+        if precision == "int8" and not reduce_range:
+            probe = quantize.saturation_probe()
+            graphs["probe"] = _write_graph(probe, "stateless", temporary, "probe/probe.onnx")
+        infos = []
+        for drafter, module in trained:
+            with console.status(f"exporting {drafter.name}"):
+                exported = module.export(backbone.config)
+                graph = write_step(exported, f"drafters/{drafter.name}/drafter.onnx")
+                infos.append(_drafter_info(drafter, module, graph, precision, temporary))
+        manifest = bundles.Manifest(
+            schema_version=bundles.SCHEMA_VERSION,
+            name=source.name,
+            target=_target_info(backbone.config, precision),
+            graphs=graphs,
+            drafters=tuple(infos),
+            tokenizer=_write_tokenizer(tokenizer, hf_model, temporary),
+            provenance=checkpoint.collect_provenance(
+                model=source.name,
+                source=source.kind,
+                drafters={d.name: d.provenance for d in saved},
+            ),
+            files={},
+        )
+        bundles.write_manifest(temporary, manifest)
+        if out.exists():
+            shutil.rmtree(out)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    if not names and not saved:
+        console.print(
+            f"no drafter is trained for {source.name}: the bundle drafts by prompt lookup. "
+            "To train one: spec-export distill, then spec-export train RECIPE"
+        )
+    return out
+
+
+def _require_replaceable(out: Path) -> None:
+    """Nothing, an empty folder or a bundle, of whatever schema or damage, may be replaced."""
+    if out.exists() and not (out / bundles.MANIFEST).is_file() and any(out.iterdir()):
+        raise ValueError(f"{out} holds other files, expected a bundle or a new folder")
+
+
+def _known(names: list[str]) -> list[str]:
+    known = [*drafter_files.trainable(), *BUILT_IN]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"got drafter {unknown[0]!r}, expected one of {', '.join(known)}")
+    return [name for name in names if name not in BUILT_IN]
+
+
+def shipped(name: str) -> Path | None:
+    """The folder of the demo's drafter of this name inside the package, None if none is shipped."""
+    folder = (
+        Path(str(resources.files("spec_export"))) / "assets" / "drafters" / target.DEMO_NAME / name
+    )
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _checkpoints(
+    source: target.Source, names: list[str], folder: Path | None
+) -> list[checkpoint.SavedDrafter]:
+    if folder is not None:
+        saved = checkpoint.load_drafter(folder)
+        if names and names != [saved.name]:
+            raise ValueError(
+                f"got a checkpoint of {saved.name!r} for drafter {', '.join(names)}: "
+                "name one drafter, its own"
+            )
+        return [saved]
+    if source.kind != "demo":
+        if names:
+            raise ValueError(
+                f"got drafter {names[0]!r} for {source.name} without weights: train it with "
+                "spec-export train, then pass --drafter-checkpoint"
+            )
+        return []
+    found = []
+    for name in names or [name for name in drafter_files.trainable() if shipped(name)]:
+        where = shipped(name)
+        if where is None:
+            raise ValueError(
+                f"no {name} drafter is shipped for the demo: train one, then pass "
+                "--drafter-checkpoint"
+            )
+        found.append(checkpoint.load_drafter(where))
+    return found
+
+
+def _module(saved: checkpoint.SavedDrafter, backbone: Backbone) -> Any:
+    """The drafter's module with its trained weights; ValueError names tensors that do not fit the
+    target."""
+    definition = drafter_files.load(saved.name)
+    config = recipe.build_config(definition.Config, saved.config, f"{saved.path}/config.json")
+    ids = None if saved.draft_token_ids is None else torch.from_numpy(saved.draft_token_ids)
+    vocab_size = backbone.config.vocab_size
+    if ids is not None and int(ids.max()) >= vocab_size:
+        raise ValueError(
+            f"{saved.path} guesses token ids up to {int(ids.max())}, the target has {vocab_size}: "
+            "it was trained for another target"
+        )
+    module = definition.Drafter(config, target.ends(backbone), ids)
+    saved.load_into(module)
+    return module.eval()
+
+
+def _write_graph(model: ir.Model, form: str, root: Path, file: str) -> bundles.Graph:
+    onnx_export.save(model, root / file)
+    return bundles.Graph(file, form, _specs(model.graph.inputs), _specs(model.graph.outputs))
+
+
+def _specs(values: Any) -> tuple[bundles.TensorSpec, ...]:
+    return tuple(
+        bundles.TensorSpec(
+            value.name,
+            str(value.dtype.numpy()),
+            tuple(size if isinstance(size, int) else str(size.value) for size in value.shape),
+        )
+        for value in values
+    )
+
+
+def _drafter_info(
+    saved: checkpoint.SavedDrafter, module: Any, graph: bundles.Graph, precision: str, root: Path
+) -> bundles.DrafterInfo:
+    ids = None
+    if saved.draft_token_ids is not None:
+        ids = f"drafters/{saved.name}/draft_token_ids.npy"
+        np.save(root / ids, saved.draft_token_ids)
+    measured = saved.provenance.get("validation") or {}
+    return bundles.DrafterInfo(
+        name=saved.name,
+        config=module.runtime_config(),
+        graphs={"draft": graph},
+        draft_token_ids=ids,
+        calibration=None,
+        trees=TREES.get(precision, DEFAULT_TREE),
+        expected_accepted_length=measured.get("accepted_length"),
+    )
+
+
+def _target_info(config: DecoderConfig, precision: str) -> bundles.TargetInfo:
+    return bundles.TargetInfo(
+        family=config.family,
+        dims=bundles.Dims(
+            config.vocab_size,
+            config.hidden_size,
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        ),
+        precision=precision,
+        max_length=config.max_length,
+        scratch=config.scratch,
+        rope={"type": config.rope.get("rope_type", "default")} | config.rope,
+        taps=config.taps,
+        position_convention="absolute",
+        target_modified=False,
+    )
+
+
+def _write_tokenizer(tokenizer: Any, model: Any, root: Path) -> bundles.TokenizerInfo:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            "the target has no fast tokenizer (tokenizer.json): convert it with transformers first"
+        )
+    backend.save(str(root / "tokenizer.json"))
+    template = None
+    if getattr(tokenizer, "chat_template", None):
+        template = "chat_template.jinja"
+        (root / template).write_text(tokenizer.chat_template, encoding="utf-8")
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ends = ends if isinstance(ends, list) else [ends]
+    eos = sorted({i for i in (*ends, tokenizer.eos_token_id) if i is not None})
+    return bundles.TokenizerInfo(
+        file="tokenizer.json",
+        sha256="",
+        vocab_size=backend.get_vocab_size(),
+        special_ids={"bos": tokenizer.bos_token_id, "eos": eos, "pad": tokenizer.pad_token_id},
+        chat_template=template,
+    )

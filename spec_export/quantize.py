@@ -1,0 +1,239 @@
+"""Weights of a slots-form graph to int8 or int4, in ONNX Runtime's operators.
+
+*int8*: every product is row-wise: q = u8(x / s) with zero point 128 and s = max|x| / 127 *of that
+row*, so that a tree node's result does not depend on its siblings; weights s8 with one scale per
+output column; int32 accumulation exact.
+*int4*: weights w = d·q + m in blocks of 32 (GGUF's Q4_1 maps exactly): MatMulNBits on d·q plus
+block sums of x times m; the LM head in 8 bits, blocks of 32.
+Both keep the embedding in 8 bits with one scale per 32 values (GGUF's Q8_0 maps exactly).
+Knows MatMul, Gemm and Gather nodes with weights; knows nothing of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from spec_export.onnx_rewrite import MS, GraphEditor
+
+BLOCK = 32
+FULL, REDUCED = 127, 63  # largest int8 weight
+PRECISIONS = ("fp32", "int8", "int4", "fp16", "bf16")
+# products below this many weights stay in float: a drafter's small adapters gain nothing
+SMALLEST = 4096
+
+
+def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.Model:
+    """Rewrite `model` (slots form, float32) in place. fp32, fp16 and bf16 pass: they are the
+    module's own dtype. `reduce_range`: int8 weights within ±63, for CPUs whose products saturate.
+
+    ValueError: an unknown precision.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
+    if precision not in ("int8", "int4"):
+        return model
+    edit = GraphEditor(model, precision)
+    model.opset_imports[MS] = 1
+    largest = REDUCED if reduce_range else FULL
+    product = _Int8(edit, largest) if precision == "int8" else _Int4(edit)
+    for node in list(edit.graph):
+        weight = _weight(node)
+        if weight is None:
+            continue
+        if node.op_type == "Gather":
+            _quantize_embedding(edit, node, weight)
+        elif node.op_type in ("MatMul", "Gemm"):
+            is_head = node.op_type == "Gemm"  # Gemm(x, W[V,D], transB=1)
+            weight_KN = weight.T if is_head else weight
+            if weight_KN.shape[0] % BLOCK == 0:
+                edit.replace(node.outputs[0], product(node, weight_KN, is_head))
+    for node in reversed(list(edit.graph)):
+        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
+            edit.graph.remove(node, safe=True)
+    for name, value in list(edit.graph.initializers.items()):
+        if not value.uses():
+            del edit.graph.initializers[name]
+    return model
+
+
+def saturation_probe() -> ir.Model:
+    """A product every int8 graph relies on, at its extremes: u8 [1, 64] · s8 127 → i32 [1, 1],
+    zero point 128.
+
+    255 everywhere must give (255 − 128) · 127 · 64; a kernel that saturates pairs in 16 bits gives
+    less.
+    """
+    x = ir.Value(name="x", shape=ir.Shape([1, 64]), type=ir.TensorType(ir.DataType.UINT8))
+    weight = ir.tensor(np.full((64, 1), 127, np.int8), name="weight")
+    zero_point = ir.tensor(np.array(128, np.uint8), name="zero_point")
+    initializers = [
+        ir.Value(
+            name=t.name, shape=ir.Shape(t.shape.numpy()), type=ir.TensorType(t.dtype), const_value=t
+        )
+        for t in (weight, zero_point)
+    ]
+    node = ir.node("MatMulInteger", [x, *initializers])
+    (y,) = node.outputs
+    y.name, y.shape, y.type = "y", ir.Shape([1, 1]), ir.TensorType(ir.DataType.INT32)
+    graph = ir.Graph(
+        [x], [y], nodes=[node], initializers=initializers, opset_imports={"": 24}, name="probe"
+    )
+    return ir.Model(graph, ir_version=11)
+
+
+def _weight(node: ir.Node) -> np.ndarray | None:
+    """The big float matrix this node reads, if any."""
+    index = {"MatMul": 1, "Gemm": 1, "Gather": 0}.get(node.op_type)
+    value = None if index is None else node.inputs[index]
+    if value is None or not value.is_initializer() or value.const_value is None:
+        return None
+    tensor = value.const_value
+    if (
+        tensor.dtype != ir.DataType.FLOAT
+        or len(tensor.shape) != 2
+        or np.prod(tensor.shape.numpy()) < SMALLEST
+    ):
+        return None
+    return tensor.numpy()
+
+
+def _quantize_embedding(edit: GraphEditor, node: ir.Node, table_VD: np.ndarray) -> None:
+    """Gather 8-bit rows and their block scales, then multiply: only the rows asked for are ever
+    unpacked."""
+    V, D = table_VD.shape
+    if D % BLOCK:
+        return
+    blocks = table_VD.reshape(V, D // BLOCK, BLOCK)
+    scale = np.abs(blocks).max(-1, keepdims=True) / 127
+    q = np.rint(blocks / np.where(scale == 0, 1, scale)).astype(np.int8)
+    ids = node.inputs[1]
+    (row,) = edit.add(node, "Gather", [edit.constant(q, "embedding.q8"), ids], axis=0)
+    (row,) = edit.add(node, "Cast", [row], to=ir.DataType.FLOAT.value)
+    (row_scale,) = edit.add(
+        node, "Gather", [edit.constant(scale.astype(np.float32), "embedding.scale"), ids], axis=0
+    )
+    (row,) = edit.add(node, "Mul", [row, row_scale])
+    (row,) = edit.add(node, "Reshape", [row, edit.constant(np.array([0, 0, -1]))])
+    edit.replace(node.outputs[0], row)
+
+
+class _Int8:
+    """Row-wise int8 products; one quantisation serves every product that reads the same value."""
+
+    def __init__(self, edit: GraphEditor, largest: int) -> None:
+        self.edit, self.largest = edit, largest
+        self.quantized: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+
+    def __call__(self, node: ir.Node, weight_KN: np.ndarray, is_head: bool) -> ir.Value:
+        edit = self.edit
+        x = node.inputs[0]
+        assert x is not None
+        if x not in self.quantized:
+            self.quantized[x] = self._rows(node, x)
+        q, size = self.quantized[x]
+        weight_scale = np.abs(weight_KN).max(0) / self.largest
+        weight_scale[weight_scale == 0] = 1
+        weight = np.rint(weight_KN / weight_scale).astype(np.int8)
+        stem = str(node.inputs[1].name if node.inputs[1] is not None else "weight")
+        inputs = [
+            q,
+            edit.constant(weight, f"{stem}.q8"),
+            edit.constant(np.array(1, np.float32)),
+            edit.constant((weight_scale / 127).astype(np.float32), f"{stem}.scale"),
+            edit.constant(np.array(128, np.uint8)),
+            edit.constant(np.array(0, np.int8)),
+        ]
+        (y,) = edit.add(node, "MatMulIntegerToFloat", inputs, domain=MS)
+        return edit.add(node, "Mul", [y, size])[0]
+
+    def _rows(self, node: ir.Node, x: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """x [..., K] -> u8 of the same shape, and max|x| f32 [..., 1] of each row.
+
+        The 1/127 of a row's scale sits in QuantizeLinear's constant and in the weights' scales,
+        which saves a node. A zero row's quotient is undefined but finite after the cast, and 0
+        times it is 0.
+        """
+        edit = self.edit
+        (size,) = edit.add(node, "Abs", [x])
+        (size,) = edit.add(node, "ReduceMax", [size, edit.constant(np.array([-1]))], keepdims=1)
+        (ratio,) = edit.add(node, "Div", [x, size])
+        step, zero_point = (
+            edit.constant(np.array(1 / 127, np.float32)),
+            edit.constant(np.array(128, np.uint8)),
+        )
+        (q,) = edit.add(node, "QuantizeLinear", [ratio, step, zero_point])
+        return q, size
+
+
+class _Int4:
+    """4-bit weights in blocks of 32 with scale and minimum; 8-bit blocks for the head."""
+
+    def __init__(self, edit: GraphEditor) -> None:
+        self.edit = edit
+        self.sums: dict[ir.Value, ir.Value] = {}
+
+    def __call__(self, node: ir.Node, weight_KN: np.ndarray, is_head: bool) -> ir.Value:
+        edit = self.edit
+        x = node.inputs[0]
+        assert x is not None
+        K, N = weight_KN.shape
+        blocks = np.ascontiguousarray(weight_KN.T).reshape(N, K // BLOCK, BLOCK)
+        pack: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray | None]] = (
+            _q8 if is_head else _q4
+        )
+        packed, scale, minimum = pack(blocks)
+        inputs: list[ir.Value] = [
+            x,
+            edit.constant(packed, "weight.q"),
+            edit.constant(scale, "weight.scale"),
+        ]
+        if minimum is not None:  # zero points of 0, two to a byte
+            zero_points = np.zeros((N, (K // BLOCK + 1) // 2), np.uint8)
+            inputs.append(edit.constant(zero_points, "zero_points"))
+        (y,) = edit.add(
+            node,
+            "MatMulNBits",
+            inputs,
+            domain=MS,
+            K=K,
+            N=N,
+            bits=8 if is_head else 4,
+            block_size=BLOCK,
+            accuracy_level=4,
+        )
+        if minimum is None:
+            return y
+        if x not in self.sums:
+            (cut,) = edit.add(
+                node, "Reshape", [x, edit.constant(np.array([0, -1, K // BLOCK, BLOCK]))]
+            )
+            self.sums[x] = edit.add(
+                node, "ReduceSum", [cut, edit.constant(np.array([-1]))], keepdims=0
+            )[0]
+        (offset,) = edit.add(
+            node, "MatMul", [self.sums[x], edit.constant(minimum.T, "weight.minimum")]
+        )
+        return edit.add(node, "Add", [y, offset])[0]
+
+
+def _q4(blocks_NBK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Packed u8[N, B, 16] (2j low, 2j+1 high), scale f32[N, B], minimum f32[N, B] with w ≈ scale·q
+    + minimum."""
+    low, high = blocks_NBK.min(-1), blocks_NBK.max(-1)
+    scale = (high - low) / 15
+    q = (
+        np.rint((blocks_NBK - low[..., None]) / np.where(scale == 0, 1, scale)[..., None])
+        .clip(0, 15)
+        .astype(np.uint8)
+    )
+    return q[..., ::2] | (q[..., 1::2] << 4), scale.astype(np.float32), low.astype(np.float32)
+
+
+def _q8(blocks_NBK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Packed u8[N, B, 32] with the default zero point 128, scale f32[N, B]."""
+    scale = np.abs(blocks_NBK).max(-1) / 127
+    q = np.rint(blocks_NBK / np.where(scale == 0, 1, scale)[..., None]) + 128
+    return q.astype(np.uint8), scale.astype(np.float32), None

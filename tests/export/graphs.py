@@ -1,0 +1,63 @@
+"""Graphs in tests: save a model, open it on ONNX Runtime, run trees over a cache."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from spec_export.onnx_export import save
+from spec_runtime.backends.ort import OrtBackend
+from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.kv import open_cache
+
+
+def graph_of(model: ir.Model, form: str, file: str = "graph.onnx") -> Graph:
+    """What the manifest says of this model."""
+
+    def specs(values: Any) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(
+                value.name,
+                str(value.dtype.numpy()),
+                tuple(size if isinstance(size, int) else str(size.value) for size in value.shape),
+            )
+            for value in values
+        )
+
+    return Graph(file, form, specs(model.graph.inputs), specs(model.graph.outputs))
+
+
+def open_model(model: ir.Model, folder: Path, form: str, capacity: int) -> OrtBackend:
+    """The model saved to `folder` and opened with one thread."""
+    path = folder / "graph.onnx"
+    save(model, path)
+    return OrtBackend(path, graph_of(model, form), capacity, threads=1)
+
+
+class Runner:
+    """A graph with the cache that feeds it."""
+
+    def __init__(self, model: ir.Model, folder: Path, form: str = "slots", capacity: int = 96):
+        self.backend = open_model(model, folder, form, capacity)
+        self.cache = open_cache(form, capacity)
+
+    def step(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        parents: Sequence[int] | np.ndarray,
+        outputs: Sequence[str] = ("logits",),
+        rows: Sequence[int] | np.ndarray | None = None,
+        **more: np.ndarray,
+    ) -> dict[str, np.ndarray]:
+        """Run the tree and copy the outputs; `rows`: logit_rows, all by default."""
+        feeds = self.cache.place(np.asarray(parents, np.int64))
+        feeds["input_ids"] = np.asarray(tokens, np.int64)[None]
+        feeds["logit_rows"] = np.asarray(range(len(tokens)) if rows is None else rows, np.int64)
+        results = self.backend.run(feeds | more, outputs)
+        return {name: array.copy() for name, array in results.items()}
+
+    def kv(self, name: str) -> np.ndarray:
+        """A copy of one KV buffer, [1, G, S, Dh]."""
+        return np.array(self.backend._caches[name].numpy())

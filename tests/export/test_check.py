@@ -1,0 +1,193 @@
+"""check: passes on what build makes, in both forms; fails on a graph that is wrong in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from tiny_target import make_tokenizer, save_llama
+
+from spec_export import check, make_bundle, onnx_export, onnx_rewrite, reference, target
+from spec_export.decoder import Backbone
+from spec_runtime import bundle as bundles
+
+SCRIPTS = {"chunks of 1", "chunks of 7", "chunks of 64", "chain decode", "random trees"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("hf") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bundles") / "tiny"
+    return make_bundle.build(str(folder), out=out)
+
+
+@pytest.fixture
+def copy(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "copy"))
+
+
+def by_name(rows: list[check.CheckRow]) -> dict[str, check.CheckRow]:
+    return {row.name: row for row in rows}
+
+
+def failed(rows: list[check.CheckRow]) -> set[str]:
+    return {row.name for row in rows if not row.passed}
+
+
+def test_a_fresh_export_passes_in_both_forms(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = check.run(str(folder), None, ["fp32"])
+    slots, contiguous = (
+        by_name([row for row in rows if row.precision == name])
+        for name in ("fp32", "fp32 contiguous")
+    )
+    assert failed(rows) == set()
+    assert not any(row.skipped for row in rows)
+    assert slots.keys() - contiguous.keys() == {"permuted slots"}
+    assert SCRIPTS | {"context of 256", "features", "perplexity ratio"} <= contiguous.keys()
+    assert slots["perplexity ratio"].value == pytest.approx(1, abs=1e-5)
+    shown = capsys.readouterr().out
+    assert "random trees" in shown
+    assert "FAILED" not in shown
+
+
+@pytest.mark.parametrize("are_swapped", [False, True])
+def test_taps_are_compared_too(copy: Path, folder: Path, are_swapped: bool) -> None:
+    model, _ = target.load(target.resolve(str(folder)))
+    graph = onnx_rewrite.to_slots(
+        onnx_export.export_backbone(Backbone.from_transformers(model, (0, 1)))
+    )
+    taps = [value for value in graph.graph.outputs if str(value.name).startswith("taps.")]
+    if are_swapped:
+        taps[0].name = "taps"
+        taps[1].name, taps[0].name = "taps.0", "taps.1"
+    onnx_export.save(graph, copy / "target" / "target.onnx")
+    manifest = bundles.read(copy, verify=False).manifest
+    described = manifest.graphs["target"]
+    specs = [bundles.TensorSpec(f"taps.{tap}", "float32", ("N", 32)) for tap in (0, 1)]
+    described = dataclasses.replace(described, outputs=(*described.outputs, *specs))
+    info = dataclasses.replace(manifest.target, taps=(0, 1))
+    manifest = dataclasses.replace(manifest, target=info, graphs={"target": described})
+    bundles.write_manifest(copy, manifest)
+    assert failed(check.run(str(folder), copy, [])) == (
+        {"features, taps 0, 1"} if are_swapped else set()
+    )
+
+
+def test_a_perturbed_weight_fails(copy: Path, folder: Path) -> None:
+    path = copy / "target" / "target.onnx"
+    model = onnx.load(path)
+    weight = max(
+        (t for t in model.graph.initializer if "down" in t.name), key=lambda t: len(t.raw_data)
+    )
+    values = onnx.numpy_helper.to_array(weight).copy()
+    values[3, 5] += 0.5
+    weight.CopyFrom(onnx.numpy_helper.from_array(values, weight.name))
+    _replace_graph(path, model)
+    rows = check.run(str(folder), copy, [])
+    assert SCRIPTS | {"permuted slots", "context of 256", "features"} <= failed(rows)
+
+
+def test_an_ignored_mask_fails(copy: Path, folder: Path) -> None:
+    """All rows in use are attended: a lone row still is right, rows beside others are not."""
+    path = copy / "target" / "target.onnx"
+    model = onnx.load(path)
+    (where,) = (
+        node for node in model.graph.node if node.op_type == "Where" and node.input[0] == "mask"
+    )
+    where.input[2] = where.input[1]
+    _replace_graph(path, model)
+    rows = check.run(str(folder), copy, [])
+    assert {"random trees", "permuted slots", "chunks of 7"} <= failed(rows)
+    assert "chunks of 1" not in failed(rows)
+
+
+def test_slots_ignored_fail(copy: Path, folder: Path) -> None:
+    """A graph that writes to slots 0, 0, ... whatever `slots` says."""
+    path = copy / "target" / "target.onnx"
+    model = onnx.load(path)
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name == "slots":
+                node.input[i] = "first_slot"
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0]), "zero_slot"))
+    nullify = onnx.helper.make_node("Mul", ["slots", "zero_slot"], ["first_slot"])
+    model.graph.node.insert(0, nullify)
+    _replace_graph(path, model)
+    assert "permuted slots" in failed(check.run(str(folder), copy, []))
+
+
+def _replace_graph(path: Path, model: onnx.ModelProto) -> None:
+    (path.parent / "weights.bin").unlink()
+    ir.save(ir.from_proto(model), path, external_data="weights.bin")
+    bundles.write_manifest(path.parents[1], bundles.read(path.parents[1], verify=False).manifest)
+
+
+def test_another_tokenizer_fails(copy: Path, folder: Path) -> None:
+    template = copy / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    bundles.write_manifest(copy, bundles.read(copy, verify=False).manifest)
+    row = by_name(check.run(str(folder), copy, []))["encoded otherwise"]
+    assert (row.value, row.passed) == (16, False)
+
+
+def test_a_bundle_of_another_model_is_refused(built: Path, tmp_path: Path) -> None:
+    other = save_llama(tmp_path / "other")
+    with pytest.raises(ValueError, match="got a bundle of tiny to compare with other"):
+        check.run(str(other), built, [])
+
+
+def test_an_altered_bundle_is_refused(copy: Path, folder: Path) -> None:
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.raises(bundles.BundleError, match="truncated or altered"):
+        check.run(str(folder), copy, [])
+
+
+def test_what_cannot_run_here_is_skipped_with_its_reason(folder: Path) -> None:
+    """ONNX Runtime has no bfloat16 attention on a CPU."""
+    rows = by_name(check.run(str(folder), None, ["bf16"]))
+    assert rows["logits"].skipped
+    assert rows["logits"].passed
+    assert "cannot load" in rows["logits"].note
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "passed"),
+    [
+        (1.0, 1.0, True),
+        (1.1, 1.0, False),
+        (np.nan, 1.0, False),
+        (np.nan, None, False),
+        (9, None, True),
+    ],
+)
+def test_a_row_passes_within_its_bound(value: float, bound: float | None, passed: bool) -> None:
+    assert check.CheckRow("x", "fp32", value, bound).passed is passed
+
+
+def test_reference_prompts_are_sixteen_and_the_prose_is_long_enough() -> None:
+    assert len(set(reference.prompts())) == 16
+    assert len(make_tokenizer()(reference.prose())["input_ids"]) > 5000
+
+
+@pytest.mark.model
+def test_int8_of_the_demo_keeps_its_bounds() -> None:
+    from spec_export import demo
+
+    try:
+        demo.fetch()
+    except demo.DemoError as error:
+        pytest.skip(str(error))
+    rows = check.run(None, None, ["int8"])
+    assert failed(rows) == set()
+    assert not any(row.skipped for row in rows)

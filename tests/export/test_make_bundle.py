@@ -1,0 +1,304 @@
+"""Building: what is refused and with which words, what a bundle holds, and that none is half-made.
+
+Bundles are those of a tiny random target; how they generate is tests/test_contract.py's matter.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_target import save_llama
+from workshop import Workshop
+
+import spec_runtime
+from spec_export import checkpoint, make_bundle, target
+from spec_runtime import bundle as bundles
+from spec_runtime import cli as runtime_cli
+from spec_runtime.bundle import BundleError
+
+NAME = "parallelspec"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+# ---- what a bundle holds ----
+
+
+def test_the_manifest_says_what_is_there(workshop: Workshop) -> None:
+    folder = workshop.bundle(NAME)
+    manifest = bundles.read(folder).manifest
+    assert set(manifest.files) == set(contents(folder)) - {"manifest.json"}
+    info = manifest.target
+    assert (info.family, info.precision, info.max_length, info.taps) == ("llama", "fp32", 256, (1,))
+    assert info.dims == bundles.Dims(98, 64, 2, 4, 2, 16)
+    assert info.rope["type"] == "default"
+    assert manifest.name == "llama"
+    assert manifest.tokenizer.special_ids == {"bos": 0, "eos": [1], "pad": None}
+    assert manifest.tokenizer.vocab_size == 98
+    assert manifest.tokenizer.chat_template == "chat_template.jinja"
+    graph = manifest.graphs["target"]
+    assert list(manifest.graphs) == ["target"]
+    outputs = {spec.name: (spec.dtype, spec.shape) for spec in graph.outputs}
+    assert outputs["logits"] == ("float32", ("M", 98))
+    assert outputs["taps.1"] == ("float32", ("N", 64))
+    (drafter,) = manifest.drafters
+    saved = checkpoint.load_drafter(workshop.drafter(NAME))
+    assert (drafter.name, set(drafter.graphs)) == (NAME, {"draft"})
+    assert drafter.config["taps"] == [1]
+    assert drafter.expected_accepted_length == saved.provenance["validation"]["accepted_length"]
+    assert drafter.draft_token_ids is not None
+    assert saved.draft_token_ids is not None
+    assert np.array_equal(np.load(folder / drafter.draft_token_ids), saved.draft_token_ids)
+    assert manifest.provenance["source"] == "folder"
+    assert manifest.provenance["drafters"][NAME]["steps"] == 2
+    assert stat.S_IMODE(folder.stat().st_mode) & 0o444 == 0o444, "others may read it"
+
+
+def test_int8_brings_its_probe_and_is_smaller(workshop: Workshop) -> None:
+    small, large = workshop.bundle(NAME, "int8"), workshop.bundle(NAME)
+    manifest = bundles.read(small).manifest
+    assert manifest.target.precision == "int8"
+    assert manifest.graphs["probe"].form == "stateless"
+    assert manifest.drafters[0].trees["max_nodes"] > 12
+    sizes = [(folder / "target" / "weights.bin").stat().st_size for folder in (small, large)]
+    assert sizes[0] < sizes[1] / 2
+
+
+def test_without_a_drafter_it_drafts_by_prompt_lookup(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "bundle"
+    assert make_bundle.build(str(workshop.llama()), out=out, max_length=100) == out
+    message = " ".join(capsys.readouterr().err.split())
+    assert "no drafter is trained for llama: the bundle drafts by prompt lookup" in message
+    manifest = bundles.read(out).manifest
+    assert (manifest.drafters, manifest.target.taps) == ((), ())
+    assert manifest.target.max_length == 100
+    engine = spec_runtime.load(out, threads=1)
+    assert engine.drafter == "prompt_lookup"
+    assert len(engine.generate("ab ab ab", max_new_tokens=5, ignore_eos=True).token_ids) == 5
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafters": ["hydra"]}, "got drafter 'hydra', expected one of parallelspec, prompt_lo"),
+        ({"drafters": [NAME]}, "got drafter 'parallelspec' for llama without weights: train it"),
+        ({"precision": "int3"}, "got precision 'int3', expected one of fp32"),
+        ({"precision": "int8", "form": "contiguous"}, "got precision int8 with the contiguous"),
+        ({"precision": "int4", "form": "contiguous"}, "got precision int4 with the contiguous"),
+        ({"precision": "fp32", "reduce_range": True}, "got reduce_range with precision fp32"),
+        ({"max_length": 257}, "got a max length of 257, expected at most the model's 256"),
+        ({"model": "./nowhere"}, "got model './nowhere', expected an existing folder"),
+        ({"drafter_checkpoint": Path("nowhere")}, "cannot read nowhere/config.json"),
+    ],
+)
+def test_what_cannot_be_built(
+    workshop: Workshop, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    known: dict[str, Any] = {"model": str(workshop.llama()), "out": tmp_path / "new" / "bundle"}
+    with pytest.raises(ValueError, match=message) as error:
+        make_bundle.build(**known | options)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def saved_drafter(workshop: Workshop, folder: Path, **changes: Any) -> Path:
+    """The session's drafter saved again with something else in it."""
+    saved = checkpoint.load_drafter(workshop.drafter(NAME))
+    fields = {"name": NAME, "config": saved.config, "draft_token_ids": saved.draft_token_ids}
+    fields |= {"state": saved.state, "provenance": saved.provenance}
+    return checkpoint.save_drafter(folder, **fields | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "drafters", "message"),
+    [
+        ({"name": "hydra"}, [NAME], "got a checkpoint of 'hydra' for drafter parallelspec"),
+        ({"name": "hydra"}, [], "got drafter 'hydra', expected one of parallelspec"),
+        ({"state": {"fc": torch.zeros(2, 2)}}, [], "tensors do not fit: missing"),
+        ({"config": {"num_mask": 3}}, [], "num_mask"),
+        ({"draft_token_ids": np.arange(50, 130)}, [], "token ids up to 129, the target has 98"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit(
+    workshop: Workshop,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    drafters: list[str],
+    message: str,
+) -> None:
+    folder = saved_drafter(workshop, tmp_path / "drafter", **changes)
+    with pytest.raises(ValueError, match=message):
+        make_bundle.build(
+            str(workshop.llama()), drafters, drafter_checkpoint=folder, out=tmp_path / "bundle"
+        )
+    assert not (tmp_path / "bundle").exists()
+
+
+def test_a_drafter_of_a_target_of_another_size(workshop: Workshop, tmp_path: Path) -> None:
+    other = save_llama(tmp_path / "other")  # half as wide
+    with pytest.raises(ValueError, match=r"tensors do not fit: .* expected"):
+        make_bundle.build(
+            str(other), drafter_checkpoint=workshop.drafter(NAME), out=tmp_path / "bundle"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_hub_id_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="could not load target some/model") as error:
+        make_bundle.build("some/model", out=tmp_path / "bundle")
+    assert "no hub access here? pass a local folder or a GGUF file" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "name"), [("Org/Model-1", "hub", "model-1"), (None, "folder", "llama")]
+)
+def test_what_a_model_is(workshop: Workshop, model: str | None, kind: str, name: str) -> None:
+    source = target.resolve(model or str(workshop.llama()))
+    assert (source.kind, source.name, source.gguf_file) == (kind, name, None)
+
+
+def test_models_that_are_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"GGML")
+    for model, message in (
+        (tmp_path, "it has no config.json"),
+        (tmp_path / "file", "expected a GGUF file"),
+        (tmp_path / "missing", "expected an existing folder or GGUF file"),
+        (Path("noslash"), "or a hub id"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            target.resolve(str(model))
+    (tmp_path / "half.gguf").write_bytes(b"GGUF" + bytes(8))
+    source = target.resolve(str(tmp_path / "half.gguf"))
+    assert (source.kind, source.gguf_file, source.name) == ("gguf", "half.gguf", "half")
+
+
+# ---- all or nothing ----
+
+
+def test_a_failure_leaves_the_old_bundle_and_nothing_else(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk at the last file; then the same build goes through and replaces it."""
+    out = tmp_path / "bundle"
+    shutil.copytree(workshop.bundle(NAME), out)
+    before = contents(out)
+
+    def fail(path: Path, manifest: bundles.Manifest) -> None:
+        assert (path / "target" / "target.onnx").is_file(), "too early"
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bundles, "write_manifest", fail)
+        with pytest.raises(OSError, match="No space left"):
+            make_bundle.build(str(workshop.llama()), ["prompt_lookup"], out=out)
+    assert contents(out) == before
+    assert list(tmp_path.iterdir()) == [out]
+    make_bundle.build(str(workshop.llama()), ["prompt_lookup"], out=out)
+    assert bundles.read(out).manifest.drafters == ()
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_folder_of_other_files_is_not_replaced(workshop: Workshop, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="holds other files, expected a bundle or a new folder"):
+        make_bundle.build(str(workshop.llama()), out=tmp_path)
+    assert contents(tmp_path) == {"thesis.txt": b"years of work"}
+
+
+# ---- damage ----
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def newer(path: Path) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 99}))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("target/weights.bin", cut, "truncated or altered"),
+        ("target/target.onnx", flip, "truncated or altered"),
+        ("drafters/parallelspec/drafter.onnx", flip, "truncated or altered"),
+        ("drafters/parallelspec/weights.bin", Path.unlink, "missing; build or copy the bundle"),
+        ("tokenizer.json", flip, "truncated or altered"),
+        ("chat_template.jinja", Path.unlink, "missing; build or copy the bundle"),
+        ("manifest.json", cut, "not readable"),
+        ("manifest.json", newer, "got schema_version 99, expected at most"),
+        ("manifest.json", Path.unlink, "no manifest.json here"),
+    ],
+)
+def test_a_damaged_bundle_is_one_line_and_exit_code_2(
+    workshop: Workshop,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    damage: Callable[[Path], None],
+    message: str,
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(workshop.bundle(NAME), folder)
+    damage(folder / file)
+    with pytest.raises(SystemExit) as end:
+        runtime_cli.main(["generate", "hello", "--bundle", str(folder), "--max-new-tokens", "2"])
+    captured = capsys.readouterr()
+    assert (end.value.code, captured.out) == (2, "")
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_damage_is_noticed_by_the_runtime_when_hashes_are_not_checked(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(workshop.bundle(NAME), folder)
+    cut(folder / "target" / "weights.bin")
+    with pytest.raises(BundleError, match="truncated or altered"):
+        spec_runtime.load(folder, threads=1)
+    with pytest.raises(ValueError, match=r"cannot load target\.onnx") as error:
+        spec_runtime.load(folder, threads=1, verify=False)
+    assert "\n" not in str(error.value)
+
+
+def test_a_real_bundle_generates_through_the_command_line(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = workshop.bundle(NAME)
+    options = ["--bundle", str(folder), "--max-new-tokens", "20", "--json"]
+    reports = []
+    for drafter in ([], ["--drafter", "prompt_lookup"], ["--drafter", "none"]):
+        with pytest.raises(SystemExit) as end:
+            runtime_cli.main(["generate", "say abc", *options, *drafter])
+        assert not end.value.code
+        reports.append(json.loads(capsys.readouterr().out))
+    assert reports[0]["token_ids"] == reports[1]["token_ids"] == reports[2]["token_ids"]
+    assert reports[2]["accepted_length"] == 1.0

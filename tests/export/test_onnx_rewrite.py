@@ -1,0 +1,214 @@
+"""The slots form against the eager backbone and transformers, one family at a time.
+
+Tolerance: 2e-5 of the largest value (float32, other summation orders and fused operators; measures
+about 2e-6). A wrong slot, position or mask moves logits by percents.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from graphs import Runner
+from test_decoder import (
+    HEAD_DIM,
+    VOCAB,
+    YARN,
+    Decoder,
+    backbone_of,
+    chain,
+    path_to,
+    random_tokens,
+    reference,
+    tiny,
+)
+
+from spec_export.decoder import Backbone
+from spec_export.onnx_export import export_backbone, save
+from spec_export.onnx_rewrite import MS, to_slots
+
+TOLERANCE = 2e-5
+LAYERS, CAPACITY = 2, 90
+OUTPUTS = ("logits", "features", "taps.1")
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"rope_parameters": YARN},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "phi3": {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+}
+
+
+class Case(NamedTuple):
+    hf_model: Any
+    backbone: Backbone
+    slots: ir.Model
+    folders: dict[str, Path]  # form -> where its graph lies
+
+
+@pytest.fixture(scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """One family's models: transformers', the backbone, its graph in both forms."""
+    family = request.param
+    hf_model = tiny(family, num_hidden_layers=LAYERS, **CASES[family])
+    backbone = backbone_of(hf_model, taps=(1,))
+    folders = {form: tmp_path_factory.mktemp(family) for form in ("contiguous", "slots")}
+    model = export_backbone(backbone)
+    save(model, folders["contiguous"] / "graph.onnx")
+    slots = to_slots(model)
+    return Case(hf_model, backbone, slots, folders)
+
+
+every_family = pytest.mark.parametrize("case", CASES, indirect=True)
+llama = pytest.mark.parametrize("case", ["llama"], indirect=True)
+
+
+def close(actual: Any, expected: Any) -> None:
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual).all()
+    assert np.abs(actual - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
+def random_tree(n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Tokens and parents; siblings may repeat a token, which the graph does not mind."""
+    parents = [0] + [int(rng.integers(i)) for i in range(1, n)]
+    return rng.integers(VOCAB, size=n).tolist(), parents
+
+
+@every_family
+@pytest.mark.parametrize("form", ["slots", "contiguous"])
+def test_prefill_chains_and_trees(case: Case, form: str) -> None:
+    """Chunked prefill, single rows, then trees; each keeps a path, some rows are rolled back."""
+    model = case.slots if form == "slots" else export_contiguous(case)
+    runner = Runner(model, case.folders[form], form, CAPACITY)
+    eager = Decoder(case.backbone, CAPACITY)
+    rng, committed = np.random.default_rng(0), [int(t) for t in random_tokens(12, seed=1)]
+    for part in (committed[:7], committed[7:]):
+        got = runner.step(part, chain(len(part)), OUTPUTS)
+        for name, expected in zip(OUTPUTS, eager.step(part, chain(len(part))), strict=True):
+            close(got[name], expected)
+        runner.cache.commit(range(len(part)))
+        eager.keep(list(range(len(part))))
+    for size in (1, 5, 8, 1, 6, 8, 2, 7):
+        tokens, parents = random_tree(size, rng)
+        got = runner.step(tokens, parents, OUTPUTS)
+        for name, expected in zip(OUTPUTS, eager.step(tokens, parents), strict=True):
+            close(got[name], expected)
+        if form == "slots":
+            compare_with_transformers(case.hf_model, committed, tokens, parents, got["logits"])
+        kept = path_to(int(rng.integers(size)), parents)[: Decoder.A]
+        runner.cache.commit(kept)
+        eager.keep(kept)
+        committed += [tokens[i] for i in kept]
+    # roll back into the trees' rows, whose slots are permuted, and go on in the holes
+    runner.cache.truncate(15)
+    tokens, parents = random_tree(8, rng)
+    got = runner.step(tokens, parents)
+    compare_with_transformers(case.hf_model, committed[:15], tokens, parents, got["logits"])
+
+
+def compare_with_transformers(
+    hf_model: Any,
+    committed: list[int],
+    tokens: list[int],
+    parents: list[int],
+    logits_NV: np.ndarray,
+) -> None:
+    """Every node's logits are those of the sequence that ends in it."""
+    for leaf in set(range(len(tokens))) - set(parents[1:]):
+        path = path_to(leaf, parents)
+        expected = reference(hf_model, committed + [tokens[i] for i in path])
+        close(logits_NV[path], expected[len(committed) :])
+
+
+def export_contiguous(case: Case) -> ir.Model:
+    """The contiguous form again: `to_slots` rewrites in place."""
+    return ir.load(case.folders["contiguous"] / "graph.onnx")
+
+
+@every_family
+def test_rows_are_written_to_their_slots_and_nowhere_else(case: Case) -> None:
+    runner = Runner(case.slots, case.folders["slots"])
+    names = [f"kv.{layer}.{part}" for layer in range(LAYERS) for part in "kv"]
+    rng, slots_used = np.random.default_rng(3), []
+    for size, kept in ((5, [0, 1, 2, 3, 4]), (6, [0, 3]), (4, [0]), (7, [])):
+        tokens, parents = random_tree(size, rng)
+        before = {name: runner.kv(name) for name in names}
+        feeds = runner.cache.place(np.array(parents))
+        slots_used.append(feeds["slots"].tolist())
+        feeds["input_ids"], feeds["logit_rows"] = np.array([tokens]), np.arange(size)
+        runner.backend.run(feeds, ["logits"])
+        for name in names:
+            changed_S = (runner.kv(name) != before[name]).any(axis=(0, 1, 3))
+            assert np.flatnonzero(changed_S).tolist() == slots_used[-1], name
+        runner.cache.commit(kept)
+    holes_filled = [0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10], [6, 7, 9, 10], [7, 9, 10, 11, 12, 13, 14]
+    assert slots_used == list(holes_filled)
+
+
+@llama
+def test_slots_above_the_high_water_mark_are_not_read(case: Case) -> None:
+    """NaN there would reach the output through 0 · NaN."""
+    clean, poisoned = (Runner(case.slots, case.folders["slots"]) for _ in range(2))
+    tokens = random_tokens(9, seed=4)
+    for cache in poisoned.backend._caches.values():
+        values = cache.numpy().copy()
+        values[:, :, 9:] = np.nan
+        cache.update_inplace(values)
+    expected = clean.step(tokens, chain(9))["logits"]
+    assert np.array_equal(poisoned.step(tokens, chain(9))["logits"], expected)
+
+
+@llama
+def test_masked_rows_leave_no_trace(case: Case) -> None:
+    """A rejected row stays in its slot, however large its values."""
+    runner = Runner(case.slots, case.folders["slots"])
+    runner.step(random_tokens(6, seed=5), chain(6))
+    runner.cache.commit(range(6))
+    tokens, parents = [3, 4, 5], [0, 0, 0]
+    expected = runner.step(tokens, parents)["logits"]
+    for cache in runner.backend._caches.values():
+        values = cache.numpy().copy()
+        values[:, :, 7] = 1e4  # node 1's slot
+        cache.update_inplace(values)
+    # the same nodes but node 1, whose slot is now one below the mark that nobody may attend
+    feeds = runner.cache.place(np.array(parents))
+    keep = np.array([0, 2])
+    feeds = {
+        "position_ids": feeds["position_ids"][:, keep],
+        "mask": feeds["mask"][:, :, keep],
+        "slots": feeds["slots"][keep],
+        "seqlens_k": feeds["seqlens_k"],
+        "input_ids": np.array([tokens])[:, keep],
+        "logit_rows": np.arange(2),
+    }
+    close(runner.backend.run(feeds, ["logits"])["logits"], expected[keep])
+
+
+@every_family
+def test_inputs_and_operators_of_the_slots_form(case: Case) -> None:
+    graph = case.slots.graph
+    inputs = {value.name: (value.dtype, value.shape) for value in graph.inputs}
+    step = {"input_ids", "position_ids", "mask", "logit_rows", "slots", "seqlens_k"}
+    assert set(inputs) == step | {f"kv.{i}.{part}" for i in range(LAYERS) for part in "kv"}
+    assert inputs["slots"] == (ir.DataType.INT64, ["N"])
+    assert inputs["seqlens_k"] == (ir.DataType.INT32, [1])
+    assert inputs["input_ids"] == (ir.DataType.INT64, [1, "N"])
+    assert inputs["kv.0.k"][1] == [1, 2, "S", HEAD_DIM]
+    outputs = {value.name: value.shape for value in graph.outputs}
+    assert outputs["logits"] == ["M", VOCAB]
+    assert outputs["features"] == outputs["taps.1"] == ["N", 4 * HEAD_DIM]
+    kinds = Counter((node.domain, node.op_type) for node in graph)
+    assert kinds[MS, "GroupQueryAttention"] == LAYERS
+    assert kinds["", "ScatterND"] == 2 * LAYERS
+    assert kinds[MS, "SkipSimplifiedLayerNormalization"] == 2 * LAYERS  # all but the first norm
+    # nothing that moves rows, and no layout change between layers
+    assert not {"Transpose", "TensorScatter", "Attention"} & {name for _, name in kinds}
+    assert kinds["", "Squeeze"] == 3  # logits' rows, features, tap
+    used = {value for node in graph for value in node.inputs} | set(graph.outputs)
+    assert set(graph.initializers.values()) <= used

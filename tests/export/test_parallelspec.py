@@ -1,0 +1,327 @@
+"""ParallelSpec: who sees whom in a parallel group, labels and losses by hand, the exported graph.
+
+Tolerance between eager and ONNX Runtime: 1e-4 absolute on log-probabilities, both float32 with
+other orders of summation (measures about 1e-6; a wrong row or position moves them by tenths).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from graphs import Runner
+from test_decoder import HEAD_DIM, HEADS, VOCAB, backbone_of, chain, tiny
+from torch import Tensor
+from torch.nn import functional as F
+
+from spec_export import target
+from spec_export.decoder import Backbone
+from spec_export.drafters.parallelspec import Batch, Config, Drafter
+from spec_export.onnx_rewrite import to_slots
+
+TOLERANCE = 1e-4
+D = HEADS * HEAD_DIM
+TRIMMED = torch.arange(1, VOCAB, 2)
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Backbone:
+    return backbone_of(tiny("llama"), taps=(1, 2))
+
+
+def make_drafter(backbone: Backbone, vocabulary: Tensor | None = None, **config: Any) -> Drafter:
+    torch.manual_seed(1)
+    drafter = Drafter(Config(**config), target.ends(backbone), vocabulary)
+    with torch.no_grad():  # so that every gain matters
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    return drafter
+
+
+def make_batch(drafter: Drafter, lengths: tuple[int, ...] = (8,), seed: int = 2) -> Batch:
+    """Random tokens and features, every token an answer's."""
+    torch.manual_seed(seed)
+    B, T, width = len(lengths), max(lengths), max(1, drafter.num_features) * D
+    length_B = torch.tensor(lengths)
+    is_token_BT = torch.arange(T) < length_B[:, None]
+    token_BT = torch.where(is_token_BT, torch.randint(VOCAB, (B, T)), 0)
+    return Batch(token_BT, is_token_BT, torch.randn(B, T, width), length_B)
+
+
+# ---- the group-wise mask ----
+
+VISIBLE = """
+                 real0 real1 real2 real3 real4 real5 | mask1 mask2 mask3
+    mask1 of t=2   x     x     x     .     .     .   |   x     .     .
+    mask2 of t=2   x     x     x     .     .     .   |   x     x     .
+    mask3 of t=2   x     x     x     .     .     .   |   x     x     x
+"""
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_group_sees_the_rows_up_to_its_anchor_and_its_own_masks(
+    backbone: Backbone, layers: int
+) -> None:
+    drafter = make_drafter(backbone, num_masks=3, layers=layers)
+    batch, anchor = make_batch(drafter, (7,)), torch.tensor([[2]])
+    with torch.no_grad():
+        before = drafter.hidden_rows(batch, anchor)[1][0, 0]
+
+        def moved() -> list[bool]:
+            after = drafter.hidden_rows(batch, anchor)[1][0, 0]
+            change_K = (after - before).abs().amax(-1)
+            assert not ((change_K > 1e-6) & (change_K < 1e-4)).any()  # all or nothing
+            return (change_K > 1e-4).tolist()
+
+        columns = []
+        assert batch.feature_BTF is not None
+        for row in range(6):  # real row t: the feature of t and token t + 1
+            changed = []
+            for rows, index in ((batch.feature_BTF[0], row), (batch.token_BT[0], row + 1)):
+                kept = rows[index].clone()
+                rows[index] = (kept + 1) % VOCAB
+                changed.append(moved())
+                rows[index] = kept
+            assert changed[0] == changed[1], row
+            columns.append(changed[0])
+        for embedding in drafter.mask_embed:
+            kept = embedding.clone()
+            embedding += torch.randn(D)
+            columns.append(moved())
+            embedding.copy_(kept)
+    grid = [list(row) for row in zip(*columns, strict=True)]
+    lines = [line.split("=2")[1].replace("|", " ").split() for line in VISIBLE.splitlines()[2:5]]
+    assert grid == [[cell == "x" for cell in line] for line in lines]
+
+
+def test_other_groups_do_not_matter(backbone: Backbone) -> None:
+    drafter = make_drafter(backbone, num_masks=3, layers=2)
+    batch = make_batch(drafter, (8, 8))
+    with torch.no_grad():
+        real, together = drafter.hidden_rows(batch, torch.tensor([[4, 0, 2], [1, 6, 3]]))
+        for b, anchors in enumerate([[4, 0, 2], [1, 6, 3]]):
+            for i, t in enumerate(anchors):
+                same_real, alone = drafter.hidden_rows(batch, torch.tensor([[t], [t]]))
+                torch.testing.assert_close(alone[b, 0], together[b, i], rtol=0, atol=1e-5)
+                torch.testing.assert_close(same_real, real, rtol=0, atol=1e-5)
+
+
+def test_padding_does_not_matter(backbone: Backbone) -> None:
+    drafter = make_drafter(backbone, num_masks=2, top_k=5)
+    batch = make_batch(drafter, (9, 5))
+    assert batch.feature_BTF is not None
+    short = Batch(
+        batch.token_BT[1:, :5], batch.loss_BT[1:, :5], batch.feature_BTF[1:, :5], torch.tensor([5])
+    )
+    padded, alone = drafter.guesses(batch, 5)[1][1, :4], drafter.guesses(short, 5)[1][0]
+    torch.testing.assert_close(padded, alone, rtol=0, atol=1e-5)
+
+
+# ---- labels and losses ----
+
+
+def test_counts_of_a_small_example(backbone: Backbone) -> None:
+    """Answer at 3 … 7, token 5 outside the draft vocabulary, K = 2; guess k of row t is t + 2 + k.
+
+    Guess 0: 3, 4, 6, 7 (rows 1, 2, 4, 5, which anchor groups); guess 1 of those: 4, –, 7, past the
+    end; guess 2: –, 6, past the end twice.
+    """
+    drafter = make_drafter(backbone, TRIMMED, num_masks=2)
+    batch = make_batch(drafter)
+    batch.token_BT[0] = torch.tensor([9, 9, 9, 11, 13, 12, 15, 17])
+    batch.loss_BT[0] = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1], dtype=torch.bool)
+    _, counts = drafter.loss(batch)
+    assert counts["count_K"].tolist() == [4, 2, 1]
+    batch.loss_BT[0, 6] = False  # as a user's turn between two answers
+    assert drafter.loss(batch)[1]["count_K"].tolist() == [3, 1, 0]
+
+
+def reference_loss(drafter: Drafter, batch: Batch) -> tuple[Tensor, list[int], list[int]]:
+    """The loss of one sequence by its formulas, guess by guess; also correct_K and count_K."""
+    config, K = drafter.config, drafter.config.num_masks
+    ids = drafter.draft_token_ids.tolist()
+    tokens, answer = batch.token_BT[0].tolist(), batch.loss_BT[0].tolist()
+    assert batch.feature_BTF is not None
+    label = [ids.index(x) if a and x in ids else None for x, a in zip(tokens, answer, strict=True)]
+    anchors = torch.arange(len(tokens) - 1)[None]
+    real, masks = drafter.hidden_rows(batch, anchors)
+    rows = drafter.output_rows(torch.cat((real[0, :, None], masks[0]), dim=1))  # [R, K+1, D]
+    total, correct_K, count_K = torch.zeros(()), [0] * (K + 1), [0] * (K + 1)
+    for k in range(K + 1):
+        losses = []
+        for t in range(len(tokens) - 2 - k):
+            wanted = label[t + 2 + k]
+            if label[t + 2] is None or wanted is None:
+                continue
+            log_q_V = torch.log_softmax(rows[t, k] @ drafter.head_VD.T, -1)
+            feature_D = batch.feature_BTF[0, t + 1 + k, :D]
+            p_V = torch.softmax(feature_D @ drafter.head_VD.T, -1)
+            soft = config.soft_weight
+            loss = -(1 - soft) * log_q_V[wanted] - soft * (p_V * log_q_V).sum()
+            if config.style == "eagle":
+                distance = F.smooth_l1_loss(rows[t, k], feature_D)
+                loss = config.w_cls * loss + config.w_reg * distance
+            losses.append(loss)
+            correct_K[k] += int(log_q_V.argmax() == wanted)
+        count_K[k] = len(losses)
+        if losses:
+            decay = config.decay if config.style == "medusa" else 1.0
+            total = total + decay**k * torch.stack(losses).mean()
+    return total, correct_K, count_K
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"style": "medusa"},
+        {"style": "medusa", "soft_weight": 0.5, "taps": (1,)},
+        {"style": "medusa", "inputs": "tokens", "decay": 0.5},
+        {"style": "eagle", "w_reg": 0.7, "w_cls": 0.2},
+        {"style": "eagle", "soft_weight": 1.0, "num_masks": 0},
+    ],
+)
+def test_the_loss_and_its_gradient_are_the_formulas(
+    backbone: Backbone, options: dict[str, Any]
+) -> None:
+    vocabulary = torch.tensor([i for i in range(VOCAB) if i % 5])
+    drafter = make_drafter(backbone, vocabulary, **({"num_masks": 2} | options))
+    batch = make_batch(drafter, (14,))
+    batch.loss_BT[0, :3] = False
+    with torch.no_grad():  # make some guesses right
+        ids, _ = drafter.guesses(batch, 1)
+        batch.token_BT[0, 13] = ids[0, 11, 0, 0]
+    loss, counts = drafter.loss(batch)
+    loss.backward()
+    gradients = {name: p.grad for name, p in drafter.named_parameters()}
+    drafter.zero_grad(set_to_none=True)
+    expected, correct_K, count_K = reference_loss(drafter, batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert counts["count_K"].tolist() == count_K
+    assert counts["correct_K"].tolist() == correct_K
+    assert correct_K[0] >= 1
+    for name, parameter in drafter.named_parameters():
+        got = gradients[name]
+        assert got is not None, name
+        assert got.any() or not got.numel(), name
+        torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_anchors_are_a_seeded_part_of_the_labelled_rows(backbone: Backbone) -> None:
+    drafter = make_drafter(backbone, num_masks=2, anchor_fraction=0.3)
+    batch = make_batch(drafter, (20,))
+    batch.loss_BT[0, :4] = False
+    has_label = batch.loss_BT[:, 2:]
+
+    def anchors(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        anchor_BA, is_anchor_BA = drafter._choose_anchors(has_label, generator)
+        return sorted(anchor_BA[is_anchor_BA].tolist())
+
+    assert len(anchors(0)) == 5  # of 16 labelled rows, rounded up
+    assert min(anchors(0)) >= 2
+    assert anchors(0) == anchors(0)
+    assert anchors(0) != anchors(1)
+    losses = [drafter.loss(batch, torch.Generator().manual_seed(7))[0].item() for _ in range(2)]
+    assert losses[0] == losses[1]
+    counts = drafter.loss(batch, torch.Generator().manual_seed(7))[1]["count_K"].tolist()
+    assert counts[0] == 16
+    assert counts[1] <= 5
+
+
+def test_only_its_own_weights_are_saved(backbone: Backbone) -> None:
+    names = set(make_drafter(backbone, style="eagle").state_dict())
+    layer = ("attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down")
+    assert names == {"mask_embed", "input_norm", "fc", *(f"layers.0.{name}" for name in layer)}
+    assert "final_norm" in make_drafter(backbone).state_dict()
+
+
+# ---- the exported graph ----
+
+GRAPHS: dict[str, dict[str, Any]] = {
+    "medusa, taps": {"taps": (1, 2)},
+    "medusa, tokens only, two layers": {"inputs": "tokens", "layers": 2, "num_masks": 2},
+    "eagle, whole vocabulary": {"style": "eagle", "num_masks": 3},
+    "eagle, two layers, tap": {"style": "eagle", "layers": 2, "taps": (1,)},
+    "no masks": {"num_masks": 0},
+}
+
+
+@pytest.mark.parametrize("options", [pytest.param(v, id=k) for k, v in GRAPHS.items()])
+def test_the_graph_guesses_as_the_module_does(
+    backbone: Backbone, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Pairs come in chunks of uneven size, with mask rows behind each as scratch; both forms."""
+    whole = options.get("num_masks") == 3
+    drafter = make_drafter(backbone, None if whole else TRIMMED, **({"top_k": 5} | options))
+    model = drafter.export(backbone.config)
+    check_graph(drafter, Runner(model, tmp_path / "contiguous", "contiguous", 64))
+    check_graph(drafter, Runner(to_slots(model), tmp_path / "slots", "slots", 64))
+
+
+def check_graph(drafter: Drafter, runner: Runner) -> None:
+    K = drafter.config.num_masks
+    batch = make_batch(drafter, (24,))
+    assert batch.feature_BTF is not None
+    _, best = drafter.guesses(batch, 5)
+    every_id, every_log_prob = drafter.guesses(batch, len(drafter.draft_token_ids))
+    token_T, feature_TF, t = batch.token_BT[0].numpy(), batch.feature_BTF[0].numpy(), 0
+    for c in (7, 1, 3, 1, 6, 5):
+        rows = np.concatenate([token_T[t + 1 : t + 1 + c], VOCAB + np.arange(K)])
+        more = {}
+        if drafter.num_features:
+            zeros = np.zeros((K, feature_TF.shape[1]), np.float32)
+            more["features"] = np.concatenate([feature_TF[t : t + c], zeros])[None]
+        outputs = runner.step(
+            rows, chain(c + K), ["guess_ids", "guess_log_probs"], range(c - 1, c + K), **more
+        )
+        runner.cache.commit(range(c))
+        t += c
+        got_ids, got = torch.from_numpy(outputs["guess_ids"]), outputs["guess_log_probs"]
+        assert got.shape == (K + 1, 5)
+        assert np.abs(got - best[0, t - 1].numpy()).max() <= TOLERANCE
+        # the ids carry these probabilities in eager mode too (close ones may change places)
+        table_KV = torch.full((K + 1, VOCAB), -torch.inf)
+        table_KV.scatter_(1, every_id[0, t - 1], every_log_prob[0, t - 1])
+        assert np.abs(table_KV.gather(1, got_ids).numpy() - got).max() <= TOLERANCE
+        assert all(len(set(row)) == 5 for row in got_ids.tolist())
+
+
+def test_what_the_proposer_is_told(backbone: Backbone) -> None:
+    drafter = make_drafter(backbone, taps=(1,), num_masks=3, top_k=7)
+    assert drafter.runtime_config() == {
+        "inputs": "features+tokens",
+        "num_masks": 3,
+        "num_guesses": 4,
+        "mask_token_base": VOCAB,
+        "taps": [1],
+        "style": "medusa",
+        "top_k": 7,
+    }
+
+
+# ---- config ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"style": "hydra"}, "got style 'hydra', expected one of medusa, eagle"),
+        ({"inputs": "features"}, "got inputs 'features', expected one of tokens"),
+        ({"style": "eagle", "inputs": "tokens"}, "style 'eagle' regresses features"),
+        ({"inputs": "tokens", "taps": (1,)}, "leave taps empty"),
+        ({"num_masks": -1}, "expected num_masks >= 0"),
+        ({"layers": 0}, "layers >= 1"),
+        ({"top_k": 0}, "top_k >= 1"),
+        ({"anchor_fraction": 0.0}, r"anchor_fraction must lie in \(0, 1\]"),
+        ({"soft_weight": 1.5}, r"soft_weight in \[0, 1\]"),
+    ],
+)
+def test_config_errors(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**fields)
+    assert dataclasses.replace(Config(), layers=2).layers == 2

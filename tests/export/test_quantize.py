@@ -1,0 +1,328 @@
+"""int8 and int4 weights: error bounds, exactness where the format allows it, independent rows.
+
+Tolerance where both sides have the same integers: 2e-6 of the largest value (float32 scales
+multiplied in another order).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from graphs import Runner
+from test_decoder import backbone_of, chain, random_tokens, tiny
+
+from spec_export.onnx_export import export_backbone
+from spec_export.onnx_rewrite import MS, to_slots
+from spec_export.quantize import BLOCK, quantize, saturation_probe
+
+K, N, V = 64, 96, 100
+SAME_INTEGERS = 2e-6
+rng = np.random.default_rng(0)
+WEIGHT_KN = rng.normal(size=(K, N)).astype(np.float32)
+HEAD_VK = rng.normal(size=(V, K)).astype(np.float32)
+TABLE_VK = rng.normal(size=(V, K)).astype(np.float32)
+
+
+def small_graph(
+    weight: np.ndarray = WEIGHT_KN, head: np.ndarray = HEAD_VK, table: np.ndarray = TABLE_VK
+) -> ir.Model:
+    """y [1,N,·] = x · weight, logits = flat · headᵀ, row = table[ids], as in the slots form."""
+
+    def value(name: str, dtype: ir.DataType, *shape: int | str) -> ir.Value:
+        return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+
+    def weights(name: str, array: np.ndarray) -> ir.Value:
+        initializer = value(name, ir.DataType.FLOAT, *array.shape)
+        initializer.const_value = ir.tensor(array, name=name)
+        return initializer
+
+    w, h, t = weights("weight", weight), weights("head", head), weights("table", table)
+    x = value("x", ir.DataType.FLOAT, 1, "N", weight.shape[0])
+    flat = value("flat", ir.DataType.FLOAT, "N", head.shape[1])
+    ids = value("ids", ir.DataType.INT64, 1, "N")
+    y = value("y", ir.DataType.FLOAT, 1, "N", weight.shape[1])
+    logits = value("logits", ir.DataType.FLOAT, "N", head.shape[0])
+    row = value("row", ir.DataType.FLOAT, 1, "N", table.shape[1])
+    nodes = [
+        ir.Node("", "MatMul", [x, w], outputs=[y]),
+        ir.Node("", "Gemm", [flat, h], [ir.AttrInt64("transB", 1)], outputs=[logits]),
+        ir.Node("", "Gather", [t, ids], outputs=[row]),
+    ]
+    graph = ir.Graph(
+        [x, flat, ids],
+        [y, logits, row],
+        nodes=nodes,
+        initializers=[w, h, t],
+        opset_imports={"": 24},
+        name="small",
+    )
+    return ir.Model(graph, ir_version=11)
+
+
+class Small:
+    """A quantised `small_graph`, ready to run."""
+
+    def __init__(self, model: ir.Model) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        self.session = ort.InferenceSession(
+            ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        self.K, self.D = (self.session.get_inputs()[i].shape[-1] for i in range(2))
+
+    def products(self, x_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """y [N, ·] and logits [N, V]."""
+        feeds = {"x": x_NK[None], "flat": x_NK, "ids": np.zeros((1, 1), np.int64)}
+        y, logits = self.session.run(["y", "logits"], feeds)
+        return y[0], logits
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        feeds = {
+            "x": np.zeros((1, 1, self.K), np.float32),
+            "flat": np.zeros((1, self.D), np.float32),
+            "ids": ids[None],
+        }
+        return self.session.run(["row"], feeds)[0][0]
+
+
+def kinds(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
+
+
+def close(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
+    assert np.abs(actual - expected).max() <= tolerance * np.abs(expected).max()
+
+
+# ---- int8 ----
+
+
+def int8_reference(x_NK: np.ndarray, weight_KN: np.ndarray, largest: int = 127) -> np.ndarray:
+    """The docstring's arithmetic with exact integers."""
+    x_scale = np.abs(x_NK).max(1, keepdims=True) / 127
+    w_scale = np.abs(weight_KN).max(0) / largest
+    x_q, w_q = np.rint(x_NK / x_scale), np.rint(weight_KN / w_scale)
+    assert np.abs(w_q).max() == largest
+    return (x_q.astype(np.int64) @ w_q.astype(np.int64)) * x_scale * w_scale
+
+
+@pytest.mark.parametrize("reduce_range", [False, True])
+def test_int8_products(reduce_range: bool) -> None:
+    model = quantize(small_graph(), "int8", reduce_range)
+    assert kinds(model)["MatMulIntegerToFloat"] == 2
+    small = Small(model)
+    x_NK = rng.normal(size=(7, K)).astype(np.float32)
+    for got, weight in zip(small.products(x_NK), (WEIGHT_KN, HEAD_VK.T), strict=True):
+        close(got, int8_reference(x_NK, weight, 63 if reduce_range else 127), SAME_INTEGERS)
+        # half a step of either factor, times the other, K times
+        x_step = np.abs(x_NK).max(1, keepdims=True) / 127
+        w_step = np.abs(weight).max(0) / (63 if reduce_range else 127)
+        bound = x_step / 2 * np.abs(weight).sum(0) + w_step / 2 * np.abs(x_NK).sum(1, keepdims=True)
+        assert (np.abs(got - x_NK @ weight) <= bound + K * x_step * w_step / 4).all()
+
+
+def test_int8_rows_do_not_depend_on_each_other() -> None:
+    """Bitwise: alone, among seven others, and among others thirty times as large."""
+    small = Small(quantize(small_graph(), "int8"))
+    x_NK = rng.normal(size=(8, K)).astype(np.float32)
+    alone = [small.products(row[None]) for row in x_NK]
+    loud = x_NK.copy()
+    loud[5] *= 30
+    for batch, unchanged in ((x_NK, range(8)), (loud, [0, 1, 2, 3, 4, 6, 7])):
+        for name, together in enumerate(small.products(batch)):
+            for i in unchanged:
+                assert np.array_equal(together[i], alone[i][name][0])
+
+
+def test_int8_of_a_zero_row_is_zero() -> None:
+    x_NK = rng.normal(size=(3, K)).astype(np.float32)
+    x_NK[1] = 0
+    for got in Small(quantize(small_graph(), "int8")).products(x_NK):
+        assert not got[1].any()
+        assert got[0].any()
+        assert np.isfinite(got).all()
+
+
+def test_the_probe_is_a_product_with_zero_point_128() -> None:
+    session = ort.InferenceSession(
+        ir.to_proto(saturation_probe()).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    (y,) = session.run(None, {"x": np.full((1, 64), 200, np.uint8)})
+    assert (y.shape, y.dtype) == ((1, 1), np.int32)
+    (at_zero_point,) = session.run(None, {"x": np.full((1, 64), 128, np.uint8)})
+    assert at_zero_point.item() == 0
+
+
+# ---- int4 ----
+
+
+def read_weights(small: Small) -> tuple[np.ndarray, np.ndarray]:
+    """The weights the graph holds. A row 127·e_k is exact in accuracy level 4's int8 blocks."""
+    y, logits = small.products(127 * np.eye(K, dtype=np.float32))
+    return y / 127, logits / 127
+
+
+def test_int4_weights_are_within_half_a_step() -> None:
+    model = quantize(small_graph(), "int4")
+    assert kinds(model)["MatMulNBits"] == 2
+    weight, head = read_weights(Small(model))
+    blocks = WEIGHT_KN.reshape(K // BLOCK, BLOCK, N)
+    step = (blocks.max(1, keepdims=True) - blocks.min(1, keepdims=True)) / 15
+    error = np.abs(weight - WEIGHT_KN).reshape(blocks.shape)
+    assert (error <= step / 2 + 1e-5).all()
+    assert error.max() > step.min() / 8, "not quantised at all?"
+    head_blocks = HEAD_VK.reshape(V, K // BLOCK, BLOCK)
+    head_step = np.abs(head_blocks).max(-1, keepdims=True) / 127
+    head_error = np.abs(head.T - HEAD_VK).reshape(head_blocks.shape)
+    assert (head_error <= head_step / 2 + 1e-5).all()
+
+
+def test_int4_is_exact_on_the_grid_of_q4_1() -> None:
+    """w = d·q + m, q from 0 to 15, as a GGUF file's Q4_1 has it; the head on Q8_0's, d·q."""
+    shape = (K // BLOCK, 1, N)
+    d, m = rng.uniform(0.01, 0.2, shape), rng.normal(size=shape)
+    q = rng.integers(0, 16, (K // BLOCK, BLOCK, N))
+    q[:, 0], q[:, 1] = 0, 15  # a block uses its whole range, as a quantiser leaves it
+    grid = (d * q + m).reshape(K, N).astype(np.float32)
+    head_q = rng.integers(-127, 128, (V, K // BLOCK, BLOCK))
+    head_q[..., 0] = 127
+    head_grid = (rng.uniform(0.001, 0.1, (V, K // BLOCK, 1)) * head_q).reshape(V, K)
+    weight, head = read_weights(
+        Small(quantize(small_graph(grid, head_grid.astype(np.float32)), "int4"))
+    )
+    close(weight, grid, SAME_INTEGERS)
+    close(head, head_grid.T, SAME_INTEGERS)
+
+
+def test_int4_products_differ_by_the_rounding_of_x_only() -> None:
+    """On grid weights: accuracy level 4 rounds x to int8 blocks, half of max|x| / 127 each."""
+    q = rng.integers(0, 16, (K // BLOCK, BLOCK, N))
+    q[:, 0], q[:, 1] = 0, 15
+    d, m = 0.125, -1.0
+    grid = (d * q + m).reshape(K, N).astype(np.float32)
+    x_NK = rng.normal(size=(5, K)).astype(np.float32)
+    y, _ = Small(quantize(small_graph(grid), "int4")).products(x_NK)
+    step = np.abs(x_NK.reshape(5, K // BLOCK, BLOCK)).max(-1) / 127  # [5, B]
+    bound = (step / 2) @ np.abs(d * q).sum(1)  # the minimum's part is float
+    assert (np.abs(y - x_NK @ grid) <= bound + 1e-4).all()
+
+
+def test_int4_rows_do_not_depend_on_each_other() -> None:
+    """Float accumulation may take another order for one row than for eight: 2e-6 relative."""
+    small = Small(quantize(small_graph(), "int4"))
+    x_NK = rng.normal(size=(8, K)).astype(np.float32)
+    x_NK[5] *= 30
+    for name, together in enumerate(small.products(x_NK)):
+        for i in range(8):
+            close(together[i], small.products(x_NK[i : i + 1])[name][0], SAME_INTEGERS)
+
+
+# ---- embedding, and what stays in float ----
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_the_embedding_has_a_scale_per_block(precision: str) -> None:
+    small, ids = Small(quantize(small_graph(), precision)), np.array([3, 99, 0, 3])
+    blocks = TABLE_VK[ids].reshape(4, K // BLOCK, BLOCK)
+    step = np.abs(blocks).max(-1, keepdims=True) / 127
+    error = np.abs(small.rows(ids).reshape(blocks.shape) - blocks)
+    assert (error <= step / 2 * 1.0001).all()
+    assert error.max() > 0
+    q = rng.integers(-127, 128, (V, K // BLOCK, BLOCK))
+    q[..., 0] = -127
+    d = rng.uniform(0.001, 0.1, (V, K // BLOCK, 1))
+    grid = (d * q).reshape(V, K).astype(np.float32)  # GGUF's Q8_0
+    exact = Small(quantize(small_graph(table=grid), precision)).rows(ids)
+    close(exact, grid[ids], SAME_INTEGERS)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_shapes_that_do_not_divide_and_small_ones_stay_in_float(precision: str) -> None:
+    odd = small_graph(
+        rng.normal(size=(72, 64)).astype(np.float32),
+        rng.normal(size=(64, 72)).astype(np.float32),
+        rng.normal(size=(64, 72)).astype(np.float32),
+    )
+    assert kinds(quantize(odd, precision)) == Counter(["MatMul", "Gemm", "Gather"])
+    little = small_graph(WEIGHT_KN[:, :63], HEAD_VK[:63], TABLE_VK[:63])
+    assert kinds(quantize(little, precision)) == Counter(["MatMul", "Gemm", "Gather"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_float_precisions_change_nothing(precision: str) -> None:
+    assert kinds(quantize(small_graph(), precision)) == Counter(["MatMul", "Gemm", "Gather"])
+
+
+def test_an_unknown_precision_is_refused() -> None:
+    with pytest.raises(ValueError, match="got precision 'int3', expected one of fp32, int8"):
+        quantize(small_graph(), "int3")
+
+
+# ---- a whole target ----
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def slots_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied Qwen3 in float32: every kind of product, one table for both ends."""
+    hf_model = tiny("qwen3", num_hidden_layers=LAYERS, vocab_size=V, tie_word_embeddings=True)
+    runner_folder = tmp_path_factory.mktemp("target")
+    model = to_slots(export_backbone(backbone_of(hf_model)))
+    ir.save(model, runner_folder / "float.onnx")
+    return runner_folder / "float.onnx"
+
+
+def target_runner(slots_file: Path, precision: str, folder: Path) -> tuple[ir.Model, Runner]:
+    model = quantize(ir.load(slots_file), precision)
+    return model, Runner(model, folder)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_tied_target_keeps_no_float_matrix(
+    precision: str, slots_file: Path, tmp_path: Path
+) -> None:
+    model, runner = target_runner(slots_file, precision, tmp_path / precision)
+    found = kinds(model)
+    name = "MatMulIntegerToFloat" if precision == "int8" else "MatMulNBits"
+    assert found[name] == 4 * LAYERS + 1
+    assert found["Gemm"] == 0
+    big = [
+        value.name
+        for value in model.graph.initializers.values()
+        if value.dtype == ir.DataType.FLOAT
+        and value.shape is not None
+        and int(np.prod(value.shape.numpy())) >= 4096
+    ]
+    assert big == []
+    assert model.opset_imports[MS] == 1
+    # and it is still the same model: half of the logits' spread would be a random one
+    _, exact = target_runner(slots_file, "fp32", tmp_path / "fp32")
+    tokens = random_tokens(20, seed=6)
+    expected, got = (r.step(tokens, chain(20))["logits"] for r in (exact, runner))
+    assert np.isfinite(got).all()
+    error = np.sqrt(np.mean((got - expected) ** 2)) / expected.std()
+    assert error < {"int8": 0.05, "int4": 0.4}[precision]
+
+
+def test_an_int8_node_does_not_depend_on_its_siblings(slots_file: Path, tmp_path: Path) -> None:
+    """Products are bitwise equal; attention sums in another order, which may move a rounding.
+
+    Hence the bound: a thousandth of the logits' range, while one scale for all rows moves them by
+    percents.
+    """
+    _, runner = target_runner(slots_file, "int8", tmp_path)
+    runner.step(random_tokens(9, seed=7), chain(9))
+    runner.cache.commit(range(9))
+    parents = [0, 0, 0, 1, 1, 2, 3, 3]
+    tokens: Any = random_tokens(8, seed=8)
+    whole = runner.step(tokens, parents)["logits"]
+    spread = whole.max() - whole.min()
+    for path in ([0], [0, 1], [0, 2, 5], [0, 1, 3, 7]):
+        alone = runner.step([tokens[i] for i in path], chain(len(path)))["logits"]
+        assert np.abs(whole[path] - alone).max() <= 1e-3 * spread, path

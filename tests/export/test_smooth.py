@@ -1,0 +1,53 @@
+"""smooth: the backbone computes what it did with smaller outliers, and nothing shared moves.
+
+Tolerance: 1e-5 of the largest value; float32 with other roundings, measures about 1e-6.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_decoder import Decoder, backbone_of, chain, random_tokens, tiny
+
+from spec_export.decoder import FAMILIES, Layer
+from spec_export.smooth import _largest_inputs, smooth
+
+OPTIONS = {"llama": {"mlp_bias": True, "attention_bias": True}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_function_stays_the_same(family: str) -> None:
+    model = tiny(family, num_hidden_layers=2, **OPTIONS.get(family, {}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    backbone = backbone_of(model, taps=(1,))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    step = random_tokens(9, seed=1), chain(9)
+    expected = Decoder(backbone, 40).step(*step)
+    smooth(backbone, [random_tokens(12, seed=seed) for seed in range(3)])
+    for one, other in zip(expected, Decoder(backbone, 40).step(*step), strict=True):
+        assert (one - other).abs().max() <= 1e-5 * one.abs().max()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+
+
+def test_an_outlier_channel_shrinks() -> None:
+    model = tiny("llama", num_hidden_layers=2)
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight[3] = 50.0
+    backbone = backbone_of(model)
+    sequences = [random_tokens(12, seed=seed) for seed in range(3)]
+
+    def spread() -> float:
+        """Largest channel over the typical one, at the second layer's QKV."""
+        layer = backbone.layers[1]
+        assert isinstance(layer, Layer)
+        largest_K = _largest_inputs(backbone, sequences)[layer.attention.qkv]
+        return float(largest_K.max() / largest_K.median())
+
+    before = spread()
+    smooth(backbone, sequences)
+    assert before > 20
+    assert spread() < before / 3

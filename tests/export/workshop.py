@@ -1,0 +1,73 @@
+"""Tiny targets, drafters and bundles made the real way, each once for the whole session."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+from tiny_target import save_llama
+
+from spec_export import make_bundle, train
+
+WORDS = ("abc, ", "one two. ", "xyz", "0123 ")
+RECIPE = """
+[target]
+model = "./llama"
+[drafter]
+name = "{name}"
+{options}
+[data]
+path = "data.jsonl"
+validation_fraction = 0.2
+[train]
+batch_tokens = 512
+max_steps = 2
+lr = 1e-3
+precision = "fp32"
+[export]
+draft_vocab = 80
+"""
+# fields of a drafter whose defaults leave something out
+OPTIONS = {"parallelspec": "taps = [1]"}
+
+
+class Workshop:
+    """Everything lies under `folder`; what a method returns is not to be changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # not on the methods: a cache there would outlive the folder
+        self.llama = cache(self._llama)
+        self.drafter = cache(self._drafter)
+        self.bundle = cache(self._bundle)
+
+    def _llama(self) -> Path:
+        """Large enough for every product but the last to be quantised."""
+        return save_llama(self.folder / "llama", hidden_size=64, intermediate_size=96)
+
+    def _drafter(self, name: str) -> Path:
+        """Trained for two steps, as `spec-export train` does."""
+        self.llama()
+        rows = [
+            [
+                {"role": "user", "content": f"say {word}{i}"},
+                {"role": "assistant", "content": word * (2 + i)},
+            ]
+            for word in WORDS
+            for i in range(4)
+        ]
+        lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
+        (self.folder / "data.jsonl").write_text("".join(lines))
+        recipe = self.folder / f"{name}.toml"
+        recipe.write_text(RECIPE.format(name=name, options=OPTIONS.get(name, "")))
+        return train.run(recipe, out=self.folder / "runs" / name)
+
+    def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
+        return make_bundle.build(
+            str(self.llama()),
+            [drafter],
+            self.drafter(drafter),
+            precision,
+            out=self.folder / "bundles" / f"{drafter}-{precision}",
+        )

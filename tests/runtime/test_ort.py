@@ -1,0 +1,170 @@
+"""OrtBackend on hand-made graphs: buffers written in place, what is returned, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spec_runtime import backends
+from spec_runtime.backends.ort import OrtBackend
+from spec_runtime.bundle import Graph, TensorSpec
+
+onnx = pytest.importorskip("onnx")
+
+DH, S = 3, 8  # width and number of cache rows
+
+
+def write_graph(folder: Path) -> Path:
+    """`kv.0.k.out` = the cache with `rows` f32[N, 3] written at `slots` of its one head; `doubled`
+    = 2 · rows; `total` = the sum over the cache's slots, which needs the written cache."""
+    h = onnx.helper
+    f32, i64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
+    two = onnx.numpy_helper.from_array(np.array(2, np.float32), "two")
+    column = onnx.numpy_helper.from_array(np.array([-1, 1]), "column")
+    front = onnx.numpy_helper.from_array(np.array([0, 1]), "front")
+    cache = [1, 1, "S", DH]
+    graph = h.make_graph(
+        [
+            h.make_node("Squeeze", ["kv.0.k", "front"], ["flat"]),
+            h.make_node("Reshape", ["slots", "column"], ["index"]),
+            h.make_node("ScatterND", ["flat", "index", "rows"], ["written"]),
+            h.make_node("Unsqueeze", ["written", "front"], ["kv.0.k.out"]),
+            h.make_node("Mul", ["rows", "two"], ["doubled"]),
+            h.make_node("ReduceSum", ["kv.0.k.out"], ["total"], keepdims=0),
+        ],
+        "small",
+        [
+            h.make_tensor_value_info("slots", i64, ["N"]),
+            h.make_tensor_value_info("rows", f32, ["N", DH]),
+            h.make_tensor_value_info("kv.0.k", f32, cache),
+        ],
+        [
+            h.make_tensor_value_info("doubled", f32, ["N", DH]),
+            h.make_tensor_value_info("total", f32, []),
+            h.make_tensor_value_info("kv.0.k.out", f32, cache),
+        ],
+        [two, column, front],
+    )
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
+    path = folder / "small.onnx"
+    onnx.save(model, path)
+    return path
+
+
+CACHE = ("float32", (1, 1, "S", DH))
+GRAPH = Graph(
+    "small.onnx",
+    "slots",
+    (
+        TensorSpec("slots", "int64", ("N",)),
+        TensorSpec("rows", "float32", ("N", DH)),
+        TensorSpec("kv.0.k", *CACHE),
+    ),
+    (
+        TensorSpec("doubled", "float32", ("N", DH)),
+        TensorSpec("total", "float32", ()),
+        TensorSpec("kv.0.k.out", *CACHE),
+    ),
+)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> OrtBackend:
+    return OrtBackend(write_graph(tmp_path), GRAPH, S, threads=1)
+
+
+def feeds(*slots: int, value: float = 1.0) -> dict[str, np.ndarray]:
+    rows = np.full((len(slots), DH), value, np.float32)
+    return {"slots": np.array(slots, np.int64), "rows": rows}
+
+
+def cache_rows(backend: OrtBackend) -> list[float]:
+    return [float(row[0]) for row in backend._caches["kv.0.k"].numpy()[0, 0]]
+
+
+def test_the_cache_starts_at_zero_and_is_written_in_place(backend: OrtBackend) -> None:
+    assert (backend.form, backend.capacity) == ("slots", S)
+    assert cache_rows(backend) == [0.0] * S
+    address = backend._caches["kv.0.k"].data_ptr()
+    backend.run(feeds(1, 4), ["total"])
+    backend.run(feeds(2, value=5.0), [])  # nothing wanted: written all the same
+    backend.run(feeds(4, value=7.0), ["doubled"])
+    assert cache_rows(backend) == [0, 1, 5, 0, 7, 0, 0, 0]
+    assert backend._caches["kv.0.k"].data_ptr() == address
+    assert backend.run(feeds(0, value=0.0), ["total"])["total"] == 3 * (1 + 5 + 7)
+
+
+def test_only_wanted_outputs_come_back(backend: OrtBackend) -> None:
+    assert set(backend.run(feeds(0), ["doubled"])) == {"doubled"}
+    assert set(backend.run(feeds(0), [])) == set()
+    both = backend.run(feeds(0, 3, value=2.0), ["total", "doubled"])
+    assert list(both) == ["total", "doubled"]
+    assert both["doubled"].shape == (2, DH)
+    assert (both["doubled"] == 4).all()
+
+
+def test_output_buffers_are_used_again(backend: OrtBackend) -> None:
+    """They grow to the largest shape asked for; a result is valid until the next run."""
+    large = backend.run(feeds(0, 1, 2), ["doubled"])["doubled"]
+    small = backend.run(feeds(0, value=3.0), ["doubled"])["doubled"]
+    assert np.shares_memory(large, small)
+    assert small.tolist() == [[6.0] * DH]
+    larger = backend.run(feeds(0, 1, 2, 3, 4, value=4.0), ["doubled"])["doubled"]
+    assert larger.shape == (5, DH)
+    assert (larger == 8).all()
+
+
+def test_inputs_need_not_be_contiguous(backend: OrtBackend) -> None:
+    wide = np.arange(12, dtype=np.float32).reshape(2, 6)
+    given = {"slots": np.array([5, 9, 6, 9])[::2], "rows": wide[:, ::2]}
+    assert backend.run(given, ["doubled"])["doubled"].tolist() == [[0, 4, 8], [12, 16, 20]]
+    assert cache_rows(backend)[5:7] == [0, 6]
+
+
+def test_two_backends_have_their_own_caches(tmp_path: Path, backend: OrtBackend) -> None:
+    other = OrtBackend(tmp_path / "small.onnx", GRAPH, 4, threads=1)
+    other.run(feeds(3), [])
+    assert cache_rows(other) == [0, 0, 0, 1]
+    assert cache_rows(backend) == [0] * S
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [("inputs", "has inputs .*'rows'.* the manifest says"), ("outputs", "has outputs .*'doubled'")],
+)
+def test_another_signature_is_refused(tmp_path: Path, kind: str, message: str) -> None:
+    specs = [spec for spec in getattr(GRAPH, kind) if spec.name not in ("rows", "doubled")]
+    changed: dict[str, Any] = {kind: (*specs, TensorSpec("more", "float32", ("N",)))}
+    wrong = dataclasses.replace(GRAPH, **changed)
+    with pytest.raises(ValueError, match=message) as error:
+        OrtBackend(write_graph(tmp_path), wrong, S)
+    assert "build the bundle again" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_no_graph_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "small.onnx"
+    path.write_bytes(b"not a graph\n" * 9)
+    with pytest.raises(ValueError, match=r"ONNX Runtime .* cannot load small\.onnx") as error:
+        OrtBackend(path, GRAPH, S)
+    assert "\n" not in str(error.value)
+
+
+class Saturating:
+    """A backend whose products are those of 16-bit pairs: 255 · 127 twice is cut to 32767."""
+
+    form: str = "stateless"
+    capacity: int = 1
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        return {"y": np.array([[32 * 32767 - 128 * 127 * 64]], np.int32)}
+
+
+def test_a_cpu_whose_int8_products_saturate_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"this CPU's int8 products saturate .*--reduce-range"):
+        backends._require_exact_int8(Saturating())
