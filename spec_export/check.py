@@ -250,10 +250,12 @@ class _PermutedBackend:
 
 @dataclass
 class _Differences:
-    """What playing a script showed, by row; nats of the committed tokens for both models."""
+    """What playing a script showed, by row: errors, divergence from the reference in nats, and
+    nats of the committed tokens for both models."""
 
     logits: list[float] = field(default_factory=list)
     features: list[float] = field(default_factory=list)
+    divergence: list[float] = field(default_factory=list)
     num_other_argmax: int = 0
     nats: list[float] = field(default_factory=list)
     reference_nats: list[float] = field(default_factory=list)
@@ -286,18 +288,18 @@ def _play(
         found.num_other_argmax += int((got_NV.argmax(1) != wanted_NV.argmax(1)).sum())
         after = committed[graph.length + 1 : graph.length + 1 + len(path)]
         rows = path[: len(after)]
-        found.nats += _nats(got_NV[rows], after)
-        found.reference_nats += _nats(wanted_NV[rows], after)
+        got_NV, wanted_NV = _log_softmax(got_NV), _log_softmax(wanted_NV)
+        found.divergence += (np.exp(wanted_NV) * (wanted_NV - got_NV)).sum(axis=1).tolist()
+        found.nats += (-got_NV[rows, after]).tolist()
+        found.reference_nats += (-wanted_NV[rows, after]).tolist()
         graph.commit(path)
     return found
 
 
-def _nats(logits_NV: np.ndarray, token_N: Sequence[int]) -> list[float]:
-    """−log p of a token after each row."""
+def _log_softmax(logits_NV: np.ndarray) -> np.ndarray:
     wide_NV = logits_NV.astype(np.float64)
     wide_NV -= wide_NV.max(axis=1, keepdims=True)
-    chosen_N = wide_NV[np.arange(len(token_N)), token_N]
-    return (np.log(np.exp(wide_NV).sum(axis=1)) - chosen_N).tolist()
+    return wide_NV - np.log(np.exp(wide_NV).sum(axis=1, keepdims=True))
 
 
 # --------------------------------------------------------------------------------------------- rows
@@ -346,6 +348,8 @@ def _graph_rows(
     other = sum(result.num_other_argmax for result in results)
     share = other / len(errors)
     rows.append(CheckRow("other argmax", name, share, note=f"{other} of {len(errors)} rows"))
+    nats = float(np.mean([each for result in results for each in result.divergence]))
+    rows.append(CheckRow("divergence", name, nats, note="nats a row, mean"))
     ours, theirs = (
         float(np.exp(np.mean(nats))) for nats in (results[-1].nats, results[-1].reference_nats)
     )
@@ -369,19 +373,22 @@ def _tokenizer_row(name: str, tokenizer: Tokenizer, hf_tokenizer: Any) -> CheckR
 def _accepted_length_rows(name: str, opened: bundles.Bundle) -> list[CheckRow]:
     from spec_runtime.engine import load
 
-    engine, rows = None, []
-    for drafter in opened.manifest.drafters:
-        each = load(opened.path, drafter.name, verify=False) if engine is None else engine
-        engine = each.with_drafter(drafter.name)
-        with console.status(f"{name}: accepted length of {drafter.name}"):
+    drafters = [drafter.name for drafter in opened.manifest.drafters]
+    if not drafters:
+        return []
+    plain, rows = load(opened.path, "none", verify=False), []
+    encoded = [encode_prompt(plain.tokenizer, each, False, None) for each in reference.prompts()]
+    short = [ids for ids in encoded if len(ids) < opened.manifest.target.max_length]
+    for drafter in drafters:
+        engine = plain.with_drafter(drafter)
+        with console.status(f"{name}: accepted length of {drafter}"):
             stats = Stats.total(
-                engine.generate(prompt, max_new_tokens=REFERENCE_TOKENS, reuse=False).stats
-                for prompt in reference.prompts()
-                if len(engine.encode(prompt)) < opened.manifest.target.max_length
+                engine.generate(ids, max_new_tokens=REFERENCE_TOKENS, reuse=False).stats
+                for ids in short
             )
-        note = f"over {stats.committed_tokens} tokens"
-        value = stats.accepted_length
-        rows.append(CheckRow(f"accepted, {drafter.name}", name, value, note=note))
+        note = f"{stats.committed_tokens} tokens, {len(short)} of {len(encoded)} prompts"
+        value = stats.accepted_length if stats.steps else None
+        rows.append(CheckRow(f"accepted, {drafter}", name, value, note=note))
     return rows
 
 

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 from rich.console import Console
 
-from spec_export import checkpoint, onnx_export, quantize, recipe, target
+from spec_export import checkpoint, onnx_export, quantize, recipe, reference, smooth, target
 from spec_export import drafters as drafter_files
 from spec_export.decoder import Backbone, DecoderConfig
 from spec_export.onnx_rewrite import to_slots
@@ -96,6 +96,9 @@ def build(
 
     try:
         with console.status("exporting the target"):
+            if precision == "int8":
+                calibration = [reference.encode(tokenizer, text) for text in reference.prompts()]
+                smooth.smooth(backbone, [ids[:length] for ids in calibration])
             exported = onnx_export.export_backbone(backbone)
             graphs = {"target": write_step(exported, "target/target.onnx")}
         if precision == "int8" and not reduce_range:

@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from tiny_target import make_tokenizer, save_llama
+from workshop import Workshop
 
 from spec_export import check, make_bundle, onnx_export, onnx_rewrite, reference, target
 from spec_export.decoder import Backbone
@@ -151,6 +152,18 @@ def test_an_altered_bundle_is_refused(copy: Path, folder: Path) -> None:
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(bundles.BundleError, match="truncated or altered"):
         check.run(str(folder), copy, [])
+
+
+def test_accepted_length_goes_into_the_manifest(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)
+    out = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
+    row = by_name(check.run(str(workshop.llama()), out, []))["accepted, parallelspec"]
+    assert row.value is not None
+    assert 1 <= row.value <= 8
+    (drafter,) = bundles.read(out).manifest.drafters
+    assert drafter.expected_accepted_length == row.value
 
 
 def test_what_cannot_run_here_is_skipped_with_its_reason(folder: Path) -> None:
