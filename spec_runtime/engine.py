@@ -14,6 +14,7 @@ from spec_runtime import bundle as bundles
 from spec_runtime.generate import Limits, Step, generate
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers import BUILT_IN, PROPOSERS, Proposer
+from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import SamplingOptions, SamplingParams
 from spec_runtime.stats import Stats
 from spec_runtime.target import Target
@@ -21,6 +22,8 @@ from spec_runtime.text import Codec, Prompt, TextStream, Tokenizer, encode_promp
 from spec_runtime.tree import Budget
 
 DEFAULT_BUDGET = Budget(max_nodes=12)
+DEFAULT_LOOKUP_NODES = 6
+ALSO = ("prompt_lookup", "none")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Engine:
         *,
         drafter: str = "none",
         budget: Budget = DEFAULT_BUDGET,
-        open_drafter: Callable[[str | None], tuple[str, Proposer, Budget]] | None = None,
+        open_drafter: Callable[[str | None, str | None], tuple[str, Proposer, Budget]]
+        | None = None,
     ) -> None:
         if budget.max_nodes > target.max_nodes:
             raise ValueError(
@@ -61,11 +65,14 @@ class Engine:
         self._run_id = object()
         self._held: list[int] = []  # tokens whose KV the target has, if its holder is our run
 
-    def with_drafter(self, name: str | None) -> Engine:
-        """An engine on the same target and tokenizer with another drafter ("none" = plain)."""
+    def with_drafter(self, name: str | None, also: str | None = None) -> Engine:
+        """An engine on the same target and tokenizer with another drafter ("none" = plain).
+
+        `also`: see `load`.
+        """
         if self._open_drafter is None:
             raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
-        drafter, proposer, budget = self._open_drafter(name)
+        drafter, proposer, budget = self._open_drafter(name, also)
         return Engine(
             self.target,
             self.tokenizer,
@@ -205,9 +212,12 @@ def load(
     drafter: str | None = None,
     threads: int | None = None,
     verify: bool = True,
+    also: str | None = None,
 ) -> Engine:
     """Opens a bundle. `drafter`: a name from its manifest, "prompt_lookup" or "none" (plain);
     None = the manifest's first, else prompt_lookup. `verify`: check every file's hash first.
+    `also`: "prompt_lookup" merges lookup's candidates into a trained drafter's trees, "none" does
+    not; None = as the bundle says.
 
     ValueError (BundleError for the bundle's own faults), one line, if anything does not fit.
     """
@@ -218,6 +228,8 @@ def load(
     known = _drafter_names(opened)
     if drafter is not None and drafter not in known:  # before anything slow
         raise ValueError(_unknown(drafter, known))
+    if also is not None and also not in ALSO:
+        raise ValueError(f"got also {also!r}, expected one of {', '.join(ALSO)}")
     tokenizer = Tokenizer(opened)
     graph = opened.manifest.graphs["target"]
     capacity = info.max_length + info.scratch
@@ -229,7 +241,7 @@ def load(
         taps=info.taps,
     )
 
-    def open_drafter(name: str | None) -> tuple[str, Proposer, Budget]:
+    def open_drafter(name: str | None, also: str | None) -> tuple[str, Proposer, Budget]:
         name = known[0] if name is None else name
         if name not in known:
             raise ValueError(_unknown(name, known))
@@ -238,10 +250,21 @@ def load(
             raise ValueError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
-        budget = DEFAULT_BUDGET if entry is None else _budget(entry)
-        return name, PROPOSERS[name](opened, entry, threads), budget
+        proposer = PROPOSERS[name](opened, entry, threads)
+        if entry is None:
+            if also == "prompt_lookup":
+                raise ValueError(
+                    f"got also prompt_lookup with drafter {name}, expected a trained one"
+                )
+            return name, proposer, DEFAULT_BUDGET
+        budget, lookup_nodes = _budget(entry)
+        if also is not None:
+            lookup_nodes = (lookup_nodes or DEFAULT_LOOKUP_NODES) if also != "none" else 0
+        if lookup_nodes:
+            return f"{name}+prompt_lookup", MergedProposer(proposer, lookup_nodes), budget
+        return name, proposer, budget
 
-    name, proposer, budget = open_drafter(drafter)
+    name, proposer, budget = open_drafter(drafter, also)
     return Engine(
         target, tokenizer, proposer, drafter=name, budget=budget, open_drafter=open_drafter
     )
@@ -252,14 +275,23 @@ def _drafter_names(opened: bundles.Bundle) -> list[str]:
     return [*names, *(name for name in BUILT_IN if name not in names)]
 
 
-def _budget(entry: bundles.DrafterInfo) -> Budget:
-    """The tree budget a bundle gives its drafter; keys left out keep their defaults."""
-    known = {"max_nodes": DEFAULT_BUDGET.max_nodes, "min_probability": 0.0}
+def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
+    """The tree budget a bundle gives its drafter, and how many nodes lookup may add to it.
+
+    Keys left out keep their defaults.
+    """
+    known = {"max_nodes": DEFAULT_BUDGET.max_nodes, "min_probability": 0.0, "lookup_nodes": 0}
     if unknown := set(entry.trees) - set(known):
         raise bundles.BundleError(
             f"drafter {entry.name!r}: got trees keys {sorted(unknown)}, expected {list(known)}"
         )
-    return Budget(**{**known, **entry.trees})
+    values = known | entry.trees
+    lookup_nodes = values.pop("lookup_nodes")
+    if type(lookup_nodes) is not int or lookup_nodes < 0:
+        raise bundles.BundleError(
+            f"drafter {entry.name!r}: got lookup_nodes {lookup_nodes!r}, expected a count"
+        )
+    return Budget(**values), lookup_nodes
 
 
 def _unknown(name: str, known: list[str]) -> str:

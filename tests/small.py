@@ -93,11 +93,11 @@ def toy_engine(drafter: str | None = None) -> Engine:
         max_length=CONTEXT,
     )
 
-    def open_drafter(name: str | None) -> tuple[str, Proposer, Budget]:
+    def open_drafter(name: str | None, also: str | None) -> tuple[str, Proposer, Budget]:
         proposer: Proposer = PlainProposer() if name == "none" else LookupProposer()
         return name or "prompt_lookup", proposer, DEFAULT_BUDGET
 
-    name, proposer, budget = open_drafter(drafter)
+    name, proposer, budget = open_drafter(drafter, None)
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>")
     return Engine(
         target,

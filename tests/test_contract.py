@@ -36,7 +36,8 @@ every_drafter = pytest.mark.parametrize("name", [*drafters.trainable(), "prompt_
 @pytest.fixture
 def engine(workshop: Workshop, name: str) -> Engine:
     bundle = workshop.bundle(name if name in drafters.trainable() else drafters.trainable()[0])
-    return spec_runtime.load(bundle, name, threads=1)
+    also = "none" if name in drafters.trainable() else None  # the drafter by itself
+    return spec_runtime.load(bundle, name, threads=1, also=also)
 
 
 @every_drafter

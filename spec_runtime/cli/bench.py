@@ -31,6 +31,7 @@ def command(
     ] = None,
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
+    also: options.Also = None,
     threads: options.Threads = None,
 ) -> None:
     """Compare plain and speculative decoding of one bundle, prompt by prompt."""
@@ -42,7 +43,7 @@ def command(
     if out is not None:  # found out now, not after the measurement
         out.parent.mkdir(parents=True, exist_ok=True)
     folder = bundle or bundles.find()
-    engine = options.open_engine(folder, drafter, threads)
+    engine = options.open_engine(folder, drafter, threads, also)
     manifest = bundles.read(folder, verify=False).manifest
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("decoding", total=len(chosen))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 def command(
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
+    also: options.Also = None,
     max_new_tokens: options.MaxNewTokens = 512,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -22,7 +23,7 @@ def command(
     threads: options.Threads = None,
 ) -> None:
     """Chat with the target; /reset starts anew, end of input leaves."""
-    engine = options.open_engine(bundle, drafter, threads)
+    engine = options.open_engine(bundle, drafter, threads, also)
     settings = options.sampling(max_new_tokens, temperature, top_k, top_p, seed)
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

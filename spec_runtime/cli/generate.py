@@ -20,6 +20,7 @@ def command(
     ] = None,
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
+    also: options.Also = None,
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -41,7 +42,7 @@ def command(
     """Generate text from a prompt."""
     if prompt is None:
         prompt = _standard_input()
-    engine = options.open_engine(bundle, drafter, threads)
+    engine = options.open_engine(bundle, drafter, threads, also)
     prompt_ids = engine.encode(prompt, raw, system)
     settings = options.sampling(max_new_tokens, temperature, top_k, top_p, seed, stop)
     if as_json:

@@ -21,6 +21,14 @@ Drafter = Annotated[
         show_default="the bundle's first",
     ),
 ]
+Also = Annotated[
+    str | None,
+    typer.Option(
+        "--also",
+        help="prompt_lookup: merge its candidates into the drafter's trees; none: do not",
+        show_default="as the bundle says",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(
@@ -35,12 +43,14 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same tokens
 System = Annotated[str | None, typer.Option("--system", help="System prompt")]
 
 
-def open_engine(bundle: Path | None, drafter: str | None, threads: int | None) -> "Engine":
+def open_engine(
+    bundle: Path | None, drafter: str | None, threads: int | None, also: str | None = None
+) -> "Engine":
     """The engine over ``bundle``, or over the newest one under ./bundles."""
     import spec_runtime
     from spec_runtime.bundle import find
 
-    return spec_runtime.load(bundle or find(), drafter=drafter, threads=threads)
+    return spec_runtime.load(bundle or find(), drafter=drafter, threads=threads, also=also)
 
 
 def sampling(

@@ -27,7 +27,10 @@ class Proposer(Protocol):
     """
 
     wants_features: bool
-    run_seconds: float  # spent in engine runs so far; 0.0 without an engine
+
+    @property
+    def run_seconds(self) -> float:
+        """Spent in engine runs so far; 0.0 without an engine."""
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         """After prefill. `reused` prompt tokens were there before; features are of the others."""

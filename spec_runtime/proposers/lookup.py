@@ -31,8 +31,11 @@ class LookupProposer:
     wants_features = False
     run_seconds = 0.0
 
-    def __init__(self, max_ngram: int = 3, num_tokens: int = 10, max_matches: int = 4) -> None:
+    def __init__(
+        self, max_ngram: int = 3, num_tokens: int = 10, max_matches: int = 4, min_ngram: int = 1
+    ) -> None:
         self._max_ngram = max_ngram
+        self._min_ngram = min_ngram
         self._max_matches = max_matches
         self._tokens: list[int] = []
         # n-gram -> where its continuations begin, oldest first
@@ -86,7 +89,7 @@ class LookupProposer:
     def _matches(self) -> list[int]:
         """Where earlier occurrences of the longest known suffix go on, newest first."""
         end = len(self._tokens)
-        for n in range(min(self._max_ngram, end), 0, -1):
+        for n in range(min(self._max_ngram, end), self._min_ngram - 1, -1):
             # the last entry is the suffix itself
             earlier = self._starts[tuple(self._tokens[end - n :])][-1 - self._max_matches : -1]
             if earlier:
