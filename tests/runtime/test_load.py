@@ -153,6 +153,7 @@ def test_a_drafter_this_runtime_cannot_run(tmp_path: Path) -> None:
         ({"num_logits": 200}, "at most the target's 200"),
         ({"trees": {"nodes": 3}}, "got trees keys .*nodes.*, expected .*max_nodes"),
         ({"trees": {"max_nodes": 17}}, "trees of 17 nodes, expected at most .* 16"),
+        ({"trees": {"lookup_nodes": -1}}, "got lookup_nodes -1, expected a count"),
         ({"config": {"num_masks": 3}}, "expected num_masks, mask_token_base, inputs"),
     ],
 )
@@ -186,3 +187,25 @@ def test_eos_and_bos_reach_the_chat_template(tmp_path: Path) -> None:
 def test_trees_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path, ("parallelspec",), trees={"min_probability": 0.5})
     assert spec_runtime.load(folder).budget == Budget(12, 0.5)
+
+
+def test_lookup_may_be_merged_into_a_trained_drafters_trees(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path, ("parallelspec",), trees={"max_nodes": 8, "lookup_nodes": 3})
+    merged = spec_runtime.load(folder)
+    assert merged.drafter == "parallelspec+prompt_lookup"
+    alone = spec_runtime.load(folder, also="none")
+    assert alone.drafter == "parallelspec"
+    plain = merged.with_drafter("none")
+    for prompt in ("hello hello hello", "abcabcab", "x"):
+        expected = plain.generate(prompt, max_new_tokens=40).token_ids
+        for engine in (merged, alone):
+            assert engine.generate(prompt, max_new_tokens=40).token_ids == expected
+    assert alone.with_drafter(None, also="prompt_lookup").drafter == merged.drafter
+
+
+def test_what_lookup_cannot_be_merged_into(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path, ("parallelspec",))
+    with pytest.raises(ValueError, match="got also 'lookup', expected one of prompt_lookup, none"):
+        spec_runtime.load(folder, also="lookup")
+    with pytest.raises(ValueError, match="with drafter none, expected a trained one"):
+        spec_runtime.load(folder, "none", also="prompt_lookup")
