@@ -1,4 +1,4 @@
-"""A drafter's tree with prompt lookup's candidates in it: shape, budget, and an unchanged output."""
+"""A drafter's tree with lookup's candidates in it: shape, budget, and an unchanged output."""
 
 from __future__ import annotations
 
