@@ -114,7 +114,7 @@ def run(
         stored = features.build(
             cache or out / "features",
             ordered,
-            model.to(torch.bfloat16),
+            model.to(training_device(), torch.bfloat16),
             source.name,
             taps,
             lambda done, total: progress.update(bar, completed=done, total=total),
@@ -145,7 +145,7 @@ class Trainer:
     ) -> None:
         self.plan, self.settings, self.drafter, self.cache = plan, plan.train, drafter, cache
         self.num_training, self.out, self.about = num_training, out, about
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = training_device()
         drafter.to(self.device)
         parameters = [p for p in drafter.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -352,6 +352,11 @@ class Trainer:
             about,
             self.drafter.draft_token_ids.cpu().numpy(),
         )
+
+
+def training_device() -> torch.device:
+    """A CUDA device where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def guess_accuracy(
