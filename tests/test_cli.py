@@ -50,7 +50,12 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     """The engines that commands load: toy ones, whatever the bundle."""
     loaded: list[Engine] = []
 
-    def load(path: Path, drafter: str | None = None, threads: int | None = None) -> Engine:
+    def load(
+        path: Path,
+        drafter: str | None = None,
+        threads: int | None = None,
+        also: str | None = None,
+    ) -> Engine:
         loaded.append(toy_engine(drafter))
         return loaded[-1]
 
