@@ -282,7 +282,6 @@ def _keep_rank_three(edit: GraphEditor) -> None:
             # the rows asked for leave the batch: [1, N, D] -> [N, D] -> [M, D]
             (flat,) = edit.add(node, "Squeeze", [node.inputs[0], edit.constant(np.array([0]))])
             node.replace_input_with(0, flat)
-    squeezed: dict[ir.Value, ir.Value] = {}
     for i, output in enumerate(graph.outputs):
         if output.name in ("features",) or str(output.name).startswith("taps."):
             node = ir.node("Squeeze", [output, edit.constant(np.array([0]))], num_outputs=1)
@@ -292,7 +291,6 @@ def _keep_rank_three(edit: GraphEditor) -> None:
             name = output.name
             output.name, flat.name = edit.name(f"{name}.batch"), name
             graph.outputs[i] = flat
-            squeezed[output] = flat
     for value in [v for node in graph for v in node.outputs]:
         if value not in graph.outputs:
             value.shape = None  # ranks changed: ONNX Runtime infers them anew
