@@ -89,10 +89,11 @@ def build(
     temporary.mkdir()
 
     def write_step(graph: ir.Model, file: str) -> bundles.Graph:
-        if form == "slots":
+        has_cache = any(value.name == "position_ids" for value in graph.graph.inputs)
+        if has_cache and form == "slots":
             to_slots(graph)
         quantize.quantize(graph, precision, reduce_range)
-        return _write_graph(graph, form, temporary, file)
+        return _write_graph(graph, form if has_cache else "stateless", temporary, file)
 
     try:
         with console.status("exporting the target"):
@@ -107,9 +108,11 @@ def build(
         infos = []
         for drafter, module in trained:
             with console.status(f"exporting {drafter.name}"):
-                exported = module.export(backbone.config)
-                graph = write_step(exported, f"drafters/{drafter.name}/drafter.onnx")
-                infos.append(_drafter_info(drafter, module, graph, precision, temporary))
+                parts = {
+                    role: write_step(exported, f"drafters/{drafter.name}/{role}.onnx")
+                    for role, exported in module.export(backbone.config).items()
+                }
+                infos.append(_drafter_info(drafter, module, parts, precision, temporary))
         manifest = bundles.Manifest(
             schema_version=bundles.SCHEMA_VERSION,
             name=source.name,
@@ -224,7 +227,11 @@ def _specs(values: Any) -> tuple[bundles.TensorSpec, ...]:
 
 
 def _drafter_info(
-    saved: checkpoint.SavedDrafter, module: Any, graph: bundles.Graph, precision: str, root: Path
+    saved: checkpoint.SavedDrafter,
+    module: Any,
+    graphs: dict[str, bundles.Graph],
+    precision: str,
+    root: Path,
 ) -> bundles.DrafterInfo:
     ids = None
     if saved.draft_token_ids is not None:
@@ -234,7 +241,7 @@ def _drafter_info(
     return bundles.DrafterInfo(
         name=saved.name,
         config=module.runtime_config(),
-        graphs={"draft": graph},
+        graphs=graphs,
         draft_token_ids=ids,
         calibration=None,
         trees=TREES.get(precision, DEFAULT_TREE),

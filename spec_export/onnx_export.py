@@ -208,10 +208,10 @@ def export_backbone(backbone: Backbone, *, capacity_symbolic: bool = True) -> ir
     return export(backbone, inputs, outputs, config.family)
 
 
-def save(model: ir.Model, path: Path, external_data: str = "weights.bin") -> None:
-    """Write the graph to `path`, its weights to the file `external_data` beside it, each once.
+def save(model: ir.Model, path: Path) -> None:
+    """Write the graph to `path`, its weights to the .bin file of the same name, each once.
 
     The model itself is left as it is, its tensors in memory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(model, path, external_data=external_data)
+    ir.save(model, path, external_data=path.with_suffix(".bin").name)

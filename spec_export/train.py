@@ -24,7 +24,7 @@ from torch import Tensor
 from spec_export import checkpoint, data, drafters, features, recipe, target
 from spec_export.allocator import keep_big_blocks
 from spec_export.decoder import Backbone
-from spec_export.drafters.parallelspec import Batch
+from spec_export.drafters.layers import Batch
 from spec_runtime.tree import Budget, TokenTree, grow
 
 console = Console(stderr=True)

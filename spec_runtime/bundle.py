@@ -128,6 +128,21 @@ class DrafterInfo:
     expected_accepted_length: float | None
 
 
+def require_config(
+    info: DrafterInfo | None, keys: tuple[str, ...], graphs: tuple[str, ...]
+) -> DrafterInfo:
+    """The drafter's entry, if it has these config keys and exactly these graphs; BundleError
+    otherwise."""
+    assert info is not None, "a trained drafter needs its manifest entry"
+    _require(
+        set(keys) <= set(info.config) and set(graphs) == set(info.graphs),
+        f"drafter {info.name!r}: got config keys {sorted(info.config)} and graphs "
+        f"{sorted(info.graphs)}, expected {', '.join(keys) or 'no key'} and {', '.join(graphs)}; "
+        "build the bundle again",
+    )
+    return info
+
+
 @dataclass(frozen=True)
 class TokenizerInfo:
     """The tokenizer; ``special_ids`` is {"bos": id or None, "eos": [ids], "pad": id or None}."""

@@ -250,7 +250,7 @@ def load(
             raise ValueError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
-        proposer = PROPOSERS[name](opened, entry, threads)
+        proposer = PROPOSERS[name](opened, entry, threads, target)
         if entry is None:
             if also == "prompt_lookup":
                 raise ValueError(

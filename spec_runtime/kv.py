@@ -25,11 +25,12 @@ class Cache(Protocol):
     def length(self) -> int:
         """Committed rows; also the position of the next root."""
 
-    def place(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
+    def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
         """Feeds for N new nodes, at positions length + depth. The graph must then be run once.
 
         Always `position_ids` i64[1, N] and `mask` bool[1, 1, N, S] (True = attend): every
-        committed row, a node's ancestors and the node itself.
+        committed row, a node's ancestors and the node itself. A node that is its own parent has
+        none. `first`: so many nodes were placed by the calls before, the feeds are for the rest.
         """
 
     def commit(self, path: Sequence[int]) -> None:
@@ -53,28 +54,31 @@ class SlotCache:
         self._slot_S = np.zeros(capacity, np.int64)  # of committed row t, for t < length
         self._taken_S = np.zeros(capacity, np.bool_)
         self._top = -1  # highest taken slot
-        self._placed_N: np.ndarray | None = None
+        self._placed_N = np.zeros(0, np.int64)  # slots of the nodes that may be committed
 
-    def place(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
-        n = len(parent_N)
-        slot_N = np.flatnonzero(~self._taken_S)[:n]
+    def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
+        n, free = len(parent_N), ~self._taken_S
+        placed = self._placed_N[:first] if first else self._placed_N[:0]
+        assert len(placed) == first, f"{len(placed)} nodes placed before, not {first}"
+        free[placed] = False
+        slot_N = np.concatenate([placed, np.flatnonzero(free)[: n - first]])
         assert len(slot_N) == n, f"{n} nodes, {len(slot_N)} free slots of {self.capacity}"
-        mask_NS = np.empty((n, self.capacity), np.bool_)
+        mask_NS = np.empty((n - first, self.capacity), np.bool_)
         mask_NS[:] = self._taken_S
-        mask_NS[:, slot_N] = ancestors(parent_N)
+        mask_NS[:, slot_N] = ancestors(parent_N)[first:]
         self._placed_N = slot_N
-        top = max(self._top, int(slot_N[-1]))
+        top = max(self._top, int(slot_N.max()))
         return {
-            "position_ids": (self.length + depths(parent_N))[None],
+            "position_ids": (self.length + depths(parent_N)[first:])[None],
             "mask": mask_NS[None, None],
-            "slots": slot_N,
+            "slots": slot_N[first:],
             "seqlens_k": np.array([top], np.int32),
         }
 
     def commit(self, path: Sequence[int]) -> None:
-        assert self._placed_N is not None, "commit without place"
+        assert len(self._placed_N) > 0, "commit without place"
         slot_P = self._placed_N[np.asarray(path, np.int64)]
-        self._placed_N = None
+        self._placed_N = self._placed_N[:0]
         self._slot_S[self.length : self.length + len(slot_P)] = slot_P
         self._taken_S[slot_P] = True
         self._top = max(self._top, int(slot_P.max(initial=-1)))
@@ -82,7 +86,7 @@ class SlotCache:
 
     def truncate(self, length: int) -> None:
         assert 0 <= length <= self.length, (length, self.length)
-        self._placed_N = None
+        self._placed_N = self._placed_N[:0]
         self._taken_S[self._slot_S[length : self.length]] = False
         self._top = int(self._slot_S[:length].max(initial=-1))
         self.length = length
@@ -107,26 +111,27 @@ class ContiguousCache:
     def length(self) -> int:
         return self._in_place + len(self._pending)
 
-    def place(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
-        n, length, src = len(parent_N), self.length, self._pending
-        moved = len(src)
+    def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
+        n, length, src = len(parent_N) - first, self.length, self._pending
+        assert first == 0 or (self._num_placed == first and len(src) == 0), (first, len(src))
+        moved, begin = len(src), self._in_place + first
         perm = np.arange(moved + n, dtype=np.int64)
         if moved == 0:
             # never an empty tensor: one dummy row, which perm puts behind the new ones
             src, perm = np.zeros(1, np.int64), np.append(perm + 1, 0)
-        assert self._in_place + len(perm) <= self.capacity, (self._in_place, len(perm))
+        assert begin + len(perm) <= self.capacity, (begin, len(perm))
         mask_NS = np.zeros((n, self.capacity), np.bool_)
         mask_NS[:, :length] = True
-        mask_NS[:, length : length + n] = ancestors(parent_N)
+        mask_NS[:, length : length + first + n] = ancestors(parent_N)[first:]
         feeds = {
-            "position_ids": (length + depths(parent_N))[None],
+            "position_ids": (length + depths(parent_N)[first:])[None],
             "mask": mask_NS[None, None],
-            "write_index": np.array([self._in_place], np.int64),
+            "write_index": np.array([begin], np.int64),
             "src": src,
             "perm": perm,
         }
         # the run that follows moves them, whatever is then committed
-        self._in_place, self._pending, self._num_placed = length, self._pending[:0], n
+        self._in_place, self._pending, self._num_placed = length, self._pending[:0], first + n
         return feeds
 
     def commit(self, path: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,12 +27,14 @@ def is_chain(parent_N: np.ndarray) -> bool:
 
 
 def depths(parent_N: np.ndarray) -> np.ndarray:
-    """Depth of each node, i64[N]: [0, 0, 0, 1] -> [0, 1, 1, 2]."""
+    """Depth of each node, i64[N]: [0, 0, 0, 1] -> [0, 1, 1, 2]. A node that is its own parent is a
+    root: [0, 1, 1] -> [0, 0, 1]."""
     if is_chain(parent_N):
         return np.arange(len(parent_N), dtype=np.int64)
     depth = [0] * len(parent_N)
     for node, parent in enumerate(parent_N.tolist()[1:], 1):
-        depth[node] = depth[parent] + 1
+        if parent != node:
+            depth[node] = depth[parent] + 1
     return np.array(depth, dtype=np.int64)
 
 
@@ -208,6 +210,53 @@ def grow(
         if k + 1 < max_depth:
             ticket += 1
             heapq.heappush(heap, (cost - log_prob[k + 1][0], ticket, k + 1, 0, node, -cost))
+    return tree.build()
+
+
+def grow_by_levels(
+    root_token: int,
+    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
+    budget: Budget,
+    num_levels: int,
+    max_width: int,
+) -> TokenTree:
+    """The most probable paths of a drafter that reads its own guesses: a level at a time, then the
+    best nodes of all levels (EAGLE-2's expansion and rerank).
+
+    `expand(nodes, first)` runs the drafter at nodes `first` … of the tree grown so far (the root
+    alone at first) and returns their candidates, best first: token ids i64[n, C] and
+    log-probabilities f32[n, C]. Only nodes that would be kept so far are expanded, at most
+    `max_width` a level; so many levels are run, fewer when none is left.
+    """
+    floor = math.log(budget.min_probability) if budget.min_probability > 0 else -math.inf
+    max_depth = num_levels if budget.max_depth is None else min(num_levels, budget.max_depth)
+    expanded = TreeBuilder(root_token)
+    log_prob = [0.0]  # of each expanded node's path
+    pool: list[tuple[float, int, int, int]] = []  # (-log probability, ticket, parent, token)
+    first = 0
+    for depth in range(1, max_depth + 1):
+        if first == len(expanded) or budget.max_nodes == 1:
+            break
+        id_NC, log_prob_NC = expand(expanded, first)
+        num_before = len(pool)
+        rows = zip(id_NC.tolist(), log_prob_NC.tolist(), strict=True)
+        for node, (ids, values) in enumerate(rows, first):
+            for token, value in zip(ids, values, strict=True):
+                path = log_prob[node] + value
+                if path >= floor and path > -math.inf:
+                    pool.append((-path, len(pool), node, token))
+        first = len(expanded)
+        if depth < max_depth:
+            kept = heapq.nsmallest(budget.max_nodes - 1, pool)
+            level = [entry for entry in kept if entry[1] >= num_before][:max_width]
+            for cost, _, parent, token in level:
+                expanded.add(parent, token)
+                log_prob.append(-cost)
+    tree, new_id = TreeBuilder(root_token), {0: 0}
+    for _, _, parent, token in heapq.nsmallest(budget.max_nodes - 1, pool):
+        node = tree.add(new_id[parent], token)
+        if expanded.has(parent, token):
+            new_id[expanded.add(parent, token)] = node
     return tree.build()
 
 

@@ -20,7 +20,7 @@ from workshop import Workshop  # noqa: E402
 import spec_runtime  # noqa: E402
 from spec_export import checkpoint, drafters, make_bundle, target  # noqa: E402
 from spec_export.decoder import Backbone  # noqa: E402
-from spec_export.drafters.parallelspec import Batch  # noqa: E402
+from spec_export.drafters.layers import Batch  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 
 PROMPTS = ["say abc, 3", "one two. one two. one", "x", "The quick brown fox; 0123 0123"]
@@ -65,16 +65,16 @@ def test_the_runtime_guesses_as_pytorch_does(
     Tolerance 1e-3 on log-probabilities: float32 through two networks (measures 1e-5).
     """
     proposer: Any = engine._proposer
-    run, guesses = proposer._backend.run, {}
+    run, guesses = proposer._rows._backend.run, {}
 
     def recorded(feeds: dict[str, np.ndarray], outputs: list[str]) -> dict[str, np.ndarray]:
         result = run(feeds, outputs)
         if "guess_log_probs" in result:
-            row = len(proposer._tokens) - 2  # the last pair: (its feature, the root behind it)
+            row = len(proposer._rows.tokens) - 2  # the last pair: (its feature, the root behind it)
             guesses[row] = {key: array.copy() for key, array in result.items()}
         return result
 
-    monkeypatch.setattr(proposer._backend, "run", recorded)
+    monkeypatch.setattr(proposer._rows._backend, "run", recorded)
     prompt_ids = engine.encode(PROMPTS[0])
     answer = engine.generate(prompt_ids, max_new_tokens=40, ignore_eos=True).token_ids
     assert len(guesses) >= 10

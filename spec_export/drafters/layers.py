@@ -8,13 +8,16 @@ takes the backbone's attention.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
+from spec_export.losses import IGNORED
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,77 @@ class TargetEnds:
     cos: Tensor
     sin: Tensor
     last_layer: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded sequences. token_BT i64, loss_BT bool (answer tokens), feature_BTF or None,
+    length_B i64."""
+
+    token_BT: Tensor
+    loss_BT: Tensor
+    feature_BTF: Tensor | None
+    length_B: Tensor
+
+
+class DrafterBase(nn.Module):
+    """What every drafter borrows from its target, frozen and never saved.
+
+    draft_token_ids i64[Vd] are the tokens it may guess (all by default), head_VD [Vd, D] the
+    target's LM head trimmed to them, draft_index_V i64[V] the way back (IGNORED where a token is
+    missing). `config` is the drafter's own Config, with `taps` and `top_k`.
+    """
+
+    draft_token_ids: Tensor
+    draft_index_V: Tensor
+    embed_VD: Tensor
+    head_VD: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
+        super().__init__()
+        self.config, self.dims = config, ends.dims
+        if draft_token_ids is None:
+            draft_token_ids = torch.arange(ends.head_VD.shape[0])
+        draft_index_V = torch.full((ends.embed_VD.shape[0],), IGNORED)
+        draft_index_V[draft_token_ids] = torch.arange(len(draft_token_ids))
+        borrowed = {
+            "draft_token_ids": draft_token_ids,
+            "draft_index_V": draft_index_V,
+            "embed_VD": ends.embed_VD,
+            "head_VD": ends.head_VD[draft_token_ids].contiguous(),
+            "cos": ends.cos,
+            "sin": ends.sin,
+        }
+        for name, tensor in borrowed.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def labels(self, batch: Batch, num_guesses: int) -> Tensor:
+        """Draft-vocabulary labels i64[B, T-1, K]: guess k of row t (k from 0) is token t + 2 + k.
+
+        IGNORED past the end, on tokens that carry no loss, and outside the draft vocabulary.
+        """
+        label_BT = torch.where(batch.loss_BT, self.draft_index_V[batch.token_BT], IGNORED)
+        ahead_BT = F.pad(label_BT, (0, num_guesses), value=IGNORED)[:, 2:]
+        return ahead_BT.unfold(1, num_guesses, 1)[:, : label_BT.shape[1] - 1]
+
+    @torch.no_grad()
+    def top_guesses(
+        self, rows: Tensor, output_rows: Callable[[Tensor], Tensor], top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Best tokens of hidden `rows` [..., D] through `output_rows` and the shared head: ids i64
+        and log-probabilities f32, both [..., top_k]."""
+        ids, log_probs = [], []
+        # the logits of all rows at once would be gigabytes
+        for chunk in rows.flatten(0, -2).split(4096):
+            out = output_rows(chunk)
+            logits = (out @ self.head_VD.to(out.dtype).T).float()
+            top = torch.log_softmax(logits, -1).topk(top_k, dim=-1)
+            ids.append(self.draft_token_ids[top.indices])
+            log_probs.append(top.values)
+        shape = (*rows.shape[:-1], top_k)
+        return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

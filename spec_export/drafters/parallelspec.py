@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
-from spec_export.drafters.layers import DecoderLayer, TargetEnds, as_traceable, rotate
+from spec_export.drafters.layers import (
+    Batch,
+    DecoderLayer,
+    DrafterBase,
+    TargetEnds,
+    as_traceable,
+    rotate,
+)
 from spec_export.losses import (
     IGNORED,
     feature_regression,
@@ -74,53 +81,20 @@ class Config:
             raise ValueError("anchor_fraction must lie in (0, 1], soft_weight in [0, 1]")
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Right-padded sequences. token_BT i64, loss_BT bool (answer tokens), feature_BTF or None,
-    length_B i64."""
-
-    token_BT: Tensor
-    loss_BT: Tensor
-    feature_BTF: Tensor | None
-    length_B: Tensor
-
-
-class Drafter(nn.Module):
+class Drafter(DrafterBase):
     """The trainable part; the target's embedding and (trimmed) LM head are borrowed, frozen and
     never saved."""
 
-    draft_token_ids: Tensor
-    draft_index_V: Tensor
-    embed_VD: Tensor
-    head_VD: Tensor
-    cos: Tensor
-    sin: Tensor
+    config: Config
     layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
 
     def __init__(
         self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
     ) -> None:
-        super().__init__()
-        self.config, self.dims = config, ends.dims
+        super().__init__(config, ends, draft_token_ids)
         D, K = ends.dims.hidden_size, config.num_masks
         num_chunks = 1 if config.inputs == "tokens" else 2 + len(config.taps)
         self.num_features = num_chunks - 1
-        if draft_token_ids is None:
-            draft_token_ids = torch.arange(ends.head_VD.shape[0])
-        # token id -> row of the trimmed head, IGNORED where the draft vocabulary lacks it
-        draft_index_V = torch.full((ends.embed_VD.shape[0],), IGNORED)
-        draft_index_V[draft_token_ids] = torch.arange(len(draft_token_ids))
-        borrowed = {
-            "draft_token_ids": draft_token_ids,
-            "draft_index_V": draft_index_V,
-            "embed_VD": ends.embed_VD,
-            "head_VD": ends.head_VD[draft_token_ids].contiguous(),
-            "cos": ends.cos,
-            "sin": ends.sin,
-        }
-        for name, tensor in borrowed.items():
-            self.register_buffer(name, tensor, persistent=False)
-
         spread = ends.embed_VD.float().std()
         self.mask_embed = nn.Parameter(
             ends.embed_VD.float().mean(0) + 0.5 * spread * torch.randn(K, D)
@@ -234,10 +208,7 @@ class Drafter(nn.Module):
         """
         config = self.config
         K, D = config.num_masks, self.dims.hidden_size
-        label_BT = torch.where(batch.loss_BT, self.draft_index_V[batch.token_BT], IGNORED)
-        T = label_BT.shape[1]
-        ahead_BT = F.pad(label_BT, (0, K + 1), value=IGNORED)[:, 2:]
-        label_BRK = ahead_BT.unfold(1, K + 1, 1)[:, : T - 1]
+        label_BRK = self.labels(batch, K + 1)
         has_label_BR = label_BRK[..., 0] != IGNORED
         anchor_BA, is_anchor_BA = self._choose_anchors(has_label_BR, generator)
         real, masks = self.hidden_rows(batch, anchor_BA)
@@ -297,16 +268,7 @@ class Drafter(nn.Module):
         anchor_BA = torch.arange(T - 1, device=batch.token_BT.device).expand(B, T - 1)
         real, masks = self.hidden_rows(batch, anchor_BA)
         rows = torch.cat((real[:, :, None], masks), dim=2)
-        ids, log_probs = [], []
-        # the logits of all rows at once would be gigabytes
-        for chunk in rows.flatten(0, 2).split(4096):
-            out = self.output_rows(chunk)
-            logits = (out @ self.head_VD.to(out.dtype).T).float()
-            top = torch.log_softmax(logits, -1).topk(top_k, dim=-1)
-            ids.append(self.draft_token_ids[top.indices])
-            log_probs.append(top.values)
-        shape = (B, T - 1, self.config.num_masks + 1, top_k)
-        return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
+        return self.top_guesses(rows, self.output_rows, top_k)
 
     # ---- export ----------------------------------------------------------------------------------
 
@@ -322,8 +284,10 @@ class Drafter(nn.Module):
             "top_k": self.config.top_k,
         }
 
-    def export(self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True) -> ir.Model:
-        """The drafter's graph, contiguous form.
+    def export(
+        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """The drafter's graph "drafter", contiguous form.
 
         Inputs input_ids i64[1,N] (mask k as mask_token_base + k − 1), features f32[1,N,F] (not with
         inputs = "tokens"), position_ids, mask, logit_rows i64[M], the cache inputs; outputs
@@ -336,9 +300,8 @@ class Drafter(nn.Module):
             num_rows = inputs[0].example.shape[1]
             inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, width), {1: "N"}))
         caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-        return export(
-            _Graph(self, config), inputs, ["guess_ids", "guess_log_probs", *caches], "parallelspec"
-        )
+        outputs = ["guess_ids", "guess_log_probs", *caches]
+        return {"drafter": export(_Graph(self, config), inputs, outputs, "parallelspec")}
 
 
 class _Graph(nn.Module):

@@ -17,6 +17,7 @@ from spec_runtime.tree import Budget, TokenTree
 if TYPE_CHECKING:
     from spec_runtime.bundle import Bundle, DrafterInfo
     from spec_runtime.generate import Step
+    from spec_runtime.target import Target
 
 
 class Proposer(Protocol):
@@ -64,12 +65,12 @@ class PlainProposer:
         pass
 
 
-ProposerFactory = Callable[["Bundle", "DrafterInfo | None", "int | None"], Proposer]
+ProposerFactory = Callable[["Bundle", "DrafterInfo | None", "int | None", "Target"], Proposer]
 
-# drafter name -> (bundle, its manifest entry, threads) -> proposer
+# drafter name -> (bundle, its manifest entry, threads, the target it drafts for) -> proposer
 PROPOSERS: dict[str, ProposerFactory] = {
-    "none": lambda bundle, info, threads: PlainProposer(),
-    "prompt_lookup": lambda bundle, info, threads: LookupProposer(),
+    "none": lambda bundle, info, threads, target: PlainProposer(),
+    "prompt_lookup": lambda bundle, info, threads, target: LookupProposer(),
     "parallelspec": OnePassProposer.open,
 }
 # those that need no trained drafter: every bundle has them

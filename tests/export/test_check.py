@@ -129,8 +129,8 @@ def test_slots_ignored_fail(copy: Path, folder: Path) -> None:
 
 
 def _replace_graph(path: Path, model: onnx.ModelProto) -> None:
-    (path.parent / "weights.bin").unlink()
-    ir.save(ir.from_proto(model), path, external_data="weights.bin")
+    path.with_suffix(".bin").unlink()
+    ir.save(ir.from_proto(model), path, external_data=path.with_suffix(".bin").name)
     bundles.write_manifest(path.parents[1], bundles.read(path.parents[1], verify=False).manifest)
 
 

@@ -54,7 +54,7 @@ def test_the_manifest_says_what_is_there(workshop: Workshop) -> None:
     assert outputs["taps.1"] == ("float32", ("N", 64))
     (drafter,) = manifest.drafters
     saved = checkpoint.load_drafter(workshop.drafter(NAME))
-    assert (drafter.name, set(drafter.graphs)) == (NAME, {"draft"})
+    assert (drafter.name, set(drafter.graphs)) == (NAME, {"drafter"})
     assert drafter.config["taps"] == [1]
     assert drafter.expected_accepted_length == saved.provenance["validation"]["accepted_length"]
     assert drafter.draft_token_ids is not None
@@ -71,7 +71,7 @@ def test_int8_brings_its_probe_and_is_smaller(workshop: Workshop) -> None:
     assert manifest.target.precision == "int8"
     assert manifest.graphs["probe"].form == "stateless"
     assert manifest.drafters[0].trees["max_nodes"] > 12
-    sizes = [(folder / "target" / "weights.bin").stat().st_size for folder in (small, large)]
+    sizes = [(folder / "target" / "target.bin").stat().st_size for folder in (small, large)]
     assert sizes[0] < sizes[1] / 2
 
 
@@ -245,10 +245,10 @@ def newer(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("target/weights.bin", cut, "truncated or altered"),
+        ("target/target.bin", cut, "truncated or altered"),
         ("target/target.onnx", flip, "truncated or altered"),
         ("drafters/parallelspec/drafter.onnx", flip, "truncated or altered"),
-        ("drafters/parallelspec/weights.bin", Path.unlink, "missing; build or copy the bundle"),
+        ("drafters/parallelspec/drafter.bin", Path.unlink, "missing; build or copy the bundle"),
         ("tokenizer.json", flip, "truncated or altered"),
         ("chat_template.jinja", Path.unlink, "missing; build or copy the bundle"),
         ("manifest.json", cut, "not readable"),
@@ -281,7 +281,7 @@ def test_damage_is_noticed_by_the_runtime_when_hashes_are_not_checked(
 ) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(workshop.bundle(NAME), folder)
-    cut(folder / "target" / "weights.bin")
+    cut(folder / "target" / "target.bin")
     with pytest.raises(BundleError, match="truncated or altered"):
         spec_runtime.load(folder, threads=1)
     with pytest.raises(ValueError, match=r"cannot load target\.onnx") as error:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 
 from spec_export import target
 from spec_export.decoder import Backbone
-from spec_export.drafters.parallelspec import Batch, Config, Drafter
+from spec_export.drafters.layers import Batch
+from spec_export.drafters.parallelspec import Config, Drafter
 from spec_export.onnx_rewrite import to_slots
 
 TOLERANCE = 1e-4
@@ -258,7 +259,7 @@ def test_the_graph_guesses_as_the_module_does(
     """Pairs come in chunks of uneven size, with mask rows behind each as scratch; both forms."""
     whole = options.get("num_masks") == 3
     drafter = make_drafter(backbone, None if whole else TRIMMED, **({"top_k": 5} | options))
-    model = drafter.export(backbone.config)
+    model = drafter.export(backbone.config)["drafter"]
     check_graph(drafter, Runner(model, tmp_path / "contiguous", "contiguous", 64))
     check_graph(drafter, Runner(to_slots(model), tmp_path / "slots", "slots", 64))
 

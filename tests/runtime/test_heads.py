@@ -11,8 +11,9 @@ from toy_engine import make_engine, make_proposer, random_prompt
 from spec_runtime.backends.toy import ToyDrafter, ToyTarget
 from spec_runtime.generate import Step
 from spec_runtime.kv import SlotCache
-from spec_runtime.proposers import heads
+from spec_runtime.proposers import rows
 from spec_runtime.proposers.heads import OnePassProposer
+from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.tree import Budget
 
 MASK = 900
@@ -43,14 +44,8 @@ def features_of(positions: Sequence[int]) -> np.ndarray:
 
 def recorded(num_masks: int = 2) -> tuple[OnePassProposer, Recorder]:
     graph = Recorder()
-    proposer = OnePassProposer(
-        graph,
-        SlotCache(graph.capacity),
-        num_masks=num_masks,
-        mask_token_base=MASK,
-        wants_features=True,
-    )
-    return proposer, graph
+    rows = DrafterRows(graph, SlotCache(graph.capacity), wants_features=True)
+    return OnePassProposer(rows, range(MASK, MASK + num_masks)), graph
 
 
 def test_rows_of_prefill_and_of_a_step() -> None:
@@ -128,7 +123,7 @@ def test_an_interrupted_step_goes_with_truncate_zero() -> None:
 
 
 def test_long_prompts_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "CHUNK_ROWS", 4)
+    monkeypatch.setattr(rows, "CHUNK_ROWS", 4)
     proposer, graph = recorded()
     proposer.start(list(range(50, 61)), features_of(range(11)), 0)
     assert [call["input_ids"].shape[1] for call in graph.calls] == [4, 4, 2]
@@ -153,13 +148,8 @@ def test_toy_drafter_refuses_a_misplaced_feature() -> None:
     """The referee itself: a feature of another position must not pass."""
     target = ToyTarget(vocab_size=32)
     drafter = ToyDrafter(target)
-    proposer = OnePassProposer(
-        drafter,
-        SlotCache(drafter.capacity),
-        num_masks=3,
-        mask_token_base=32,
-        wants_features=True,
-    )
+    rows = DrafterRows(drafter, SlotCache(drafter.capacity), wants_features=True)
+    proposer = OnePassProposer(rows, range(32, 35))
     wrong = np.zeros((3, 4), np.float32)
     wrong[:, 1] = [1, 2, 3]  # positions shifted by one
     with pytest.raises(AssertionError, match="misplaced"):

@@ -12,6 +12,7 @@ from spec_runtime.kv import open_cache
 from spec_runtime.proposers import PlainProposer, Proposer
 from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.target import Target
 from spec_runtime.tree import Budget
 
@@ -68,13 +69,10 @@ def make_proposer(
         with_features=with_features,
         num_taps=num_taps,
     )
-    return OnePassProposer(
-        network,
-        open_cache(form, target.capacity),
-        num_masks=num_masks,
-        mask_token_base=network.mask_token_base,
-        wants_features=with_features,
-    )
+    cache = open_cache(form, target.capacity)
+    base = network.mask_token_base
+    rows = DrafterRows(network, cache, wants_features=with_features)
+    return OnePassProposer(rows, range(base, base + num_masks))
 
 
 def random_prompt(seed: int, length: int = 12, vocab_size: int = 256) -> list[int]:

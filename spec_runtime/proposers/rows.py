@@ -1,0 +1,140 @@
+"""The committed rows of a drafter with a key/value cache, and the ones still to be run.
+
+A drafter that reads features takes pairs: row t holds (feature of position t, token t + 1), so the
+row of the last committed position waits for the root. One that reads tokens alone, a draft model,
+has row t = token t. This file knows rows, not what the network makes of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spec_runtime.backends import Backend
+from spec_runtime.kv import Cache
+from spec_runtime.tree import chain_parents
+
+if TYPE_CHECKING:
+    from spec_runtime.generate import Step
+
+CHUNK_ROWS = 256
+
+
+class DrafterRows:
+    """Keeps one drafter's cache in step with the target's committed tokens.
+
+    first_token: the token that row 0 carries, 1 for pairs and 0 for a draft model. The graph's
+    own outputs are the caller's; this class only feeds it.
+    """
+
+    def __init__(
+        self, backend: Backend, cache: Cache, *, wants_features: bool, first_token: int = 1
+    ) -> None:
+        self.wants_features = wants_features
+        self.run_seconds = 0.0
+        self.tokens: list[int] = []
+        self._backend = backend
+        self._cache = cache
+        self._first_token = first_token
+        # of the positions from cache.length on, whose rows are still to be run
+        self._features_PF: np.ndarray | None = None
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        """See Proposer.start; runs all rows that the prompt completes."""
+        assert len(self.tokens) == reused >= self._cache.length, (len(self.tokens), reused)
+        self.tokens += prompt[reused:]
+        self._take(features_TF)
+        self._catch_up(most_waiting=0)
+
+    def commit(self, step: Step) -> None:
+        """The tokens of a step, but the last, which comes as the next root."""
+        self.tokens += step.tokens[:-1]
+        self._take(step.features)
+
+    def truncate(self, length: int) -> None:
+        """Forgets all but the first `length` tokens."""
+        del self.tokens[length:]
+        if length <= self._cache.length:
+            self._cache.truncate(length)
+            self._features_PF = None
+        elif self._features_PF is not None:
+            self._features_PF = self._features_PF[: length - self._cache.length]
+
+    def run(
+        self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """Runs the waiting rows (at least one) and keeps them; rows `extra_ids`, with zero
+        features, come behind them in the same chain and are not kept.
+
+        Logit rows: the last row kept and the extra ones.
+        """
+        self._catch_up(most_waiting=CHUNK_ROWS)
+        return self._run(outputs, extra_ids)
+
+    def run_nodes(
+        self,
+        outputs: Sequence[str],
+        token_N: np.ndarray,
+        parent_N: np.ndarray,
+        first: int,
+        features_NF: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Runs nodes `first` … N-1 of a forest behind the committed rows; nothing is kept.
+
+        `parent_N` i64[N] as in kv.Cache.place, over all nodes; those before `first` were run by
+        the calls before. token_N i64 and features_NF f32 are of the new nodes only.
+        """
+        feeds = self._cache.place(parent_N, first)
+        feeds["input_ids"] = token_N[None]
+        feeds["logit_rows"] = np.arange(len(token_N), dtype=np.int64)
+        if features_NF is not None:
+            feeds["features"] = features_NF[None]
+        return self._timed_run(feeds, outputs)
+
+    def _take(self, features_PF: np.ndarray | None) -> None:
+        if self._features_PF is None:
+            self._features_PF = features_PF
+        elif features_PF is not None:
+            self._features_PF = np.concatenate([self._features_PF, features_PF])
+
+    def _catch_up(self, most_waiting: int) -> None:
+        """Runs waiting rows in chunks until at most so many wait."""
+        while len(self.tokens) - self._first_token - self._cache.length > most_waiting:
+            self._run([])
+
+    def _run(
+        self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """Up to CHUNK_ROWS waiting rows and the extra ones."""
+        begin = self._cache.length + self._first_token
+        token_N = np.array(self.tokens[begin : begin + CHUNK_ROWS], np.int64)
+        c = len(token_N)
+        assert c >= 1, "no row is waiting"
+        if extra_ids is not None:
+            token_N = np.concatenate([token_N, extra_ids])
+        n = len(token_N)
+        feeds = self._cache.place(chain_parents(n))
+        feeds["input_ids"] = token_N[None]
+        feeds["logit_rows"] = np.arange(c - 1, n, dtype=np.int64)
+        if self.wants_features:
+            waiting_PF = self._features_PF
+            assert waiting_PF is not None, "no features"
+            assert len(waiting_PF) >= c, (len(waiting_PF), c)
+            features_1NF = np.zeros((1, n, waiting_PF.shape[1]), np.float32)
+            features_1NF[0, :c] = waiting_PF[:c]
+            feeds["features"] = features_1NF
+            self._features_PF = waiting_PF[c:].copy() if len(waiting_PF) > c else None
+        result = self._timed_run(feeds, outputs)
+        self._cache.commit(range(c))
+        return result
+
+    def _timed_run(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str]
+    ) -> dict[str, np.ndarray]:
+        begin = time.perf_counter()
+        result = self._backend.run(feeds, list(outputs))
+        self.run_seconds += time.perf_counter() - begin
+        return result
