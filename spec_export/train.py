@@ -2,21 +2,22 @@
 with the tree in use.
 
 Knows recipes, the feature cache, checkpoints and optimisers. Knows no drafter: it calls `loss` and
-`guesses`. Each step's randomness comes from (seed, step), so that a resumed run repeats an
-uninterrupted one.
+`guesses`. Each step's randomness comes from (seed, step, process), so that a resumed run repeats an
+uninterrupted one. Under `accelerate launch` every process takes its share of a step's batches.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -48,18 +49,14 @@ class Log:
             old = getattr(self, name) or [0] * len(new)
             setattr(self, name, [a + b for a, b in zip(old, new, strict=True)])
 
-    @property
-    def accuracy_K(self) -> list[float]:
-        return [a / max(b, 1) for a, b in zip(self.correct_K, self.count_K, strict=True)]
-
 
 @dataclass(frozen=True)
 class Validation:
-    """Top-1 and top-3 accuracy per guess (k = 0 is the token after the root); accepted length with
+    """Top-1 and top-5 accuracy per guess (k = 0 is the token after the root); accepted length with
     the tree in use."""
 
     top1_K: tuple[float, ...]
-    top3_K: tuple[float, ...]
+    top5_K: tuple[float, ...]
     accepted_length: float
 
 
@@ -69,12 +66,13 @@ def run(
     out: Path | None = None,
     resume: bool = False,
     cache: Path | None = None,
+    init: Path | None = None,
 ) -> Path:
     """Train as the recipe says and return the folder of the drafter (`drafter.safetensors`,
     `config.json`); its curves lie beside it.
 
     out: where checkpoints and the drafter go (runs/<recipe's stem> by default); cache: the feature
-    cache (out/features).
+    cache (out/features); init: a drafter of the same shape to start from.
     ValueError: bad recipe, data or checkpoint; `out` already holding a run without `resume`.
     """
     keep_big_blocks()
@@ -103,27 +101,36 @@ def run(
         draft_token_ids = torch.from_numpy(chosen)
     torch.manual_seed(plan.train.seed)
     drafter = module.Drafter(config, target.ends(backbone), draft_token_ids)
+    if init is not None:
+        checkpoint.load_drafter(init).load_into(drafter)
     ordered = training + held_out
     size = features.size_estimate(ordered, model.config.hidden_size * (1 + len(taps)))
-    console.print(
-        f"{len(training)} sequences to train on, {len(held_out)} held out; "
-        f"features take {size / 1e9:.1f} GB"
+    accelerator = Accelerator(
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)]
     )
-    with Progress(console=console) as progress:
-        bar = progress.add_task("features")
-        stored = features.build(
-            cache or out / "features",
-            ordered,
-            model.to(training_device(), torch.bfloat16),
-            source.name,
-            taps,
-            lambda done, total: progress.update(bar, completed=done, total=total),
+    folder = cache or out / "features"
+    if accelerator.is_main_process:
+        console.print(
+            f"{len(training)} sequences to train on, {len(held_out)} held out; "
+            f"features take {size / 1e9:.1f} GB"
         )
+        with Progress(console=console) as progress:
+            bar = progress.add_task("features")
+            features.build(
+                folder,
+                ordered,
+                model.to(accelerator.device, torch.bfloat16),
+                source.name,
+                taps,
+                lambda done, total: progress.update(bar, completed=done, total=total),
+            )
+    accelerator.wait_for_everyone()
+    stored = features.FeatureCache(folder)
     del model, backbone
     about = checkpoint.collect_provenance(
         recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
     )
-    trainer = Trainer(plan, drafter, stored, len(training), out, about)
+    trainer = Trainer(plan, drafter, stored, len(training), out, about, accelerator)
     if resume:
         trainer.resume()
     trainer.train()
@@ -142,20 +149,25 @@ class Trainer:
         num_training: int,
         out: Path,
         about: dict[str, Any],
+        accelerator: Accelerator,
     ) -> None:
         self.plan, self.settings, self.drafter, self.cache = plan, plan.train, drafter, cache
         self.num_training, self.out, self.about = num_training, out, about
-        self.device = training_device()
+        self.accelerator = accelerator
+        self.device = accelerator.device
         drafter.to(self.device)
         parameters = [p for p in drafter.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
+        optimizer = torch.optim.AdamW(
             parameters,
             lr=self.settings.lr,
             betas=self.settings.betas,
             weight_decay=self.settings.weight_decay,
             fused=True,
         )
-        self.steps_per_epoch = -(-len(self._epoch_batches(0)) // self.settings.grad_accumulation)
+        # `model` is the drafter as processes share it; its weights are `drafter`'s
+        self.model, self.optimizer = accelerator.prepare(drafter, optimizer)
+        self.batches_per_step = self.settings.grad_accumulation * accelerator.num_processes
+        self.steps_per_epoch = -(-len(self._epoch_batches(0)) // self.batches_per_step)
         self.total_steps = self.settings.total_steps(self.steps_per_epoch)
         self.step = 0
         self.curve: list[dict[str, float]] = []
@@ -200,10 +212,12 @@ class Trainer:
         """From `self.step` to the end: log, validate, checkpoint."""
         settings, started, tokens = self.settings, time.monotonic(), 0
         while self.step < self.total_steps:
-            for micro in self._micro_batches(self.step):
-                loss, counts = self._backward(micro)
+            micro_batches = self._micro_batches(self.step)
+            for i, indices in enumerate(micro_batches, 1):
+                micro = self._batch(indices)
+                loss, counts = self._backward(micro, is_last=i == len(micro_batches))
                 self.log.add(loss, counts)
-                tokens += int(micro.loss_BT.sum())
+                tokens += int(micro.loss_BT.sum()) * self.accelerator.num_processes
             lr = settings.lr * settings.lr_factor(self.step, self.total_steps)
             for parameters in self.optimizer.param_groups:
                 parameters["lr"] = lr
@@ -223,33 +237,55 @@ class Trainer:
                 self._save()
 
     def _record_training(self, rate: float) -> None:
-        accuracy, loss = self.log.accuracy_K, self.log.loss / self.log.steps
+        """One line of the curve from all processes' sums."""
+        log, num_guesses = self.log, len(self.log.correct_K)
+        sums = torch.tensor([log.loss, *log.correct_K, *log.count_K], dtype=torch.float64)
+        loss, *counts = self.accelerator.reduce(sums.to(self.device), "sum").tolist()
+        loss /= log.steps * self.accelerator.num_processes
+        accuracy = [
+            hit / max(count, 1)
+            for hit, count in zip(counts[:num_guesses], counts[num_guesses:], strict=True)
+        ]
         row: dict[str, float] = {"step": self.step, "loss": loss}
         self.curve.append(row | {f"train_top1_{k}": a for k, a in enumerate(accuracy)})
         shown = " ".join(f"{a:.3f}" for a in accuracy)
-        console.print(
+        self._print(
             f"step {self.step}/{self.total_steps} loss {loss:.3f} top-1 {shown} {rate:.0f} tok/s"
         )
         self.log = Log()
 
-    def _micro_batches(self, step: int) -> Iterator[Batch]:
+    def _print(self, line: str) -> None:
+        if self.accelerator.is_main_process:
+            console.print(line)
+
+    def _micro_batches(self, step: int) -> list[np.ndarray]:
+        """This process's batches of a step, as sequence indices."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        start = within * self.settings.grad_accumulation
         if getattr(self, "_epoch", None) != epoch:
             self._epoch, self._order = epoch, self._epoch_batches(epoch)
-        for indices in self._order[start : start + self.settings.grad_accumulation]:
-            yield self._batch(indices)
+        start = within * self.batches_per_step
+        # the order may be a batch shorter or longer than epoch 0's; a process must never have none
+        share = self._order[start : start + self.batches_per_step] or self._order[:1]
+        mine = share[self.accelerator.process_index :: self.accelerator.num_processes]
+        return mine or share[:1]
 
-    def _backward(self, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.step)
-        with torch.autocast(
-            self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"
-        ):
-            loss, counts = self.drafter.loss(batch, generator)
-        (loss / self.settings.grad_accumulation).backward()
+    def _backward(self, batch: Batch, is_last: bool) -> tuple[float, dict[str, Tensor]]:
+        """Adds the batch's gradient; processes exchange theirs at a step's last batch."""
+        seed = self.settings.seed * 1_000_003 + self.step
+        seed += 7_368_787 * self.accelerator.process_index
+        waits = contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model)
+        with waits:
+            with self._autocast():
+                loss, counts = self.model(batch, torch.Generator().manual_seed(seed))
+            self.accelerator.backward(loss / self.settings.grad_accumulation)
         return loss.item() / self.settings.grad_accumulation, {
             k: v.cpu() for k, v in counts.items()
         }
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"
+        )
 
     # ---- validation ------------------------------------------------------------------------------
 
@@ -262,45 +298,45 @@ class Trainer:
             : max(1, int(np.searchsorted(np.cumsum(self.cache.length_N[pool]), VALIDATION_TOKENS)))
         ]
         hits_K: Any = 0
-        top3_K: Any = 0
+        top5_K: Any = 0
         count_K: Any = 0
         committed = steps = 0
         for indices in self._by_length(pool):
             batch = self._batch(indices)
-            with torch.autocast(
-                self.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16"
-            ):
+            with self._autocast():
                 ids, log_probs = (
                     x.cpu().numpy() for x in self.drafter.guesses(batch, self.drafter.config.top_k)
                 )
             for row, i in enumerate(indices):
                 token, loss, _ = self.cache.sequence(int(i))
-                hit, hit3, count = guess_accuracy(token.numpy(), loss.numpy(), ids[row])
-                hits_K, top3_K, count_K = hits_K + hit, top3_K + hit3, count_K + count
+                hit, hit5, count = guess_accuracy(token.numpy(), loss.numpy(), ids[row])
+                hits_K, top5_K, count_K = hits_K + hit, top5_K + hit5, count_K + count
                 a, b = simulate(
                     token.numpy(), loss.numpy(), ids[row], log_probs[row], VALIDATION_BUDGET
                 )
                 committed, steps = committed + a, steps + b
         count_K = np.maximum(count_K, 1)
         return Validation(
-            tuple(hits_K / count_K), tuple(top3_K / count_K), committed / max(steps, 1)
+            tuple(hits_K / count_K), tuple(top5_K / count_K), committed / max(steps, 1)
         )
 
     def _record(self, result: Validation) -> None:
         row: dict[str, float] = {"step": self.step, "accepted_length": result.accepted_length}
         row |= {f"top1_{k}": v for k, v in enumerate(result.top1_K)} | {
-            f"top3_{k}": v for k, v in enumerate(result.top3_K)
+            f"top5_{k}": v for k, v in enumerate(result.top5_K)
         }
         self.curve.append(row)
-        top1, top3 = (" ".join(f"{a:.3f}" for a in x) for x in (result.top1_K, result.top3_K))
+        top1, top5 = (" ".join(f"{a:.3f}" for a in x) for x in (result.top1_K, result.top5_K))
         nodes = VALIDATION_BUDGET.max_nodes
-        console.print(
-            f"validation: top-1 {top1} | top-3 {top3} | accepted length "
+        self._print(
+            f"validation: top-1 {top1} | top-5 {top5} | accepted length "
             f"{result.accepted_length:.3f} ({nodes} nodes)"
         )
         self._write_curves()
 
     def _write_curves(self) -> None:
+        if not self.accelerator.is_main_process:
+            return
         self.out.mkdir(parents=True, exist_ok=True)
         keys = sorted({key for row in self.curve for key in row}, key=lambda k: (k != "step", k))
         with (self.out / "curves.csv").open("w", newline="") as file:
@@ -312,6 +348,8 @@ class Trainer:
     # ---- files -----------------------------------------------------------------------------------
 
     def _save(self) -> None:
+        if not self.accelerator.is_main_process:
+            return
         checkpoint.save(
             self.out / "checkpoints",
             self.step,
@@ -338,6 +376,9 @@ class Trainer:
 
     def export(self) -> Path:
         """Write the drafter itself next to its curves and return its folder."""
+        folder = self.out / "drafter"
+        if not self.accelerator.is_main_process:
+            return folder
         self._write_curves()
         validated = [row for row in self.curve if "accepted_length" in row]
         about = self.about | {
@@ -345,7 +386,7 @@ class Trainer:
             "validation": validated[-1] if validated else None,
         }
         return checkpoint.save_drafter(
-            self.out / "drafter",
+            folder,
             self.drafter.state_dict(),
             self.plan.drafter_name,
             self.drafter.config,
@@ -354,26 +395,21 @@ class Trainer:
         )
 
 
-def training_device() -> torch.device:
-    """A CUDA device where there is one."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def guess_accuracy(
     token_T: np.ndarray, loss_T: np.ndarray, ids_RKC: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Top-1 hits, top-3 hits and number of labelled guesses, each i64[K], of one sequence.
+    """Top-1 hits, top-5 hits and number of labelled guesses, each i64[K], of one sequence.
 
     Guess k at row t is about token t+2+k; only answer tokens count.
     """
     R, K, _ = ids_RKC.shape
-    hit, hit3, count = (np.zeros(K, dtype=np.int64) for _ in range(3))
+    hit, hit5, count = (np.zeros(K, dtype=np.int64) for _ in range(3))
     for k in range(K):
         rows = np.arange(min(R, len(token_T) - 2 - k)) if len(token_T) > 2 + k else np.arange(0)
         rows = rows[loss_T[rows + 2 + k] & loss_T[rows + 2]]
-        match = ids_RKC[rows, k, :3] == token_T[rows + 2 + k, None]
-        hit[k], hit3[k], count[k] = match[:, 0].sum(), match.any(1).sum(), len(rows)
-    return hit, hit3, count
+        match = ids_RKC[rows, k, :5] == token_T[rows + 2 + k, None]
+        hit[k], hit5[k], count[k] = match[:, 0].sum(), match.any(1).sum(), len(rows)
+    return hit, hit5, count
 
 
 def simulate(
@@ -419,22 +455,20 @@ def plot_curves(curve: list[dict[str, float]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4))
+    figure, axes = pyplot.subplots(1, 4, figsize=(20, 4))
     trained = [row for row in curve if "loss" in row]
     validated = [row for row in curve if "accepted_length" in row]
+    steps = [row["step"] for row in validated]
     axes[0].plot([row["step"] for row in trained], [row["loss"] for row in trained])
     axes[0].set(title="training loss", xlabel="step")
-    for key in sorted({key for row in validated for key in row if key.startswith("top1_")}):
-        axes[1].plot(
-            [row["step"] for row in validated],
-            [row[key] for row in validated],
-            label=f"guess {key[5:]}",
-        )
-    axes[1].set(title="validation top-1 accuracy", xlabel="step")
+    for axis, rank in zip(axes[1:3], ("top1", "top5"), strict=True):
+        for key in sorted({key for row in validated for key in row if key.startswith(f"{rank}_")}):
+            axis.plot(steps, [row[key] for row in validated], label=f"guess {key[5:]}")
+        axis.set(title=f"validation {rank.replace('p', 'p-')} accuracy", xlabel="step")
     if validated:
         axes[1].legend()
-    axes[2].plot([row["step"] for row in validated], [row["accepted_length"] for row in validated])
-    axes[2].set(
+    axes[3].plot(steps, [row["accepted_length"] for row in validated])
+    axes[3].set(
         title=f"simulated accepted length, {VALIDATION_BUDGET.max_nodes} nodes", xlabel="step"
     )
     figure.tight_layout()

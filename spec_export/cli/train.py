@@ -21,8 +21,17 @@ def command(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder")
     ] = False,
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache", help="Feature cache, to share among recipes", show_default="in --out"
+        ),
+    ] = None,
+    init: Annotated[
+        Path | None, typer.Option("--init", help="Start from this drafter's weights")
+    ] = None,
 ) -> None:
     """Train a drafter: checkpoints, curves and accuracy per position."""
     from spec_export import train
 
-    train.run(recipe, set_ or [], out, resume)
+    train.run(recipe, set_ or [], out, resume, cache, init)

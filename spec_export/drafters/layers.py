@@ -101,6 +101,12 @@ class DrafterBase(nn.Module):
         for name, tensor in borrowed.items():
             self.register_buffer(name, tensor, persistent=False)
 
+    def forward(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The drafter's `loss`; distributed training wraps `forward` alone."""
+        return self.loss(batch, generator)  # type: ignore[no-any-return, operator]
+
     def labels(self, batch: Batch, num_guesses: int) -> Tensor:
         """Draft-vocabulary labels i64[B, T-1, K]: guess k of row t (k from 0) is token t + 2 + k.
 

@@ -1,0 +1,5 @@
+"""`python -m spec_export` is `spec-export`; `accelerate launch -m spec_export train` starts it so."""
+
+from spec_export.cli import main
+
+main()
