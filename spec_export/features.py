@@ -25,14 +25,18 @@ from torch import Tensor
 
 from spec_export.data import Example
 
-BATCH_TOKENS = 2048
+BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # padded tokens of one forward pass
 BLOCK = 256  # sequences between two progress marks
 
 
 class FeatureCache:
-    """Read access: `sequence(i)` gives token i64[T], loss bool[T], feature bf16[T, F]."""
+    """Read access: `sequence(i)` gives token i64[T], loss bool[T], feature bf16[T, F].
 
-    def __init__(self, folder: Path) -> None:
+    `taps`: the taps wanted, some of those the cache holds; None = all. ValueError: an unfinished
+    cache, or a tap it lacks.
+    """
+
+    def __init__(self, folder: Path, taps: Sequence[int] | None = None) -> None:
         self.token_T = np.load(folder / "token_T.npy", mmap_mode="r")
         self.loss_T = np.load(folder / "loss_T.npy", mmap_mode="r")
         self.feature_TF = np.load(folder / "feature_TF.npy", mmap_mode="r")
@@ -44,6 +48,14 @@ class FeatureCache:
                 f"{self.num_sequences} sequences, expected all: run the same command "
                 "again, it goes on from there"
             )
+        held = self.about["taps"]
+        wanted = held if taps is None else list(taps)
+        if not set(wanted) <= set(held):
+            raise ValueError(f"got feature cache {folder} with taps {held}, expected {wanted}")
+        width = self.feature_TF.shape[1] // (1 + len(held))
+        parts = [0, *(1 + held.index(tap) for tap in wanted)]
+        self._columns = np.arange(self.feature_TF.shape[1]).reshape(-1, width)[parts].ravel()
+        self._is_whole = wanted == held
 
     @property
     def num_sequences(self) -> int:
@@ -57,7 +69,10 @@ class FeatureCache:
     def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
         rows = slice(self.offset[i], self.offset[i + 1])
         token = torch.from_numpy(self.token_T[rows].astype(np.int64))
-        feature = torch.from_numpy(np.array(self.feature_TF[rows])).view(torch.bfloat16)
+        stored = np.array(self.feature_TF[rows])
+        if not self._is_whole:
+            stored = stored[:, self._columns]
+        feature = torch.from_numpy(stored).view(torch.bfloat16)
         return token, torch.from_numpy(self.loss_T[rows].copy()), feature
 
 
@@ -75,11 +90,15 @@ def build(
     progress: Any = None,
 ) -> FeatureCache:
     """Run a (bf16) transformers target over every example and keep its features; resumes a stopped
-    build.
+    build, and takes a finished one that holds more taps.
 
     `progress(done, total)` is called with token counts. ValueError: a folder made from other data,
     or a full disk.
     """
+    wanted = taps
+    if (folder / "cache.json").is_file():
+        held = json.loads((folder / "cache.json").read_text()).get("taps", [])
+        taps = held if set(taps) <= set(held) else taps
     hidden = model.config.hidden_size
     num_features = hidden * (1 + len(taps))
     digest = hashlib.sha256()
@@ -105,7 +124,7 @@ def build(
     feature_TF = np.lib.format.open_memmap(folder / "feature_TF.npy", mode="r+")
     for start in range(about["sequences_done"], len(examples), BLOCK):
         block = range(start, min(start + BLOCK, len(examples)))
-        for indices in _batches(block, examples):
+        for indices in _batches(block, examples, BATCH_TOKENS[model.device.type]):
             rows = _forward([examples[i].token_T for i in indices], model, taps)
             for i, row in zip(indices, rows, strict=True):
                 feature_TF[offset[i] : offset[i + 1]] = row
@@ -114,7 +133,7 @@ def build(
         _write_json(folder / "cache.json", about)
         if progress:
             progress(int(offset[block.stop]), int(offset[-1]))
-    return FeatureCache(folder)
+    return FeatureCache(folder, wanted)
 
 
 def _create(
@@ -138,11 +157,11 @@ def _create(
     _write_json(folder / "cache.json", about)
 
 
-def _batches(block: range, examples: Sequence[Example]) -> Iterator[list[int]]:
-    """Indices of `block` by length, in groups of about BATCH_TOKENS padded tokens."""
+def _batches(block: range, examples: Sequence[Example], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of `block` by length, in groups of about `batch_tokens` padded tokens."""
     group: list[int] = []
     for i in sorted(block, key=lambda i: len(examples[i].token_T)):
-        if group and (len(group) + 1) * len(examples[i].token_T) > BATCH_TOKENS:
+        if group and (len(group) + 1) * len(examples[i].token_T) > batch_tokens:
             yield group
             group = []
         group.append(i)

@@ -64,7 +64,8 @@ class DataSection:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """How to train. Training ends at `epochs` or `max_steps`, whichever comes first.
+    """How to train. Training ends at `epochs`, `max_steps` or `max_minutes`, whichever comes first;
+    the learning rate's schedule ends there too.
 
     `batch_tokens` counts the tokens of one micro-batch; an optimiser step takes `grad_accumulation`
     of them. `warmup`: an integer counts optimiser steps, a fraction below 1 is a share of all of
@@ -81,6 +82,7 @@ class TrainSection:
     warmup: int | float = 0.03
     epochs: float | None = None
     max_steps: int | None = None
+    max_minutes: float | None = None
     precision: Literal["fp32", "bf16"] = "bf16"
     seed: int = 0
     log_every: int = 10
@@ -114,8 +116,8 @@ class TrainSection:
             f"[train] warmup is {self.warmup}, expected an integer (steps) or a fraction below 1",
         )
         _require(
-            self.epochs is not None or self.max_steps is not None,
-            "[train] has neither epochs nor max_steps, expected one of them",
+            (self.epochs, self.max_steps, self.max_minutes) != (None, None, None),
+            "[train] has neither epochs nor max_steps nor max_minutes, expected one of them",
         )
         _require(
             self.epochs is None or self.epochs > 0, f"[train] epochs is {self.epochs}, expected > 0"
@@ -124,16 +126,27 @@ class TrainSection:
             self.max_steps is None or self.max_steps >= 1,
             f"[train] max_steps is {self.max_steps}, expected at least 1",
         )
+        _require(
+            self.max_minutes is None or self.max_minutes > 0,
+            f"[train] max_minutes is {self.max_minutes}, expected > 0",
+        )
+        _require(
+            self.epochs is not None or self.max_steps is not None or isinstance(self.warmup, int),
+            f"[train] warmup is {self.warmup} of an unknown number of steps, expected an integer "
+            "where only max_minutes ends training",
+        )
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimiser steps of the whole run, at least 1."""
+        if self.epochs is None and self.max_steps is None:
+            return 10**9  # the time ends it
         by_epochs = math.inf if self.epochs is None else math.ceil(self.epochs * steps_per_epoch)
         by_steps = math.inf if self.max_steps is None else self.max_steps
         return max(1, int(min(by_epochs, by_steps)))
 
-    def lr_factor(self, step: int, total_steps: int) -> float:
+    def lr_factor(self, step: int, total_steps: int, time_share: float = 0.0) -> float:
         """Multiplier of `lr` for optimiser step `step` (from 0): linear warm-up, then the schedule
-        down to 0."""
+        down to 0 as steps end, or the time, of which `time_share` is over."""
         warmup = (
             self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * total_steps)
         )
@@ -141,7 +154,7 @@ class TrainSection:
             return (step + 1) / warmup
         if self.schedule == "constant":
             return 1.0
-        left = 1 - min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        left = 1 - min(1.0, max((step - warmup) / max(1, total_steps - warmup), time_share))
         return left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
 

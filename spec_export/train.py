@@ -125,7 +125,7 @@ def run(
                 lambda done, total: progress.update(bar, completed=done, total=total),
             )
     accelerator.wait_for_everyone()
-    stored = features.FeatureCache(folder)
+    stored = features.FeatureCache(folder, taps)
     del model, backbone
     about = checkpoint.collect_provenance(
         recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
@@ -211,14 +211,16 @@ class Trainer:
     def train(self) -> None:
         """From `self.step` to the end: log, validate, checkpoint."""
         settings, started, tokens = self.settings, time.monotonic(), 0
-        while self.step < self.total_steps:
+        last = self.step == self.total_steps
+        while not last:
+            time_share = self._time_share(started)
             micro_batches = self._micro_batches(self.step)
             for i, indices in enumerate(micro_batches, 1):
                 micro = self._batch(indices)
                 loss, counts = self._backward(micro, is_last=i == len(micro_batches))
                 self.log.add(loss, counts)
                 tokens += int(micro.loss_BT.sum()) * self.accelerator.num_processes
-            lr = settings.lr * settings.lr_factor(self.step, self.total_steps)
+            lr = settings.lr * settings.lr_factor(self.step, self.total_steps, time_share)
             for parameters in self.optimizer.param_groups:
                 parameters["lr"] = lr
             torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.grad_clip)
@@ -226,7 +228,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
             self.log.steps += 1
-            last = self.step == self.total_steps
+            last = self.step == self.total_steps or time_share >= 1
             if self.step % settings.log_every == 0 or last:
                 self._record_training(tokens / (time.monotonic() - started))
             if (
@@ -235,6 +237,15 @@ class Trainer:
                 self._record(self.validate())
             if self.step % settings.checkpoint_every == 0 or last:
                 self._save()
+
+    def _time_share(self, started: float) -> float:
+        """How much of `max_minutes` is over, the same in all processes; this process's start counts
+        anew after a resumption."""
+        if self.settings.max_minutes is None:
+            return 0.0
+        share = (time.monotonic() - started) / (60 * self.settings.max_minutes)
+        shares = self.accelerator.gather(torch.tensor([share], device=self.device))
+        return float(shares.max())
 
     def _record_training(self, rate: float) -> None:
         """One line of the curve from all processes' sums."""

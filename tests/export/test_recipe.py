@@ -98,6 +98,8 @@ def test_data_path_on_the_command_line_starts_from_the_working_folder(
         ("lr = 1e-5", "learning_rate = 1", "unknown key 'learning_rate', expected batch_tokens"),
         ("[train]", "[trian]", "unknown key 'trian', expected target, drafter, data"),
         ("epochs = 2", "", "neither epochs nor max_steps"),
+        ("epochs = 2", "max_minutes = 0.0", "max_minutes is 0.0, expected > 0"),
+        ("epochs = 2", "max_minutes = 5\nwarmup = 0.1", "0.1 of an unknown number of steps"),
         ("epochs = 2", 'epochs = "2"', "epochs is '2', expected float or absent"),
         ("epochs = 2", "max_steps = true", "max_steps is True, expected int or absent"),
         ("epochs = 2", "epochs = 2\nschedule = 'step'", "expected one of 'constant', 'linear'"),
@@ -178,6 +180,8 @@ def test_learning_rate_warms_up_and_comes_down() -> None:
     assert [train.lr_factor(step, 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     cosine = recipe.TrainSection(epochs=1, warmup=0.5, schedule="cosine")
     assert cosine.lr_factor(0, 4) == 0.5
+    assert train.lr_factor(3, 6, time_share=0.5) == train.lr_factor(4, 6)
+    assert train.lr_factor(3, 6, time_share=0.1) == train.lr_factor(3, 6)
     assert cosine.lr_factor(3, 4) == pytest.approx(0.5)
     assert recipe.TrainSection(epochs=1, warmup=0, schedule="constant").lr_factor(9, 4) == 1.0
 

@@ -141,6 +141,16 @@ def test_training_starts_from_another_drafter(recipe: Path, finished: Path, tmp_
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_training_ends_when_its_time_is_over(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = iter([0.0, 0.3, 1.1])
+    monkeypatch.setattr(train.Trainer, "_time_share", lambda trainer, started: next(shares))
+    train.run(recipe, ["train.max_minutes=1", "train.log_every=1"], tmp_path)
+    assert [int(row["step"]) for row in curve(tmp_path) if row["loss"]] == [1, 2, 3]
+    assert checkpoint.load_drafter(tmp_path / "drafter").provenance["steps"] == 3
+
+
 def test_training_lowers_the_loss(finished: Path) -> None:
     losses = [float(row["loss"]) for row in curve(finished) if row["loss"]]
     assert losses[1] < losses[0]
@@ -339,6 +349,18 @@ def test_a_cache_of_something_else_is_refused(model: Any, tmp_path: Path) -> Non
     for arguments in ((examples, "u", ()), (examples, "t", (1,)), (changed, "t", ())):
         with pytest.raises(ValueError, match="made from other data, target or taps"):
             features.build(tmp_path, arguments[0], model, arguments[1], arguments[2])
+
+
+def test_a_cache_with_more_taps_serves_a_drafter_with_fewer(model: Any, tmp_path: Path) -> None:
+    examples = some_examples()
+    features.build(tmp_path / "both", examples, model, "t", (0, 1))
+    for taps in ((), (1,), (1, 0)):
+        alone = features.build(tmp_path / f"{taps}", examples, model, "t", taps)
+        shared = features.build(tmp_path / "both", examples, model, "t", taps)
+        for i in range(len(examples)):
+            assert torch.equal(shared.sequence(i)[2], alone.sequence(i)[2])
+    with pytest.raises(ValueError, match=r"with taps \[0, 1\], expected \[2\]"):
+        features.FeatureCache(tmp_path / "both", (2,))
 
 
 def test_a_cache_that_would_not_fit_is_refused(
