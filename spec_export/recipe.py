@@ -174,6 +174,41 @@ class ExportSection:
 
 
 @dataclass(frozen=True)
+class JointSection:
+    """Train the target too, through a LoRA adapter; see joint.py. Absent = the target is frozen.
+
+    `backbone_lr` is the adapter's, `train.lr` the drafter's. For the first `drafter_only_steps` the
+    adapter rests; `drafter_ramp = "sine"` raises the drafter's weight to `drafter_weight` over the
+    whole run.
+    """
+
+    lora_rank: int = 32
+    lora_alpha: int = 16
+    lora_dropout: float = 0.05
+    backbone_lr: float = 5e-4
+    backbone_loss: Literal["ce", "distill"] = "ce"
+    backbone_weight: float = 1.0
+    drafter_weight: float = 0.2
+    drafter_ramp: Literal["none", "sine"] = "none"
+    drafter_only_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _require(self.lora_rank >= 1, f"[joint] lora_rank is {self.lora_rank}, expected >= 1")
+        _require(
+            0 <= self.lora_dropout < 1,
+            f"[joint] lora_dropout is {self.lora_dropout}, expected 0 <= x < 1",
+        )
+        for name in ("lora_alpha", "backbone_lr", "drafter_weight"):
+            _require(
+                getattr(self, name) > 0, f"[joint] {name} is {getattr(self, name)}, expected > 0"
+            )
+        for name in ("backbone_weight", "drafter_only_steps"):
+            _require(
+                getattr(self, name) >= 0, f"[joint] {name} is {getattr(self, name)}, expected >= 0"
+            )
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A whole recipe. `drafter` is the section as written: "name" and fields of that drafter's
     Config."""
@@ -183,6 +218,7 @@ class Recipe:
     data: DataSection
     train: TrainSection
     export: ExportSection
+    joint: JointSection | None = None
     folder: Path = field(default=Path(), compare=False)
 
     def __post_init__(self) -> None:
@@ -216,7 +252,7 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON/TOML values by section, unset keys left out, paths as written."""
-        sections = {name: getattr(self, name) for name in SECTIONS}
+        sections = {name: getattr(self, name) for name in SECTIONS if getattr(self, name)}
         return {
             name: _plain(value if name == "drafter" else dataclasses.asdict(value))
             for name, value in sections.items()
@@ -237,7 +273,9 @@ SECTIONS: dict[str, type | None] = {
     "data": DataSection,
     "train": TrainSection,
     "export": ExportSection,
+    "joint": JointSection,
 }
+OPTIONAL = ("joint",)  # absent means something else than all defaults
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -276,6 +314,7 @@ def parse(
         if cls is None
         else build_config(cls, tables.get(name, {}), f"{where} [{name}]")
         for name, cls in SECTIONS.items()
+        if name in tables or name not in OPTIONAL
     }
     return Recipe(**built, folder=folder)
 

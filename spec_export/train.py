@@ -13,7 +13,7 @@ import csv
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,18 @@ from spec_runtime.tree import Budget, TokenTree, grow
 console = Console(stderr=True)
 VALIDATION_BUDGET = Budget(max_nodes=16)
 VALIDATION_TOKENS = 40_000  # a bound on the time one validation takes
+
+
+class SequenceStore(Protocol):
+    """What the loop reads sequences from; `features.FeatureCache` is one."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    @property
+    def length_N(self) -> np.ndarray: ...
+
+    def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 @dataclass
@@ -104,37 +116,60 @@ def run(
     if init is not None:
         checkpoint.load_drafter(init).load_into(drafter)
     ordered = training + held_out
-    size = features.size_estimate(ordered, model.config.hidden_size * (1 + len(taps)))
-    accelerator = Accelerator(
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)]
-    )
-    folder = cache or out / "features"
-    if accelerator.is_main_process:
-        console.print(
-            f"{len(training)} sequences to train on, {len(held_out)} held out; "
-            f"features take {size / 1e9:.1f} GB"
-        )
-        with Progress(console=console) as progress:
-            bar = progress.add_task("features")
-            features.build(
-                folder,
-                ordered,
-                model.to(accelerator.device, torch.bfloat16),
-                source.name,
-                taps,
-                lambda done, total: progress.update(bar, completed=done, total=total),
-            )
-    accelerator.wait_for_everyone()
-    stored = features.FeatureCache(folder, taps)
-    del model, backbone
     about = checkpoint.collect_provenance(
         recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
     )
-    trainer = Trainer(plan, drafter, stored, len(training), out, about, accelerator)
+    accelerator = Accelerator(
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)]
+    )
+    del backbone
+    trainer: Trainer
+    if plan.joint is None:
+        folder = cache or out / "features"
+        if accelerator.is_main_process:
+            model = model.to(accelerator.device, torch.bfloat16)
+            _build_features(folder, training, held_out, model, source.name, taps)
+        accelerator.wait_for_everyone()
+        stored = features.FeatureCache(folder, taps)
+        del model
+        trainer = Trainer(plan, drafter, stored, len(training), out, about, accelerator)
+    else:
+        from spec_export import joint  # here: it imports this file
+
+        about["target_modified"] = True
+        trainer = joint.JointTrainer(
+            plan, model, tokenizer, drafter, ordered, len(training), out, about, accelerator
+        )
     if resume:
         trainer.resume()
     trainer.train()
     return trainer.export()
+
+
+def _build_features(
+    folder: Path,
+    training: list[data.Example],
+    held_out: list[data.Example],
+    model: Any,
+    name: str,
+    taps: tuple[int, ...],
+) -> None:
+    ordered = training + held_out
+    size = features.size_estimate(ordered, model.config.hidden_size * (1 + len(taps)))
+    console.print(
+        f"{len(training)} sequences to train on, {len(held_out)} held out; "
+        f"features take {size / 1e9:.1f} GB"
+    )
+    with Progress(console=console) as progress:
+        bar = progress.add_task("features")
+        features.build(
+            folder,
+            ordered,
+            model,
+            name,
+            taps,
+            lambda done, total: progress.update(bar, completed=done, total=total),
+        )
 
 
 class Trainer:
@@ -145,7 +180,7 @@ class Trainer:
         self,
         plan: recipe.Recipe,
         drafter: Any,
-        cache: features.FeatureCache,
+        cache: SequenceStore,
         num_training: int,
         out: Path,
         about: dict[str, Any],
@@ -155,23 +190,40 @@ class Trainer:
         self.num_training, self.out, self.about = num_training, out, about
         self.accelerator = accelerator
         self.device = accelerator.device
-        drafter.to(self.device)
-        parameters = [p for p in drafter.parameters() if p.requires_grad]
+        trained = self.trained_module().to(self.device)
         optimizer = torch.optim.AdamW(
-            parameters,
+            self.parameter_groups(),
             lr=self.settings.lr,
             betas=self.settings.betas,
             weight_decay=self.settings.weight_decay,
             fused=True,
         )
-        # `model` is the drafter as processes share it; its weights are `drafter`'s
-        self.model, self.optimizer = accelerator.prepare(drafter, optimizer)
+        # `model` is the trained module as processes share it, with the same weights
+        self.model, self.optimizer = accelerator.prepare(trained, optimizer)
         self.batches_per_step = self.settings.grad_accumulation * accelerator.num_processes
         self.steps_per_epoch = -(-len(self._epoch_batches(0)) // self.batches_per_step)
         self.total_steps = self.settings.total_steps(self.steps_per_epoch)
         self.step = 0
         self.curve: list[dict[str, float]] = []
         self.log = Log()
+
+    # ---- what joint training replaces ----
+
+    def trained_module(self) -> torch.nn.Module:
+        """What a step's forward pass runs: (batch, generator) -> (loss, counts)."""
+        return cast(torch.nn.Module, self.drafter)
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """The optimiser's groups, each with the `base_lr` that the schedule scales."""
+        parameters = [p for p in self.drafter.parameters() if p.requires_grad]
+        return [{"params": parameters, "base_lr": self.settings.lr}]
+
+    def saved_state(self) -> torch.nn.Module:
+        """The module whose tensors a checkpoint holds."""
+        return cast(torch.nn.Module, self.drafter)
+
+    def start_step(self) -> None:
+        """Before each optimiser step."""
 
     # ---- batches ---------------------------------------------------------------------------------
 
@@ -197,7 +249,7 @@ class Trainer:
         batches.append(np.array(group))
         return batches
 
-    def _batch(self, indices: np.ndarray) -> Batch:
+    def batch(self, indices: np.ndarray) -> Batch:
         rows = [self.cache.sequence(int(i)) for i in indices]
         pad = torch.nn.utils.rnn.pad_sequence
         token, loss, feature = (
@@ -214,16 +266,17 @@ class Trainer:
         last = self.step == self.total_steps
         while not last:
             time_share = self._time_share(started)
+            self.start_step()
             micro_batches = self._micro_batches(self.step)
             for i, indices in enumerate(micro_batches, 1):
-                micro = self._batch(indices)
+                micro = self.batch(indices)
                 loss, counts = self._backward(micro, is_last=i == len(micro_batches))
                 self.log.add(loss, counts)
                 tokens += int(micro.loss_BT.sum()) * self.accelerator.num_processes
-            lr = settings.lr * settings.lr_factor(self.step, self.total_steps, time_share)
+            factor = settings.lr_factor(self.step, self.total_steps, time_share)
             for parameters in self.optimizer.param_groups:
-                parameters["lr"] = lr
-            torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.grad_clip)
+                parameters["lr"] = parameters["base_lr"] * factor
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.step += 1
@@ -313,7 +366,7 @@ class Trainer:
         count_K: Any = 0
         committed = steps = 0
         for indices in self._by_length(pool):
-            batch = self._batch(indices)
+            batch = self.batch(indices)
             with self._autocast():
                 ids, log_probs = (
                     x.cpu().numpy() for x in self.drafter.guesses(batch, self.drafter.config.top_k)
@@ -364,7 +417,7 @@ class Trainer:
         checkpoint.save(
             self.out / "checkpoints",
             self.step,
-            self.drafter,
+            self.saved_state(),
             self.optimizer,
             progress={"curve": self.curve, "log": asdict(self.log)},
             provenance=self.about,
@@ -377,7 +430,7 @@ class Trainer:
         newest = checkpoint.latest(self.out / "checkpoints")
         if newest is None:
             return
-        state = checkpoint.load(newest, self.drafter, self.optimizer)
+        state = checkpoint.load(newest, self.saved_state(), self.optimizer)
         if state.provenance["recipe"] != self.about["recipe"]:
             raise ValueError(
                 f"{newest} was trained with another recipe: name another --out, or the same recipe"

@@ -1,0 +1,175 @@
+"""Joint training: the drafter and a LoRA adapter on its target learn together.
+
+    loss = backbone_weight · L_backbone + drafter_weight · L_drafter
+
+L_backbone is the cross-entropy of the answer ("ce"), or KL(p_original ‖ p) with the original being
+the same network with its adapter off ("distill", Medusa-2's self-distillation). The drafter reads
+live features, so that its gradient reaches the target. The adapter is on every linear layer but
+the LM head, which drafters share. Medusa-2, joint semi-autoregressive training
+and LayerSkip are settings of this. What comes out is a merged target, a folder of its own, and the
+drafter for it. Knows no drafter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+from spec_export import recipe
+from spec_export.data import Example
+from spec_export.drafters.layers import Batch
+from spec_export.train import Trainer
+
+CHUNK_ROWS = 512  # rows whose [rows, V] logits exist at once
+
+
+class Tokens:
+    """Sequences without stored features, by `FeatureCache`'s interface."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self._examples = examples
+        self.length_N = np.array([len(example.token_T) for example in examples], np.int64)
+        self.num_sequences = len(examples)
+
+    def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        example = self._examples[i]
+        token = torch.from_numpy(example.token_T.astype(np.int64))
+        return token, torch.from_numpy(example.loss_T.copy()), torch.zeros(len(token), 0)
+
+
+class JointModel(nn.Module):
+    """Target with adapter and drafter; its forward pass is the joint loss."""
+
+    target: Any  # a PeftModel around a transformers model
+    drafter: Any
+
+    def __init__(self, target: Any, drafter: Any, settings: recipe.JointSection) -> None:
+        super().__init__()
+        adapter = LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
+            lora_dropout=settings.lora_dropout,
+            target_modules="all-linear",
+        )
+        self.target = get_peft_model(target, adapter)
+        self.drafter = drafter
+        self.settings = settings
+        self.drafter_weight = settings.drafter_weight
+        self.trains_backbone = True
+
+    def features(self, token_BT: Tensor) -> Tensor:
+        """[B, T, F] of right-padded sequences: final state, then the drafter's taps."""
+        out = self.target.base_model.model.model(
+            token_BT, output_hidden_states=True, use_cache=False
+        )
+        taps = [out.hidden_states[tap] for tap in self.drafter.config.taps]
+        return torch.cat([out.last_hidden_state, *taps], dim=-1)
+
+    def forward(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.set_grad_enabled(self.trains_backbone):
+            feature = self.features(batch.token_BT)
+        live = Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
+        loss, counts = self.drafter.loss(live, generator)
+        if not self.trains_backbone:
+            return loss, counts
+        backbone = self.backbone_loss(batch, feature[..., : self.drafter.dims.hidden_size])
+        return self.settings.backbone_weight * backbone + self.drafter_weight * loss, counts
+
+    def backbone_loss(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Mean over answer tokens, row t predicting token t + 1; `hidden` is the final state."""
+        is_row = batch.loss_BT[:, 1:]
+        label_R = batch.token_BT[:, 1:][is_row]
+        row_RD = hidden[:, :-1][is_row]
+        original_RD = row_RD.detach()
+        if self.settings.backbone_loss == "distill":
+            with torch.no_grad(), self.target.disable_adapter():
+                original_RD = self.features(batch.token_BT)[:, :-1, : hidden.shape[-1]][is_row]
+        head, total = self.target.base_model.model.lm_head, hidden.new_zeros(())
+        parts = (x.split(CHUNK_ROWS) for x in (row_RD, original_RD, label_R))
+        for row, original, label in zip(*parts, strict=True):
+            total = total + torch.utils.checkpoint.checkpoint(  # no [R, V] logits are kept
+                self._chunk_loss, head, row, original, label, use_reentrant=False
+            )
+        return total / max(1, len(label_R))
+
+    def _chunk_loss(self, head: Any, row: Tensor, original: Tensor, label: Tensor) -> Tensor:
+        logits = head(row).float()
+        if self.settings.backbone_loss == "ce":
+            return nn.functional.cross_entropy(logits, label, reduction="sum")
+        with torch.no_grad():
+            p = head(original).float().log_softmax(-1)
+        log_q = logits.log_softmax(-1)
+        return nn.functional.kl_div(log_q, p, log_target=True, reduction="sum")
+
+
+class JointTrainer(Trainer):
+    """Trainer over live features; the adapter learns at its own rate, and later if so set."""
+
+    def __init__(
+        self,
+        plan: recipe.Recipe,
+        target: Any,
+        tokenizer: Any,
+        drafter: Any,
+        examples: Sequence[Example],
+        num_training: int,
+        out: Path,
+        about: dict[str, Any],
+        accelerator: Accelerator,
+    ) -> None:
+        assert plan.joint is not None
+        self.joint = plan.joint
+        self.tokenizer = tokenizer
+        self.both = JointModel(target, drafter, plan.joint)
+        super().__init__(plan, drafter, Tokens(examples), num_training, out, about, accelerator)
+
+    def trained_module(self) -> nn.Module:
+        return self.both
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        adapter = [p for p in self.both.target.parameters() if p.requires_grad]
+        return [
+            *super().parameter_groups(),
+            {"params": adapter, "base_lr": self.joint.backbone_lr},
+        ]
+
+    def start_step(self) -> None:
+        """Stages and ramps. Medusa-2: heads alone first, or a drafter weight that rises as a
+        quarter of a sine wave."""
+        self.both.trains_backbone = self.step >= self.joint.drafter_only_steps
+        if self.joint.drafter_ramp == "sine":
+            progress = min(1.0, (self.step + 1) / self.total_steps)
+            self.both.drafter_weight = self.joint.drafter_weight * math.sin(math.pi / 2 * progress)
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        batch = super().batch(indices)
+        if torch.is_grad_enabled():  # a training step makes its own, with a gradient
+            return batch
+        feature = self.both.features(batch.token_BT)
+        return Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
+
+    def saved_state(self) -> nn.Module:
+        """The trained part: drafter and adapter, not the frozen target."""
+        part = nn.Module()
+        part.drafter = self.drafter
+        part.adapter = nn.ParameterList(p for p in self.both.target.parameters() if p.requires_grad)
+        return part
+
+    def export(self) -> Path:
+        """Write the drafter, and the merged target beside it in `target/`."""
+        folder = super().export()
+        if self.accelerator.is_main_process:
+            merged = self.both.target.merge_and_unload()
+            merged.save_pretrained(self.out / "target")
+            self.tokenizer.save_pretrained(self.out / "target")
+        return folder
