@@ -373,13 +373,13 @@ def _tokenizer_row(name: str, tokenizer: Tokenizer, hf_tokenizer: Any) -> CheckR
 def _accepted_length_rows(name: str, opened: bundles.Bundle) -> list[CheckRow]:
     from spec_runtime.engine import load
 
-    drafters = [drafter.name for drafter in opened.manifest.drafters]
-    if not drafters:
+    expected = {each.name: each.expected_accepted_length for each in opened.manifest.drafters}
+    if not expected:
         return []
     plain, rows = load(opened.path, "none", verify=False), []
     encoded = [encode_prompt(plain.tokenizer, each, False, None) for each in reference.prompts()]
     short = [ids for ids in encoded if len(ids) < opened.manifest.target.max_length]
-    for drafter in drafters:
+    for drafter, before in expected.items():
         engine = plain.with_drafter(drafter)
         with console.status(f"{name}: accepted length of {drafter}"):
             stats = Stats.total(
@@ -387,6 +387,8 @@ def _accepted_length_rows(name: str, opened: bundles.Bundle) -> list[CheckRow]:
                 for ids in short
             )
         note = f"{stats.committed_tokens} tokens, {len(short)} of {len(encoded)} prompts"
+        if before is not None:
+            note += f"; the manifest had {before:.2f}"
         value = stats.accepted_length if stats.steps else None
         rows.append(CheckRow(f"accepted, {drafter}", name, value, note=note))
     return rows

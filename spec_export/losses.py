@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100  # label of a row that carries no loss
 CHUNK_ROWS = 256  # logits of a chunk stay in cache: 256 rows of an 8 k vocabulary are 8 MB
@@ -88,6 +89,36 @@ def head_cross_entropy(
     loss, guess_R = _HeadCrossEntropy.apply(
         hidden_RD, head_VD, label_R, weight_R, teacher, soft_weight
     )
+    return loss, guess_R
+
+
+def trained_head_cross_entropy(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    label_R: Tensor,
+    weight_R: Tensor,
+    teacher_RD: Tensor,
+    teacher_VD: Tensor,
+    soft_weight: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """As `head_cross_entropy`, for a head that learns too; p = softmax(teacher · teacher_VDᵀ), the
+    target's own head. A chunk's logits are made again for its backward pass, never all kept."""
+
+    def chunk(rows: slice) -> tuple[Tensor, Tensor]:
+        logits = F.linear(hidden_RD[rows], head_VD).float()
+        losses_R = (1 - soft_weight) * F.cross_entropy(logits, label_R[rows], reduction="none")
+        if soft_weight:
+            p = torch.softmax(F.linear(teacher_RD[rows].detach(), teacher_VD).float(), -1)
+            losses_R = losses_R + soft_weight * F.cross_entropy(logits, p, reduction="none")
+        return (losses_R * weight_R[rows]).sum(), logits.argmax(-1)
+
+    loss, guess_R = hidden_RD.new_zeros((), dtype=torch.float32), torch.empty_like(label_R)
+    # chunks larger than CHUNK_ROWS, because each adds a [V, D] gradient; one at least, so that the
+    # head has a gradient without rows too
+    for start in range(0, max(len(hidden_RD), 1), 4 * CHUNK_ROWS):
+        rows = slice(start, start + 4 * CHUNK_ROWS)
+        part, guess_R[rows] = checkpoint(chunk, rows, use_reentrant=False)
+        loss = loss + part
     return loss, guess_R
 
 

@@ -42,12 +42,14 @@ def build(
     out: Path | None = None,
     form: str = "slots",
     reduce_range: bool = False,
+    draft_model: str | None = None,
 ) -> Path:
     """Write a bundle and return its folder (bundles/<target> by default).
 
     model: folder, hub id, GGUF file, None = the demo. drafters: names; none = the demo's shipped
     drafter, or prompt lookup alone for another target. drafter_checkpoint: the folder `spec-export
     train` wrote. max_length: context in tokens, 2048 or the target's own if that is less.
+    draft_model: a causal LM with the target's vocabulary, given as `model` is.
     ValueError: an unknown drafter, no checkpoint for it, or weights that do not fit; nothing is
     left half-written.
     """
@@ -70,7 +72,17 @@ def build(
     out = out or Path("bundles") / source.name
     _require_replaceable(out)
     only_built_in = bool(drafters) and not names and drafter_checkpoint is None
-    saved = [] if only_built_in else _checkpoints(source, names, drafter_checkpoint)
+    if draft_model is not None and (names or ["draft_model"], drafter_checkpoint) != (
+        ["draft_model"],
+        None,
+    ):
+        raise ValueError(
+            "got --draft-model with another drafter or a checkpoint, expected it alone"
+        )
+    none_saved = only_built_in or draft_model is not None
+    saved = [] if none_saved else _checkpoints(source, names, drafter_checkpoint)
+    for drafter in saved:
+        _warn_of_doubts(drafter, source)
     with console.status("loading the target"):
         hf_model, tokenizer = target.load(source)
     taps = tuple(sorted({tap for drafter in saved for tap in drafter.config.get("taps", ())}))
@@ -80,6 +92,9 @@ def build(
         (drafter, _module(drafter, Backbone.from_transformers(hf_model, (), length)))
         for drafter in saved
     ]
+    if draft_model is not None:
+        vocab_size = hf_model.config.vocab_size
+        trained.append(_pretrained(draft_model, tokenizer, vocab_size, length))
     backbone = Backbone.from_transformers(
         hf_model.to(DTYPES.get(precision, torch.float32)), taps, length
     )
@@ -88,12 +103,12 @@ def build(
     temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
     temporary.mkdir()
 
-    def write_step(graph: ir.Model, file: str) -> bundles.Graph:
+    def write_step(graph: ir.Model, file: str, lender: str | None = None) -> bundles.Graph:
         has_cache = any(value.name == "position_ids" for value in graph.graph.inputs)
         if has_cache and form == "slots":
             to_slots(graph)
         quantize.quantize(graph, precision, reduce_range)
-        return _write_graph(graph, form if has_cache else "stateless", temporary, file)
+        return _write_graph(graph, form if has_cache else "stateless", temporary, file, lender)
 
     try:
         with console.status("exporting the target"):
@@ -108,22 +123,34 @@ def build(
         infos = []
         for drafter, module in trained:
             with console.status(f"exporting {drafter.name}"):
-                parts = {
-                    role: write_step(exported, f"drafters/{drafter.name}/{role}.onnx")
-                    for role, exported in module.export(backbone.config).items()
-                }
+                if hasattr(module, "export_from_target"):
+                    parts = {
+                        role: write_step(
+                            exported, f"target/{drafter.name}-{role}.onnx", graphs["target"].file
+                        )
+                        for role, exported in module.export_from_target(backbone).items()
+                    }
+                else:
+                    parts = {
+                        role: write_step(exported, f"drafters/{drafter.name}/{role}.onnx")
+                        for role, exported in module.export(backbone.config).items()
+                    }
                 infos.append(_drafter_info(drafter, module, parts, precision, temporary))
         manifest = bundles.Manifest(
             schema_version=bundles.SCHEMA_VERSION,
             name=source.name,
-            target=_target_info(backbone.config, precision),
+            target=_target_info(
+                backbone.config,
+                precision,
+                any(drafter.provenance.get("target_modified") for drafter in saved),
+            ),
             graphs=graphs,
             drafters=tuple(infos),
             tokenizer=_write_tokenizer(tokenizer, hf_model, temporary),
             provenance=checkpoint.collect_provenance(
                 model=source.name,
                 source=source.kind,
-                drafters={d.name: d.provenance for d in saved},
+                drafters={d.name: d.provenance for d, _ in trained},
             ),
             files={},
         )
@@ -133,7 +160,7 @@ def build(
         temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    if not names and not saved:
+    if not names and not trained:
         console.print(
             f"no drafter is trained for {source.name}: the bundle drafts by prompt lookup. "
             "To train one: spec-export distill, then spec-export train RECIPE"
@@ -193,6 +220,25 @@ def _checkpoints(
     return found
 
 
+def _warn_of_doubts(saved: checkpoint.SavedDrafter, source: target.Source) -> None:
+    """A wrong drafter changes no token, it only slows down: it is built, but not quietly."""
+    about = saved.provenance
+    origin = about.get("target")
+    doubts = []
+    if not about.get("steps"):
+        doubts.append("is untrained (its provenance names no training steps)")
+    if not about.get("validation"):
+        doubts.append("was never validated")
+    if origin != source.name:
+        doubts.append(f"was trained for {origin or 'an unknown target'}, not for {source.name}")
+    if doubts:
+        console.print(
+            f"[bold red]WARNING: drafter {saved.name} {', '.join(doubts)}: expect few accepted "
+            "tokens; measure them with spec-export check[/]",
+            soft_wrap=True,
+        )
+
+
 def _module(saved: checkpoint.SavedDrafter, backbone: Backbone) -> Any:
     """The drafter's module with its trained weights; ValueError names tensors that do not fit the
     target."""
@@ -210,8 +256,37 @@ def _module(saved: checkpoint.SavedDrafter, backbone: Backbone) -> Any:
     return module.eval()
 
 
-def _write_graph(model: ir.Model, form: str, root: Path, file: str) -> bundles.Graph:
-    onnx_export.save(model, root / file)
+def _pretrained(
+    model: str, tokenizer: Any, vocab_size: int, length: int
+) -> tuple[checkpoint.SavedDrafter, Any]:
+    """A given language model as draft model. ValueError: another vocabulary, or a shorter
+    context."""
+    definition = drafter_files.load("draft_model")
+    source = target.resolve(model)
+    with console.status("loading the draft model"):
+        hf_model, its_tokenizer = target.load(source)
+    limit = hf_model.config.max_position_embeddings
+    if limit < length:
+        raise ValueError(
+            f"got a draft model with a context of {limit} tokens, expected the bundle's {length}: "
+            f"pass --max-length {limit} or less"
+        )
+    its_ids, rows = its_tokenizer.get_vocab(), hf_model.config.vocab_size
+    definition.require_same_tokens(tokenizer.get_vocab(), its_ids, rows)
+    backbone = Backbone.from_transformers(hf_model, (), length)
+    saved = checkpoint.SavedDrafter(
+        "draft_model", {}, {}, None, {"model": source.name, "source": source.kind}, source.path
+    )
+    return saved, definition.Pretrained(backbone, vocab_size, definition.Config())
+
+
+def _write_graph(
+    model: ir.Model, form: str, root: Path, file: str, lender: str | None = None
+) -> bundles.Graph:
+    if lender is None:
+        onnx_export.save(model, root / file)
+    else:
+        onnx_export.save_beside(model, root / file, root / lender)
     return bundles.Graph(file, form, _specs(model.graph.inputs), _specs(model.graph.outputs))
 
 
@@ -236,6 +311,7 @@ def _drafter_info(
     ids = None
     if saved.draft_token_ids is not None:
         ids = f"drafters/{saved.name}/draft_token_ids.npy"
+        (root / ids).parent.mkdir(parents=True, exist_ok=True)
         np.save(root / ids, saved.draft_token_ids)
     measured = saved.provenance.get("validation") or {}
     return bundles.DrafterInfo(
@@ -249,7 +325,7 @@ def _drafter_info(
     )
 
 
-def _target_info(config: DecoderConfig, precision: str) -> bundles.TargetInfo:
+def _target_info(config: DecoderConfig, precision: str, is_modified: bool) -> bundles.TargetInfo:
     return bundles.TargetInfo(
         family=config.family,
         dims=bundles.Dims(
@@ -266,7 +342,7 @@ def _target_info(config: DecoderConfig, precision: str) -> bundles.TargetInfo:
         rope={"type": config.rope.get("rope_type", "default")} | config.rope,
         taps=config.taps,
         position_convention="absolute",
-        target_modified=False,
+        target_modified=is_modified,
     )
 
 

@@ -7,6 +7,7 @@ Runtime form of the graph (onnx_rewrite.py) or of bundles.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from spec_export.decoder import Backbone, DecoderConfig
 OPSET = 24
 # IR 11 is what TensorRT's parser reads; nothing newer is used.
 IR_VERSION = 11
+SMALL_BYTES = 256  # tensors up to here stay in the graph: ONNX Runtime reads shapes only there
 
 
 @dataclass(frozen=True)
@@ -214,4 +216,47 @@ def save(model: ir.Model, path: Path) -> None:
     The model itself is left as it is, its tensors in memory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    ir.save(model, path, external_data=path.with_suffix(".bin").name)
+    external = path.with_suffix(".bin").name
+    ir.save(model, path, external_data=external, size_threshold_bytes=SMALL_BYTES)
+
+
+def save_beside(model: ir.Model, path: Path, lender: Path) -> None:
+    """As `save`, but weights that the graph `lender`, in the same folder, has too stay in its file
+    alone. The model's tensors become references to the files."""
+    assert lender.parent == path.parent, "ONNX Runtime reads no weights outside the graph's folder"
+    lent: dict[tuple[object, ...], ir.ExternalTensor] = {}
+    for value in ir.load(lender).graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            lent[_content(value.const_value)] = value.const_value
+    own = []
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        assert tensor is not None, value.name
+        if tensor.nbytes <= SMALL_BYTES:
+            continue
+        found = lent.get(_content(tensor))
+        if found is None:
+            own.append(value)
+            continue
+        value.const_value = ir.ExternalTensor(
+            found.location,
+            found.offset,
+            found.length,
+            tensor.dtype,
+            shape=found.shape,
+            name=str(value.name),
+            base_dir=path.parent,
+        )
+    written = ir.external_data.convert_tensors_to_external(
+        [value.const_value for value in own if value.const_value is not None],
+        path.parent,
+        path.with_suffix(".bin").name,
+    )
+    for value, tensor in zip(own, written, strict=True):
+        value.const_value = tensor
+    ir.save(model, path)
+
+
+def _content(tensor: ir.TensorProtocol) -> tuple[object, ...]:
+    digest = hashlib.sha256(tensor.tobytes()).digest()
+    return tensor.dtype, tuple(tensor.shape.numpy()), digest

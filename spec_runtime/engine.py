@@ -5,15 +5,17 @@ A thin layer over generate.py and text.py. It knows what the target's cache hold
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from spec_runtime import bundle as bundles
 from spec_runtime.generate import Limits, Step, generate
 from spec_runtime.kv import open_cache
-from spec_runtime.proposers import BUILT_IN, PROPOSERS, Proposer
+from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS, Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import SamplingOptions, SamplingParams
 from spec_runtime.stats import Stats
@@ -24,6 +26,9 @@ from spec_runtime.tree import Budget
 DEFAULT_BUDGET = Budget(max_nodes=12)
 DEFAULT_LOOKUP_NODES = 6
 ALSO = ("prompt_lookup", "none")
+JUDGED_STEPS = 64  # a shorter generation says little about its drafter
+
+log = logging.getLogger("spec_runtime")
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,17 @@ class GenerationResult:
     token_ids: list[int]
     finish_reason: str  # stop | length | cancelled
     stats: Stats
+
+
+class OpenedDrafter(NamedTuple):
+    """taps: those it reads, of the target's. expected_accepted_length: as measured when the bundle
+    was built or checked, if it was."""
+
+    name: str
+    proposer: Proposer
+    budget: Budget
+    taps: tuple[int, ...] = ()
+    expected_accepted_length: float | None = None
 
 
 class Engine:
@@ -47,8 +63,9 @@ class Engine:
         *,
         drafter: str = "none",
         budget: Budget = DEFAULT_BUDGET,
-        open_drafter: Callable[[str | None, str | None], tuple[str, Proposer, Budget]]
-        | None = None,
+        taps: tuple[int, ...] | None = None,
+        expected_accepted_length: float | None = None,
+        open_drafter: Callable[[str | None, str | None], OpenedDrafter] | None = None,
     ) -> None:
         if budget.max_nodes > target.max_nodes:
             raise ValueError(
@@ -61,6 +78,8 @@ class Engine:
         self.budget = budget
         self.last_result: GenerationResult | None = None
         self._proposer = proposer
+        self._taps = target.taps if taps is None else taps
+        self._expected = expected_accepted_length  # None once a warning is out
         self._open_drafter = open_drafter
         self._run_id = object()
         self._held: list[int] = []  # tokens whose KV the target has, if its holder is our run
@@ -72,15 +91,7 @@ class Engine:
         """
         if self._open_drafter is None:
             raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
-        drafter, proposer, budget = self._open_drafter(name, also)
-        return Engine(
-            self.target,
-            self.tokenizer,
-            proposer,
-            drafter=drafter,
-            budget=budget,
-            open_drafter=self._open_drafter,
-        )
+        return _engine(self.target, self.tokenizer, self._open_drafter, name, also)
 
     def generate(
         self,
@@ -154,6 +165,7 @@ class Engine:
         # one token early: the boundary's feature and logits have to be computed anew
         reused = max(0, _common_length(self._held, prompt) - 1) if ours and reuse else 0
         run_id = self._run_id = target.holder = object()  # ends any run still open on this target
+        target.taps = self._taps
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= frozenset(self.tokenizer.eos)
@@ -187,6 +199,28 @@ class Engine:
             if self._run_id is run_id:  # else a newer run has its own result
                 reason = limits.finish_reason or "cancelled"
                 self.last_result = GenerationResult(text.text, out, reason, stats)
+                self._judge(stats, is_greedy=params.temperature == 0)
+
+    def _judge(self, stats: Stats, is_greedy: bool) -> None:
+        """Warns, once, of the two signatures of a wrong tensor; a wrong drafter changes no token,
+        only the speed, so that nothing else would show it."""
+        expected, got = self._expected, stats.accepted_length
+        if expected is None or stats.steps < JUDGED_STEPS:
+            return
+        doubt = None
+        if sum(stats.depth_trials) == sum(stats.depth_accepts) > 0:
+            doubt = f"all drafted tokens were accepted in {stats.steps} steps"
+        elif is_greedy and got - 1 < (expected - 1) / 2:  # sampled texts are harder to guess
+            doubt = f"accepted length {got:.2f} in {stats.steps} steps, expected about "
+            doubt += f"{expected:.2f}"
+        if doubt is not None:
+            self._expected = None
+            log.warning(
+                "drafter %s: %s; unless the text is unusual, its weights are not right: run "
+                "spec-export check or build the bundle again",
+                self.drafter,
+                doubt,
+            )
 
 
 def _pieces(steps: Generator[Step, None, None], text: TextStream) -> Generator[str, None, None]:
@@ -241,7 +275,7 @@ def load(
         taps=info.taps,
     )
 
-    def open_drafter(name: str | None, also: str | None) -> tuple[str, Proposer, Budget]:
+    def open_drafter(name: str | None, also: str | None) -> OpenedDrafter:
         name = known[0] if name is None else name
         if name not in known:
             raise ValueError(_unknown(name, known))
@@ -256,17 +290,36 @@ def load(
                 raise ValueError(
                     f"got also prompt_lookup with drafter {name}, expected a trained one"
                 )
-            return name, proposer, DEFAULT_BUDGET
+            num_nodes = BUILT_IN_NODES.get(name, DEFAULT_BUDGET.max_nodes)
+            return OpenedDrafter(name, proposer, Budget(min(num_nodes, target.max_nodes)))
         budget, lookup_nodes = _budget(entry)
         if also is not None:
             lookup_nodes = (lookup_nodes or DEFAULT_LOOKUP_NODES) if also != "none" else 0
         if lookup_nodes:
-            return f"{name}+prompt_lookup", MergedProposer(proposer, lookup_nodes), budget
-        return name, proposer, budget
+            name, proposer = f"{name}+prompt_lookup", MergedProposer(proposer, lookup_nodes)
+        taps = tuple(entry.config.get("taps", info.taps))
+        return OpenedDrafter(name, proposer, budget, taps, entry.expected_accepted_length)
 
-    name, proposer, budget = open_drafter(drafter, also)
+    return _engine(target, tokenizer, open_drafter, drafter, also)
+
+
+def _engine(
+    target: Target,
+    tokenizer: Codec,
+    open_drafter: Callable[[str | None, str | None], OpenedDrafter],
+    name: str | None,
+    also: str | None,
+) -> Engine:
+    opened = open_drafter(name, also)
     return Engine(
-        target, tokenizer, proposer, drafter=name, budget=budget, open_drafter=open_drafter
+        target,
+        tokenizer,
+        opened.proposer,
+        drafter=opened.name,
+        budget=opened.budget,
+        taps=opened.taps,
+        expected_accepted_length=opened.expected_accepted_length,
+        open_drafter=open_drafter,
     )
 
 
@@ -278,9 +331,11 @@ def _drafter_names(opened: bundles.Bundle) -> list[str]:
 def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
     """The tree budget a bundle gives its drafter, and how many nodes lookup may add to it.
 
-    Keys left out keep their defaults.
+    Keys left out keep their defaults; "paths" is a static tree, see Budget.
     """
-    known = {"max_nodes": DEFAULT_BUDGET.max_nodes, "min_probability": 0.0, "lookup_nodes": 0}
+    paths = _paths(entry)
+    max_nodes = DEFAULT_BUDGET.max_nodes if paths is None else 1 + len(paths)
+    known = {"max_nodes": max_nodes, "min_probability": 0.0, "lookup_nodes": 0, "paths": None}
     if unknown := set(entry.trees) - set(known):
         raise bundles.BundleError(
             f"drafter {entry.name!r}: got trees keys {sorted(unknown)}, expected {list(known)}"
@@ -291,7 +346,22 @@ def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
         raise bundles.BundleError(
             f"drafter {entry.name!r}: got lookup_nodes {lookup_nodes!r}, expected a count"
         )
-    return Budget(**values), lookup_nodes
+    return Budget(**values | {"paths": paths}), lookup_nodes
+
+
+def _paths(entry: bundles.DrafterInfo) -> tuple[tuple[int, ...], ...] | None:
+    """The bundle's static tree, if it has one."""
+    paths = entry.trees.get("paths")
+    if paths is None:
+        return None
+    top_k = entry.config.get("top_k", math.inf)
+    is_list = isinstance(paths, list) and all(isinstance(path, list) for path in paths)
+    if not is_list or not all(type(r) is int and r < top_k for path in paths for r in path):
+        raise bundles.BundleError(
+            f"drafter {entry.name!r}: got trees paths {paths!r:.80}, expected lists of ranks "
+            f"below its top_k, {top_k}"
+        )
+    return tuple(tuple(path) for path in paths)
 
 
 def _unknown(name: str, known: list[str]) -> str:

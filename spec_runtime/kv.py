@@ -58,7 +58,7 @@ class SlotCache:
 
     def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
         n, free = len(parent_N), ~self._taken_S
-        placed = self._placed_N[:first] if first else self._placed_N[:0]
+        placed = self._placed_N if first else self._placed_N[:0]
         assert len(placed) == first, f"{len(placed)} nodes placed before, not {first}"
         free[placed] = False
         slot_N = np.concatenate([placed, np.flatnonzero(free)[: n - first]])

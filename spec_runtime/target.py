@@ -59,14 +59,19 @@ class Target:
         self.max_nodes = cache.capacity - max_length  # of a tree; one less with a dummy row
         self.holder: object = None  # whose tokens the KV holds (see engine.py)
         self.run_seconds = 0.0  # spent in the backend so far
+        self.taps = tuple(taps)  # what features have besides the final hidden state (engine.py)
         self._backend = backend
         self._cache = cache
-        self._feature_names = ["features", *(f"taps.{i}" for i in taps)]
         self._row_N = np.arange(max(PREFILL_ROWS, cache.capacity), dtype=np.int64)
 
     @property
     def length(self) -> int:
         return self._cache.length
+
+    def lend(self) -> tuple[Backend, Cache]:
+        """Backend and cache, for a drafter that is a part of the target: it may run nodes on the
+        cache, but not commit them."""
+        return self._backend, self._cache
 
     def prefill(
         self, tokens: Sequence[int], features: bool = False
@@ -100,7 +105,7 @@ class Target:
         feeds = self._cache.place(tree.parent_N)
         feeds["input_ids"] = tree.token_N[None]
         feeds["logit_rows"] = row_M
-        feature_names = self._feature_names if features else []
+        feature_names = ["features", *(f"taps.{i}" for i in self.taps)] if features else []
         begin = time.perf_counter()
         outputs = self._backend.run(feeds, ["logits", *feature_names])
         self.run_seconds += time.perf_counter() - begin

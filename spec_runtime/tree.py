@@ -7,6 +7,7 @@ before their children. This file knows nothing of caches, models or acceptance.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -124,12 +125,15 @@ class Budget:
     """What a proposer may spend on one tree.
 
     max_nodes counts the root; nodes whose path probability is below min_probability are left
-    out; max_depth (root = 0) keeps the draft inside what may still be generated.
+    out; max_depth (root = 0) keeps the draft inside what may still be generated. paths: a static
+    tree, these nodes whatever their probability, each by its candidates' ranks from the root down:
+    ((0,), (1,), (0, 0)) is the two best guesses and the best one behind the first.
     """
 
     max_nodes: int
     min_probability: float = 0.0
     max_depth: int | None = None
+    paths: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if self.max_nodes < 1:
@@ -138,6 +142,22 @@ class Budget:
             raise ValueError(f"got min_probability {self.min_probability}, expected 0 to 1")
         if self.max_depth is not None and self.max_depth < 0:
             raise ValueError(f"got max_depth {self.max_depth}, expected 0 or more")
+        if self.paths is not None:
+            self._check_paths(self.paths)
+
+    def _check_paths(self, paths: tuple[tuple[int, ...], ...]) -> None:
+        known = {(), *paths}
+        for path in paths:
+            if not path or min(path) < 0 or path[:-1] not in known:
+                raise ValueError(
+                    f"got path {list(path)}, expected ranks from 0 on, and the path to its parent "
+                    "among the others"
+                )
+        if len(known) <= len(paths) or len(paths) >= self.max_nodes:
+            raise ValueError(
+                f"got {len(paths)} paths, expected different ones, fewer than max_nodes, "
+                f"{self.max_nodes}"
+            )
 
     @property
     def is_root_only(self) -> bool:
@@ -192,6 +212,14 @@ def grow(
     max_depth = len(token_KC) if budget.max_depth is None else min(len(token_KC), budget.max_depth)
     if max_depth == 0:
         return tree.build()
+    if budget.paths is not None:
+        level = itertools.count()
+
+        def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+            k = [next(level)] * (len(nodes) - first)
+            return token_KC[k], log_prob_KC[k]
+
+        return _grow_static(root_token, expand, budget.paths, max_depth)
     token, log_prob = token_KC.tolist(), log_prob_KC.tolist()
     floor = math.log(budget.min_probability) if budget.min_probability > 0 else -math.inf
     num_candidates = len(token[0])
@@ -226,10 +254,13 @@ def grow_by_levels(
     `expand(nodes, first)` runs the drafter at nodes `first` … of the tree grown so far (the root
     alone at first) and returns their candidates, best first: token ids i64[n, C] and
     log-probabilities f32[n, C]. Only nodes that would be kept so far are expanded, at most
-    `max_width` a level; so many levels are run, fewer when none is left.
+    `max_width` a level; so many levels are run, fewer when none is left. Of a static tree all
+    inner nodes are expanded (EAGLE-1).
     """
-    floor = math.log(budget.min_probability) if budget.min_probability > 0 else -math.inf
     max_depth = num_levels if budget.max_depth is None else min(num_levels, budget.max_depth)
+    if budget.paths is not None:
+        return _grow_static(root_token, expand, budget.paths, max_depth)
+    floor = math.log(budget.min_probability) if budget.min_probability > 0 else -math.inf
     expanded = TreeBuilder(root_token)
     log_prob = [0.0]  # of each expanded node's path
     pool: list[tuple[float, int, int, int]] = []  # (-log probability, ticket, parent, token)
@@ -257,6 +288,31 @@ def grow_by_levels(
         node = tree.add(new_id[parent], token)
         if expanded.has(parent, token):
             new_id[expanded.add(parent, token)] = node
+    return tree.build()
+
+
+def _grow_static(
+    root_token: int,
+    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
+    paths: tuple[tuple[int, ...], ...],
+    max_depth: int,
+) -> TokenTree:
+    """The nodes of `paths` down to `max_depth`; `expand` is called as by `grow_by_levels`."""
+    tree, expanded = TreeBuilder(root_token), TreeBuilder(root_token)
+    node_of: dict[tuple[int, ...], int] = {(): 0}
+    row_of = dict(node_of)  # path -> node in `expanded`, which holds no leaf
+    inner = {path[:-1] for path in paths}
+    by_depth = sorted((path for path in paths if len(path) <= max_depth), key=len)
+    first = 0
+    for _, level in itertools.groupby(by_depth, key=len):
+        id_NC, _ = expand(expanded, first)
+        begin, first = first, len(expanded)
+        for path in level:
+            parent = path[:-1]
+            token = int(id_NC[row_of[parent] - begin, path[-1]])
+            node_of[path] = tree.add(node_of[parent], token)
+            if path in inner:
+                row_of[path] = expanded.add(row_of[parent], token)
     return tree.build()
 
 

@@ -14,13 +14,12 @@ from spec_runtime.bundle import (
     TensorSpec,
     TokenizerInfo,
 )
-from spec_runtime.engine import DEFAULT_BUDGET, Engine
+from spec_runtime.engine import DEFAULT_BUDGET, Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers import PlainProposer, Proposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.target import Target
 from spec_runtime.text import ChatTemplate
-from spec_runtime.tree import Budget
 
 CONTEXT = 224
 
@@ -93,17 +92,17 @@ def toy_engine(drafter: str | None = None) -> Engine:
         max_length=CONTEXT,
     )
 
-    def open_drafter(name: str | None, also: str | None) -> tuple[str, Proposer, Budget]:
+    def open_drafter(name: str | None, also: str | None) -> OpenedDrafter:
         proposer: Proposer = PlainProposer() if name == "none" else LookupProposer()
-        return name or "prompt_lookup", proposer, DEFAULT_BUDGET
+        return OpenedDrafter(name or "prompt_lookup", proposer, DEFAULT_BUDGET)
 
-    name, proposer, budget = open_drafter(drafter, None)
+    opened = open_drafter(drafter, None)
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>")
     return Engine(
         target,
         ByteTokenizer(template),
-        proposer,
-        drafter=name,
-        budget=budget,
+        opened.proposer,
+        drafter=opened.name,
+        budget=opened.budget,
         open_drafter=open_drafter,
     )

@@ -154,6 +154,21 @@ def test_no_prompt_on_a_terminal(
     assert capsys.readouterr().err.startswith("error: got no prompt")
 
 
+def test_a_warning_is_one_line_on_stderr(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = toy_engine("none")
+    engine._expected = 3.0
+    monkeypatch.setattr(spec_runtime, "load", lambda *args, **kwargs: engine)
+    code, out, err = run("generate", PROMPT, "--max-new-tokens", 70, "--bundle", folder)
+    assert code == 0
+    assert "warning" not in out
+    warning, summary = err.split("\n")[1:3]
+    assert warning.startswith("warning: drafter none: accepted length 1.00 in 69 steps, expected")
+    assert summary.startswith("70 tokens")
+    assert err.count("warning") == 1
+
+
 def test_chat_keeps_turns_reuses_them_and_resets(
     run: Run, folder: Path, engines: list[Engine]
 ) -> None:
@@ -313,7 +328,8 @@ def test_bad_prompt_files_are_one_line_and_write_nothing(
 def test_show(run: Run, folder: Path) -> None:
     code, out, _ = run("show", "--bundle", folder)
     assert code == 0
-    for word in ("llama", "fp32", "parallelspec", "prompt_lookup", "target/target.onnx", "command"):
+    drafters = ("parallelspec", "prompt_lookup", "lookahead")
+    for word in ("llama", "fp32", *drafters, "target/target.onnx", "command"):
         assert word in out, word
     code, out, _ = run("show", "--bundle", folder, "--json")
     shown = json.loads(out)
@@ -334,9 +350,9 @@ def test_no_bundle_is_one_line(
 
 
 def test_altered_bundle_and_unknown_drafter(run: Run, folder: Path) -> None:
-    code, _, err = run("generate", "hello", "--bundle", folder, "--drafter", "medusa")
+    code, _, err = run("generate", "hello", "--bundle", folder, "--drafter", "nosuch")
     assert (code, err.count("\n")) == (2, 1)
-    assert "got drafter 'medusa', expected one of parallelspec, prompt_lookup, none" in err
+    assert "got drafter 'nosuch', expected one of parallelspec, prompt_lookup" in err
     (folder / "target" / "target.onnx").write_bytes(b"altered")
     code, _, err = run("generate", "hello", "--bundle", folder)
     assert (code, err.count("\n")) == (2, 1)

@@ -17,6 +17,10 @@ def command(
         Path | None,
         typer.Option("--drafter-checkpoint", help="What spec-export train wrote"),
     ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option("--draft-model", help="A small causal LM with the target's vocabulary"),
+    ] = None,
     precision: Annotated[
         Precision, typer.Option("--precision", help="int8 and int4 are for CPU, fp16 for CUDA")
     ] = Precision.fp32,
@@ -47,5 +51,6 @@ def command(
         out=out,
         form=form.value,
         reduce_range=reduce_range,
+        draft_model=draft_model,
     )
     print(path)

@@ -20,15 +20,22 @@ class Backend(Protocol):
         """Runs once and returns these outputs; the arrays may be overwritten by the next run."""
 
 
-def open_graph(bundle: Bundle, graph: Graph, capacity: int, threads: int | None = None) -> Backend:
-    """The backend for one graph of a bundle. ValueError: a file this machine's runtime cannot
-    load."""
+def open_graph(
+    bundle: Bundle,
+    graph: Graph,
+    capacity: int,
+    threads: int | None = None,
+    share: Backend | None = None,
+) -> Backend:
+    """The backend for one graph of a bundle, on the KV buffers of `share` that have the names of
+    its own. ValueError: a file this machine's runtime cannot load."""
     from spec_runtime.backends.ort import OrtBackend
 
     probe = bundle.manifest.graphs.get("probe")
     if probe is not None and graph is bundle.manifest.graphs["target"]:
         _require_exact_int8(OrtBackend(bundle.path / probe.file, probe, 1, 1))
-    return OrtBackend(bundle.path / graph.file, graph, capacity, threads)
+    assert share is None or isinstance(share, OrtBackend), share
+    return OrtBackend(bundle.path / graph.file, graph, capacity, threads, share)
 
 
 def _require_exact_int8(probe: Backend) -> None:

@@ -23,16 +23,28 @@ except ImportError as error:
 
 class OrtBackend:
     """One session with its KV buffers, [1, G, capacity, Dh] each, zero-initialised (0 · NaN would
-    poison a row)."""
+    poison a row). Buffers that `share` has by the same name are not made but shared with it."""
 
-    def __init__(self, path: Path, graph: Graph, capacity: int, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        graph: Graph,
+        capacity: int,
+        threads: int | None = None,
+        share: OrtBackend | None = None,
+    ) -> None:
         self.form, self.capacity = graph.form, capacity
         self._session = _open_session(path, threads or default_threads())
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         _check_signature(self._session, graph, path)
         self._cache_names = [spec.name for spec in graph.inputs if spec.name.startswith("kv.")]
         self._feed_names = [spec.name for spec in graph.inputs if not spec.name.startswith("kv.")]
-        self._caches = {name: self._zeros(name) for name in self._cache_names}
+        lent: dict[str, Any] = {} if share is None else share._caches
+        self._caches: dict[str, Any] = {
+            name: lent[name] if name in lent else self._zeros(name) for name in self._cache_names
+        }
+        for name, cache in self._caches.items():
+            assert cache.shape() == self._cache_shape(name), (name, cache.shape())
         self._bindings: dict[tuple[str, ...], Any] = {}
         self._buffers: dict[str, np.ndarray] = {}
 
@@ -57,9 +69,11 @@ class OrtBackend:
         return results
 
     def _zeros(self, name: str) -> Any:
-        spec = self._specs[name]
-        shape = [self.capacity if dim == "S" else int(dim) for dim in spec.shape]
-        return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype=spec.dtype))
+        array = np.zeros(self._cache_shape(name), dtype=self._specs[name].dtype)
+        return ort.OrtValue.ortvalue_from_numpy(array)
+
+    def _cache_shape(self, name: str) -> list[int]:
+        return [self.capacity if dim == "S" else int(dim) for dim in self._specs[name].shape]
 
     def _binding(self, outputs: tuple[str, ...]) -> Any:
         """A binding with every KV buffer in place; one per set of outputs, so that unwanted ones

@@ -5,6 +5,7 @@ through the same ``run``.
 """
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 
@@ -55,6 +56,10 @@ def run(
     for verb in wanted or verbs:
         module = importlib.import_module(f"{package}.{verb}")
         app.command(verb)(module.command)
+    # each on a line of its own, wherever the streamed text stands
+    warnings = logging.StreamHandler(sys.stderr)
+    warnings.setFormatter(logging.Formatter("\nwarning: %(message)s"))
+    logging.getLogger("spec_runtime").handlers = [warnings]
     try:
         app(arguments, prog_name=program)
     except ModuleNotFoundError as error:

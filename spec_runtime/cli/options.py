@@ -17,7 +17,7 @@ Drafter = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help="A drafter of the bundle, prompt_lookup, or none",
+        help="A drafter of the bundle, prompt_lookup, lookahead, or none",
         show_default="the bundle's first",
     ),
 ]

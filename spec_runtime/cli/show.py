@@ -9,6 +9,7 @@ from rich.table import Table
 
 from spec_runtime import bundle as bundles
 from spec_runtime.cli import options
+from spec_runtime.proposers import BUILT_IN
 
 
 def command(
@@ -49,7 +50,9 @@ def _table(opened: bundles.Bundle, sizes: dict[str, int]) -> Table:
         if drafter.expected_accepted_length is not None:
             lines.append(f"accepted length {drafter.expected_accepted_length:.2f} expected")
         table.add_row(f"drafter {drafter.name}", "\n".join(lines))
-    table.add_row("drafter prompt_lookup", "always there; no graph")
+    for name in BUILT_IN:
+        if name != "none":
+            table.add_row(f"drafter {name}", "always there; no graph")
     table.add_section()
     sized = [f"{size / 1e6:10.2f} MB  {name}" for name, size in sizes.items()]
     table.add_row("files", "\n".join([*sized, f"{sum(sizes.values()) / 1e6:10.2f} MB  in all"]))

@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from spec_runtime.proposers.heads import OnePassProposer
+from spec_runtime.proposers.draft_model import DraftModelProposer
+from spec_runtime.proposers.feature import FeatureProposer
+from spec_runtime.proposers.heads import LastFeatureProposer, OnePassProposer, open_by_form
+from spec_runtime.proposers.lookahead import NUM_NODES, LookaheadProposer
 from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.proposers.sequential import SequentialProposer
+from spec_runtime.proposers.skip_layer import SkipLayerProposer
 from spec_runtime.tree import Budget, TokenTree
 
 if TYPE_CHECKING:
@@ -71,7 +76,18 @@ ProposerFactory = Callable[["Bundle", "DrafterInfo | None", "int | None", "Targe
 PROPOSERS: dict[str, ProposerFactory] = {
     "none": lambda bundle, info, threads, target: PlainProposer(),
     "prompt_lookup": lambda bundle, info, threads, target: LookupProposer(),
+    "lookahead": lambda bundle, info, threads, target: LookaheadProposer(),
     "parallelspec": OnePassProposer.open,
+    "eagle": FeatureProposer.open,
+    "draft_model": DraftModelProposer.open,
+    "medusa": LastFeatureProposer.open,
+    "amphista": open_by_form,
+    "hydra": SequentialProposer.open,
+    "semi_autoregressive": SequentialProposer.open,
+    "redrafter": SequentialProposer.open,
+    "skip_layer": SkipLayerProposer.open,
 }
 # those that need no trained drafter: every bundle has them
-BUILT_IN = ("prompt_lookup", "none")
+BUILT_IN = ("prompt_lookup", "lookahead", "none")
+# their trees, where the default of the engine is too small
+BUILT_IN_NODES = {"lookahead": NUM_NODES}

@@ -118,3 +118,13 @@ class LastFeatureProposer:
 
     def truncate(self, length: int) -> None:
         self._feature_1F = None  # `start` brings the next one
+
+
+def open_by_form(
+    bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
+) -> LastFeatureProposer | OnePassProposer:
+    """Either, as the drafter's graph is stateless or has a cache."""
+    info = require_config(info, (), ("drafter",))
+    is_stateless = info.graphs["drafter"].form == "stateless"
+    proposer = LastFeatureProposer if is_stateless else OnePassProposer
+    return proposer.open(bundle, info, threads, target)

@@ -15,7 +15,7 @@ import numpy as np
 
 from spec_runtime.backends import Backend
 from spec_runtime.kv import Cache
-from spec_runtime.tree import chain_parents
+from spec_runtime.tree import TreeBuilder, chain_parents
 
 if TYPE_CHECKING:
     from spec_runtime.generate import Step
@@ -93,6 +93,26 @@ class DrafterRows:
         if features_NF is not None:
             feeds["features"] = features_NF[None]
         return self._timed_run(feeds, outputs)
+
+    def run_level(
+        self,
+        outputs: Sequence[str],
+        nodes: TreeBuilder,
+        first: int,
+        features_NF: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Runs nodes `first` … of a tree grown level by level (tree.grow_by_levels).
+
+        The root is the last of the waiting rows, which are run and kept; the nodes below it are a
+        forest behind them. features_NF f32 of the new nodes; the root brings its own.
+        """
+        if first == 0:
+            return self.run(outputs)
+        token_N = np.array(nodes.tokens[first:], np.int64)
+        # without the root: node i is the forest's i - 1, and the root's children are its roots
+        parent_N = np.array(nodes.parents[1:], np.int64) - 1
+        parent_N = np.where(parent_N < 0, np.arange(len(parent_N)), parent_N)
+        return self.run_nodes(outputs, token_N, parent_N, first - 1, features_NF)
 
     def _take(self, features_PF: np.ndarray | None) -> None:
         if self._features_PF is None:

@@ -55,7 +55,7 @@ class LastFeature:
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         assert features_TF is not None, "no features"
-        self._feature_1F = features_TF[-1:]
+        self._feature_1F = features_TF[-1:].copy()  # not to hold the whole prompt
 
     def state(self, token: int) -> np.ndarray:
         assert self._feature_1F is not None, "state before start"
@@ -69,7 +69,7 @@ class LastFeature:
 
     def commit(self, step: Step) -> None:
         assert step.features is not None, "no features"
-        self._feature_1F = step.features[-1:]
+        self._feature_1F = step.features[-1:].copy()
 
     def truncate(self, length: int) -> None:
         self._feature_1F = None  # `start` brings the next one
@@ -112,7 +112,7 @@ class SequentialProposer:
 
     def __init__(self, start: _Start, step: Backend, *, num_guesses: int, max_width: int) -> None:
         self._start = start
-        self._step = step
+        self._backend = step
         self._num_guesses = num_guesses
         self._max_width = max_width
         self._step_seconds = 0.0
@@ -165,7 +165,7 @@ class SequentialProposer:
                 "level": np.array([level], np.int64),
             }
             begin = time.perf_counter()
-            result = self._step.run(feeds, ["guess_ids", "guess_log_probs", "state.out"])
+            result = self._backend.run(feeds, ["guess_ids", "guess_log_probs", "state.out"])
             self._step_seconds += time.perf_counter() - begin
             state_NW = np.concatenate([state_NW, result["state.out"]])
             level += 1

@@ -162,6 +162,8 @@ def test_accepted_length_goes_into_the_manifest(
     row = by_name(check.run(str(workshop.llama()), out, []))["accepted, parallelspec"]
     assert row.value is not None
     assert 1 <= row.value <= 8
+    (trained,) = bundles.read(workshop.bundle("parallelspec")).manifest.drafters
+    assert row.note.endswith(f"; the manifest had {trained.expected_accepted_length:.2f}")
     (drafter,) = bundles.read(out).manifest.drafters
     assert drafter.expected_accepted_length == row.value
 

@@ -96,7 +96,7 @@ def test_without_a_drafter_it_drafts_by_prompt_lookup(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drafters": ["hydra"]}, "got drafter 'hydra', expected one of parallelspec, prompt_lo"),
+        ({"drafters": ["nosuch"]}, "got drafter 'nosuch', expected one of parallelspec"),
         ({"drafters": [NAME]}, "got drafter 'parallelspec' for llama without weights: train it"),
         ({"precision": "int3"}, "got precision 'int3', expected one of fp32"),
         ({"precision": "int8", "form": "contiguous"}, "got precision int8 with the contiguous"),
@@ -128,8 +128,8 @@ def saved_drafter(workshop: Workshop, folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "drafters", "message"),
     [
-        ({"name": "hydra"}, [NAME], "got a checkpoint of 'hydra' for drafter parallelspec"),
-        ({"name": "hydra"}, [], "got drafter 'hydra', expected one of parallelspec"),
+        ({"name": "nosuch"}, [NAME], "got a checkpoint of 'nosuch' for drafter parallelspec"),
+        ({"name": "nosuch"}, [], "got drafter 'nosuch', expected one of parallelspec"),
         ({"state": {"fc": torch.zeros(2, 2)}}, [], "tensors do not fit: missing"),
         ({"config": {"num_mask": 3}}, [], "num_mask"),
         ({"draft_token_ids": np.arange(50, 130)}, [], "token ids up to 129, the target has 98"),
@@ -148,6 +148,32 @@ def test_a_checkpoint_that_does_not_fit(
             str(workshop.llama()), drafters, drafter_checkpoint=folder, out=tmp_path / "bundle"
         )
     assert not (tmp_path / "bundle").exists()
+
+
+def test_a_doubtful_drafter_is_built_with_a_loud_warning(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = checkpoint.load_drafter(workshop.drafter(NAME)).provenance
+
+    def warned(**changes: Any) -> str:
+        about = {key: value for key, value in (trained | changes).items() if value is not None}
+        folder = saved_drafter(workshop, tmp_path / "drafter", provenance=about)
+        out = tmp_path / "bundle"
+        make_bundle.build(str(workshop.llama()), drafter_checkpoint=folder, out=out)
+        assert [drafter.name for drafter in bundles.read(out).manifest.drafters] == [NAME]
+        lines = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+        assert len(lines) <= 1
+        return "".join(lines)
+
+    assert warned() == ""
+    untrained = "WARNING: drafter parallelspec is untrained (its provenance names no training steps"
+    assert untrained in warned(steps=None)
+    assert untrained in warned(steps=0)
+    assert "parallelspec was never validated: expect" in warned(validation=None)
+    other = "parallelspec was trained for smollm, not for llama: expect"
+    assert other in warned(target="smollm")
+    everything = warned(steps=None, validation=None, target=None)
+    assert "was never validated, was trained for an unknown target" in everything
 
 
 def test_a_drafter_of_a_target_of_another_size(workshop: Workshop, tmp_path: Path) -> None:

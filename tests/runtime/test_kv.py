@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -69,6 +71,91 @@ def test_against_a_list(form: str, seed: int) -> None:
             path = path[: int(rng.integers(0, len(path) + 1))]
             cache.commit(path)
             committed += labels[path].tolist()
+
+
+def random_forest(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Several roots, anywhere in the order: each its own parent."""
+    return np.array([0] + [int(rng.integers(0, i + 1)) for i in range(1, n)])
+
+
+@pytest.mark.parametrize("form", ["slots", "contiguous"])
+@pytest.mark.parametrize("seed", range(15))
+def test_levels_of_a_forest_against_one_placement(form: str, seed: int) -> None:
+    """What each node attends, its position and its slot do not depend on the levels' borders."""
+    rng = np.random.default_rng(seed)
+    cache, buffer = open_cache(form, CAPACITY), Buffer()
+    whole, whole_buffer = open_cache(form, CAPACITY), Buffer()
+    committed: list[int] = []
+    label = 0
+    for _ in range(60):
+        if len(committed) > CAPACITY - 20 or rng.random() < 0.1:
+            length = int(rng.integers(0, len(committed) + 1))
+            cache.truncate(length)
+            whole.truncate(length)
+            del committed[length:]
+        n = int(rng.integers(2, 12))
+        parent_N = random_forest(rng, n)
+        labels = np.arange(label, label + n)
+        label += n
+        borders = [0, *sorted({int(b) for b in rng.integers(1, n, 3)}), n]
+        once = whole.place(parent_N)
+        whole_buffer.run(once, labels)
+        root_N = np.array([node == parent for node, parent in enumerate(parent_N.tolist())])
+        assert (once["position_ids"][0, root_N] == len(committed)).all()
+        for first, end in pairwise(borders):
+            feeds = cache.place(parent_N[:end], first)
+            buffer.run(feeds, labels[first:end])
+            assert cache.length == len(committed)
+            assert (feeds["position_ids"] == once["position_ids"][:, first:end]).all()
+            assert (feeds["mask"][0, 0] == once["mask"][0, 0, first:end]).all()
+            for node, attended_S in enumerate(feeds["mask"][0, 0], first):
+                path = [node]
+                while parent_N[path[-1]] != path[-1]:
+                    path.append(int(parent_N[path[-1]]))
+                wanted = committed + labels[path].tolist()
+                assert sorted(buffer.label_S[attended_S]) == sorted(wanted)
+            if form == "slots":
+                assert (feeds["slots"] == once["slots"][first:end]).all()
+                assert feeds["seqlens_k"][0] >= np.flatnonzero(feeds["mask"].any((0, 1, 2))).max()
+        used_S = once["mask"][0, 0].any(0)
+        assert (buffer.label_S[used_S] == whole_buffer.label_S[used_S]).all()
+        if rng.random() < 0.7:  # else: the levels are forgotten
+            path = sorted({int(node) for node in rng.integers(0, n, 3)})
+            cache.commit(path)
+            whole.commit(path)
+            committed += labels[path].tolist()
+
+
+@pytest.mark.parametrize("kind", [SlotCache, ContiguousCache])
+def test_a_level_needs_the_levels_before_it(kind: type) -> None:
+    cache: Cache = kind(16)
+    forest = np.array([0, 1, 0, 1])
+    with pytest.raises(AssertionError):
+        cache.place(forest, 2)
+    for wrong in (1, 3):
+        cache.place(forest[:2])
+        with pytest.raises(AssertionError):
+            cache.place(forest, wrong)
+    cache.place(forest[:2])
+    cache.place(forest, 2)
+    cache.commit([0, 2])
+    with pytest.raises(AssertionError):
+        cache.place(forest, 2)
+    assert cache.length == 2
+
+
+def test_mask_grid_of_a_forest_level_by_level() -> None:
+    for cache in (SlotCache(9), ContiguousCache(9)):
+        cache.place(chain_parents(2))
+        cache.commit([0, 1])
+        forest = np.array([0, 1, 0, 1, 3])  # two roots, a child each, a grandchild
+        rows, positions = [], []
+        for first, end in ((0, 2), (2, 4), (4, 5)):
+            feeds = cache.place(forest[:end], first)
+            rows += ["".join("x" if c else "." for c in row) for row in feeds["mask"][0, 0]]
+            positions += feeds["position_ids"][0].tolist()
+        assert rows == ["xxx......", "xx.x.....", "xxx.x....", "xx.x.x...", "xx.x.xx.."]
+        assert positions == [2, 2, 3, 3, 4]
 
 
 def test_slots_never_move_and_the_lowest_free_are_taken() -> None:

@@ -46,7 +46,7 @@ def write_bundle(folder: Path, drafters: tuple[str, ...] = (), **changes: Any) -
             draft_token_ids=None,
             calibration=None,
             trees=changes.get("trees", {"max_nodes": 6, "min_probability": 0.04}),
-            expected_accepted_length=None,
+            expected_accepted_length=changes.get("expected"),
         )
         for name in drafters
     )
@@ -128,12 +128,12 @@ def test_text_goes_in_and_out(tmp_path: Path) -> None:
     assert pieces == result.text == engine.tokenizer.decode(result.token_ids)
 
 
-@pytest.mark.parametrize("name", ["medusa", "None", ""])
+@pytest.mark.parametrize("name", ["nosuch", "None", ""])
 def test_an_unknown_drafter_is_refused_before_anything_slow(
     tmp_path: Path, toy_graphs: list[ToyTarget], name: str
 ) -> None:
     folder = write_bundle(tmp_path, ("parallelspec",))
-    known = "parallelspec, prompt_lookup, none"
+    known = "parallelspec, prompt_lookup, lookahead, none"
     with pytest.raises(ValueError, match=f"got drafter '{name}', expected one of {known}"):
         spec_runtime.load(folder, name)
     assert not toy_graphs
@@ -154,6 +154,8 @@ def test_a_drafter_this_runtime_cannot_run(tmp_path: Path) -> None:
         ({"trees": {"nodes": 3}}, "got trees keys .*nodes.*, expected .*max_nodes"),
         ({"trees": {"max_nodes": 17}}, "trees of 17 nodes, expected at most .* 16"),
         ({"trees": {"lookup_nodes": -1}}, "got lookup_nodes -1, expected a count"),
+        ({"trees": {"paths": [[0], 1]}}, "got trees paths .*, expected lists of ranks below"),
+        ({"trees": {"paths": [[1, 0]]}}, r"got path \[1, 0\], expected"),
         ({"config": {"num_masks": 3}}, "expected num_masks, mask_token_base, inputs"),
     ],
 )
@@ -189,6 +191,18 @@ def test_trees_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
     assert spec_runtime.load(folder).budget == Budget(12, 0.5)
 
 
+def test_a_bundle_may_bring_a_static_tree(tmp_path: Path) -> None:
+    trees = {"paths": [[0], [1], [0, 0]], "min_probability": 0.5}
+    engine = spec_runtime.load(write_bundle(tmp_path, ("parallelspec",), trees=trees))
+    assert engine.budget == Budget(4, 0.5, paths=((0,), (1,), (0, 0)))
+    sizes = [
+        step.verified.argmax_N.shape[0]
+        for step in engine.steps("hello", max_new_tokens=20)
+        if step.verified is not None
+    ]
+    assert set(sizes[:-2]) == {4}
+
+
 def test_lookup_may_be_merged_into_a_trained_drafters_trees(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path, ("parallelspec",), trees={"max_nodes": 8, "lookup_nodes": 3})
     merged = spec_runtime.load(folder)
@@ -209,3 +223,31 @@ def test_what_lookup_cannot_be_merged_into(tmp_path: Path) -> None:
         spec_runtime.load(folder, also="lookup")
     with pytest.raises(ValueError, match="with drafter none, expected a trained one"):
         spec_runtime.load(folder, "none", also="prompt_lookup")
+
+
+@pytest.mark.parametrize(("expected", "num_warnings"), [(None, 0), (2.0, 1)])
+def test_only_what_a_bundle_expects_something_of_is_judged(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    expected: float | None,
+    num_warnings: int,
+) -> None:
+    """The toy drafter is always right, which is suspicious."""
+    monkeypatch.setattr(spec_runtime.engine, "JUDGED_STEPS", 8)
+    folder = write_bundle(tmp_path, ("parallelspec",), expected=expected)
+    loaded = spec_runtime.load(folder)
+    engines = [loaded, loaded.with_drafter("prompt_lookup"), loaded.with_drafter("none")]
+    for engine in engines:
+        engine.generate("ab", max_new_tokens=60, ignore_eos=True)
+    assert len(caplog.messages) == num_warnings
+    loaded.with_drafter("parallelspec").generate("ab", max_new_tokens=60, ignore_eos=True)
+    assert len(caplog.messages) == 2 * num_warnings
+    for message in caplog.messages:
+        assert message.startswith("drafter parallelspec: all drafted tokens were accepted in ")
+
+
+def test_lookahead_gets_the_larger_tree_that_it_needs(tmp_path: Path) -> None:
+    engine = spec_runtime.load(write_bundle(tmp_path, ("parallelspec",)), "lookahead")
+    assert engine.budget == Budget(SCRATCH), "as large as the scratch allows"
+    assert engine.with_drafter("prompt_lookup").budget == Budget(12)

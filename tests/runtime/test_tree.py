@@ -7,7 +7,16 @@ import itertools
 import numpy as np
 import pytest
 
-from spec_runtime.tree import Budget, TokenTree, ancestors, depths, grow, merge
+from spec_runtime.tree import (
+    Budget,
+    TokenTree,
+    TreeBuilder,
+    ancestors,
+    depths,
+    grow,
+    grow_by_levels,
+    merge,
+)
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:
@@ -63,6 +72,12 @@ def test_ancestor_mask_of_a_chain_and_a_root() -> None:
     assert grid(TokenTree.root(3).ancestor_NN) == "x"
 
 
+def test_a_node_that_is_its_own_parent_is_a_root() -> None:
+    forest = np.array([0, 1, 0, 1, 3])
+    assert depths(forest).tolist() == [0, 0, 1, 1, 2]
+    assert grid(ancestors(forest)) == "\n".join(["x....", ".x...", "x.x..", ".x.x.", ".x.xx"])
+
+
 def test_chain_shortcut_agrees_with_the_sweep() -> None:
     """A tree that is a chain with one more leaf takes the general way, a chain the shortcut."""
     bent = np.array([0, 0, 1, 2, 3, 0])
@@ -112,6 +127,144 @@ def test_grow_respects_depth_and_impossible_candidates() -> None:
     assert paths(grow(1, token_KC, log_prob_KC, Budget(9))) == [[7], [7, 4], [7, 5]]
     assert grow(1, token_KC, log_prob_KC, Budget(9, max_depth=0)).num_nodes == 1
     assert grow(1, token_KC, log_prob_KC, Budget(1)).num_nodes == 1
+
+
+class Table:
+    """A drafter that reads its own guesses: 3 candidates of random probability behind each path."""
+
+    def __init__(self, seed: int, num_candidates: int = 3) -> None:
+        self.seed, self.num_candidates = seed, num_candidates
+        self.levels: list[list[tuple[int, ...]]] = []  # what was expanded, as token paths
+
+    def guess(self, path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng([self.seed, *path])
+        probability = rng.dirichlet(np.ones(self.num_candidates + 1))[: self.num_candidates]
+        tokens = rng.permutation(20)[: self.num_candidates]
+        return tokens, np.log(np.sort(probability)[::-1]).astype(np.float32)
+
+    def expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+        done = sum(len(level) for level in self.levels)
+        assert first == done, "every node is expanded once, in order"
+        tree = nodes.build()
+        level = [tuple(tree.token_N[tree.path(i)[1:]].tolist()) for i in range(first, len(nodes))]
+        self.levels.append(level)
+        ids, log_probs = zip(*(self.guess(path) for path in level), strict=True)
+        return np.stack(ids), np.stack(log_probs)
+
+    def everything(self, depth: int) -> dict[tuple[int, ...], float]:
+        """All paths down to `depth`, with their log-probabilities."""
+        found: dict[tuple[int, ...], float] = {}
+        level: dict[tuple[int, ...], float] = {(): 0.0}
+        for _ in range(depth):
+            level = {
+                (*path, int(token)): log_prob + float(value)
+                for path, log_prob in level.items()
+                for token, value in zip(*self.guess(path), strict=True)
+            }
+            found |= level
+        return found
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_levels_against_brute_force(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    depth, size, floor = int(rng.integers(1, 5)), int(rng.integers(2, 40)), rng.uniform(0, 0.1)
+    table = Table(seed)
+    everything = table.everything(depth)
+    tree = grow_by_levels(1, table.expand, Budget(size, floor), depth, max_width=size)
+    best = sorted((p for p in everything.values() if np.exp(p) >= floor), reverse=True)
+    found = [everything[tuple(path)] for path in paths(tree)]
+    np.testing.assert_allclose(found, best[: size - 1])
+    assert len({tuple(path) for path in paths(tree)}) == tree.num_nodes - 1
+    # only what may still count is expanded
+    expanded = [path for level in table.levels[1:] for path in level]
+    assert all(np.exp(everything[path]) >= floor for path in expanded)
+
+
+def test_levels_expand_their_best_nodes_alone() -> None:
+    table = Table(3)
+    everything = table.everything(4)
+    tree = grow_by_levels(1, table.expand, Budget(30), num_levels=4, max_width=2)
+    assert [len(level) for level in table.levels] == [1, 2, 2, 2]
+    for before, level in itertools.pairwise(table.levels):
+        children = [path for path in everything if path[:-1] in before]
+        children.sort(key=everything.__getitem__, reverse=True)
+        assert level == children[:2]
+    # all that was guessed is there: 3 of the root, 6 a level after it
+    assert tree.num_nodes == 1 + 3 + 3 * 6
+    chain = grow_by_levels(1, Table(3).expand, Budget(30), num_levels=4, max_width=1)
+    assert int(chain.depth_N.max()) == 4
+
+
+def test_levels_stop_when_none_pays() -> None:
+    table = Table(5)
+    assert grow_by_levels(1, table.expand, Budget(1), 4, 8).num_nodes == 1
+    assert grow_by_levels(1, table.expand, Budget(9, max_depth=0), 4, 8).num_nodes == 1
+    assert not table.levels
+    assert grow_by_levels(1, table.expand, Budget(9, 1.0), 4, 8).num_nodes == 1
+    assert table.levels == [[()]]
+    table = Table(5)
+    tree = grow_by_levels(1, table.expand, Budget(30, max_depth=2), 4, 8)
+    assert (len(table.levels), int(tree.depth_N.max())) == (2, 2)
+    best = max(table.everything(2).values())
+    table = Table(5)
+    tree = grow_by_levels(1, table.expand, Budget(30, float(np.exp(best)) - 1e-6), 4, 8)
+    assert tree.num_nodes == 2
+    assert len(table.levels) == 2, "one node was left to expand, none of its children"
+
+    def impossible(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.array([[7, 8]]), np.array([[0.0, -np.inf]])
+
+    assert paths(grow_by_levels(1, impossible, Budget(9), 2, 8)) == [[7], [7, 7]]
+
+
+STATIC = ((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1))
+
+
+def test_a_static_tree_has_exactly_its_paths() -> None:
+    token_KC = np.array([[7, 8, 9], [4, 5, 6], [1, 2, 3]])
+    log_prob_KC = np.log(np.array([[0.9, 0.05, 0.0], [0.7, 0.2, 0.1], [1.0, 0.0, 0.0]]) + 1e-30)
+    budget = Budget(7, 0.5, paths=STATIC)
+    tree = grow(0, token_KC, log_prob_KC, budget)
+    assert paths(tree) == [[7], [8], [7, 4], [7, 6], [8, 4], [7, 6, 2]]
+    assert paths(grow(0, token_KC, log_prob_KC, budget.within(2))) == paths(tree)[:5]
+    assert paths(grow(0, token_KC[:1], log_prob_KC[:1], budget)) == [[7], [8]]
+    assert grow(0, token_KC, log_prob_KC, budget.within(0)).num_nodes == 1
+
+
+def test_a_static_tree_level_by_level() -> None:
+    table = Table(1)
+    tree = grow_by_levels(1, table.expand, Budget(7, 0.5, paths=STATIC), 5, max_width=1)
+
+    def tokens(ranks: tuple[int, ...]) -> list[int]:
+        path: list[int] = []
+        for rank in ranks:
+            path.append(int(table.guess(tuple(path))[0][rank]))
+        return path
+
+    assert paths(tree) == [tokens(ranks) for ranks in STATIC]
+    # leaves are not expanded
+    inner: list[list[tuple[int, ...]]] = [[()], [(0,), (1,)], [(0, 2)]]
+    assert table.levels == [[tuple(tokens(ranks)) for ranks in level] for level in inner]
+    table = Table(1)
+    tree = grow_by_levels(1, table.expand, Budget(7, max_depth=2, paths=STATIC), 5, 1)
+    assert (tree.num_nodes, len(table.levels)) == (6, 2)
+    assert grow_by_levels(1, table.expand, Budget(7, paths=()), 5, 1).num_nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (((0,), (1, 0)), r"got path \[1, 0\], expected .* parent"),
+        (((),), r"got path \[\]"),
+        (((-1,),), r"got path \[-1\]"),
+        (((0,), (0,)), "got 2 paths, expected different ones"),
+        (((0,), (1,), (2,)), "got 3 paths, expected .* fewer than max_nodes, 3"),
+    ],
+)
+def test_static_trees_are_validated(bad: tuple[tuple[int, ...], ...], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Budget(3, paths=bad)
 
 
 def test_merge_is_a_union_without_duplicates() -> None:

@@ -11,12 +11,13 @@ from spec_runtime.engine import Engine
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers import PlainProposer, Proposer
 from spec_runtime.proposers.heads import OnePassProposer
+from spec_runtime.proposers.lookahead import LookaheadProposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.target import Target
 from spec_runtime.tree import Budget
 
-DRAFTERS = ("none", "prompt_lookup", "parallelspec")
+DRAFTERS = ("none", "prompt_lookup", "lookahead", "parallelspec")
 
 
 def make_engine(
@@ -61,6 +62,8 @@ def make_proposer(
         return PlainProposer()
     if drafter == "prompt_lookup":
         return LookupProposer()
+    if drafter == "lookahead":
+        return LookaheadProposer(level=4, window=2, pool=2)
     network = ToyDrafter(
         target,
         num_masks=num_masks,

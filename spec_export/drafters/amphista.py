@@ -1,0 +1,293 @@
+"""Amphista: staged adaptation layers that know the sampled token, and heads that see each other.
+
+    h1_t = SAL1(fc1([h_t; e(x_{t+1})])),  h2_t = SAL2(fc2([h1_t; e(x_{t+1})]))
+
+are causal decoder layers with a cache each. MLP_k of h1 (heads 1 … ⌊K/2⌋) or of h2 (the rest), K
+rows in all, plus a position table, go through the auto-embedding block: bidirectional
+self-attention over the K rows; row k's output head guesses token t + k + 1 (guess k − 1 elsewhere
+in this code). L = Σ_k mean[λ_soft · CE(q_k, target's distribution) + λ_hard · CE(q_k, token)].
+
+Where the paper is silent: fc norms each of its inputs, whose scales differ a hundredfold; a SAL's
+output passes through the target's final norm (which learns) on its way to the heads, so that they
+read what the target's head is used to. Knows nothing of files, optimisers or engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export import decoder
+from spec_export.drafters.heads import HEADS, HeadsDrafter
+from spec_export.drafters.layers import (
+    Batch,
+    DecoderLayer,
+    LayerDims,
+    TargetEnds,
+    as_traceable,
+    rotate,
+)
+from spec_export.onnx_export import GraphInput, export, step_inputs
+
+STAGES = {"none": 0, "one": 1, "two": 2}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The paper's ablations are `auto_embedding` false (which has no position table either),
+    `position_table` false, `staged` "one" (one SAL for all heads) or "none" (heads read h_t: no
+    sampled token either, no taps), and `sampled_token` false. Two `attention_layers` make its
+    variant alpha; `taps` are target layers that fc1 reads beside h_t."""
+
+    num_heads: int = 4
+    staged: str = "two"
+    sampled_token: bool = True
+    auto_embedding: bool = True
+    attention_layers: int = 1
+    position_table: bool = True
+    feed_forward: bool = False
+    heads: str = "shared"
+    taps: tuple[int, ...] = ()
+    top_k: int = 10
+    lambda_soft: float = 1.0
+    lambda_hard: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("heads", HEADS), ("staged", tuple(STAGES))):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"got {name} {getattr(self, name)!r}, expected one of {', '.join(known)}"
+                )
+        if self.taps and self.staged == "none":
+            raise ValueError(f"got taps {list(self.taps)} without a layer that reads them")
+        if self.staged == "two" and self.num_heads == 1:
+            raise ValueError('got one head for two stages: set staged = "one"')
+        if min(self.num_heads, self.attention_layers, self.top_k) < 1:
+            raise ValueError(
+                f"got num_heads {self.num_heads}, attention_layers {self.attention_layers}, "
+                f"top_k {self.top_k}, expected at least 1 of each"
+            )
+        if min(self.lambda_soft, self.lambda_hard) < 0 or self.lambda_soft + self.lambda_hard <= 0:
+            raise ValueError(
+                f"got lambda_soft {self.lambda_soft} and lambda_hard {self.lambda_hard}, expected "
+                "none negative and one positive"
+            )
+
+
+class Mixer(nn.Module):
+    """fc over the concatenation of `num_inputs` vectors, each normed first."""
+
+    def __init__(self, num_inputs: int, dims: LayerDims) -> None:
+        super().__init__()
+        D = dims.hidden_size
+        self.eps = dims.norm_eps
+        self.norms = nn.ParameterList(torch.ones(D) for _ in range(num_inputs))
+        self.fc = nn.Parameter(torch.randn(num_inputs * D, D) * (num_inputs * D) ** -0.5)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        pairs = zip(inputs, self.norms, strict=True)
+        normed = [F.rms_norm(x.float(), norm.shape, norm, self.eps) for x, norm in pairs]
+        return torch.cat(normed, -1) @ self.fc
+
+
+class MutualAttention(nn.Module):
+    """Self-attention over the K rows of a group [..., K, D], each seeing all; no rotary embedding.
+
+    Pre-norm and residual; its output, and that of the feed-forward part if there is one, is zero at
+    first. Products and softmax stand in the open: an Attention operator would be taken for one that
+    has a cache.
+    """
+
+    def __init__(self, dims: LayerDims, feed_forward: bool) -> None:
+        super().__init__()
+        self.num_heads, self.eps, D = dims.num_heads, dims.norm_eps, dims.hidden_size
+        width = dims.num_heads * dims.head_dim
+        self.norm = nn.Parameter(torch.ones(D))
+        self.qkv = nn.Parameter(torch.randn(D, 3 * width) * D**-0.5)
+        self.out = nn.Parameter(torch.zeros(width, D))
+        self.feed_forward = feed_forward
+        if feed_forward:
+            self.mlp_norm = nn.Parameter(torch.ones(D))
+            self.gate_up = nn.Parameter(torch.randn(D, 2 * dims.intermediate_size) * D**-0.5)
+            self.down = nn.Parameter(torch.zeros(dims.intermediate_size, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = F.rms_norm(x, self.norm.shape, self.norm, self.eps) @ self.qkv
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
+            for part in qkv.chunk(3, dim=-1)
+        )
+        weight = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1)
+        x = x + (weight.to(v.dtype) @ v).transpose(-3, -2).flatten(-2) @ self.out
+        if self.feed_forward:
+            normed = F.rms_norm(x, self.mlp_norm.shape, self.mlp_norm, self.eps)
+            gate, up = (normed @ self.gate_up).chunk(2, dim=-1)
+            x = x + (gate * torch.sigmoid(gate) * up) @ self.down
+        return x
+
+
+class Drafter(HeadsDrafter):
+    """The trainable part; the target's embedding, and with shared heads its LM head, are borrowed,
+    frozen and never saved."""
+
+    config: Config
+    mixers: Any  # nn.ModuleLists and a ParameterList; mypy sees plain Modules in them
+    layers: Any
+    final_norms: Any
+    attention: Any
+
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
+        K, stages = config.num_heads, STAGES[config.staged]
+        total = config.lambda_soft + config.lambda_hard
+        super().__init__(
+            config,
+            ends,
+            draft_token_ids,
+            num_blocks=1,
+            weight_K=torch.full((K,), total),
+            soft_weight=config.lambda_soft / total,
+        )
+        num_inputs = [1 + len(config.taps), 1][:stages]
+        self.mixers = nn.ModuleList(
+            Mixer(count + config.sampled_token, ends.dims) for count in num_inputs
+        )
+        self.layers = nn.ModuleList(DecoderLayer(ends.dims) for _ in range(stages))
+        for layer in self.layers:
+            layer.load_target_layer(ends.last_layer)
+        norm_D = ends.final_norm_D.float()
+        self.final_norms = nn.ParameterList(norm_D.clone() for _ in range(stages))
+        # the first half of the heads reads the first stage, the others the last
+        self.stage_of_head = [0 if k < K // 2 else max(stages - 1, 0) for k in range(K)]
+        self.attention = nn.ModuleList()
+        self.position_table = None
+        if config.auto_embedding:
+            self.attention.extend(
+                MutualAttention(ends.dims, config.feed_forward)
+                for _ in range(config.attention_layers)
+            )
+            if config.position_table:
+                self.position_table = nn.Parameter(torch.zeros(K, ends.dims.hidden_size))
+
+    def stage_inputs(self, feature: Tensor, embedding: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What fc1 reads besides a stage's own input: h_t and taps, cut from feature [..., F]; and
+        what every fc reads: the embedding, if the sampled token is read."""
+        chunks = feature.split(self.dims.hidden_size, -1)[: 1 + len(self.config.taps)]
+        return list(chunks), [embedding] if self.config.sampled_token else []
+
+    def stages(self, batch: Batch) -> list[Tensor]:
+        """h1 and h2 of every row, [B, T-1, D] each; with "none", h_t itself."""
+        assert batch.feature_BTF is not None, "heads read features"
+        embedding = self.embed_VD[batch.token_BT[:, 1:]]
+        inputs, token = self.stage_inputs(batch.feature_BTF[:, :-1].float(), embedding)
+        outputs = []
+        for mixer, layer in zip(self.mixers, self.layers, strict=True):
+            inputs = [_causal(layer, mixer(*inputs, *token), self.cos, self.sin)]
+            outputs += inputs
+        return outputs or inputs[:1]
+
+    def head_rows(self, batch: Batch, at: tuple[Tensor, Tensor]) -> Tensor:
+        return self.exchange([rows_BRD[at] for rows_BRD in self.stages(batch)])
+
+    def exchange(self, stages: list[Tensor]) -> Tensor:
+        """From N rows of h1 and h2, [..., D] each, to what the output heads read, [N, K, D]. All
+        products of a graph are of rank 3, as the quantised forms want them."""
+        size = (self.dims.hidden_size,)
+        if self.final_norms:
+            pairs = zip(stages, self.final_norms, strict=True)
+            stages = [
+                F.rms_norm(x, size, norm.to(x.dtype), self.dims.norm_eps) for x, norm in pairs
+            ]
+        picked = zip(self.blocks, self.stage_of_head, strict=True)
+        rows = torch.stack([block(stages[stage]) for block, stage in picked], dim=-2)
+        rows = rows.flatten(0, -3)
+        if self.position_table is not None:
+            rows = rows + self.position_table.to(rows.dtype)
+        for layer in self.attention:
+            rows = layer(rows)
+        return rows
+
+    # ---- export ----------------------------------------------------------------------------------
+
+    def runtime_config(self) -> dict[str, Any]:
+        """What the proposer must know: see `spec_runtime/proposers/heads.py`. No mask rows."""
+        return {
+            "inputs": "features+tokens",
+            "num_masks": 0,
+            "num_guesses": self.config.num_heads,
+            "mask_token_base": len(self.embed_VD),
+            "taps": list(self.config.taps),
+            "top_k": self.config.top_k,
+        }
+
+    def export(
+        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """The drafter's graph "drafter", contiguous form; stateless with staged = "none".
+
+        Inputs input_ids i64[1,N], features f32[1,N,F], position_ids, mask, logit_rows i64[M], the
+        cache inputs; outputs guess_ids i64[K,C], guess_log_probs f32[K,C] of the last logit row.
+        Stateless: features f32[1,D] alone, of the last committed position.
+        """
+        outputs, width = ["guess_ids", "guess_log_probs"], self.dims.hidden_size
+        if self.config.staged == "none":
+            features = GraphInput("features", torch.zeros(1, width), {})
+            return {"drafter": export(_StatelessGraph(self), [features], outputs, "amphista")}
+        config = replace(target, num_layers=len(self.layers), taps=())
+        inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
+        num_rows = inputs[0].example.shape[1]
+        features_1NF = torch.zeros(1, num_rows, (1 + len(self.config.taps)) * width)
+        inputs.insert(1, GraphInput("features", features_1NF, {1: "N"}))
+        outputs += [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
+        return {"drafter": export(_Graph(self, config), inputs, outputs, "amphista")}
+
+
+def _causal(layer: DecoderLayer, x_BRD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The layer over whole sequences, row t at position t."""
+    q, k, v = layer.project_qkv(x_BRD)
+    cos, sin = cos[: x_BRD.shape[1]], sin[: x_BRD.shape[1]]
+    q, k = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2)
+    v = v.transpose(1, 2).to(q.dtype)
+    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return layer.finish(x_BRD, attended.transpose(1, 2).flatten(-2))
+
+
+class _Graph(nn.Module):
+    """The drafter as the runtime runs it: one chain of rows over two caches."""
+
+    def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
+
+    def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        drafter = self.drafter
+        position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
+        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        stage, token = drafter.stage_inputs(features, F.embedding(input_ids, drafter.embed_VD))
+        rows: list[Tensor] = []
+        caches: list[Tensor] = []
+        for i, (mixer, layer) in enumerate(zip(drafter.mixers, self.layers, strict=True)):
+            x, k, v = layer(mixer(*stage, *token), kv[2 * i], kv[2 * i + 1], step)
+            stage = [x]
+            rows.append(x.index_select(1, logit_rows[-1:]))
+            caches += (k, v)
+        ids, log_probs = drafter.best(drafter.exchange(rows), drafter.config.top_k)
+        return (ids[0], log_probs[0], *caches)
+
+
+class _StatelessGraph(nn.Module):
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        drafter = self.drafter
+        ids, log_probs = drafter.best(drafter.exchange([features[None]]), drafter.config.top_k)
+        return ids[0], log_probs[0]

@@ -1,0 +1,287 @@
+"""A draft model: a small language model of its own, which reads tokens and nothing of the target's.
+
+Either a Llama-like one trained here, or any causal LM of a supported family with the target's
+vocabulary (`Pretrained`). What is trained here borrows the target's embedding and LM head, frozen,
+behind two projections,
+
+    x_t = e(token t) · P_in,   q(token t+1) = softmax(LM_head(RMSNorm(layers(x)_t) · P_out)),
+
+because a vocabulary of its own would be most of it: 49 k tokens of width 384 are 19 M parameters,
+twice the rest. The projections are folded into both tables on export.
+
+The model's row t+1 guesses token t+2, which is guess 0 of row t for all drafters. Loss: mean
+cross-entropy of the answers' tokens + prompt_weight · mean of the others. Knows nothing of trees,
+files or optimisers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export import decoder
+from spec_export.drafters.layers import (
+    Batch,
+    DecoderLayer,
+    DrafterBase,
+    LayerDims,
+    TargetEnds,
+    as_traceable,
+    rotate,
+)
+from spec_export.losses import IGNORED, head_cross_entropy
+from spec_export.onnx_export import export, step_inputs
+
+
+@dataclass(frozen=True)
+class Config:
+    """The model's sizes; its heads are as wide as the target's, whose rotary tables it uses.
+    `num_guesses` levels are drafted, `max_width` nodes expanded in each: 1 drafts a chain.
+    `soft_weight`: part of a label that is the target's distribution."""
+
+    hidden_size: int = 384
+    intermediate_size: int = 1024
+    layers: int = 6
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    num_guesses: int = 5
+    max_width: int = 8
+    taps: tuple[int, ...] = ()
+    top_k: int = 10
+    soft_weight: float = 0.0
+    prompt_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.taps:
+            raise ValueError("a draft model reads tokens alone: leave taps empty")
+        sizes = ("hidden_size", "intermediate_size", "layers", "num_heads", "num_kv_heads")
+        for name in (*sizes, "num_guesses", "max_width", "top_k"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name} {getattr(self, name)}, expected at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"got num_heads {self.num_heads}, expected a multiple of num_kv_heads, "
+                f"{self.num_kv_heads}"
+            )
+        if not 0 <= self.soft_weight <= 1 or self.prompt_weight < 0:
+            raise ValueError(
+                f"got soft_weight {self.soft_weight} and prompt_weight {self.prompt_weight}, "
+                "expected 0 to 1, and 0 or more"
+            )
+
+    def runtime_config(self) -> dict[str, Any]:
+        """What the proposer must know: see `spec_runtime/proposers/draft_model.py`."""
+        return {
+            "num_guesses": self.num_guesses,
+            "max_width": self.max_width,
+            "taps": [],
+            "top_k": self.top_k,
+        }
+
+
+class Drafter(DrafterBase):
+    """The model trained here; the target's embedding and (trimmed) LM head are borrowed, frozen and
+    never saved."""
+
+    config: Config
+    layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
+
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, ends, draft_token_ids)
+        D, d = ends.dims.hidden_size, config.hidden_size
+        self.layer_dims = LayerDims(
+            d,
+            config.intermediate_size,
+            config.num_heads,
+            config.num_kv_heads,
+            ends.dims.head_dim,
+            ends.dims.norm_eps,
+        )
+        # so that rows start with a variance of 1, and logits too
+        embed_std, head_std = ends.embed_VD.float().std(), ends.head_VD.float().std()
+        self.project_in = nn.Parameter(torch.randn(D, d) * D**-0.5 / embed_std)
+        self.layers = nn.ModuleList(DecoderLayer(self.layer_dims) for _ in range(config.layers))
+        self.final_norm = nn.Parameter(torch.ones(d))
+        self.project_out = nn.Parameter(torch.randn(d, D) * (d * D) ** -0.5 / head_std)
+
+    def hidden_rows(self, token_BT: Tensor) -> Tensor:
+        """Last hidden states of the model's own rows, [B, T, d]: row t has read tokens 0 … t."""
+        x = self.embed_VD[token_BT] @ self.project_in
+        T = token_BT.shape[1]
+        cos, sin = self.cos[:T], self.sin[:T]
+        for layer in self.layers:
+            q, k, v = layer.project_qkv(x)
+            q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.to(q.dtype)
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = layer.finish(x, mixed.transpose(1, 2).flatten(-2))
+        return x
+
+    def output_rows(self, hidden: Tensor) -> Tensor:
+        """What the target's head reads, [..., D]."""
+        norm, eps = self.final_norm.to(hidden.dtype), self.dims.norm_eps
+        return F.rms_norm(hidden, norm.shape, norm, eps) @ self.project_out
+
+    def loss(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss of a batch, and `correct_K`, `count_K` of guess 0 of the answers (top-1
+        accuracy's numerator, denominator).
+
+        Tokens past the end or outside the draft vocabulary are ignored. Nothing is random.
+        """
+        rows_BRD = self.hidden_rows(batch.token_BT)[:, 1:]
+        is_token_BT = torch.arange(batch.token_BT.shape[1]).to(batch.token_BT.device)
+        is_token_BT = is_token_BT < batch.length_B[:, None].to(is_token_BT.device)
+        prompt = replace(batch, loss_BT=is_token_BT & ~batch.loss_BT)
+        total, hits, count = self._cross_entropy(batch, rows_BRD)
+        if self.config.prompt_weight:
+            total = total + self.config.prompt_weight * self._cross_entropy(prompt, rows_BRD)[0]
+        return total, {"correct_K": hits[None], "count_K": count[None]}
+
+    def _cross_entropy(self, batch: Batch, rows_BRD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean loss of the tokens that carry one, how many of them are guessed, how many they
+        are."""
+        label_BR = self.labels(batch, 1)[..., 0]
+        b, t = (label_BR != IGNORED).nonzero(as_tuple=True)
+        label_R, out = label_BR[b, t], self.output_rows(rows_BRD[b, t])
+        soft, teacher_RD = self.config.soft_weight, None
+        if soft and batch.feature_BTF is not None:
+            teacher_RD = batch.feature_BTF[b, t + 1].to(out.dtype)
+        weight_R = torch.full(label_R.shape, 1 / max(len(b), 1), device=b.device)
+        head_VD = self.head_VD.to(out.dtype)
+        loss, top_R = head_cross_entropy(out, head_VD, label_R, weight_R, teacher_RD, soft)
+        return loss, (top_R == label_R).sum(), torch.tensor(len(b), device=b.device)
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
+        """Top guesses at every row, the tokens between being the true ones: token ids i64 and
+        log-probabilities f32, both [B, T-1, num_guesses, top_k]."""
+        rows_BRD = self.hidden_rows(batch.token_BT)[:, 1:]
+        ids, log_probs = self.top_guesses(rows_BRD, self.output_rows, top_k)
+        R, K = rows_BRD.shape[1], self.config.num_guesses
+        # guess k of row t is guess 0 of row t + k; past the end there is nothing to guess
+        row_RK = torch.arange(R)[:, None] + torch.arange(K)
+        row_RK = row_RK.clamp(max=R - 1).to(ids.device)
+        return ids[:, row_RK], log_probs[:, row_RK]
+
+    def runtime_config(self) -> dict[str, Any]:
+        """See Config.runtime_config."""
+        return self.config.runtime_config()
+
+    def export(
+        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """The graph "drafter", contiguous form: see `_export`."""
+        dims = self.layer_dims
+        config = replace(
+            target,
+            hidden_size=dims.hidden_size,
+            num_layers=self.config.layers,
+            num_heads=dims.num_heads,
+            num_kv_heads=dims.num_kv_heads,
+            taps=(),
+        )
+        return _export(_Graph(self, config), config, self.head_VD.dtype, capacity_symbolic)
+
+
+class _Graph(nn.Module):
+    """The model as the runtime runs it: rows over a cache, top-k guesses out."""
+
+    embed_Vd: Tensor
+    head_Vd: Tensor
+
+    def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
+        self.norm = decoder.RMSNorm(drafter.final_norm, config.norm_eps)
+        with torch.no_grad():
+            self.register_buffer("embed_Vd", drafter.embed_VD @ drafter.project_in)
+            self.register_buffer("head_Vd", drafter.head_VD @ drafter.project_out.t())
+
+    def forward(self, input_ids: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        drafter = self.drafter
+        position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
+        x = F.embedding(input_ids, self.embed_Vd)
+        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        caches: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
+            caches += (k, v)
+        rows_Md = self.norm(x.index_select(1, logit_rows)).view(-1, self.embed_Vd.shape[1])
+        log_probs_MV = torch.log_softmax(F.linear(rows_Md, self.head_Vd).float(), -1)
+        top = log_probs_MV.topk(drafter.config.top_k, dim=-1)
+        return (drafter.draft_token_ids[top.indices], top.values, *caches)
+
+
+class Pretrained:
+    """Any causal LM with the target's vocabulary, as it is; only `config`'s drafting fields
+    count."""
+
+    def __init__(self, backbone: decoder.Backbone, vocab_size: int, config: Config) -> None:
+        """`vocab_size`: the target's. Ids from there on, padding of the model's table, are never
+        guessed."""
+        self.config = config
+        self._backbone, self._vocab_size = backbone, vocab_size
+
+    def runtime_config(self) -> dict[str, Any]:
+        """See Config.runtime_config."""
+        return self.config.runtime_config()
+
+    def export(
+        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """The graph "drafter", contiguous form: see `_export`."""
+        backbone = self._backbone
+        graph = _TopTokens(backbone, self._vocab_size, self.config.top_k)
+        return _export(graph, backbone.config, backbone.dtype, capacity_symbolic)
+
+
+class _TopTokens(nn.Module):
+    """A backbone with its best tokens in place of logits and features."""
+
+    def __init__(self, backbone: decoder.Backbone, vocab_size: int, top_k: int) -> None:
+        super().__init__()
+        self.backbone, self.vocab_size, self.top_k = backbone, vocab_size, top_k
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        logits_MV, _, *caches = self.backbone(*inputs)
+        if self.vocab_size < logits_MV.shape[1]:
+            logits_MV = logits_MV[:, : self.vocab_size]
+        top = torch.log_softmax(logits_MV, -1).topk(self.top_k, dim=-1)
+        return (top.indices, top.values, *caches)
+
+
+def require_same_tokens(target_ids: dict[str, int], model_ids: dict[str, int], rows: int) -> None:
+    """ValueError unless both vocabularies, token -> id, have the same tokens, and the model's
+    embedding, of `rows` rows, has them all."""
+    expected, got = ({i: token for token, i in ids.items()} for ids in (target_ids, model_ids))
+    for i in sorted(expected | got):
+        if expected.get(i) != got.get(i):
+            raise ValueError(
+                f"got a draft model whose token {i} is {got.get(i)!r}, expected the target's "
+                f"{expected.get(i)!r}: both need one vocabulary"
+            )
+    if max(expected) >= rows:
+        raise ValueError(
+            f"got a draft model with {rows} embeddings, expected the target's {max(expected) + 1}"
+        )
+
+
+def _export(
+    graph: nn.Module, config: decoder.DecoderConfig, dtype: torch.dtype, capacity_symbolic: bool
+) -> dict[str, ir.Model]:
+    """Inputs input_ids i64[1,N], position_ids, mask, logit_rows i64[M], the cache inputs; outputs
+    guess_ids i64[M,C], guess_log_probs f32[M,C]."""
+    inputs = step_inputs(config, dtype, capacity_symbolic)
+    caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
+    outputs = ["guess_ids", "guess_log_probs", *caches]
+    return {"drafter": export(graph, inputs, outputs, "draft_model")}

@@ -1,0 +1,258 @@
+"""EAGLE-1 and EAGLE-2: one decoder layer that predicts the target's next feature, and goes on from
+its own.
+
+Real row t reads the feature of position t and token t+1, and its output is the feature of t+1; the
+target's LM head, shared and frozen, turns that into guess 0, token t+2. Each further guess is a
+new row, of the token guessed and the feature predicted, one position on; it sees the real rows up
+to t and its own path:
+
+    x_t = fc([f_t ; e(token t+1)]) -> f̂_{t+1} -> x = fc([f̂_{t+1} ; e(token t+2)]) -> f̂_{t+2} -> …
+
+    L = w_reg · SmoothL1(f̂_{t+1}, f_{t+1}) + w_cls · CE(LM_head(f̂_{t+1})), the target's distribution
+    as labels
+
+with uniform noise on the features that are read. As in EAGLE only the first guess is trained;
+`ttt_steps` > 1 unrolls the drafter on its own features and adds their losses, decay^k each. Unlike
+EAGLE's own, the layer has an input norm, since it starts from the target's last layer. Knows
+nothing of trees, files or optimisers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export import decoder
+from spec_export.drafters.layers import (
+    Batch,
+    DecoderLayer,
+    DrafterBase,
+    TargetEnds,
+    as_traceable,
+    rotate,
+)
+from spec_export.losses import IGNORED, feature_regression, head_cross_entropy
+from spec_export.onnx_export import GraphInput, export, step_inputs
+
+
+@dataclass(frozen=True)
+class Config:
+    """`num_guesses` levels are drafted, `max_width` nodes expanded in each. `normalise`: feature
+    and embedding are normed with their own gains before fc mixes them. `feature_noise`: EAGLE's
+    0.2, uniform in ± noise / 2 · 512 / sequence length."""
+
+    layers: int = 1
+    num_guesses: int = 5
+    max_width: int = 8
+    normalise: bool = False
+    taps: tuple[int, ...] = ()
+    top_k: int = 10
+    soft_weight: float = 1.0
+    w_reg: float = 1.0
+    w_cls: float = 0.1
+    feature_noise: float = 0.2
+    ttt_steps: int = 1
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        if self.taps:
+            raise ValueError("eagle reads the final feature alone: leave taps empty")
+        for name in ("layers", "num_guesses", "max_width", "top_k", "ttt_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name} {getattr(self, name)}, expected at least 1")
+        if not 0 <= self.soft_weight <= 1 or self.feature_noise < 0:
+            raise ValueError(
+                f"got soft_weight {self.soft_weight} and feature_noise {self.feature_noise}, "
+                "expected 0 to 1, and 0 or more"
+            )
+
+
+class Drafter(DrafterBase):
+    """The trainable part; the target's embedding and (trimmed) LM head are borrowed, frozen and
+    never saved."""
+
+    config: Config
+    layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
+
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, ends, draft_token_ids)
+        D = ends.dims.hidden_size
+        if config.normalise:
+            self.input_norm = nn.Parameter(torch.ones(2, D))
+        self.fc = nn.Parameter(torch.randn(2 * D, D) * (2 * D) ** -0.5)
+        self.fc_bias = nn.Parameter(torch.zeros(D))
+        self.layers = nn.ModuleList(DecoderLayer(ends.dims) for _ in range(config.layers))
+        for layer in self.layers:
+            layer.load_target_layer(ends.last_layer)
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    def input_rows(self, embedding: Tensor, feature: Tensor) -> Tensor:
+        """Layer input [..., D] from embedding and feature [..., D]."""
+        x = torch.cat((feature, embedding), -1)
+        if self.config.normalise:
+            chunks = x.unflatten(-1, (2, -1)).float()
+            normed = F.rms_norm(chunks, chunks.shape[-1:], None, self.dims.norm_eps)
+            x = (normed * self.input_norm).flatten(-2)
+        return F.linear(x, self.fc.t(), self.fc_bias)
+
+    def rollout(self, batch: Batch, feature_BTD: Tensor, num_levels: int) -> list[Tensor]:
+        """Predicted features [B, T-1, D] of each level, the tokens being the true ones.
+
+        Row t of level k is the row of token t+1+k at position t+k, and predicts the feature of
+        t+1+k; from level 1 on it reads what the level before it predicted.
+        """
+        R = batch.token_BT.shape[1] - 1
+        token_BT = F.pad(batch.token_BT, (0, num_levels))  # no label there
+        feature = feature_BTD[:, :-1]
+        earlier: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        levels = []
+        for level in range(num_levels):
+            x = self.input_rows(self.embed_VD[token_BT[:, 1 + level : 1 + level + R]], feature)
+            cos, sin = self.cos[level : level + R], self.sin[level : level + R]
+            for layer, rows in zip(self.layers, earlier, strict=True):
+                q, k, v = layer.project_qkv(x)
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+                rows.append((k, v.to(k.dtype)))
+                x = layer.finish(x, _attend(q, rows))
+            levels.append(x)
+            feature = x
+        return levels
+
+    def loss(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss of a batch and, per trained guess, `correct_K` and `count_K` (top-1 accuracy's
+        numerator, denominator).
+
+        Rows without a label (past the end, a prompt token, or a token outside the draft
+        vocabulary) are ignored.
+        """
+        config, feature_BTD = self.config, batch.feature_BTF
+        assert feature_BTD is not None, "EAGLE reads features"
+        label_BRK = self.labels(batch, config.ttt_steps)
+        levels = self.rollout(batch, self._noisy(feature_BTD, batch, generator), config.ttt_steps)
+        total, correct, count = feature_BTD.new_zeros((), dtype=torch.float32), [], []
+        for k, predicted in enumerate(levels):
+            b, t = (label_BRK[..., k] != IGNORED).nonzero(as_tuple=True)
+            rows, label_R = predicted[b, t], label_BRK[b, t, k]
+            weight_R = torch.full(label_R.shape, config.decay**k / max(len(b), 1), device=b.device)
+            teacher_RD = feature_BTD[b, t + 1 + k].to(rows.dtype)
+            head_VD = self.head_VD.to(rows.dtype)
+            loss, top_R = head_cross_entropy(
+                rows, head_VD, label_R, weight_R, teacher_RD, config.soft_weight
+            )
+            distance = feature_regression(rows, teacher_RD, weight_R)
+            total = total + config.w_cls * loss + config.w_reg * distance
+            correct.append((top_R == label_R).sum())
+            count.append(torch.tensor(len(b), device=b.device))
+        return total, {"correct_K": torch.stack(correct), "count_K": torch.stack(count)}
+
+    def _noisy(
+        self, feature_BTD: Tensor, batch: Batch, generator: torch.Generator | None
+    ) -> Tensor:
+        if not self.config.feature_noise:
+            return feature_BTD
+        noise = torch.rand(feature_BTD.shape, generator=generator).to(feature_BTD.device) - 0.5
+        scale_B = self.config.feature_noise * 512 / batch.length_B.to(noise.device)
+        return feature_BTD + (noise * scale_B[:, None, None]).to(feature_BTD.dtype)
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
+        """Top guesses at every real row, the tokens between being the true ones: token ids i64 and
+        log-probabilities f32, both [B, T-1, num_guesses, top_k]."""
+        assert batch.feature_BTF is not None, "EAGLE reads features"
+        rows = torch.stack(self.rollout(batch, batch.feature_BTF, self.config.num_guesses), dim=2)
+        return self.top_guesses(rows, lambda row: row, top_k)
+
+    # ---- export ----------------------------------------------------------------------------------
+
+    def runtime_config(self) -> dict[str, Any]:
+        """What the proposer must know: see `spec_runtime/proposers/feature.py`."""
+        return {
+            "num_guesses": self.config.num_guesses,
+            "max_width": self.config.max_width,
+            "taps": [],
+            "top_k": self.config.top_k,
+        }
+
+    def export(
+        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """The drafter's graph "drafter", contiguous form.
+
+        Inputs input_ids i64[1,N], features f32[1,N,D], position_ids, mask, logit_rows i64[M], the
+        cache inputs; outputs guess_ids i64[M,C], guess_log_probs f32[M,C], hidden f32[M,D], the
+        predicted features.
+        """
+        config = replace(target, num_layers=self.config.layers, taps=())
+        inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
+        num_rows, D = inputs[0].example.shape[1], self.dims.hidden_size
+        inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, D), {1: "N"}))
+        caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
+        outputs = ["guess_ids", "guess_log_probs", "hidden", *caches]
+        return {"drafter": export(_Graph(self, config), inputs, outputs, "eagle")}
+
+
+def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Attention [B, R, H*Dh] of a level's queries [B, R, H, Dh] over the keys and values [B, R, G,
+    Dh] of all levels so far, the last being its own: of level 0 row t sees rows up to t, of the
+    others its own group's alone."""
+    (k, v), *group = rows
+    if not group:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(-2)
+    R, H, Dh = q.shape[1:]
+    G = k.shape[2]
+    q = q.unflatten(2, (G, H // G)) * Dh**-0.5  # heads h of one key/value head g
+    to_real = torch.einsum("brghd,bsgd->bghrs", q, k)
+    is_later_RR = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)
+    to_real = to_real.masked_fill(is_later_RR, torch.finfo(to_real.dtype).min)
+    to_group = [torch.einsum("brghd,brgd->bghr", q, own) for own, _ in group]
+    weight = torch.cat((to_real, torch.stack(to_group, -1)), -1).softmax(-1).to(v.dtype)
+    out = torch.einsum("bghrs,bsgd->brghd", weight[..., :R], v)
+    for j, (_, own) in enumerate(group):
+        out = out + torch.einsum("bghr,brgd->brghd", weight[..., R + j], own)
+    return out.flatten(2)
+
+
+class _Graph(nn.Module):
+    """The drafter as the runtime runs it: rows over a cache, top-k guesses and predicted features
+    out."""
+
+    def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
+        fc = drafter.fc.detach()
+        if drafter.config.normalise:
+            # the gains are folded into fc, so that the graph norms both with one operator
+            fc = drafter.input_norm.detach().reshape(-1, 1) * fc
+            self.unit_norm = decoder.RMSNorm(torch.ones(config.hidden_size), config.norm_eps)
+        self.fc = decoder.Projection(fc.t(), drafter.fc_bias)
+
+    def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        drafter = self.drafter
+        position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
+        D = drafter.dims.hidden_size
+        x = torch.cat((features, F.embedding(input_ids, drafter.embed_VD)), -1)
+        if drafter.config.normalise:
+            x = self.unit_norm(x.view(1, -1, 2, D)).view(1, -1, 2 * D)
+        x = self.fc(x)
+        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        caches: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
+            caches += (k, v)
+        hidden_MD = x.index_select(1, logit_rows).view(-1, D)
+        log_probs_MV = torch.log_softmax(F.linear(hidden_MD, drafter.head_VD).float(), -1)
+        top = log_probs_MV.topk(drafter.config.top_k, dim=-1)
+        return (drafter.draft_token_ids[top.indices], top.values, hidden_MD.float(), *caches)

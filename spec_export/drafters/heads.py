@@ -1,0 +1,134 @@
+"""Drafters with one head per guess: residual blocks and an output head of its own, or the target's.
+
+Guess k of a row reads a hidden row of its own, which the drafter makes; here are what comes behind
+it and the loss over all of them, L = Σ_k weight_k · mean_rows [(1−s) · CE(q_k, token) + s · CE(q_k,
+p)], p the target's distribution of that token, s the soft weight. Knows nothing of where a row
+comes from.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
+from spec_export.losses import IGNORED, head_cross_entropy, trained_head_cross_entropy
+
+HEADS = ("own", "shared")
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(x · W), W zero at first, so that a new block changes nothing."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        return x.to(y.dtype) + y * torch.sigmoid(y)
+
+
+class HeadsDrafter(DrafterBase):
+    """The base of such drafters.
+
+    `config` has `num_heads` K, `heads` (own: an output head per guess, from the target's; shared:
+    the target's, frozen) and `top_k`. weight_K f32[K] and soft_weight as in the module docstring.
+    """
+
+    weight_K: Tensor
+    output_heads: Any  # nn.ParameterList; mypy knows no element type
+
+    def __init__(
+        self,
+        config: Any,
+        ends: TargetEnds,
+        draft_token_ids: Tensor | None,
+        *,
+        num_blocks: int,
+        weight_K: Tensor,
+        soft_weight: float,
+    ) -> None:
+        super().__init__(config, ends, draft_token_ids)
+        self.soft_weight = soft_weight
+        self.register_buffer("weight_K", weight_K, persistent=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(ends.dims.hidden_size) for _ in range(num_blocks)))
+            for _ in range(config.num_heads)
+        )
+        count = config.num_heads if config.heads == "own" else 0
+        self.output_heads = nn.ParameterList(self.head_VD.clone() for _ in range(count))
+
+    @abstractmethod
+    def head_rows(self, batch: Batch, at: tuple[Tensor, Tensor]) -> Tensor:
+        """What the output heads read at rows `at` (batch and row indices, i64[N] each):
+        [N, K, D]."""
+
+    def loss(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of a batch and, per guess k, `correct_K` and `count_K` (top-1 accuracy's numerator,
+        denominator).
+
+        A guess without a label (past the end, a prompt token, or a token outside the draft
+        vocabulary) is ignored, whatever its row's other guesses have.
+        """
+        assert batch.feature_BTF is not None, "heads read features"
+        label_BRK = self.labels(batch, self.config.num_heads)
+        b, t = (label_BRK != IGNORED).any(-1).nonzero(as_tuple=True)
+        rows_NKD, label_NK = self.head_rows(batch, (b, t)), label_BRK[b, t]
+        head_VD = self.head_VD.to(rows_NKD.dtype)
+        count_K = (label_NK != IGNORED).sum(0)
+        correct_K, loss = torch.zeros_like(count_K), rows_NKD.new_zeros((), dtype=torch.float32)
+        for k, weight in enumerate(self.weight_K / count_K.clamp(min=1)):
+            keep_N = label_NK[:, k] != IGNORED
+            rows_RD, label_R = rows_NKD[keep_N, k], label_NK[keep_N, k]
+            # guess k of row t is what the target's own row t + 1 + k predicts
+            target_RF = batch.feature_BTF[b[keep_N], t[keep_N] + 1 + k]
+            teacher_RD = target_RF[:, : self.dims.hidden_size].to(rows_RD.dtype)
+            weight_R = weight.expand(len(label_R))
+            if self.output_heads:
+                part, top_R = trained_head_cross_entropy(
+                    rows_RD,
+                    self.output_heads[k],
+                    label_R,
+                    weight_R,
+                    teacher_RD,
+                    head_VD,
+                    self.soft_weight,
+                )
+            else:
+                part, top_R = head_cross_entropy(
+                    rows_RD, head_VD, label_R, weight_R, teacher_RD, self.soft_weight
+                )
+            loss = loss + part
+            correct_K[k] = (top_R == label_R).sum()
+        return loss, {"correct_K": correct_K, "count_K": count_K}
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
+        """Top guesses at every row: token ids i64 and log-probabilities f32, both [B, T-1, K,
+        top_k]."""
+        B, T = batch.token_BT.shape
+        b, t = torch.ones(B, T - 1, device=batch.token_BT.device).nonzero(as_tuple=True)
+        # logits of all rows at once would be gigabytes
+        chunks = self.head_rows(batch, (b, t)).split(max(1, 4096 // self.config.num_heads))
+        parts = [self.best(rows_NKD, top_k) for rows_NKD in chunks]
+        ids, log_probs = (torch.cat(x).unflatten(0, (B, T - 1)) for x in zip(*parts, strict=True))
+        return ids, log_probs
+
+    def best(self, rows_NKD: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Best tokens of head rows: ids i64 and log-probabilities f32, both [N, K, top_k]. Traced
+        into graphs as it is: without own heads one product for all guesses."""
+        if self.output_heads:
+            logits = [F.linear(rows_NKD[:, k], head) for k, head in enumerate(self.output_heads)]
+            logits_NKV = torch.stack(logits, 1)
+        else:
+            head_VD = self.head_VD.to(rows_NKD.dtype)
+            logits_NKV = F.linear(rows_NKD.flatten(0, 1), head_VD).unflatten(0, rows_NKD.shape[:2])
+        top = torch.log_softmax(logits_NKV.float(), -1).topk(top_k, dim=-1)
+        return self.draft_token_ids[top.indices], top.values

@@ -1,0 +1,193 @@
+"""Hydra: K heads, each fed with the embeddings of all guesses before its own.
+
+Head k (from 0) reads the final feature and the path so far, x̂ being guesses (true tokens while
+training):
+
+    z = W_k · [h_t; e(x_{t+1}); e(x̂_{t+2}); …; e(x̂_{t+1+k})],   W_k ∈ R^{(k+2)d×d}
+    z ← z + SiLU(V_{k,l} z),  l = 1 … num_layers
+    q(x_{t+2+k}) = softmax(LM_head(norm(z)))
+
+and all start as the target's own head: W_k picks h_t, V is zero. Hydra++ is `prefix_layer = true`
+(h_t first goes through one causal decoder layer with its own cache), `num_layers = 4` and
+`soft_weight = 1` (the target's distribution as the label). The paper's heads own their output
+matrices; these share the target's. Knows nothing of files, optimisers or engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export import decoder
+from spec_export.drafters.layers import Batch, DecoderLayer, TargetEnds, as_traceable, rotate
+from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
+from spec_export.onnx_export import GraphInput, export, step_inputs
+
+
+@dataclass(frozen=True)
+class Config(SequentialConfig):
+    """`num_guesses` heads of `num_layers` residual layers each."""
+
+    num_layers: int = 1
+    prefix_layer: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_layers < 0:
+            raise ValueError(f"got num_layers {self.num_layers}, expected 0 or more")
+
+
+class _Head(nn.Module):
+    def __init__(self, k: int, num_layers: int, D: int, scale: float) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.cat((torch.eye(D), torch.zeros((k + 1) * D, D))))
+        self.layers = nn.ParameterList(torch.zeros(D, D) for _ in range(num_layers))
+        self.norm = nn.Parameter(torch.full((D,), scale))
+
+
+class Drafter(SequentialDrafter):
+    """The trainable part; see DrafterBase."""
+
+    config: Config
+    heads: Any  # nn.ModuleList of _Head; mypy sees plain Modules in it
+
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, ends, draft_token_ids)
+        D = ends.dims.hidden_size
+        self.heads = nn.ModuleList(
+            _Head(k, config.num_layers, D, self.feature_scale) for k in range(config.num_guesses)
+        )
+        if config.prefix_layer:
+            self.prefix = DecoderLayer(ends.dims)
+            self.prefix.load_target_layer(ends.last_layer)
+            for weight in (self.prefix.out, self.prefix.down):
+                nn.init.zeros_(weight)  # so that it starts as the identity
+
+    def context(self, batch: Batch) -> Tensor:
+        feature_BRD = super().context(batch)
+        if not self.config.prefix_layer:
+            return feature_BRD
+        x, layer, R = self.unit(feature_BRD), self.prefix, feature_BRD.shape[1]
+        q, k, v = layer.project_qkv(x)
+        q, k = rotate(q, self.cos[:R], self.sin[:R]), rotate(k, self.cos[:R], self.sin[:R])
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.to(q.dtype).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return layer.finish(x, attended.transpose(1, 2).flatten(-2))
+
+    def path_rows(self, context_RD: Tensor, token_RK: Tensor) -> Tensor:
+        """The heads as the formula has them; `_Graph` is the same taken level by level."""
+        chunks = [self.unit(context_RD), *self.unit_embedding(token_RK).unbind(1)]
+        rows = []
+        for k, head in enumerate(self.heads):
+            z = torch.cat(chunks[: k + 2], -1) @ head.first
+            for weight in head.layers:
+                z = z + F.silu(z @ weight)
+            rows.append(F.rms_norm(z, head.norm.shape, head.norm.to(z.dtype), self.dims.norm_eps))
+        return torch.stack(rows, 1)
+
+    # ---- export ----------------------------------------------------------------------------------
+
+    def traceable(self) -> tuple[Any, Any]:
+        graph = _Graph(self)
+        return graph.start, graph
+
+    def export(
+        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """As SequentialDrafter.export. With a prefix layer "start" has a cache, contiguous form:
+        input_ids i64[1,N] (every such graph has them; this one reads features alone), features
+        f32[1,N,D], position_ids, mask, logit_rows i64[M], the cache inputs -> state f32[M,W] and
+        the caches."""
+        graphs = super().export(target, capacity_symbolic=capacity_symbolic)
+        if self.config.prefix_layer:
+            config = replace(target, num_layers=1, taps=())
+            inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
+            num_rows = inputs[0].example.shape[1]
+            features = torch.zeros(1, num_rows, self.dims.hidden_size)
+            inputs.insert(1, GraphInput("features", features, {1: "N"}))
+            outputs = ["state", "kv.0.k.out", "kv.0.v.out"]
+            graphs["start"] = export(_PrefixStart(self, config), inputs, outputs, "start")
+        return graphs
+
+
+class _Start(nn.Module):
+    """h's part of every head's first product: [R, D] -> [R, K·D]."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        D = drafter.dims.hidden_size
+        weights = torch.cat([head.first[:D].detach() for head in drafter.heads], 1)
+        self.project = decoder.Projection(weights.t())
+        self.unit = drafter.unit
+
+    def forward(self, context_RD: Tensor) -> Tensor:
+        return self.project(self.unit(context_RD))
+
+
+class _Graph(nn.Module):
+    """The heads level by level. The state holds every head's z before its layers, as summed up so
+    far: a token adds e · W to it once, for all heads that will read it.
+
+    Block (j, k ≥ j) of the first products serves level j and head k. One product computes all of
+    them, and the level picks its own: to gather weights by level would move more memory than that,
+    and could not be quantised. Heads before the level get some block or other; nobody reads them
+    again.
+    """
+
+    pick_KK: Tensor
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        heads: list[_Head] = list(drafter.heads)
+        self.D, self.K, self.eps = drafter.dims.hidden_size, len(heads), drafter.dims.norm_eps
+        D, K = self.D, self.K
+        self.start = _Start(drafter)
+        self.embed = drafter.unit_embedding
+        rows = [slice((j + 1) * D, (j + 2) * D) for j in range(K)]  # of token j in `first`
+        blocks = [heads[k].first[rows[j]].detach() for j in range(K) for k in range(j, K)]
+        self.project = decoder.Projection(torch.cat(blocks, 1).t())
+        before = [0, *accumulate(range(K, 0, -1))]  # level j -> blocks of earlier levels
+        pick = [[before[j] + max(k - j, 0) for k in range(K)] for j in range(K)]
+        self.register_buffer("pick_KK", torch.tensor(pick))
+        tables = zip(*(head.layers for head in heads), strict=True)
+        self.layers = nn.ParameterList(
+            torch.stack([weight.detach().flatten() for weight in table]) for table in tables
+        )
+        self.norm_KD = nn.Parameter(torch.stack([head.norm.detach() for head in heads]))
+
+    def forward(self, token_N: Tensor, state_NW: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        D, K = self.D, self.K
+        parts = self.project(self.embed(token_N)).view(-1, K * (K + 1) // 2, D)
+        pick_K = self.pick_KK.index_select(0, level).view(-1)
+        state_NKD = state_NW.view(-1, K, D) + parts.index_select(1, pick_K)
+        z = state_NKD.index_select(1, level).view(-1, D)
+        for table in self.layers:
+            z = z + F.silu(z @ table.index_select(0, level).view(D, D))
+        norm_D = self.norm_KD.index_select(0, level).view(-1)
+        return F.rms_norm(z, norm_D.shape, norm_D, self.eps), state_NKD.view(-1, K * D)
+
+
+class _PrefixStart(nn.Module):
+    """The prefix layer over a cache, then the heads' share of its output."""
+
+    def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.layer = as_traceable(drafter.prefix, config)
+        self.start = _Start(drafter)
+
+    def forward(self, token_1N: Tensor, feature_1ND: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        position_ids, mask, logit_rows, write_index, src, perm, past_k, past_v = inputs
+        cos, sin = self.drafter.cos, self.drafter.sin
+        step = decoder.Step(position_ids, mask, write_index, src, perm, cos, sin)
+        x, k, v = self.layer(self.drafter.unit(feature_1ND), past_k, past_v, step)
+        context_MD = x.index_select(1, logit_rows).view(-1, self.drafter.dims.hidden_size)
+        return self.start(context_MD), k, v

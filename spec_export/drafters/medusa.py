@@ -1,0 +1,107 @@
+"""Medusa: K heads on the target's final hidden state, each guessing one token ahead of the last.
+
+    p^(k)_t = softmax(W2^(k) · (SiLU(W1^(k) h_t) + h_t)),  k = 1 … K,
+
+guesses token t + k + 1: the target's own head has given token t + 1, so that head k is guess k − 1
+elsewhere in this code. W1 starts at zero; W2 is the target's LM head, frozen and shared, or a copy
+of it that learns. L = Σ_k λ_k · mean[−log p^(k)_t(y_{t+k+1})], λ_k = decay^k. Knows nothing of
+files, optimisers or engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from spec_export import decoder
+from spec_export.drafters.heads import HEADS, HeadsDrafter
+from spec_export.drafters.layers import Batch, TargetEnds
+from spec_export.losses import position_weights
+from spec_export.onnx_export import GraphInput, export
+
+
+@dataclass(frozen=True)
+class Config:
+    """`num_heads` K heads of `num_layers` residual blocks; `heads` says whose output head they use.
+    They read the final feature alone: `taps` stays empty."""
+
+    num_heads: int = 4
+    num_layers: int = 1
+    heads: str = "shared"
+    taps: tuple[int, ...] = ()
+    top_k: int = 10
+    decay: float = 0.8
+    soft_weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.heads not in HEADS:
+            raise ValueError(f"got heads {self.heads!r}, expected one of {', '.join(HEADS)}")
+        if self.taps:
+            raise ValueError(f"got taps {list(self.taps)}, expected none: heads read h_t alone")
+        if min(self.num_heads, self.num_layers, self.top_k) < 1:
+            raise ValueError(
+                f"got num_heads {self.num_heads}, num_layers {self.num_layers}, "
+                f"top_k {self.top_k}, expected at least 1 of each"
+            )
+        if not 0 <= self.soft_weight <= 1:
+            raise ValueError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
+
+
+class Drafter(HeadsDrafter):
+    """The trainable part: the blocks, and the output heads if they are its own."""
+
+    config: Config
+
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(
+            config,
+            ends,
+            draft_token_ids,
+            num_blocks=config.num_layers,
+            weight_K=position_weights(config.num_heads + 1, config.decay)[1:],
+            soft_weight=config.soft_weight,
+        )
+
+    def head_rows(self, batch: Batch, at: tuple[Tensor, Tensor]) -> Tensor:
+        assert batch.feature_BTF is not None, "heads read features"
+        feature_NF = batch.feature_BTF[at].float()  # which may have taps for others
+        return self.blocks_of(feature_NF[:, : self.dims.hidden_size])
+
+    def blocks_of(self, hidden_ND: Tensor) -> Tensor:
+        """Every head's blocks on the same rows [N, D]: [N, K, D]."""
+        return torch.stack([block(hidden_ND) for block in self.blocks], dim=-2)
+
+    def runtime_config(self) -> dict[str, Any]:
+        """What the manifest says; the proposer needs none of it."""
+        config = self.config
+        return {"num_guesses": config.num_heads, "taps": list(config.taps), "top_k": config.top_k}
+
+    def export(
+        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """The drafter's graph "drafter", stateless.
+
+        Input features f32[1, D] of the last committed position; outputs guess_ids i64[K, C],
+        guess_log_probs f32[K, C].
+        """
+        features = GraphInput("features", torch.zeros(1, self.dims.hidden_size), {})
+        outputs = ["guess_ids", "guess_log_probs"]
+        return {"drafter": export(_Graph(self), [features], outputs, "medusa")}
+
+
+class _Graph(nn.Module):
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        # products of rank 3, as the quantised forms want them
+        rows_1KD = self.drafter.blocks_of(features[None])[0]
+        ids, log_probs = self.drafter.best(rows_1KD, self.drafter.config.top_k)
+        return ids[0], log_probs[0]

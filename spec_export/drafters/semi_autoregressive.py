@@ -1,0 +1,227 @@
+"""Semi-autoregressive drafting: the target's feature once a step, a tiny language model over the
+draft tokens.
+
+    q(d_{j+1} | w_≤i, d_≤j) = q0(d_{j+1} | h_p(w_≤i), h_q(d_≤j)),  j ≥ 1
+
+d_1 is the root w_{i+1}, so that guess k (from 0) has j = k + 1. h_q, by `kind`:
+
+- *fixed_attention*: Σ_l α_l MLP(e(d_l)) / Σ_l α_l, α_l = sigmoid(a_l) learnable, MLP two layers of
+  d/2 neurons with SiLU after both; width d/2.
+- *lstm*: two layers of d/2 units, their last output; *rnn*: one layer of d/2 tanh units.
+- *transformer*: `layers` decoder layers over d_≤j, width d; with none of them h_q = e(d_j).
+
+The head q0 is W3ᵀ SiLU([W_pᵀ h_p ; W_qᵀ h_q]) + b3 with W_p ∈ R^{d×1024}, W3 ∈ R^{2048×V}
+(`head = "own"`). `head = "shared"` is not the paper's: W3 leads back to width d, then a norm and
+the target's own head, frozen, which keeps the file of a small target small.
+Loss: Σ_k mean −log q0, the target frozen ("separate"; the paper's mean over all tokens but for
+the weight of the last few). Knows nothing of files, optimisers or engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from spec_export.drafters.layers import DecoderLayer, TargetEnds, rotate
+from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
+
+KINDS = ("fixed_attention", "lstm", "rnn", "transformer")
+HEADS = ("own", "shared")
+CHUNK_ROWS = 1024  # logits of so many rows are in memory at once
+
+
+@dataclass(frozen=True)
+class Config(SequentialConfig):
+    """`kind` of h_q, `layers` if it is a transformer; `head_width` columns each of W_p and W_q."""
+
+    num_guesses: int = 3
+    kind: str = "fixed_attention"
+    layers: int = 1
+    head: str = "own"
+    head_width: int = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.kind not in KINDS:
+            raise ValueError(f"got kind {self.kind!r}, expected one of {', '.join(KINDS)}")
+        if self.head not in HEADS:
+            raise ValueError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
+        if not 0 <= self.layers <= 6 or self.head_width < 1:
+            raise ValueError(
+                f"got layers {self.layers}, head_width {self.head_width}, expected 0 to 6 layers "
+                "and a head_width of 1 or more"
+            )
+        if self.head == "own" and self.soft_weight:
+            raise ValueError("got a soft_weight, expected 0: a head of its own learns hard labels")
+
+
+def _weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape) * shape[0] ** -0.5)
+
+
+class _FixedAttention(nn.Module):
+    """State: Σ_l α_l MLP(e(d_l))."""
+
+    def __init__(self, D: int, num_guesses: int) -> None:
+        super().__init__()
+        self.width = self.state_width = D // 2
+        self.first, self.second = _weight(D, self.width), _weight(self.width, self.width)
+        self.bias = nn.Parameter(torch.zeros(2, self.width))
+        self.alpha = nn.Parameter(torch.zeros(num_guesses))  # before the sigmoid
+
+    def forward(self, x: Tensor, state: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        alpha_K = torch.sigmoid(self.alpha)
+        x = F.silu(x @ self.first + self.bias[0])
+        x = F.silu(x @ self.second + self.bias[1])
+        state = state + alpha_K.index_select(0, level) * x
+        return state / alpha_K.cumsum(0).index_select(0, level), state
+
+
+class _Rnn(nn.Module):
+    """State: its units."""
+
+    def __init__(self, D: int) -> None:
+        super().__init__()
+        self.width = self.state_width = D // 2
+        self.w, self.u = _weight(D, self.width), _weight(self.width, self.width)
+        self.bias = nn.Parameter(torch.zeros(self.width))
+
+    def forward(self, x: Tensor, state: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.tanh(x @ self.w + state @ self.u + self.bias)
+        return state, state
+
+
+class _Lstm(nn.Module):
+    """State: output and cell of each layer. Gates in the order input, forget, cell, output."""
+
+    def __init__(self, D: int, num_layers: int = 2) -> None:
+        super().__init__()
+        self.width, self.state_width = D // 2, 2 * num_layers * (D // 2)
+        widths = [D] + [self.width] * (num_layers - 1)
+        self.w = nn.ParameterList(_weight(width, 4 * self.width) for width in widths)
+        self.u = nn.ParameterList(_weight(self.width, 4 * self.width) for _ in widths)
+        self.bias = nn.ParameterList(torch.zeros(4 * self.width) for _ in widths)
+
+    def forward(self, x: Tensor, state: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        parts = state.split(self.width, -1)
+        after: list[Tensor] = []
+        for w, u, bias, h, c in zip(
+            self.w, self.u, self.bias, parts[::2], parts[1::2], strict=True
+        ):
+            i, f, g, o = (x @ w + h @ u + bias).chunk(4, -1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            x = torch.sigmoid(o) * torch.tanh(c)
+            after += (x, c)
+        return x, torch.cat(after, -1)
+
+
+class _Transformer(nn.Module):
+    """State: keys and values of the path, per layer [K, 2, G, Dh]. Position = level."""
+
+    cos: Tensor
+    sin: Tensor
+    level_K: Tensor
+
+    def __init__(self, num_layers: int, num_guesses: int, ends: TargetEnds) -> None:
+        super().__init__()
+        d = ends.dims
+        self.width = d.hidden_size
+        self.shape = (-1, num_layers, num_guesses, 2, d.num_kv_heads, d.head_dim)
+        self.state_width = num_layers * num_guesses * 2 * d.num_kv_heads * d.head_dim
+        self.layers = nn.ModuleList(DecoderLayer(d) for _ in range(num_layers))
+        for layer in self.layers:
+            layer.load_target_layer(ends.last_layer)  # type: ignore[operator]
+        self.register_buffer("cos", ends.cos[:num_guesses].clone(), persistent=False)
+        self.register_buffer("sin", ends.sin[:num_guesses].clone(), persistent=False)
+        self.register_buffer("level_K", torch.arange(num_guesses), persistent=False)
+
+    def forward(self, x: Tensor, state: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        if not len(self.layers):
+            return x, state
+        cos, sin = self.cos.index_select(0, level), self.sin.index_select(0, level)
+        caches: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            q, k, v = layer.project_qkv(x)
+            G, Dh = k.shape[-2:]
+            new = torch.stack((rotate(k, cos, sin), v), 1)[:, None]
+            is_new_K = (self.level_K == level)[:, None, None, None]
+            kv = torch.where(is_new_K, new, state.view(self.shape)[:, i].to(new.dtype))
+            caches.append(kv)
+            keys, values = kv.permute(2, 0, 3, 1, 4).unbind(0)  # [R, G, K, Dh] each
+            q = rotate(q, cos, sin).unflatten(1, (G, -1)) * Dh**-0.5
+            score = (q @ keys.transpose(-1, -2)).float()
+            score = score.masked_fill(self.level_K > level, torch.finfo(score.dtype).min)
+            attended = score.softmax(-1).to(values.dtype) @ values
+            x = layer.finish(x, attended.flatten(1))
+        return x, torch.stack(caches, 1).flatten(1)
+
+
+class Drafter(SequentialDrafter):
+    """The trainable part; see DrafterBase. State: [W_pᵀ h_p ; h_q's own]."""
+
+    config: Config
+
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, ends, draft_token_ids)
+        D, K, width = ends.dims.hidden_size, config.num_guesses, config.head_width
+        self.h_q: _FixedAttention | _Lstm | _Rnn | _Transformer
+        if config.kind == "fixed_attention":
+            self.h_q = _FixedAttention(D, K)
+        elif config.kind == "lstm":
+            self.h_q = _Lstm(D)
+        elif config.kind == "rnn":
+            self.h_q = _Rnn(D)
+        else:
+            self.h_q = _Transformer(config.layers, K, ends)
+        self.w_p, self.w_q = _weight(D, width), _weight(self.h_q.width, width)
+        if config.head == "own":
+            V = len(self.draft_token_ids)
+            self.w3 = nn.Parameter(torch.randn(V, 2 * width) * (2 * width) ** -0.5)
+            self.b3 = nn.Parameter(torch.zeros(V))
+        else:
+            self.w3 = _weight(2 * width, D)
+            self.norm = nn.Parameter(ends.final_norm_D.float().clone())
+
+    def start(self, context_RD: Tensor) -> Tensor:
+        p = self.unit(context_RD) @ self.w_p
+        return F.pad(p, (0, self.h_q.state_width))
+
+    def step(self, token_R: Tensor, state_RW: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        p, state = state_RW.split((self.config.head_width, self.h_q.state_width), -1)
+        h_q, state = self.h_q(self.unit_embedding(token_R), state, level)
+        row = F.silu(torch.cat((p, h_q @ self.w_q), -1))
+        if self.config.head == "shared":
+            y = row @ self.w3
+            row = F.rms_norm(y, self.norm.shape, self.norm.to(y.dtype), self.dims.norm_eps)
+        return row, torch.cat((p, state), -1)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        if self.config.head == "shared":
+            return super().logits(rows)
+        # not F.linear's own bias: quantize.py knows products alone
+        return F.linear(rows, self.w3.to(rows.dtype)) + self.b3
+
+    def head_loss(
+        self, rows: Tensor, label_R: Tensor, weight_R: Tensor, teacher_RD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.config.head == "shared":
+            return super().head_loss(rows, label_R, weight_R, teacher_RD)
+        loss, tops = rows.new_zeros((), dtype=torch.float32), []
+        parts = (x.split(CHUNK_ROWS) for x in (rows, label_R, weight_R))
+        for part in zip(*parts, strict=True):
+            chunk_loss, top = checkpoint(self._chunk_loss, *part, use_reentrant=False)
+            loss = loss + chunk_loss
+            tops.append(top)
+        return loss, torch.cat(tops)
+
+    def _chunk_loss(self, rows: Tensor, label_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.logits(rows).float()
+        losses = F.cross_entropy(logits, label_R, reduction="none")
+        return (losses * weight_R).sum(), logits.argmax(-1)

@@ -1,0 +1,183 @@
+"""Skip-layer: the target's first E layers draft for all of them (early exit).
+
+    q(y | x_≤p) = softmax(head · g(x^E_p)),   g(x) = n or n + SiLU(n W) with n = RMSNorm(x),
+
+x^E_p what comes out of layer E at position p. In this code's rows, guess k of row t is read at
+position t + 1 + k: every guess is the same function, one token on. Norm and W are all that learns;
+the loss is the mean of (1−s) · CE(q, token) + s · CE(q, p), p the target's distribution.
+Its graph holds the target's own layers, so it is made from the backbone as the bundle has it. Knows
+nothing of files, optimisers or engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export import decoder
+from spec_export.drafters.heads import ResidualBlock
+from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
+from spec_export.losses import IGNORED, head_cross_entropy
+from spec_export.onnx_export import export, step_inputs
+
+HEADS = ("target", "trained")
+
+
+@dataclass(frozen=True)
+class Config:
+    """`layers` E of the target run a level, at most `num_guesses` levels of `max_width` nodes.
+    `head`: target (behind its norm, whose scale alone learns) or trained (a residual block
+    more)."""
+
+    layers: int = 8
+    head: str = "trained"
+    num_guesses: int = 4
+    max_width: int = 8
+    top_k: int = 10
+    soft_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.head not in HEADS:
+            raise ValueError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
+        if min(self.layers, self.num_guesses, self.max_width, self.top_k) < 1:
+            raise ValueError(
+                f"got layers {self.layers}, num_guesses {self.num_guesses}, max_width "
+                f"{self.max_width}, top_k {self.top_k}, expected at least 1 of each"
+            )
+        if not 0 <= self.soft_weight <= 1:
+            raise ValueError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """What training reads; the graph computes it."""
+        return (self.layers,)
+
+
+class Drafter(DrafterBase):
+    """The trainable part: the norm's scale, and the block."""
+
+    config: Config
+
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, ends, draft_token_ids)
+        self.norm = nn.Parameter(ends.final_norm_D.float().clone())
+        if config.head == "trained":
+            self.block = ResidualBlock(ends.dims.hidden_size)
+
+    def head_rows(self, exit_rows: Tensor) -> Tensor:
+        """g: [..., D] -> [..., D]."""
+        normed = F.rms_norm(exit_rows, (self.dims.hidden_size,), self.norm, self.dims.norm_eps)
+        return self.block(normed) if self.config.head == "trained" else normed
+
+    def _exit_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Layer E's output and the target's final feature at positions 1 … T-1, [B, T-1, D]
+        each."""
+        assert batch.feature_BTF is not None, "it reads the target's layers"
+        final, at_exit = batch.feature_BTF[:, 1:].float().chunk(2, dim=-1)
+        return at_exit, final
+
+    def loss(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of a batch and, per guess k, `correct_K` and `count_K`: the rows that far in."""
+        at_exit_BRD, final_BRD = self._exit_rows(batch)
+        label_BR = self.labels(batch, 1)[..., 0]
+        keep_BR = label_BR != IGNORED
+        rows_ND, label_N = self.head_rows(at_exit_BRD[keep_BR]), label_BR[keep_BR]
+        weight_N = torch.full_like(label_N, 1 / max(len(label_N), 1), dtype=torch.float32)
+        loss, top_N = head_cross_entropy(
+            rows_ND,
+            self.head_VD.to(rows_ND.dtype),
+            label_N,
+            weight_N,
+            final_BRD[keep_BR].to(rows_ND.dtype),
+            self.config.soft_weight,
+        )
+        hit_BR = torch.zeros_like(keep_BR)
+        hit_BR[keep_BR] = top_N == label_N
+        starts = range(self.config.num_guesses)
+        correct_K = torch.stack([hit_BR[:, k:].sum() for k in starts])
+        return loss, {
+            "correct_K": correct_K,
+            "count_K": torch.stack([keep_BR[:, k:].sum() for k in starts]),
+        }
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
+        """Top guesses at every row: token ids i64 and log-probabilities f32, both [B, T-1, K,
+        top_k]; zeros past the end."""
+        at_exit_BRD, _ = self._exit_rows(batch)
+        ids, log_probs = self.top_guesses(at_exit_BRD, self.head_rows, top_k)
+        K = self.config.num_guesses
+        ahead = (F.pad(x, (0, 0, 0, K - 1)).unfold(1, K, 1) for x in (ids, log_probs))
+        ids, log_probs = (x.transpose(-1, -2) for x in ahead)
+        return ids, log_probs
+
+    def runtime_config(self) -> dict[str, Any]:
+        """What the manifest says of it."""
+        c = self.config
+        return {
+            "layers": c.layers,
+            "head": c.head,
+            "num_guesses": c.num_guesses,
+            "max_width": c.max_width,
+            "top_k": c.top_k,
+        }
+
+    def export_from_target(
+        self, backbone: decoder.Backbone, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """The graph "drafter" in the contiguous form: the backbone's inputs with the caches of E
+        layers, outputs guess_ids i64[M, C] and guess_log_probs f32[M, C]."""
+        if self.config.layers >= backbone.config.num_layers:
+            raise ValueError(
+                f"got layers {self.config.layers}, expected fewer than the target's "
+                f"{backbone.config.num_layers}"
+            )
+        config = replace(backbone.config, num_layers=self.config.layers, taps=())
+        inputs = step_inputs(config, backbone.dtype, capacity_symbolic)
+        caches = [f"{given.name}.out" for given in inputs if given.name.startswith("kv.")]
+        outputs = ["guess_ids", "guess_log_probs", *caches]
+        return {"drafter": export(_Graph(self, backbone), inputs, outputs, "skip_layer")}
+
+
+class _Graph(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, drafter: Drafter, backbone: decoder.Backbone) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.embedding = backbone.embedding
+        self.layers = backbone.layers[: drafter.config.layers]
+        self.register_buffer("cos", backbone.cos, persistent=False)
+        self.register_buffer("sin", backbone.sin, persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        mask: Tensor,
+        logit_rows: Tensor,
+        write_index: Tensor,
+        src: Tensor,
+        perm: Tensor,
+        *kv: Tensor,
+    ) -> tuple[Tensor, ...]:
+        step = decoder.Step(position_ids, mask, write_index, src, perm, self.cos, self.sin)
+        x_ND = self.embedding.embed(input_ids.view(-1))
+        caches: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            x_ND, k, v = layer(x_ND, kv[2 * i], kv[2 * i + 1], step)
+            caches += (k, v)
+        rows_MD = self.drafter.head_rows(x_ND.index_select(0, logit_rows).float())
+        logits_MV = F.linear(rows_MD, self.drafter.head_VD)
+        top = torch.log_softmax(logits_MV, -1).topk(self.drafter.config.top_k, dim=-1)
+        return (self.drafter.draft_token_ids[top.indices], top.values, *caches)

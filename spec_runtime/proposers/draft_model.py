@@ -1,0 +1,87 @@
+"""A small language model as drafter: its own cache, one run a level with the whole level batched.
+
+Row t holds token t. The committed rows stay in step with the target's; a tree's rows are scratch
+behind them. With a width of one it drafts a chain. Knows no network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from spec_runtime.bundle import BundleError, require_config
+from spec_runtime.kv import open_cache
+from spec_runtime.proposers.rows import DrafterRows
+from spec_runtime.tree import Budget, TokenTree, TreeBuilder, grow_by_levels
+
+if TYPE_CHECKING:
+    from spec_runtime.bundle import Bundle, DrafterInfo
+    from spec_runtime.generate import Step
+    from spec_runtime.target import Target
+
+
+class DraftModelProposer:
+    """Graph "drafter", with a cache: a row is a token, its outputs `guess_ids` i64[M, C] and
+    `guess_log_probs` f32[M, C] are about the next one.
+
+    Example, committed tokens a b c (three rows done) and root d: one run adds row d at position 3,
+    which guesses the depth-1 nodes; each of those that is expanded is a row at position 4, and so
+    on. num_guesses: levels; max_width: nodes expanded a level.
+    """
+
+    wants_features = False
+    first_token = 0
+
+    def __init__(self, rows: DrafterRows, *, num_guesses: int, max_width: int) -> None:
+        assert rows.wants_features == self.wants_features, rows.wants_features
+        self._rows = rows
+        self._num_guesses = num_guesses
+        self._max_width = max_width
+
+    @classmethod
+    def open(
+        cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
+    ) -> Self:
+        from spec_runtime.backends import open_graph  # here: it may pull in an engine
+
+        info = require_config(info, ("num_guesses", "max_width"), ("drafter",))
+        num_guesses, max_width = info.config["num_guesses"], info.config["max_width"]
+        sizes = bundle.manifest.target
+        # the contiguous form writes one row more
+        if (num_guesses - 1) * max_width >= sizes.scratch:
+            raise BundleError(
+                f"drafter {info.name!r}: got {num_guesses} levels of {max_width} nodes, expected "
+                f"fewer than the bundle's scratch of {sizes.scratch} behind the first"
+            )
+        capacity, graph = sizes.max_length + sizes.scratch, info.graphs["drafter"]
+        rows = DrafterRows(
+            open_graph(bundle, graph, capacity, threads),
+            open_cache(graph.form, capacity),
+            wants_features=cls.wants_features,
+            first_token=cls.first_token,
+        )
+        return cls(rows, num_guesses=num_guesses, max_width=max_width)
+
+    @property
+    def run_seconds(self) -> float:
+        return self._rows.run_seconds
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        self._rows.start(prompt, features_TF, reused)
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        self._rows.tokens.append(token)
+        return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
+
+    def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """See tree.grow_by_levels."""
+        result = self._rows.run_level(("guess_ids", "guess_log_probs"), nodes, first)
+        return result["guess_ids"], result["guess_log_probs"]
+
+    def commit(self, step: Step) -> None:
+        self._rows.commit(step)
+
+    def truncate(self, length: int) -> None:
+        self._rows.truncate(length)

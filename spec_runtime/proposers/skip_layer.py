@@ -1,0 +1,84 @@
+"""The target's first layers as their own drafter, on the target's own key/value rows.
+
+What is committed is there already: the drafter runs the root and then level after level into the
+target's free slots, keeps nothing, and the verify pass writes those slots anew with all its layers.
+Knows no network.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spec_runtime.backends import Backend
+from spec_runtime.bundle import BundleError, require_config
+from spec_runtime.kv import Cache
+from spec_runtime.tree import Budget, TokenTree, TreeBuilder, grow_by_levels
+
+if TYPE_CHECKING:
+    from spec_runtime.bundle import Bundle, DrafterInfo
+    from spec_runtime.generate import Step
+    from spec_runtime.target import Target
+
+
+class SkipLayerProposer:
+    """`backend` writes into buffers that it shares with the target's, whose places `cache` gives.
+
+    Every node's guesses come with one run of its level: `guess_ids` i64[M, C] and
+    `guess_log_probs` f32[M, C].
+    """
+
+    wants_features = False
+
+    def __init__(self, backend: Backend, cache: Cache, *, num_guesses: int, max_width: int) -> None:
+        self.run_seconds = 0.0
+        self._backend = backend
+        self._cache = cache
+        self._num_guesses = num_guesses
+        self._max_width = max_width
+
+    @classmethod
+    def open(
+        cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
+    ) -> SkipLayerProposer:
+        from spec_runtime.backends import open_graph  # here: it may pull in an engine
+
+        info = require_config(info, ("num_guesses", "max_width"), ("drafter",))
+        graph, (lender, cache) = info.graphs["drafter"], target.lend()
+        if graph.form != "slots":
+            # its runs would move the committed rows of some layers and not of the others
+            raise BundleError(
+                f"drafter {info.name!r}: got a graph of the {graph.form} form, expected slots; "
+                "build the bundle with --form slots"
+            )
+        return cls(
+            open_graph(bundle, graph, lender.capacity, threads, share=lender),
+            cache,
+            num_guesses=info.config["num_guesses"],
+            max_width=info.config["max_width"],
+        )
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        pass
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
+
+    def commit(self, step: Step) -> None:
+        pass
+
+    def truncate(self, length: int) -> None:
+        pass
+
+    def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+        token_N = np.array(nodes.tokens[first:], np.int64)
+        feeds = self._cache.place(np.array(nodes.parents, np.int64), first)
+        feeds["input_ids"] = token_N[None]
+        feeds["logit_rows"] = np.arange(len(token_N), dtype=np.int64)
+        begin = time.perf_counter()
+        result = self._backend.run(feeds, ["guess_ids", "guess_log_probs"])
+        self.run_seconds += time.perf_counter() - begin
+        return result["guess_ids"], result["guess_log_probs"]

@@ -1,0 +1,75 @@
+"""What the engine says about a drafter whose live acceptance is not what was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from toy_engine import make_engine, random_prompt
+
+from spec_runtime.engine import JUDGED_STEPS, Engine
+
+LONG: dict[str, Any] = {"max_length": 800, "num_successors": 97}
+
+
+def engine_expecting(expected: float | None, drafter: str = "parallelspec", **model: Any) -> Engine:
+    made = make_engine(drafter, **LONG | model)
+    return Engine(
+        made.target,
+        made.tokenizer,
+        made._proposer,
+        drafter=drafter,
+        budget=made.budget,
+        expected_accepted_length=expected,
+    )
+
+
+def live(expected: float | None, num_tokens: int = 300, **options: Any) -> float:
+    engine = engine_expecting(expected, **options.pop("model", {}))
+    options = {"max_new_tokens": num_tokens, "ignore_eos": True} | options
+    stats = engine.generate(random_prompt(0), **options).stats
+    assert (stats.steps >= JUDGED_STEPS) == (num_tokens >= 300)
+    return stats.accepted_length
+
+
+def test_under_half_of_the_expected_gain_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    got = live(None)
+    assert got > 1.5
+    assert caplog.messages == []
+    half = 2 * (got - 1) + 1  # of which `got` is exactly half the gain
+    live(got)
+    live(half - 0.01)
+    assert caplog.messages == []
+    engine = engine_expecting(half + 0.01)
+    for _ in range(2):
+        engine.generate(random_prompt(0), max_new_tokens=300, ignore_eos=True)
+    (message,) = caplog.messages
+    assert f"drafter parallelspec: accepted length {got:.2f} in" in message
+    assert f"expected about {half + 0.01:.2f}" in message
+    assert "\n" not in message
+    assert caplog.records[0].name == "spec_runtime"
+
+
+def test_a_short_generation_or_a_sampled_one_is_no_reason(caplog: pytest.LogCaptureFixture) -> None:
+    live(50.0, num_tokens=JUDGED_STEPS)
+    live(50.0, temperature=0.9, seed=1)
+    assert caplog.messages == []
+    live(50.0)
+    assert len(caplog.messages) == 1
+
+
+def test_total_acceptance_warns_sampled_or_not(caplog: pytest.LogCaptureFixture) -> None:
+    """A drafter that is never wrong has seen the answer."""
+    peaked = {"peak": 60.0}
+    got = live(None, num_tokens=500, model=peaked)
+    assert caplog.messages == []
+    for temperature in (0.0, 0.5):
+        live(got, num_tokens=500, model=peaked, temperature=temperature, seed=0)
+    assert len(caplog.messages) == 2
+    assert all("all drafted tokens were accepted in" in message for message in caplog.messages)
+
+
+def test_plain_decoding_drafts_nothing_and_is_not_total(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_expecting(1.0, "none")
+    engine.generate(random_prompt(0), max_new_tokens=300, ignore_eos=True)
+    assert caplog.messages == []
