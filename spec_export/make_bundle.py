@@ -85,6 +85,7 @@ def build(
         _warn_of_doubts(drafter, source)
     with console.status("loading the target"):
         hf_model, tokenizer = target.load(source)
+    num_parameters = hf_model.num_parameters()
     taps = tuple(sorted({tap for drafter in saved for tap in drafter.config.get("taps", ())}))
     limit = hf_model.config.max_position_embeddings
     length = min(DEFAULT_MAX_LENGTH, limit) if max_length is None else max_length
@@ -135,7 +136,9 @@ def build(
                         role: write_step(exported, f"drafters/{drafter.name}/{role}.onnx")
                         for role, exported in module.export(backbone.config).items()
                     }
-                infos.append(_drafter_info(drafter, module, parts, precision, temporary))
+                infos.append(
+                    _drafter_info(drafter, module, parts, precision, temporary, num_parameters)
+                )
         manifest = bundles.Manifest(
             schema_version=bundles.SCHEMA_VERSION,
             name=source.name,
@@ -307,16 +310,19 @@ def _drafter_info(
     graphs: dict[str, bundles.Graph],
     precision: str,
     root: Path,
+    target_parameters: int,
 ) -> bundles.DrafterInfo:
+    """The manifest entry; `extra_memory` is the drafter's own parameters over the target's."""
     ids = None
     if saved.draft_token_ids is not None:
         ids = f"drafters/{saved.name}/draft_token_ids.npy"
         (root / ids).parent.mkdir(parents=True, exist_ok=True)
         np.save(root / ids, saved.draft_token_ids)
+    own = sum(parameter.numel() for parameter in module.parameters())
     measured = saved.provenance.get("validation") or {}
     return bundles.DrafterInfo(
         name=saved.name,
-        config=module.runtime_config(),
+        config=module.runtime_config() | {"extra_memory": round(own / target_parameters, 4)},
         graphs=graphs,
         draft_token_ids=ids,
         calibration=None,

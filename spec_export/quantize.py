@@ -49,7 +49,10 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
             is_head = node.op_type == "Gemm"  # Gemm(x, W[V,D], transB=1)
             weight_KN = weight.T if is_head else weight
             if weight_KN.shape[0] % BLOCK == 0:
-                edit.replace(node.outputs[0], product(node, weight_KN, is_head))
+                y = product(node, weight_KN, is_head)
+                if len(node.inputs) > 2 and node.inputs[2] is not None:  # a Gemm's bias
+                    (y,) = edit.add(node, "Add", [y, node.inputs[2]])
+                edit.replace(node.outputs[0], y)
     for node in reversed(list(edit.graph)):
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             edit.graph.remove(node, safe=True)

@@ -205,7 +205,6 @@ class Drafter(SequentialDrafter):
     def logits(self, rows: Tensor) -> Tensor:
         if self.config.head == "shared":
             return super().logits(rows)
-        # not F.linear's own bias: quantize.py knows products alone
         return F.linear(rows, self.w3.to(rows.dtype)) + self.b3
 
     def head_loss(

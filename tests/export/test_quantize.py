@@ -126,6 +126,20 @@ def test_int8_products(reduce_range: bool) -> None:
         assert (np.abs(got - x_NK @ weight) <= bound + K * x_step * w_step / 4).all()
 
 
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_products_bias_is_kept(precision: str) -> None:
+    bias_V, x_NK = rng.normal(size=V).astype(np.float32), np.ones((2, K), np.float32)
+    model = small_graph()
+    bias = ir.Value(name="bias", const_value=ir.tensor(bias_V, name="bias"))
+    model.graph.register_initializer(bias)
+    gemm = next(node for node in model.graph if node.op_type == "Gemm")
+    gemm.resize_inputs(3)
+    gemm.replace_input_with(2, bias)
+    _, plain = Small(quantize(small_graph(), precision)).products(x_NK)
+    _, biased = Small(quantize(model, precision)).products(x_NK)
+    close(biased - plain, np.tile(bias_V, (2, 1)), 1e-4)
+
+
 def test_int8_rows_do_not_depend_on_each_other() -> None:
     """Bitwise: alone, among seven others, and among others thirty times as large."""
     small = Small(quantize(small_graph(), "int8"))
