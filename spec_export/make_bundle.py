@@ -28,7 +28,7 @@ console = Console(stderr=True)
 DEFAULT_MAX_LENGTH = 2048
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # nodes (root included), smallest path probability of a drafted node, and how many nodes prompt
-# lookup may add, by target precision: a node cheaper to verify may be less probable
+# lookup may add, by target precision: at int8 a node costs more of a step, so it must be likelier
 TREES = {"int8": {"max_nodes": 12, "min_probability": 0.06, "lookup_nodes": 6}}
 DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
 
