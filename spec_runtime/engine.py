@@ -210,7 +210,7 @@ class Engine:
         doubt = None
         if sum(stats.depth_trials) == sum(stats.depth_accepts) > 0:
             doubt = f"all drafted tokens were accepted in {stats.steps} steps"
-        elif is_greedy and got - 1 < (expected - 1) / 2:  # sampled texts are harder to guess
+        elif is_greedy and got < expected / 2:  # sampled texts are harder to guess
             doubt = f"accepted length {got:.2f} in {stats.steps} steps, expected about "
             doubt += f"{expected:.2f}"
         if doubt is not None:

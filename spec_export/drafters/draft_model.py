@@ -16,6 +16,7 @@ files or optimisers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,6 +232,10 @@ class Pretrained:
         guessed."""
         self.config = config
         self._backbone, self._vocab_size = backbone, vocab_size
+
+    def parameters(self) -> Iterator[Tensor]:
+        """All its weights: it shares none with the target."""
+        return self._backbone.parameters()
 
     def runtime_config(self) -> dict[str, Any]:
         """See Config.runtime_config."""

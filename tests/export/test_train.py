@@ -198,7 +198,7 @@ def test_a_run_is_not_overwritten_nor_continued_with_another_recipe(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("drafter.name=hydra", "got drafter 'hydra', expected one of parallelspec"),
+        ("drafter.name=nosuch", "got drafter 'nosuch', expected one of parallelspec"),
         ("drafter.num_mask=3", "num_mask"),
         ("drafter.style=hydra", "got style 'hydra'"),
         ("target.model=./nowhere", "nowhere"),

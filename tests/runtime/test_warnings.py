@@ -32,11 +32,11 @@ def live(expected: float | None, num_tokens: int = 300, **options: Any) -> float
     return stats.accepted_length
 
 
-def test_under_half_of_the_expected_gain_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_under_half_of_the_expected_length_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     got = live(None)
     assert got > 1.5
     assert caplog.messages == []
-    half = 2 * (got - 1) + 1  # of which `got` is exactly half the gain
+    half = 2 * got  # of which `got` is exactly half
     live(got)
     live(half - 0.01)
     assert caplog.messages == []
