@@ -5,9 +5,8 @@
 L_backbone is the cross-entropy of the answer ("ce"), or KL(p_original ‖ p) with the original being
 the same network with its adapter off ("distill", Medusa-2's self-distillation). The drafter reads
 live features, so that its gradient reaches the target. The adapter is on every linear layer but
-the LM head, which drafters share. Medusa-2, joint semi-autoregressive training
-and LayerSkip are settings of this. What comes out is a merged target, a folder of its own, and the
-drafter for it. Knows no drafter.
+the LM head, which drafters share; Medusa-2 is settings of this. What comes out is a merged target,
+in a folder of its own, and the drafter for it. Knows no drafter.
 """
 
 from __future__ import annotations

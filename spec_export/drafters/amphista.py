@@ -30,7 +30,6 @@ from spec_export.drafters.layers import (
     LayerDims,
     TargetEnds,
     as_traceable,
-    rotate,
 )
 from spec_export.onnx_export import GraphInput, export, step_inputs
 
@@ -188,7 +187,7 @@ class Drafter(HeadsDrafter):
         inputs, token = self.stage_inputs(batch.feature_BTF[:, :-1].float(), embedding)
         outputs = []
         for mixer, layer in zip(self.mixers, self.layers, strict=True):
-            inputs = [_causal(layer, mixer(*inputs, *token), self.cos, self.sin)]
+            inputs = [layer.causal(mixer(*inputs, *token), self.cos, self.sin)]
             outputs += inputs
         return outputs or inputs[:1]
 
@@ -246,16 +245,6 @@ class Drafter(HeadsDrafter):
         inputs.insert(1, GraphInput("features", features_1NF, {1: "N"}))
         outputs += [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
         return {"drafter": export(_Graph(self, config), inputs, outputs, "amphista")}
-
-
-def _causal(layer: DecoderLayer, x_BRD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The layer over whole sequences, row t at position t."""
-    q, k, v = layer.project_qkv(x_BRD)
-    cos, sin = cos[: x_BRD.shape[1]], sin[: x_BRD.shape[1]]
-    q, k = rotate(q, cos, sin).transpose(1, 2), rotate(k, cos, sin).transpose(1, 2)
-    v = v.transpose(1, 2).to(q.dtype)
-    attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return layer.finish(x_BRD, attended.transpose(1, 2).flatten(-2))
 
 
 class _Graph(nn.Module):

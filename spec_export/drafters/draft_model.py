@@ -33,7 +33,6 @@ from spec_export.drafters.layers import (
     LayerDims,
     TargetEnds,
     as_traceable,
-    rotate,
 )
 from spec_export.losses import IGNORED, head_cross_entropy
 from spec_export.onnx_export import export, step_inputs
@@ -115,14 +114,8 @@ class Drafter(DrafterBase):
     def hidden_rows(self, token_BT: Tensor) -> Tensor:
         """Last hidden states of the model's own rows, [B, T, d]: row t has read tokens 0 … t."""
         x = self.embed_VD[token_BT] @ self.project_in
-        T = token_BT.shape[1]
-        cos, sin = self.cos[:T], self.sin[:T]
         for layer in self.layers:
-            q, k, v = layer.project_qkv(x)
-            q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.to(q.dtype)
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            x = layer.finish(x, mixed.transpose(1, 2).flatten(-2))
+            x = layer.causal(x, self.cos, self.sin)
         return x
 
     def output_rows(self, hidden: Tensor) -> Tensor:

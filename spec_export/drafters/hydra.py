@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
-from spec_export.drafters.layers import Batch, DecoderLayer, TargetEnds, as_traceable, rotate
+from spec_export.drafters.layers import Batch, DecoderLayer, TargetEnds, as_traceable
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
 from spec_export.onnx_export import GraphInput, export, step_inputs
 
@@ -75,12 +75,7 @@ class Drafter(SequentialDrafter):
         feature_BRD = super().context(batch)
         if not self.config.prefix_layer:
             return feature_BRD
-        x, layer, R = self.unit(feature_BRD), self.prefix, feature_BRD.shape[1]
-        q, k, v = layer.project_qkv(x)
-        q, k = rotate(q, self.cos[:R], self.sin[:R]), rotate(k, self.cos[:R], self.sin[:R])
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.to(q.dtype).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return layer.finish(x, attended.transpose(1, 2).flatten(-2))
+        return self.prefix.causal(self.unit(feature_BRD), self.cos, self.sin)
 
     def path_rows(self, context_RD: Tensor, token_RK: Tensor) -> Tensor:
         """The heads as the formula has them; `_Graph` is the same taken level by level."""

@@ -175,6 +175,16 @@ class DecoderLayer(nn.Module):
         q, k, v = heads.split((d.num_heads, d.num_kv_heads, d.num_kv_heads), dim=-2)
         return q, k, v
 
+    def causal(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The layer over whole sequences x [B, T, D]: row t at position t, seeing rows 0 … t. cos
+        and sin are the whole tables."""
+        q, k, v = self.project_qkv(x)
+        cos, sin = cos[: x.shape[1]], sin[: x.shape[1]]
+        q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.to(q.dtype)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.finish(x, attended.transpose(1, 2).flatten(-2))
+
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer: x [..., D] plus the projected heads [..., H*Dh], then the MLP."""
         x = x + attended @ self.out
