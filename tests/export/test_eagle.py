@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from formulas import check_loss_and_gradient
 from graphs import Runner
 from test_decoder import HEAD_DIM, HEADS, VOCAB, backbone_of, tiny
 from torch import Tensor
@@ -191,21 +192,7 @@ def test_the_loss_and_its_gradient_are_the_formulas(
     with torch.no_grad():  # make some guesses right
         ids, _ = drafter.guesses(batch, 1)
         batch.token_BT[0, 9] = ids[0, 7, 0, 0]
-    loss, counts = drafter.loss(batch)
-    loss.backward()
-    gradients = {name: p.grad for name, p in drafter.named_parameters()}
-    drafter.zero_grad(set_to_none=True)
-    expected, correct_K, count_K = reference_loss(drafter, batch)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert counts["count_K"].tolist() == count_K
-    assert counts["correct_K"].tolist() == correct_K
-    assert correct_K[0] >= 1
-    for name, parameter in drafter.named_parameters():
-        got = gradients[name]
-        assert got is not None, name
-        assert got.any(), name
-        torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=1e-5)
+    check_loss_and_gradient(drafter, batch, reference_loss)
 
 
 def test_noise_is_seeded_and_as_large_as_eagles(backbone: Backbone) -> None:
