@@ -211,9 +211,8 @@ class _Graph(nn.Module):
             x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
             caches += (k, v)
         rows_Md = self.norm(x.index_select(1, logit_rows)).view(-1, self.embed_Vd.shape[1])
-        log_probs_MV = torch.log_softmax(F.linear(rows_Md, self.head_Vd).float(), -1)
-        top = log_probs_MV.topk(drafter.config.top_k, dim=-1)
-        return (drafter.draft_token_ids[top.indices], top.values, *caches)
+        logits_MV = F.linear(rows_Md, self.head_Vd)
+        return (*drafter.top_tokens(logits_MV, drafter.config.top_k), *caches)
 
 
 class Pretrained:

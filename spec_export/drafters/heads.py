@@ -130,5 +130,4 @@ class HeadsDrafter(DrafterBase):
         else:
             head_VD = self.head_VD.to(rows_NKD.dtype)
             logits_NKV = F.linear(rows_NKD.flatten(0, 1), head_VD).unflatten(0, rows_NKD.shape[:2])
-        top = torch.log_softmax(logits_NKV.float(), -1).topk(top_k, dim=-1)
-        return self.draft_token_ids[top.indices], top.values
+        return self.top_tokens(logits_NKV, top_k)

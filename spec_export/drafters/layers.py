@@ -116,6 +116,12 @@ class DrafterBase(nn.Module):
         ahead_BT = F.pad(label_BT, (0, num_guesses), value=IGNORED)[:, 2:]
         return ahead_BT.unfold(1, num_guesses, 1)[:, : label_BT.shape[1] - 1]
 
+    def top_tokens(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Best tokens of logits [..., Vd]: ids i64 and log-probabilities f32, both [..., top_k].
+        Traced into graphs as it is."""
+        top = torch.log_softmax(logits.float(), -1).topk(top_k, dim=-1)
+        return self.draft_token_ids[top.indices], top.values
+
     @torch.no_grad()
     def top_guesses(
         self, rows: Tensor, output_rows: Callable[[Tensor], Tensor], top_k: int
@@ -126,10 +132,9 @@ class DrafterBase(nn.Module):
         # the logits of all rows at once would be gigabytes
         for chunk in rows.flatten(0, -2).split(4096):
             out = output_rows(chunk)
-            logits = (out @ self.head_VD.to(out.dtype).T).float()
-            top = torch.log_softmax(logits, -1).topk(top_k, dim=-1)
-            ids.append(self.draft_token_ids[top.indices])
-            log_probs.append(top.values)
+            chosen, values = self.top_tokens(out @ self.head_VD.to(out.dtype).T, top_k)
+            ids.append(chosen)
+            log_probs.append(values)
         shape = (*rows.shape[:-1], top_k)
         return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
 

@@ -338,6 +338,5 @@ class _Graph(nn.Module):
             x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
             caches += (k, v)
         rows_MD = drafter.output_rows(x.index_select(1, logit_rows)).view(-1, D)
-        log_probs_MV = torch.log_softmax(F.linear(rows_MD, drafter.head_VD).float(), -1)
-        top = log_probs_MV.topk(drafter.config.top_k, dim=-1)
-        return (drafter.draft_token_ids[top.indices], top.values, *caches)
+        logits_MV = F.linear(rows_MD, drafter.head_VD)
+        return (*drafter.top_tokens(logits_MV, drafter.config.top_k), *caches)

@@ -156,8 +156,7 @@ class SequentialDrafter(DrafterBase):
         return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
 
     def _top(self, rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        top = torch.log_softmax(self.logits(rows).float(), -1).topk(top_k, dim=-1)
-        return self.draft_token_ids[top.indices], top.values
+        return self.top_tokens(self.logits(rows), top_k)
 
     # ---- export ----------------------------------------------------------------------------------
 

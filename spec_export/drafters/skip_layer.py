@@ -179,5 +179,4 @@ class _Graph(nn.Module):
             caches += (k, v)
         rows_MD = self.drafter.head_rows(x_ND.index_select(0, logit_rows).float())
         logits_MV = F.linear(rows_MD, self.drafter.head_VD)
-        top = torch.log_softmax(logits_MV, -1).topk(self.drafter.config.top_k, dim=-1)
-        return (self.drafter.draft_token_ids[top.indices], top.values, *caches)
+        return (*self.drafter.top_tokens(logits_MV, self.drafter.config.top_k), *caches)
