@@ -376,7 +376,7 @@ def _accepted_length_rows(name: str, opened: bundles.Bundle) -> list[CheckRow]:
     expected = {each.name: each.expected_accepted_length for each in opened.manifest.drafters}
     if not expected:
         return []
-    plain, rows = load(opened.path, "none", verify=False), []
+    plain, rows = load(opened.path, "none", verify=False, profile=False), []
     encoded = [encode_prompt(plain.tokenizer, each, False, None) for each in reference.prompts()]
     short = [ids for ids in encoded if len(ids) < opened.manifest.target.max_length]
     for drafter, before in expected.items():

@@ -1,12 +1,42 @@
-"""Audit: where two generations of one prompt part, and how near a tie the target was there.
+"""Audit: does speculative decoding emit what the target says, and where it parts from plain
+decoding, why?
 
-It compares token ids and asks the target again; it does not know how the tokens came about.
+Nothing here trusts the acceptance code. (1) Every emitted token is compared with what its own
+verify row says, and the rows with a path of the tree. (2) Sampled rows, and that of a divergence,
+are compared with those of plain decoding on the same prefix. (3) Where the two texts part, a
+one-row replay of the common prefix gives the gap between the two tokens: a *near tie* within fp32's
+noise, *rounding* within the largest |Δlogit| between row forms of this precision, else *real*. With
+a temperature the gap is that of log p + Gumbel noise (sampling.py), in the units of the logits.
+Acceptance by rejection shares no noise with plain decoding: law.py tests it.
+
+It knows nothing of drafters and of terminals.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
-from spec_runtime.target import Target
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from spec_runtime import quality
+from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
+from spec_runtime.stats import Stats
+from spec_runtime.target import NEAR_TIE, Target
+from spec_runtime.tree import TokenTree
+
+if TYPE_CHECKING:
+    from spec_runtime.bench import Prompt
+    from spec_runtime.engine import Engine
+
+SAMPLED_ROWS = 16  # of each answer, compared with those of plain decoding
+CHAIN_ROWS = 16  # of each answer's end, for the calibration
+# A row of the run and those of the calibration are draws of the same noise: room for its tail.
+TAIL = 2.0
+CLASSES = ("near tie", "rounding", "real")
 
 
 @dataclass(frozen=True)
@@ -22,6 +52,57 @@ class Divergence:
     plain_id: int | None
     id: int | None
     gap: float | None
+
+
+@dataclass(frozen=True)
+class Unjustified:
+    """A token that its verify row does not say; ``expected_id`` None: it has no such row, since the
+    rows kept before it are no path of the tree that carries the tokens emitted."""
+
+    prompt: str | int
+    position: int
+    is_plain: bool
+    id: int
+    expected_id: int | None
+
+
+class RowDelta(NamedTuple):
+    """Largest |Δlogit| of a row of a tree against plain decoding's, and the latter's range."""
+
+    prompt: str | int
+    position: int
+    delta: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt decoded both ways. ``spread``: the range of the replayed row at the divergence;
+    ``log_probs``: of all plain and all speculative tokens under the reference, if there is one."""
+
+    prompt: str | int
+    plain: list[int]
+    speculative: list[int]
+    stats: Stats
+    divergence: Divergence | None
+    spread: float
+    log_probs: tuple[float, float] | None
+
+
+@dataclass
+class Report:
+    """What was found; ``skipped``: prompts that did not fit. ``calibration``: |Δlogit| of chains of
+    rows against the same rows one by one. The last three are of strict decoding."""
+
+    precision: str
+    answers: list[Answer] = field(default_factory=list)
+    unjustified: list[Unjustified] = field(default_factory=list)
+    rows: list[RowDelta] = field(default_factory=list)
+    calibration: list[float] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    num_judged: int = 0
+    num_redone: int = 0
+    redo_seconds: float = 0.0
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
@@ -43,20 +124,319 @@ def compare(
     other: Sequence[int],
     target: Target,
 ) -> Divergence | None:
-    """The first divergence, its gap computed by one prefill of the common prefix.
+    """The first divergence of two greedy generations, its gap by a replay of the common prefix.
 
     The target's KV is overwritten, so whatever a prefix reuse relied on is gone.
     """
     position = first_difference(plain, other)
     if position is None:
         return None
+    logits_V = replay(target, [*prompt_ids, *plain[:position]])
+    return _divergence(prompt, position, plain, other, logits_V)
+
+
+def replay(target: Target, context: Sequence[int]) -> np.ndarray:
+    """Logits f32[V] after ``context``, its last row computed alone; overwrites the target's KV."""
+    target.forget()
+    if len(context) > 1:
+        target.prefill(context[:-1])
+    logits_V = target.verify(TokenTree.root(context[-1])).row(0).copy()
+    target.commit([0])
+    return logits_V
+
+
+def _divergence(
+    prompt: str | int,
+    position: int,
+    plain: Sequence[int],
+    other: Sequence[int],
+    score_V: np.ndarray,
+) -> Divergence:
     plain_id = plain[position] if position < len(plain) else None
     other_id = other[position] if position < len(other) else None
     gap = None
     if plain_id is not None and other_id is not None:
-        target.holder = None
-        target.truncate(0)
-        verified, _ = target.prefill([*prompt_ids, *plain[:position]])
-        logits_V = verified.row(0)
-        gap = float(logits_V[plain_id] - logits_V[other_id])
+        gap = float(score_V[plain_id] - score_V[other_id])
     return Divergence(prompt, position, plain_id, other_id, gap)
+
+
+def scores(sampler: Sampler, logits_V: np.ndarray, position: int) -> np.ndarray:
+    """What the token at ``position`` is the argmax of, f[V]: the logits; with a temperature T,
+    T (log p + Gumbel noise), up to a constant, and -inf where p is 0."""
+    temperature = sampler.params.temperature
+    if temperature == 0:
+        return logits_V
+    ids, log_p = sampler.survivors(logits_V)
+    v = (sampler.hash_bits(position, ids) + 0.5) * 2.0**-32
+    score_V = np.full(len(logits_V), -np.inf)
+    score_V[slice(None) if ids is None else ids] = temperature * (log_p - np.log(-np.log1p(-v)))
+    return score_V
+
+
+def run(
+    engine: Engine,
+    prompts: Iterable[Prompt],
+    options: SamplingOptions,
+    precision: str,
+    reference: Engine | None = None,
+    on_prompt: Callable[[], None] = lambda: None,
+    on_skip: Callable[[str], None] = lambda reason: None,
+) -> Report:
+    """Decode each prompt plainly and speculatively and check both; ``on_prompt`` after each.
+
+    ``options``: greedy, or target sampling with a seed. A prompt longer than the context is
+    skipped, with its reason to ``on_skip``. ValueError: nothing to calibrate a reduced precision
+    with.
+    """
+    params = SamplingParams(**options)
+    if params.rule not in ("greedy", "target_sampling"):
+        raise ValueError(
+            f"got acceptance {params.rule}, expected target_sampling: only its tokens can be "
+            "compared one by one with those of plain decoding"
+        )
+    if params.temperature > 0 and params.seed is None:
+        raise ValueError(f"got temperature {params.temperature} without a seed, expected one")
+    if params.has_penalties or params.logit_bias:
+        raise ValueError("got penalties or a logit bias, expected none: gaps are of the raw logits")
+    report = Report(precision)
+    for prompt in prompts:
+        try:
+            prompt_ids = engine.encode(prompt.content)
+            if len(prompt_ids) == engine.target.max_length:
+                raise ValueError(f"{len(prompt_ids)} tokens leave no room in the context")
+        except ValueError as error:
+            report.skipped.append({"prompt": prompt.id, "reason": str(error)})
+            on_skip(f"prompt {prompt.id} skipped: {error}")
+        else:
+            report.answers.append(
+                _answer(engine, prompt.id, prompt_ids, options, report, reference)
+            )
+        on_prompt()
+    if precision != "fp32" and report.answers and not report.calibration:
+        raise ValueError("got no answer of 3 tokens, expected one to measure the rounding with")
+    return report
+
+
+class _Emitted(NamedTuple):
+    """A token, the verify row that decided it (until the next token is asked for) and what that row
+    says; None for the prompt's token, whose ``num_nodes`` is 0, and off the paths of the tree."""
+
+    id: int
+    logits_V: np.ndarray | None
+    expected_id: int | None
+    num_nodes: int
+
+    @property
+    def is_justified(self) -> bool:
+        return self.num_nodes == 0 or self.id == self.expected_id
+
+
+def _emitted(engine: Engine, prompt_ids: list[int], options: SamplingOptions) -> Iterator[_Emitted]:
+    sampler = Sampler(SamplingParams(**options), engine.target.vocab_size, prompt_ids)
+    position = len(prompt_ids)
+    for step in engine.steps(prompt_ids, reuse=False, **options):
+        tree = None if step.verified is None else step.verified.tree
+        node: int | None = 0
+        for place, token in enumerate(step.tokens):
+            if step.verified is None or tree is None:
+                yield _Emitted(token, None, None, 0)
+            elif node is None or step.path[place : place + 1] != [node]:
+                node = None
+                yield _Emitted(token, None, None, tree.num_nodes)
+            else:
+                logits_V = step.verified.row(node)
+                yield _Emitted(token, logits_V, sampler(logits_V, position), tree.num_nodes)
+                node = tree.child(node, token)
+            position += 1
+
+
+def _answer(
+    engine: Engine,
+    prompt: str | int,
+    prompt_ids: list[int],
+    options: SamplingOptions,
+    report: Report,
+    reference: Engine | None,
+) -> Answer:
+    target, params = engine.target, SamplingParams(**options)
+    plain, kept, last = _decode_plainly(engine, prompt, prompt_ids, options, report)
+    speculative, parting_V = _decode_speculatively(
+        engine, prompt, prompt_ids, options, report, plain, kept
+    )
+    assert engine.last_result is not None
+    stats = engine.last_result.stats
+    report.calibration += _chain_deltas(target, [*prompt_ids, *plain[:-1]], last)
+    divergence, spread = None, 0.0
+    position = first_difference(plain, speculative)
+    if position is not None:
+        logits_V = replay(target, [*prompt_ids, *plain[:position]])
+        sampler = Sampler(params, target.vocab_size, prompt_ids)
+        score_V = scores(sampler, logits_V, len(prompt_ids) + position)
+        divergence = _divergence(prompt, position, plain, speculative, score_V)
+        spread = float(np.ptp(logits_V))
+        if parting_V is not None and position not in kept:
+            report.rows.append(_row_delta(prompt, position, parting_V, logits_V))
+    log_probs = None
+    if reference is not None:
+        log_probs = (
+            quality.log_prob(reference.target, prompt_ids, plain),
+            quality.log_prob(reference.target, prompt_ids, speculative),
+        )
+    return Answer(prompt, plain, speculative, stats, divergence, spread, log_probs)
+
+
+def _decode_plainly(
+    engine: Engine,
+    prompt: str | int,
+    prompt_ids: list[int],
+    options: SamplingOptions,
+    report: Report,
+) -> tuple[list[int], dict[int, np.ndarray], list[np.ndarray]]:
+    """The tokens, the sampled rows by position, and the last rows."""
+    stride = max(1, SamplingParams(**options).max_new_tokens // SAMPLED_ROWS)
+    plain: list[int] = []
+    kept: dict[int, np.ndarray] = {}
+    last: deque[np.ndarray] = deque(maxlen=min(CHAIN_ROWS, engine.target.max_nodes))
+    tokens = _emitted(engine.with_drafter("none"), prompt_ids, options)
+    for position, token in enumerate(tokens):
+        _judge(report, prompt, position, token, is_plain=True)
+        plain.append(token.id)
+        if token.logits_V is not None:
+            last.append(token.logits_V.copy())
+            if position % stride == 0:
+                kept[position] = last[-1]
+    return plain, kept, list(last)
+
+
+def _decode_speculatively(
+    engine: Engine,
+    prompt: str | int,
+    prompt_ids: list[int],
+    options: SamplingOptions,
+    report: Report,
+    plain: list[int],
+    kept: dict[int, np.ndarray],
+) -> tuple[list[int], np.ndarray | None]:
+    """The tokens, and the tree's row that decided the first one unlike ``plain``'s; compares rows
+    of trees with those ``kept`` up to there."""
+    target = engine.target
+    judged, redone, seconds = target.num_judged, target.num_redone, target.redo_seconds
+    speculative: list[int] = []
+    is_same, parting_V = True, None
+    for position, token in enumerate(_emitted(engine, prompt_ids, options)):
+        _judge(report, prompt, position, token, is_plain=False)
+        speculative.append(token.id)
+        if not is_same:
+            continue
+        is_same = plain[position : position + 1] == [token.id]
+        if token.logits_V is not None and token.num_nodes > 1:
+            if position in kept:
+                report.rows.append(_row_delta(prompt, position, token.logits_V, kept[position]))
+            if not is_same:
+                parting_V = token.logits_V.copy()
+    report.num_judged += target.num_judged - judged
+    report.num_redone += target.num_redone - redone
+    report.redo_seconds += target.redo_seconds - seconds
+    return speculative, parting_V
+
+
+def _row_delta(
+    prompt: str | int, position: int, tree_V: np.ndarray, alone_V: np.ndarray
+) -> RowDelta:
+    delta = float(np.abs(tree_V - alone_V).max())
+    return RowDelta(prompt, position, delta, float(np.ptp(alone_V)))
+
+
+def _judge(
+    report: Report, prompt: str | int, position: int, token: _Emitted, is_plain: bool
+) -> None:
+    if not token.is_justified:
+        report.unjustified.append(
+            Unjustified(prompt, position, is_plain, token.id, token.expected_id)
+        )
+
+
+def _chain_deltas(
+    target: Target, context: Sequence[int], row_NV: Sequence[np.ndarray]
+) -> list[float]:
+    """Largest |Δlogit| of each of the last rows of ``context`` in one pass over a chain of them,
+    against ``row_NV``, computed one by one: no draft and no acceptance is part of it."""
+    n = len(row_NV)
+    if n < 2:
+        return []
+    target.forget()
+    target.prefill(context[:-n])
+    verified = target.verify(TokenTree.chain(context[-n:]))
+    deltas = [float(np.abs(verified.row(i) - row_NV[i]).max()) for i in range(n)]
+    target.commit(range(n))
+    return deltas
+
+
+def summarise(report: Report) -> dict[str, Any]:
+    """The figures of a report, ready for JSON. "real" counts divergences, unjustified tokens and
+    deviating rows: anything but 0 is a fault."""
+    limit = max(report.calibration, default=0.0) if report.precision != "fp32" else 0.0
+    divergences = []
+    for answer in report.answers:
+        if answer.divergence is not None:
+            kind = classify(answer.divergence.gap, NEAR_TIE * answer.spread, limit)
+            divergences.append({**dataclasses.asdict(answer.divergence), "class": kind})
+    deviating = [row for row in report.rows if row.delta > max(NEAR_TIE * row.spread, TAIL * limit)]
+    counts = Counter(each["class"] for each in divergences)
+    stats = Stats.total(answer.stats for answer in report.answers)
+    compared = sum(
+        len(answer.speculative) if answer.divergence is None else answer.divergence.position + 1
+        for answer in report.answers
+    )
+    return {
+        "prompts": len(report.answers),
+        "tokens": sum(len(answer.speculative) for answer in report.answers),
+        "accepted_length": stats.accepted_length,
+        "identical": _ratio(len(report.answers) - len(divergences), len(report.answers)),
+        "counts": {name: counts[name] for name in CLASSES},
+        "unjustified": [dataclasses.asdict(each) for each in report.unjustified],
+        "deviating_rows": [row._asdict() for row in deviating],
+        "real": counts["real"] + len(report.unjustified) + len(deviating),
+        "tokens_compared": compared,  # of each answer, up to the divergence
+        "divergences_per_1000_tokens": 1000 * _ratio(len(divergences), compared),
+        "near_tie_limit": NEAR_TIE,  # as a share of the row's range
+        "rounding_limit": limit,
+        "delta_logit": {
+            "tree_rows": _spread_of([row.delta for row in report.rows]),
+            "calibration": _spread_of(report.calibration),
+        },
+        "divergences": divergences,
+        "strict": {
+            "rows": report.num_judged,
+            "redone": report.num_redone,
+            "share": _ratio(report.num_redone, report.num_judged),
+            "seconds": report.redo_seconds,
+            "share_of_decoding": _ratio(report.redo_seconds, stats.decode_seconds),
+        },
+        "quality": quality.compare(
+            [(len(answer.plain), len(answer.speculative)) for answer in report.answers],
+            [answer.log_probs for answer in report.answers if answer.log_probs is not None],
+        ),
+        "skipped": report.skipped,
+    }
+
+
+def classify(gap: float | None, near_tie: float, limit: float) -> str:
+    """near tie, rounding or real, by the gap between two tokens at a divergence; None, where one
+    generation had ended, is real."""
+    if gap is None:
+        return "real"
+    if abs(gap) <= near_tie:
+        return "near tie"
+    return "rounding" if abs(gap) <= limit else "real"
+
+
+def _spread_of(deltas: Sequence[float]) -> dict[str, Any]:
+    if not deltas:
+        return {"rows": 0, "median": None, "maximum": None}
+    return {"rows": len(deltas), "median": float(np.median(deltas)), "maximum": max(deltas)}
+
+
+def _ratio(a: float, b: float) -> float:
+    """a / b, and 0.0 where there was nothing."""
+    return a / b if b else 0.0

@@ -17,6 +17,7 @@ from spec_runtime.stats import Stats
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
+    from spec_runtime.sampling import SamplingOptions
 
 # Spec-Bench reports these eight categories of MT-Bench as one subset.
 MT_BENCH = frozenset(
@@ -116,44 +117,56 @@ def _is_content(content: Any) -> bool:
 
 
 def run(
-    engine: "Engine",
+    engines: Sequence["Engine"],
     prompts: Iterable[Prompt],
     max_new_tokens: int,
     on_prompt: Callable[[], None] = lambda: None,
     on_skip: Callable[[str], None] = lambda reason: None,
-) -> Report:
-    """Decode each prompt plainly and speculatively, greedily; ``on_prompt`` after each.
+    *,
+    system: str | None = None,
+    sampling: "SamplingOptions | None" = None,
+) -> list[Report]:
+    """Decode each prompt plainly and with each engine; ``on_prompt`` after each prompt.
 
-    Which of the two goes first alternates, so that neither always meets the warmer machine. A
-    prompt longer than the context is skipped, with its reason to ``on_skip``.
+    ``sampling`` (none = greedy) holds for all; plain decoding always draws from the target, since
+    typical acceptance alone would make it greedy.
+
+    The engines share one target; there is a report for each. Who goes first rotates, so that nobody
+    always meets the warmer machine. A prompt longer than the context is skipped, with its reason to
+    ``on_skip``.
     """
-    engines = {"plain": engine.with_drafter("none"), "speculative": engine}
-    report = Report()
+    contenders = [engines[0].with_drafter("none"), *engines]
+    reports = [Report() for _ in engines]
+    options: SamplingOptions = {**(sampling or {}), "max_new_tokens": max_new_tokens}
+    plain_options: SamplingOptions = {**options, "acceptance": "target_sampling"}
+    num_done = 0
     for prompt in prompts:
         try:
-            prompt_ids = engine.encode(prompt.content)
+            prompt_ids = engines[0].encode(prompt.content, system=system)
         except ValueError as error:
-            report.skipped.append({"prompt": prompt.id, "reason": str(error)})
+            for report in reports:
+                report.skipped.append({"prompt": prompt.id, "reason": str(error)})
             on_skip(f"prompt {prompt.id} skipped: {error}")
             on_prompt()
             continue
-        if not report.pairs:  # page in weights and buffers outside the timing
-            for each in engines.values():
+        if num_done == 0:  # page in weights and buffers outside the timing
+            for each in contenders:
                 each.generate(prompt_ids, max_new_tokens=8, reuse=False)
-        order = ["plain", "speculative"]
-        if len(report.pairs) % 2:
-            order.reverse()
+        first = num_done % len(contenders)
+        order = [*range(first, len(contenders)), *range(first)]
         results = {
-            name: engines[name].generate(prompt_ids, max_new_tokens=max_new_tokens, reuse=False)
-            for name in order
+            i: contenders[i].generate(prompt_ids, reuse=False, **(options if i else plain_options))
+            for i in order
         }
-        plain, speculative = results["plain"], results["speculative"]
-        divergence = audit.compare(
-            prompt.id, prompt_ids, plain.token_ids, speculative.token_ids, engine.target
-        )
-        report.pairs.append(Pair(prompt, plain, speculative, divergence))
+        plain = results[0]
+        for i, report in enumerate(reports, 1):
+            divergence = audit.compare(
+                prompt.id, prompt_ids, plain.token_ids, results[i].token_ids, engines[0].target
+            )
+            report.pairs.append(Pair(prompt, plain, results[i], divergence))
+        num_done += 1
         on_prompt()
-    return report
+    return reports
 
 
 def summarise(report: Report) -> dict[str, Any]:
@@ -187,6 +200,9 @@ def _summary(pairs: Sequence[Pair]) -> dict[str, Any]:
         "nodes_per_step": _ratio(speculative.drafted_tokens, speculative.steps),
         "prefill_seconds": speculative.prefill_seconds,
         "timings": speculative.timings,
+        "draft_ms": 1000 * _ratio(speculative.timings["draft"], speculative.steps),
+        "verify_ms": 1000 * _ratio(speculative.timings["verify"], speculative.steps),
+        "plain_verify_ms": 1000 * _ratio(plain.timings["verify"], plain.steps),
         "host_share": _host_share(speculative),
         "plain_host_share": _host_share(plain),
     }

@@ -115,9 +115,58 @@ class TargetInfo:
         )
 
 
+CALIBRATION_KEYS = ("prompts", "positions", "accuracy", "reliability", "accepted_length")
+
+
+def _check_calibration(where: str, calibration: dict[str, Any]) -> None:
+    _require(
+        set(calibration) == set(CALIBRATION_KEYS),
+        f"{where}: got keys {', '.join(calibration) or 'none'}, expected "
+        f"{', '.join(CALIBRATION_KEYS)}; run spec-export calibrate again",
+    )
+    accuracy, reliability = calibration["accuracy"], calibration["reliability"]
+    lengths = calibration["accepted_length"]
+    _require(
+        _is_table(accuracy) and all(sum(row) < 1.001 for row in accuracy),
+        f"{where}: got accuracy {accuracy!r:.60}, expected rows of equal length, one a depth, of "
+        "shares whose sum is at most 1",
+    )
+    _require(
+        _is_table(reliability) and all(len(row) == 3 and max(row[:2]) <= 1 for row in reliability),
+        f"{where}: got reliability {reliability!r:.60}, expected rows of predicted and observed "
+        "acceptance and a count",
+    )
+    _require(
+        isinstance(lengths, dict)
+        and all(nodes.isdecimal() and _is_number(value) for nodes, value in lengths.items()),
+        f"{where}: got accepted_length {lengths!r:.60}, expected lengths by number of nodes",
+    )
+
+
+def _is_table(rows: Any) -> bool:
+    """Whether these are lists of numbers from 0 on, at least one, all as long as the first."""
+    return (
+        isinstance(rows, list)
+        and all(isinstance(row, list) and all(_is_number(value) for value in row) for row in rows)
+        and len({len(row) for row in rows}) == 1
+        and len(rows[0]) > 0
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < float("inf")
+
+
 @dataclass(frozen=True)
 class DrafterInfo:
-    """One trained drafter: its graphs by role, and what it was measured to be worth."""
+    """One trained drafter: its graphs by role, and what it was measured to be worth.
+
+    calibration, by spec-export calibrate: "accuracy" [k][r], the share of positions where the
+    target's token at depth k + 1 was the drafter's r-th guess, of those where the tokens before it
+    were among its guesses; "reliability", rows of (path probability by the drafter, share of such
+    nodes that were accepted, their number), probability rising; "accepted_length" by the number of
+    nodes of a grown tree ("16": 1.9); "prompts" and "positions" it was measured on.
+    """
 
     name: str
     config: dict[str, Any]
@@ -126,6 +175,10 @@ class DrafterInfo:
     calibration: dict[str, Any] | None
     trees: dict[str, Any]
     expected_accepted_length: float | None
+
+    def __post_init__(self) -> None:
+        if self.calibration is not None:
+            _check_calibration(f"drafter {self.name!r}: calibration", self.calibration)
 
 
 def require_config(

@@ -6,22 +6,30 @@ A thin layer over generate.py and text.py. It knows what the target's cache hold
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from spec_runtime import bundle as bundles
+from spec_runtime import profile as profiles
+from spec_runtime.controller import Controller
 from spec_runtime.generate import Limits, Step, generate
 from spec_runtime.kv import open_cache
-from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS, Proposer
+from spec_runtime.proposers import (
+    BUILT_IN,
+    BUILT_IN_NODES,
+    PROPOSERS,
+    PlainProposer,
+    Proposer,
+)
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.sampling import SamplingOptions, SamplingParams
+from spec_runtime.sampling import SamplingOptions, SamplingParams, TokenLogprob
 from spec_runtime.stats import Stats
-from spec_runtime.target import Target
+from spec_runtime.target import STRICT_GAPS, Target
 from spec_runtime.text import Codec, Prompt, TextStream, Tokenizer, encode_prompt
 from spec_runtime.tree import Budget
+from spec_runtime.tree_templates import paths_of
 
 DEFAULT_BUDGET = Budget(max_nodes=12)
 DEFAULT_LOOKUP_NODES = 6
@@ -33,12 +41,23 @@ log = logging.getLogger("spec_runtime")
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """text without the stop string; token_ids with the EOS or the token that ended it."""
+    """text without the stop string; token_ids with the EOS or the token that ended it.
+
+    acceptance: greedy, target_sampling, rejection or typical. logprobs: of each of `token_ids`, if
+    asked for.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: str  # stop | length | cancelled
     stats: Stats
+    acceptance: str = "greedy"
+    logprobs: list[TokenLogprob] | None = None
+
+    @property
+    def preserves_distribution(self) -> bool:
+        """Whether the tokens follow the target's distribution: typical acceptance's do not."""
+        return self.acceptance != "typical"
 
 
 class OpenedDrafter(NamedTuple):
@@ -92,6 +111,21 @@ class Engine:
         if self._open_drafter is None:
             raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
         return _engine(self.target, self.tokenizer, self._open_drafter, name, also)
+
+    @property
+    def proposer(self) -> Proposer:
+        return self._proposer
+
+    def observed(self, wrap: Callable[[Proposer], Proposer]) -> Engine:
+        """An engine on the same target with this one's proposer inside `wrap`'s."""
+        return Engine(
+            self.target,
+            self.tokenizer,
+            wrap(self._proposer),
+            drafter=self.drafter,
+            budget=self.budget,
+            taps=self._taps,
+        )
 
     def generate(
         self,
@@ -161,6 +195,12 @@ class Engine:
         self, prompt: list[int], params: SamplingParams, reuse: bool, text: TextStream
     ) -> Generator[Step, None, None]:
         target, proposer = self.target, self._proposer
+        is_processed = params.temperature > 0 or params.has_penalties or params.logit_bias
+        if target.strict_gap is not None and is_processed:
+            raise ValueError(
+                f"got temperature {params.temperature}, penalties or a logit bias with strict, "
+                "expected none: its near ties are those of the raw logits"
+            )
         ours = target.holder is self._run_id
         # one token early: the boundary's feature and logits have to be computed anew
         reused = max(0, _common_length(self._held, prompt) - 1) if ours and reuse else 0
@@ -173,6 +213,7 @@ class Engine:
         limits = Limits(max_tokens, stop_ids, text.push)
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
         out: list[int] = []
+        logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
         is_consistent = False
         try:
             target.truncate(reused)
@@ -183,6 +224,8 @@ class Engine:
                     target, proposer, prompt, reused, params, limits, self.budget, stats
                 ):
                     out += step.tokens
+                    if logprobs is not None:
+                        logprobs += step.logprobs
                     is_consistent = True
                     yield step
                     if target.holder is not run_id:
@@ -198,8 +241,11 @@ class Engine:
             text.finish()
             if self._run_id is run_id:  # else a newer run has its own result
                 reason = limits.finish_reason or "cancelled"
-                self.last_result = GenerationResult(text.text, out, reason, stats)
-                self._judge(stats, is_greedy=params.temperature == 0)
+                self.last_result = GenerationResult(
+                    text.text, out, reason, stats, params.rule, logprobs
+                )
+                if params.rule != "typical":  # its lengths are what its threshold makes them
+                    self._judge(stats, is_greedy=params.temperature == 0)
 
     def _judge(self, stats: Stats, is_greedy: bool) -> None:
         """Warns, once, of the two signatures of a wrong tensor; a wrong drafter changes no token,
@@ -247,11 +293,15 @@ def load(
     threads: int | None = None,
     verify: bool = True,
     also: str | None = None,
+    profile: bool = True,
+    strict: bool = False,
 ) -> Engine:
     """Opens a bundle. `drafter`: a name from its manifest, "prompt_lookup" or "none" (plain);
     None = the manifest's first, else prompt_lookup. `verify`: check every file's hash first.
     `also`: "prompt_lookup" merges lookup's candidates into a trained drafter's trees, "none" does
-    not; None = as the bundle says.
+    not; None = as the bundle says. `profile`: use what `spec-runtime tune` found on this machine,
+    if it was run; else the bundle's own trees. `strict`: tokens at near ties are decided by one-row
+    passes, as in plain decoding (greedy; bundles of fp32 and fp16).
 
     ValueError (BundleError for the bundle's own faults), one line, if anything does not fit.
     """
@@ -264,6 +314,11 @@ def load(
         raise ValueError(_unknown(drafter, known))
     if also is not None and also not in ALSO:
         raise ValueError(f"got also {also!r}, expected one of {', '.join(ALSO)}")
+    if strict and info.precision not in STRICT_GAPS:
+        raise ValueError(
+            f"got strict with {info.precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
+            "lower precisions moves more than near ties; leave it out or use another bundle"
+        )
     tokenizer = Tokenizer(opened)
     graph = opened.manifest.graphs["target"]
     capacity = info.max_length + info.scratch
@@ -273,7 +328,15 @@ def load(
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
         taps=info.taps,
+        strict_gap=STRICT_GAPS[info.precision] if strict else None,
     )
+
+    def open_tuned(name: str | None, also: str | None) -> OpenedDrafter:
+        drafter = open_drafter(name, also)
+        if not profile or drafter.name == "none":
+            return drafter
+        found = profiles.find(profiles.key_of(opened, drafter.name, threads))
+        return drafter if found is None else _tuned(drafter, found)
 
     def open_drafter(name: str | None, also: str | None) -> OpenedDrafter:
         name = known[0] if name is None else name
@@ -300,7 +363,20 @@ def load(
         taps = tuple(entry.config.get("taps", info.taps))
         return OpenedDrafter(name, proposer, budget, taps, entry.expected_accepted_length)
 
-    return _engine(target, tokenizer, open_drafter, drafter, also)
+    return _engine(target, tokenizer, open_tuned, drafter, also)
+
+
+def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
+    """As the profile says; where plain decoding won, without the drafter, which would only cost."""
+    choice = profile.choice
+    if choice.budget is None:
+        log.info("drafter %s: plain decoding is faster here, says the profile", opened.name)
+        plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
+        return plain._replace(taps=opened.taps)
+    length, speedup = choice.pace
+    controller = Controller(opened.proposer, profile.costs, length, speedup)
+    # no warning of short accepted lengths: where they do not pay, it rests
+    return opened._replace(proposer=controller, budget=choice.budget, expected_accepted_length=None)
 
 
 def _engine(
@@ -331,37 +407,24 @@ def _drafter_names(opened: bundles.Bundle) -> list[str]:
 def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
     """The tree budget a bundle gives its drafter, and how many nodes lookup may add to it.
 
-    Keys left out keep their defaults; "paths" is a static tree, see Budget.
+    Keys left out keep their defaults; "paths" or "template" is a static tree, see tree_templates.
     """
-    paths = _paths(entry)
+    paths = paths_of(entry, DEFAULT_BUDGET.max_nodes)
     max_nodes = DEFAULT_BUDGET.max_nodes if paths is None else 1 + len(paths)
-    known = {"max_nodes": max_nodes, "min_probability": 0.0, "lookup_nodes": 0, "paths": None}
+    known: dict[str, Any] = {"max_nodes": max_nodes, "min_probability": 0.0, "lookup_nodes": 0}
+    known |= {"paths": None, "template": None}
     if unknown := set(entry.trees) - set(known):
         raise bundles.BundleError(
             f"drafter {entry.name!r}: got trees keys {sorted(unknown)}, expected {list(known)}"
         )
-    values = known | entry.trees
+    values = known | entry.trees | {"paths": paths}
+    del values["template"]
     lookup_nodes = values.pop("lookup_nodes")
     if type(lookup_nodes) is not int or lookup_nodes < 0:
         raise bundles.BundleError(
             f"drafter {entry.name!r}: got lookup_nodes {lookup_nodes!r}, expected a count"
         )
-    return Budget(**values | {"paths": paths}), lookup_nodes
-
-
-def _paths(entry: bundles.DrafterInfo) -> tuple[tuple[int, ...], ...] | None:
-    """The bundle's static tree, if it has one."""
-    paths = entry.trees.get("paths")
-    if paths is None:
-        return None
-    top_k = entry.config.get("top_k", math.inf)
-    is_list = isinstance(paths, list) and all(isinstance(path, list) for path in paths)
-    if not is_list or not all(type(r) is int and r < top_k for path in paths for r in path):
-        raise bundles.BundleError(
-            f"drafter {entry.name!r}: got trees paths {paths!r:.80}, expected lists of ranks "
-            f"below its top_k, {top_k}"
-        )
-    return tuple(tuple(path) for path in paths)
+    return Budget(**values), lookup_nodes
 
 
 def _unknown(name: str, known: list[str]) -> str:

@@ -6,17 +6,19 @@ string) and no kind of drafter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from spec_runtime.accept import by_target_sampling
+from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
 from spec_runtime.proposers import Proposer
-from spec_runtime.sampling import Sampler, SamplingParams
+from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_logprob
 from spec_runtime.stats import Clock, Stats
 from spec_runtime.target import Target, Verified
-from spec_runtime.tree import Budget, TokenTree
+from spec_runtime.tree import Budget, DrawRule, TokenTree
+
+CHAIN_LENGTH = 4  # of the chains drawn for acceptance by rejection, unless widths are given
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Step:
 
     tokens: the accepted draft, then the bonus (unless truncated before it). path: the committed
     rows as node ids, root first. features f32[P, F]: of these rows, if the proposer wants them.
-    The step of the prompt has the first token and no rows.
+    logprobs: of `tokens`, if asked for. The step of the prompt has the first token and no rows.
     """
 
     tokens: list[int]
@@ -33,6 +35,7 @@ class Step:
     path: list[int] = field(default_factory=list)
     features: np.ndarray | None = field(default=None, repr=False)
     verified: Verified | None = field(default=None, repr=False)  # until the target's next run
+    logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
 
 
 class Limits:
@@ -78,12 +81,16 @@ def generate(
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.
     Whenever a step is out, target.length = prompt + tokens - 1: the last token has no row yet.
     """
-    sample = Sampler(params, target.vocab_size)
+    sample = Sampler(params, target.vocab_size, prompt)
+    accept, budget = _acceptance(params, sample, budget)
     clock = Clock(stats.timings)
     verified, features = target.prefill(prompt[reused:], proposer.wants_features)
-    token = sample(verified.row(0), target.length)
+    tree = TokenTree.root(prompt[-1])
+    _, token = accept(tree, _Answers(sample, tree, verified, target.length - 1))
     proposer.start(prompt, features, reused)
-    step = Step(limits.cut([token]), num_accepted=0)
+    logprobs = _logprobs(params, verified, [0], [token])
+    step = Step(limits.cut([token]), num_accepted=0, logprobs=logprobs)
+    sample.commit(step.tokens)
     clock.lap("prefill")
     yield step
 
@@ -95,11 +102,12 @@ def generate(
         clock.lap("draft")
         verified = target.verify(tree, proposer.wants_features)
         clock.lap("verify")
-        path, token = by_target_sampling(tree, _draw(sample, tree, verified, target.length))
+        path, token = accept(tree, _Answers(sample, tree, verified, target.length))
         clock.lap("accept")
-        step = _kept(tree, path, token, verified, limits, proposer.wants_features)
+        step = _kept(tree, path, token, verified, limits, params, proposer.wants_features)
         clock.lap("other")
         target.commit(step.path)
+        sample.commit(step.tokens)
         proposer.commit(step)
         clock.lap("commit")
 
@@ -109,11 +117,56 @@ def generate(
         yield step
 
 
-def _draw(
-    sample: Sampler, tree: TokenTree, verified: Verified, length: int
-) -> Callable[[int], int]:
-    """The target's own token after a node of the tree, whose root is at position `length`."""
-    return lambda node: sample(verified.row(node), length + int(tree.depth_N[node]) + 1)
+class _Answers:
+    """What the target says after the nodes of one tree, whose root is at position `length`: draws
+    from p, or p itself, as the request's sampling makes it."""
+
+    def __init__(self, sample: Sampler, tree: TokenTree, verified: Verified, length: int) -> None:
+        self._sample = sample
+        self._tree = tree
+        self._verified = verified
+        self._length = length
+
+    def draw(self, node: int) -> int:
+        return self._sample(self._verified.row(node), *self._place(node))
+
+    def p(self, node: int) -> np.ndarray:
+        return self._sample.probabilities(self._verified.row(node), *self._place(node))
+
+    def _place(self, node: int) -> tuple[int, Sequence[int] | np.ndarray]:
+        """The position asked for, and the tokens between the committed ones and it."""
+        tree = self._tree
+        path = tree.token_N[tree.path(node)[1:]] if self._sample.reads_path else ()
+        return self._length + int(tree.depth_N[node]) + 1, path
+
+
+Accept = Callable[[TokenTree, _Answers], tuple[list[int], int]]
+
+
+def _acceptance(params: SamplingParams, sample: Sampler, budget: Budget) -> tuple[Accept, Budget]:
+    """The request's rule, and the budget: for acceptance by rejection children are drawn."""
+    if params.rule == "rejection":
+        rng = sample.stream()
+        num_chains = -(-(budget.max_nodes - 1) // CHAIN_LENGTH)
+        widths = params.draw_widths or (max(1, num_chains), *[1] * (CHAIN_LENGTH - 1))
+        draw = DrawRule(tuple(widths), params.temperature, params.draw_with_replacement, rng)
+        drawing = replace(budget, draw=draw)
+        return lambda tree, answers: by_rejection(tree, answers.p, rng.random), drawing
+    if params.rule == "typical":
+        epsilon, delta = params.typical_epsilon, params.typical_delta
+        delta = epsilon**0.5 if delta is None else delta
+        return lambda tree, answers: by_typical(tree, answers.p, epsilon, delta), budget
+    return lambda tree, answers: by_target_sampling(tree, answers.draw), budget
+
+
+def _logprobs(
+    params: SamplingParams, verified: Verified, nodes: list[int], tokens: list[int]
+) -> list[TokenLogprob]:
+    """Of each token behind its node, if the request wants them."""
+    if params.logprobs is None:
+        return []
+    pairs = zip(nodes, tokens, strict=True)
+    return [token_logprob(verified.row(node), token, params.logprobs) for node, token in pairs]
 
 
 def _kept(
@@ -122,13 +175,15 @@ def _kept(
     bonus: int,
     verified: Verified,
     limits: Limits,
+    params: SamplingParams,
     wants_features: bool,
 ) -> Step:
     """The step after truncation: if the last token kept was drafted, its row is not kept."""
     tokens = limits.cut([*tree.token_N[path[1:]].tolist(), bonus])
     rows = path[: len(tokens)]
     features = verified.features(rows) if wants_features else None
-    return Step(tokens, min(len(tokens), len(path) - 1), rows, features, verified)
+    logprobs = _logprobs(params, verified, rows, tokens)
+    return Step(tokens, min(len(tokens), len(path) - 1), rows, features, verified, logprobs)
 
 
 def _count(stats: Stats, tree: TokenTree, step: Step) -> None:

@@ -33,6 +33,9 @@ class Cache(Protocol):
         none. `first`: so many nodes were placed by the calls before, the feeds are for the rest.
         """
 
+    def unplace(self, first: int) -> None:
+        """Forgets the nodes last placed from number `first` on, of which one is left at least."""
+
     def commit(self, path: Sequence[int]) -> None:
         """Keeps these nodes of the tree last placed, in order from the root; forgets the rest."""
 
@@ -74,6 +77,10 @@ class SlotCache:
             "slots": slot_N[first:],
             "seqlens_k": np.array([top], np.int32),
         }
+
+    def unplace(self, first: int) -> None:
+        assert 0 < first <= len(self._placed_N), (first, len(self._placed_N))
+        self._placed_N = self._placed_N[:first]
 
     def commit(self, path: Sequence[int]) -> None:
         assert len(self._placed_N) > 0, "commit without place"
@@ -133,6 +140,10 @@ class ContiguousCache:
         # the run that follows moves them, whatever is then committed
         self._in_place, self._pending, self._num_placed = length, self._pending[:0], first + n
         return feeds
+
+    def unplace(self, first: int) -> None:
+        assert 0 < first <= self._num_placed, (first, self._num_placed)
+        self._num_placed = first
 
     def commit(self, path: Sequence[int]) -> None:
         node_P = np.asarray(path, np.int64)

@@ -1,18 +1,26 @@
-"""From a row of logits to a token: temperature, top-k, top-p and keyed Gumbel noise.
+"""From a row of logits to p and to a token: the processors, keyed Gumbel noise, log-probabilities.
 
-There is no generator state. The noise of a token depends only on (seed, absolute position, token
-id), so the same seed gives the same tokens whatever was drafted, rejected or rolled back. This
-file knows nothing of trees or of the target.
+Processors run in the order of transformers and vLLM: on raw logits the bias, the repetition
+penalty, frequency and presence penalties; then temperature, top-k, top-p, min-p. What they leave
+is p, for plain and speculative decoding alike. Penalties look at the text so far, so they differ
+from node to node of a tree: they are told the tokens between the text and the node.
+
+Target sampling has no generator state: the noise of a token depends only on (seed, absolute
+position, token id), so the same seed gives the same tokens whatever was drafted, rejected or
+rolled back. This file knows nothing of trees or of the target.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypedDict
 
 import numpy as np
+
+ACCEPTANCES = ("target_sampling", "rejection", "typical")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -22,34 +30,71 @@ class SamplingOptions(TypedDict, total=False):
     temperature: float
     top_k: int | None
     top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     seed: int | None
     stop: str | tuple[str, ...] | list[str]
     stop_token_ids: tuple[int, ...] | list[int]
     ignore_eos: bool
+    logprobs: int | None
+    acceptance: str
+    typical_epsilon: float
+    typical_delta: float | None
+    draw_widths: tuple[int, ...] | list[int] | None
+    draw_with_replacement: bool
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop.
+    """How to choose tokens and when to stop; one answer a prompt.
 
     temperature 0 is greedy. top_k and top_p: None = off; equal logits at top-k's edge all stay.
-    seed None = a fresh one each time. stop: strings that end the text, themselves left out;
-    stop_token_ids end it too, and so does the tokenizer's EOS unless ignore_eos.
+    min_p: keep tokens at least so likely as this share of the likeliest one's probability.
+    repetition_penalty: above 1, logits of tokens in prompt or answer are divided by it where
+    positive and multiplied where negative (CTRL's rule). presence_penalty is taken once off the
+    logit of each token of the answer, frequency_penalty as often as it occurs. logit_bias: token
+    id -> added to its logit. seed None = a fresh one each time.
+
+    stop: strings that end the text, themselves left out; stop_token_ids end it too, and so does
+    the tokenizer's EOS unless ignore_eos. logprobs n: with each token its log-probability and the n
+    likeliest tokens' under the target itself, before any processor (vLLM's default, raw_logprobs).
+
+    acceptance: "target_sampling"; "rejection", children drawn from the drafter: draw_widths are how
+    many at each depth (None = chains by the node budget), with or without replacement; "typical",
+    Medusa's, which does not preserve the distribution: typical_epsilon, and typical_delta (None =
+    its square root). At temperature 0 all three are greedy decoding.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: str | tuple[str, ...] | list[str] = ()
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    acceptance: str = "target_sampling"
+    typical_epsilon: float = 0.09
+    typical_delta: float | None = None
+    draw_widths: tuple[int, ...] | list[int] | None = None
+    draw_with_replacement: bool = False
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.draw_widths is not None:
+            object.__setattr__(self, "draw_widths", tuple(self.draw_widths))
         if self.max_new_tokens < 1:
             raise ValueError(f"got max_new_tokens {self.max_new_tokens}, expected 1 or more")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -58,8 +103,85 @@ class SamplingParams:
             raise ValueError(f"got top_k {self.top_k}, expected 1 or more, or None for off")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"got top_p {self.top_p}, expected above 0 and up to 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"got min_p {self.min_p}, expected 0 (off) to 1")
         if any(not isinstance(s, str) or not s for s in stop):
             raise ValueError(f"got stop {stop!r}, expected strings that are not empty")
+        if any(not isinstance(i, int | np.integer) or i < 0 for i in self.stop_token_ids):
+            raise ValueError(f"got stop_token_ids {self.stop_token_ids}, expected token ids")
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise ValueError(f"got seed {self.seed!r}, expected a whole number, or None for any")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"got logprobs {self.logprobs}, expected 0 or more, or None for off")
+        self._check_penalties()
+        self._check_acceptance()
+
+    def _check_penalties(self) -> None:
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(
+                f"got repetition_penalty {self.repetition_penalty}, expected above 0 (1 is off)"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not math.isfinite(value := getattr(self, name)):
+                raise ValueError(f"got {name} {value}, expected a finite number (0 is off)")
+        for token, bias in self.logit_bias.items():
+            if type(token) is not int or token < 0 or not math.isfinite(bias):
+                raise ValueError(
+                    f"got logit_bias {token!r}: {bias!r}, expected a token id and a finite number"
+                )
+
+    def _check_acceptance(self) -> None:
+        if self.acceptance not in ACCEPTANCES:
+            raise ValueError(
+                f"got acceptance {self.acceptance!r}, expected one of {', '.join(ACCEPTANCES)}"
+            )
+        if not 0 < self.typical_epsilon <= 1:
+            raise ValueError(
+                f"got typical_epsilon {self.typical_epsilon}, expected above 0 and up to 1"
+            )
+        delta = self.typical_delta
+        if delta is not None and not (math.isfinite(delta) and delta > 0):
+            raise ValueError(
+                f"got typical_delta {delta}, expected above 0, or None for its default"
+            )
+        widths = self.draw_widths
+        if widths is not None and (not widths or any(type(k) is not int or k < 1 for k in widths)):
+            raise ValueError(
+                f"got draw_widths {widths}, expected how many to draw at depth 1, 2 …, 1 or more"
+            )
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def rule(self) -> str:
+        """What acceptance comes to: "greedy" at temperature 0, else `acceptance`."""
+        return self.acceptance if self.temperature > 0 else "greedy"
+
+
+class TokenLogprob(NamedTuple):
+    """Of one token of the answer: its id, its log-probability (natural), and (id, log-probability)
+    of the likeliest tokens at its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def token_logprob(logits_V: np.ndarray, token: int, num_top: int) -> TokenLogprob:
+    """`token` among the target's own logits f32[V], with the `num_top` best ones."""
+    log_prob_V = logits_V - logits_V.max().astype(np.float64)
+    log_prob_V -= math.log(np.exp(log_prob_V).sum())
+    ids = np.argpartition(-log_prob_V, num_top)[:num_top] if num_top < len(log_prob_V) else None
+    ids = np.arange(len(log_prob_V)) if ids is None else np.sort(ids)
+    best = ids[np.argsort(-log_prob_V[ids], kind="stable")].tolist()
+    top = [(i, float(log_prob_V[i])) for i in best]
+    return TokenLogprob(token, float(log_prob_V[token]), top)
 
 
 _M64 = (1 << 64) - 1
@@ -83,26 +205,94 @@ def _mix32(x: np.ndarray) -> np.ndarray:
     return x
 
 
-class Sampler:
-    """Draws tokens: `sampler(logits_V, position)`, position being that of the token drawn."""
+class _Processors:
+    """Bias and penalties on raw logits, with the counts they need of the text so far."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, vocab_size: int, prompt: Sequence[int]) -> None:
+        if params.logit_bias and max(params.logit_bias) >= vocab_size:
+            raise ValueError(
+                f"got logit_bias for token {max(params.logit_bias)}, expected 0 to {vocab_size - 1}"
+            )
+        self._params = params
+        self._biased = np.array(list(params.logit_bias), np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), np.float32)
+        self._is_seen_V = np.zeros(vocab_size, np.bool_)  # in prompt or answer
+        self._is_seen_V[np.asarray(prompt, np.int64)] = True
+        self._count_V = np.zeros(vocab_size, np.float32)  # in the answer
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        self._is_seen_V[tokens] = True
+        np.add.at(self._count_V, tokens, 1)
+
+    def __call__(self, logits_V: np.ndarray, path: Sequence[int] | np.ndarray) -> np.ndarray:
+        params, path = self._params, np.asarray(path, np.int64)
+        out_V = logits_V.astype(np.float32)
+        out_V[self._biased] += self._bias
+        if params.repetition_penalty != 1:
+            is_seen_V = self._is_seen_V.copy()
+            is_seen_V[path] = True
+            seen, penalty = np.flatnonzero(is_seen_V), np.float32(params.repetition_penalty)
+            logits = out_V[seen]
+            out_V[seen] = np.where(logits > 0, logits / penalty, logits * penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            count_V = self._count_V.copy()
+            np.add.at(count_V, path, 1)
+            out_V -= np.float32(params.frequency_penalty) * count_V
+            out_V -= np.float32(params.presence_penalty) * (count_V > 0)
+        return out_V
+
+
+class Sampler:
+    """p and draws from it: `sampler(logits_V, position, path)`, position being that of the token
+    drawn, path the tokens between those committed and that one (read only if `reads_path`)."""
+
+    def __init__(self, params: SamplingParams, vocab_size: int, prompt: Sequence[int] = ()) -> None:
         self.params = params
+        self.reads_path = params.has_penalties
+        is_processed = params.has_penalties or params.logit_bias
+        self._process = _Processors(params, vocab_size, prompt) if is_processed else None
         if params.temperature > 0:
-            seed = secrets.randbits(63) if params.seed is None else params.seed
-            self._seed_key = _mix64((seed + 0x9E3779B97F4A7C15) & _M64)
+            self._seed = secrets.randbits(63) if params.seed is None else params.seed
+            self._seed_key = _mix64((self._seed + 0x9E3779B97F4A7C15) & _M64)
             self._id_hash_V = _mix32(
                 np.arange(1, vocab_size + 1, dtype=np.uint32) * np.uint32(0x9E3779B1)
             )
 
-    def __call__(self, logits_V: np.ndarray, position: int) -> int:
+    def commit(self, tokens: Sequence[int]) -> None:
+        """These tokens are part of the answer now."""
+        if self._process is not None:
+            self._process.commit(tokens)
+
+    def __call__(
+        self, logits_V: np.ndarray, position: int, path: Sequence[int] | np.ndarray = ()
+    ) -> int:
+        if self._process is not None:
+            logits_V = self._process(logits_V, path)
         token = int(logits_V.argmax())  # of a NaN, if there is one
         if not math.isfinite(logits_V[token]):
             raise FloatingPointError(f"the target's logits are not finite at position {position}")
         return token if self.params.temperature == 0 else self._draw(logits_V, position)
 
+    def probabilities(
+        self, logits_V: np.ndarray, position: int, path: Sequence[int] | np.ndarray = ()
+    ) -> np.ndarray:
+        """p f64[V] of the token at `position`, what the call draws from; temperature above 0."""
+        if self._process is not None:
+            logits_V = self._process(logits_V, path)
+        if not math.isfinite(logits_V.max()):
+            raise FloatingPointError(f"the target's logits are not finite at position {position}")
+        ids, scaled = self.survivors(logits_V)
+        weight = np.exp(scaled - scaled.max().astype(np.float64))
+        p_V = np.zeros(len(logits_V))
+        p_V[slice(None) if ids is None else ids] = weight / weight.sum()
+        return p_V
+
+    def stream(self) -> np.random.Generator:
+        """A random stream of this seed, apart from the keyed noise."""
+        return np.random.default_rng(self._seed & _M64)
+
     def survivors(self, logits_V: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-        """Ids that temperature, top-k and top-p leave (None = all), and their logits / T.
+        """Ids that temperature, top-k, top-p and min-p leave (None = all), and their logits / T.
 
         The latter are log-probabilities up to a constant.
         """
@@ -121,6 +311,10 @@ class Sampler:
             order = near[np.argsort(-p[near], kind="stable")]
             num_kept = int(np.searchsorted(np.cumsum(p[order]), params.top_p)) + 1
             kept = np.sort(order[:num_kept])
+            ids = kept if ids is None else ids[kept]
+            scaled = scaled[kept]
+        if params.min_p:
+            kept = np.flatnonzero(scaled >= scaled.max() + math.log(params.min_p))
             ids = kept if ids is None else ids[kept]
             scaled = scaled[kept]
         return ids, scaled

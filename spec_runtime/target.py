@@ -16,12 +16,34 @@ from spec_runtime.kv import Cache
 from spec_runtime.tree import TokenTree
 
 PREFILL_ROWS = 256
+# In fp32, logits closer than this share of their row's range may change places between two forms
+# of the row: one row or many, other slots. The demo target's moved by 1.4e-6 of it at most.
+NEAR_TIE = 1e-4
+# what a precision's `strict_gap` should be; below fp16 too many rows are that close
+STRICT_GAPS = {"fp32": NEAR_TIE, "fp16": 1e-2}
+
+
+def top_gap(logits_V: np.ndarray) -> float:
+    """The largest logit less the next one, as a share of the row's range; 0 for a tie.
+
+    >>> top_gap(np.array([1.0, 5.0, 4.0]))
+    0.25
+    """
+    top = int(logits_V.argmax())
+    before, after = logits_V[:top], logits_V[top + 1 :]
+    spread = logits_V[top] - logits_V.min()
+    gap = logits_V[top] - max(before.max(initial=-np.inf), after.max(initial=-np.inf))
+    return float(gap / spread) if spread > 0 else 0.0
 
 
 class Verified:
-    """What the target said about M rows, read on demand, valid until the target's next run."""
+    """What the target said about M rows of `tree` (verify: all of them), read on demand, valid
+    until the target's next run."""
 
-    def __init__(self, logits_MV: np.ndarray, features: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self, logits_MV: np.ndarray, features: Sequence[np.ndarray], tree: TokenTree
+    ) -> None:
+        self.tree = tree
         self._logits_MV = logits_MV
         self._features = features
 
@@ -38,10 +60,45 @@ class Verified:
         return np.concatenate([part_ND[path] for part_ND in self._features], axis=1)
 
 
+class StrictVerified(Verified):
+    """A pass whose near ties are decided by one-row passes, as all of plain decoding is.
+
+    A row is judged when it is first read, before the commit. The one-row pass overwrites what the
+    target's run returned, so the rest is copied first. KV rows and features stay those of the tree.
+    """
+
+    def __init__(
+        self,
+        logits_MV: np.ndarray,
+        features: Sequence[np.ndarray],
+        tree: TokenTree,
+        target: Target,
+    ) -> None:
+        super().__init__(logits_MV, features, tree)
+        self._target, self._length = target, target.length
+        self._judged: set[int] = set()
+        self._is_copied = False
+
+    def row(self, node: int) -> np.ndarray:
+        is_open = self._target.length == self._length
+        if is_open and node not in self._judged:
+            self._judged.add(node)
+            if self._target.needs_redo(self._logits_MV[node]):
+                if not self._is_copied:
+                    self._logits_MV = self._logits_MV.copy()
+                    self._features = [part_ND.copy() for part_ND in self._features]
+                    self._is_copied = True
+                self._logits_MV[node] = self._target.redo(self.tree, node)
+        return self._logits_MV[node]
+
+
 class Target:
     """One model with its KV cache. `length` is the number of committed rows.
 
     `features` asks the graph for features, which cost a copy: only when the proposer wants them.
+    `strict_gap`: rows of a tree with a `top_gap` up to this are redone as one-row passes, in a slot
+    behind the tree's; None = never. num_judged counts the rows looked at, num_redone those redone,
+    redo_seconds what that took.
     """
 
     def __init__(
@@ -52,11 +109,16 @@ class Target:
         vocab_size: int,
         max_length: int,
         taps: Sequence[int] = (),
+        strict_gap: float | None = None,
     ) -> None:
         assert backend.capacity == cache.capacity > max_length, (backend.capacity, max_length)
         self.vocab_size = vocab_size
         self.max_length = max_length
-        self.max_nodes = cache.capacity - max_length  # of a tree; one less with a dummy row
+        # of a tree; one less with a dummy row
+        self.max_nodes = cache.capacity - max_length - (strict_gap is not None)
+        self.strict_gap = strict_gap
+        self.num_judged = self.num_redone = 0
+        self.redo_seconds = 0.0
         self.holder: object = None  # whose tokens the KV holds (see engine.py)
         self.run_seconds = 0.0  # spent in the backend so far
         self.taps = tuple(taps)  # what features have besides the final hidden state (engine.py)
@@ -84,7 +146,7 @@ class Target:
         for begin in range(0, len(tokens), PREFILL_ROWS):
             chunk = TokenTree.chain(tokens[begin : begin + PREFILL_ROWS])
             last = chunk.num_nodes - 1
-            verified = self._run(chunk, self._row_N[last : last + 1], features)
+            verified = Verified(*self._run(chunk, self._row_N[last : last + 1], features), chunk)
             if features:
                 chunks_TF.append(verified.features(range(chunk.num_nodes)))
             self.commit(range(chunk.num_nodes))
@@ -92,7 +154,33 @@ class Target:
 
     def verify(self, tree: TokenTree, features: bool = False) -> Verified:
         """One pass over the tree; nothing is committed yet."""
-        return self._run(tree, self._row_N[: tree.num_nodes], features)
+        logits_NV, parts = self._run(tree, self._row_N[: tree.num_nodes], features)
+        if self.strict_gap is None or tree.num_nodes == 1:
+            return Verified(logits_NV, parts, tree)
+        return StrictVerified(logits_NV, parts, tree, self)
+
+    def needs_redo(self, logits_V: np.ndarray) -> bool:
+        """Whether these logits of a tree's row are too near a tie; counts the question."""
+        assert self.strict_gap is not None
+        self.num_judged += 1
+        return top_gap(logits_V) <= self.strict_gap
+
+    def redo(self, tree: TokenTree, node: int) -> np.ndarray:
+        """Logits f32[V] of a node of the tree last verified, by a pass over this node alone."""
+        begin = time.perf_counter()
+        n = tree.num_nodes
+        # its twin: a sibling of the same token, for the root another root
+        parent = n if node == 0 else tree.parent_N[node]
+        feeds = self._cache.place(np.append(tree.parent_N, parent), first=n)
+        feeds["input_ids"] = tree.token_N[None, node : node + 1]
+        feeds["logit_rows"] = self._row_N[:1]
+        logits_V = self._backend.run(feeds, ["logits"])["logits"][0]
+        self._cache.unplace(n)
+        seconds = time.perf_counter() - begin
+        self.num_redone += 1
+        self.redo_seconds += seconds
+        self.run_seconds += seconds
+        return logits_V
 
     def commit(self, path: Sequence[int]) -> None:
         """Keeps the rows of these nodes of the tree last verified."""
@@ -101,7 +189,15 @@ class Target:
     def truncate(self, length: int) -> None:
         self._cache.truncate(length)
 
-    def _run(self, tree: TokenTree, row_M: np.ndarray, features: bool) -> Verified:
+    def forget(self) -> None:
+        """Drops all rows, and whoever relied on them."""
+        self.holder = None
+        self.truncate(0)
+
+    def _run(
+        self, tree: TokenTree, row_M: np.ndarray, features: bool
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Logits f32[M, V] of these rows, and the parts of all rows' features."""
         feeds = self._cache.place(tree.parent_N)
         feeds["input_ids"] = tree.token_N[None]
         feeds["logit_rows"] = row_M
@@ -109,4 +205,4 @@ class Target:
         begin = time.perf_counter()
         outputs = self._backend.run(feeds, ["logits", *feature_names])
         self.run_seconds += time.perf_counter() - begin
-        return Verified(outputs["logits"], [outputs[name] for name in feature_names])
+        return outputs["logits"], [outputs[name] for name in feature_names]

@@ -9,11 +9,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+
+from spec_runtime import payoff
 
 
 def chain_parents(num_nodes: int) -> np.ndarray:
@@ -57,15 +59,67 @@ def ancestors(parent_N: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
+class Draws:
+    """How the children of a node were drawn: from `q_C` f64[C] over tokens `id_C` i64[C], in this
+    order of candidates.
+
+    Example: ids [4, 9], q [.7, .3], order (0, 0, 1) with replacement: 4, 4 again, then 9. The
+    two 4s are one child.
+    """
+
+    id_C: np.ndarray
+    q_C: np.ndarray
+    order: tuple[int, ...]
+    with_replacement: bool
+
+
+@dataclass(frozen=True, eq=False)
+class DrawRule:
+    """Children drawn from the drafter, `widths[d]` of each node at depth d: (1, 1, 1) is a chain,
+    (3, 2) a tree of SpecInfer's kind. q is a drafter's candidates (those it returned, no others),
+    tempered and renormalised."""
+
+    widths: tuple[int, ...]
+    temperature: float
+    with_replacement: bool
+    rng: np.random.Generator
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(f"got widths {self.widths}, expected 1 or more at each depth")
+        if not self.temperature > 0:
+            raise ValueError(f"got temperature {self.temperature}, expected above 0")
+
+    def draw(self, id_C: np.ndarray, log_prob_C: np.ndarray, num_draws: int) -> Draws | None:
+        """So many draws (without replacement not more than there are candidates); None if every
+        candidate is impossible."""
+        scaled = log_prob_C.astype(np.float64) / self.temperature
+        if not scaled.max() > -math.inf:
+            return None
+        q_C = np.exp(scaled - scaled.max())
+        q_C /= q_C.sum()
+        if self.with_replacement:
+            order = self.rng.choice(len(q_C), num_draws, p=q_C)
+        else:  # the largest of log q + Gumbel noise come in the order of draws
+            possible = np.flatnonzero(q_C)
+            score = np.log(q_C[possible]) + self.rng.gumbel(size=len(possible))
+            order = possible[np.argsort(-score)[:num_draws]]
+        return Draws(id_C.copy(), q_C, tuple(order.tolist()), self.with_replacement)
+
+
+@dataclass(frozen=True, eq=False)
 class TokenTree:
     """`token_N` i64[N] and `parent_N` i64[N]; the root is its own parent.
 
     Example: tokens [5, 7, 8, 9] with parents [0, 0, 0, 1] is root 5 with children 7 and 8, and 9
-    below 7. Siblings carry different tokens.
+    below 7. Siblings carry different tokens. `log_prob_N` f64[N]: of the path to each node, where
+    the tree was grown by them. `draws`: of the nodes whose children were drawn.
     """
 
     token_N: np.ndarray
     parent_N: np.ndarray
+    log_prob_N: np.ndarray | None = None
+    draws: Mapping[int, Draws] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         n = len(self.token_N)
@@ -127,13 +181,26 @@ class Budget:
     max_nodes counts the root; nodes whose path probability is below min_probability are left
     out; max_depth (root = 0) keeps the draft inside what may still be generated. paths: a static
     tree, these nodes whatever their probability, each by its candidates' ranks from the root down:
-    ((0,), (1,), (0, 0)) is the two best guesses and the best one behind the first.
+    ((0,), (1,), (0, 0)) is the two best guesses and the best one behind the first. truth: what
+    really follows the root, to see how it is guessed; the tree is all candidates behind each of
+    these tokens, however many nodes, down to the first that is not among them. draw: children are
+    drawn, as many as max_nodes has room for, whatever their probability.
+
+    step_ms: the time t(n) of a step with n = 1, 2, … max_nodes nodes; a grown tree is then cut
+    where most tokens are expected a millisecond (payoff.py). level_ms: what each level of drafting
+    after the first adds, for a drafter that runs them one by one. reliability: what a path's
+    probability is worth, as points (predicted, observed), ascending; none = itself.
     """
 
     max_nodes: int
     min_probability: float = 0.0
     max_depth: int | None = None
     paths: tuple[tuple[int, ...], ...] | None = None
+    truth: tuple[int, ...] | None = None
+    step_ms: tuple[float, ...] = ()
+    level_ms: float = 0.0
+    reliability: tuple[tuple[float, ...], ...] = ()
+    draw: DrawRule | None = None
 
     def __post_init__(self) -> None:
         if self.max_nodes < 1:
@@ -144,6 +211,21 @@ class Budget:
             raise ValueError(f"got max_depth {self.max_depth}, expected 0 or more")
         if self.paths is not None:
             self._check_paths(self.paths)
+        if self.step_ms:
+            self._check_times()
+
+    def _check_times(self) -> None:
+        if len(self.step_ms) < self.max_nodes or min(self.step_ms) <= 0 or self.level_ms < 0:
+            raise ValueError(
+                f"got {len(self.step_ms)} step times from {min(self.step_ms)} ms and level_ms "
+                f"{self.level_ms}, expected positive ones for 1 to {self.max_nodes} nodes"
+            )
+        for (x, y), (next_x, next_y) in itertools.pairwise(((0.0, 0.0), *self.reliability)):
+            if not (x < next_x <= 1 and y <= next_y <= 1):
+                raise ValueError(
+                    f"got reliability {self.reliability!r:.80}, expected pairs (predicted, "
+                    "observed) from 0 to 1, ascending in both"
+                )
 
     def _check_paths(self, paths: tuple[tuple[int, ...], ...]) -> None:
         known = {(), *paths}
@@ -160,6 +242,11 @@ class Budget:
             )
 
     @property
+    def is_grown(self) -> bool:
+        """By path probability; else the budget says which nodes, or how they are drawn."""
+        return self.paths is None and self.truth is None and self.draw is None
+
+    @property
     def is_root_only(self) -> bool:
         return self.max_nodes == 1 or self.max_depth == 0
 
@@ -168,6 +255,12 @@ class Budget:
         if self.max_depth is not None and self.max_depth <= max_depth:
             return self
         return replace(self, max_depth=max_depth)
+
+    def behind(self, num_nodes: int) -> Budget:
+        """What is left where the tree has so many drafted nodes of another proposer already."""
+        if not (self.step_ms and self.is_grown and num_nodes):
+            return self
+        return replace(self, max_nodes=self.max_nodes - num_nodes, step_ms=self.step_ms[num_nodes:])
 
 
 class TreeBuilder:
@@ -192,8 +285,15 @@ class TreeBuilder:
             self.parents.append(parent)
         return node
 
-    def build(self) -> TokenTree:
-        return TokenTree(np.array(self.tokens, np.int64), np.array(self.parents, np.int64))
+    def build(
+        self,
+        log_probs: Sequence[float] | None = None,
+        draws: Mapping[int, Draws] | None = None,
+    ) -> TokenTree:
+        """`log_probs`: of the path to each node, if known."""
+        log_prob_N = None if log_probs is None else np.array(log_probs, np.float64)
+        tokens, parents = np.array(self.tokens, np.int64), np.array(self.parents, np.int64)
+        return TokenTree(tokens, parents, log_prob_N, draws or {})
 
 
 def grow(
@@ -212,25 +312,28 @@ def grow(
     max_depth = len(token_KC) if budget.max_depth is None else min(len(token_KC), budget.max_depth)
     if max_depth == 0:
         return tree.build()
-    if budget.paths is not None:
+    if not budget.is_grown:
         level = itertools.count()
 
         def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
             k = [next(level)] * (len(nodes) - first)
             return token_KC[k], log_prob_KC[k]
 
-        return _grow_static(root_token, expand, budget.paths, max_depth)
+        return _grow_given(root_token, expand, budget, max_depth, budget.max_nodes)
     token, log_prob = token_KC.tolist(), log_prob_KC.tolist()
     floor = math.log(budget.min_probability) if budget.min_probability > 0 else -math.inf
     num_candidates = len(token[0])
     # an entry: (-log probability, ticket, depth index, rank, parent node, parent log probability)
     heap = [(-log_prob[0][0], 0, 0, 0, 0, 0.0)]
     ticket = 0
+    path_log_prob = [0.0]
     while heap and len(tree) < budget.max_nodes:
         cost, _, k, rank, parent, parent_log_prob = heapq.heappop(heap)
         if -cost < floor or cost == math.inf:
             break
         node = tree.add(parent, token[k][rank])
+        if node == len(path_log_prob):
+            path_log_prob.append(-cost)
         if rank + 1 < num_candidates:
             sibling = -(parent_log_prob + log_prob[k][rank + 1])
             ticket += 1
@@ -238,7 +341,7 @@ def grow(
         if k + 1 < max_depth:
             ticket += 1
             heapq.heappush(heap, (cost - log_prob[k + 1][0], ticket, k + 1, 0, node, -cost))
-    return tree.build()
+    return _paying(tree.build(path_log_prob), budget)
 
 
 def grow_by_levels(
@@ -254,21 +357,22 @@ def grow_by_levels(
     `expand(nodes, first)` runs the drafter at nodes `first` … of the tree grown so far (the root
     alone at first) and returns their candidates, best first: token ids i64[n, C] and
     log-probabilities f32[n, C]. Only nodes that would be kept so far are expanded, at most
-    `max_width` a level; so many levels are run, fewer when none is left. Of a static tree all
-    inner nodes are expanded (EAGLE-1).
+    `max_width` a level; so many levels are run, fewer when none is left or no more can pay. Of a
+    static tree all inner nodes are expanded (EAGLE-1).
     """
     max_depth = num_levels if budget.max_depth is None else min(num_levels, budget.max_depth)
-    if budget.paths is not None:
-        return _grow_static(root_token, expand, budget.paths, max_depth)
+    if not budget.is_grown:
+        return _grow_given(root_token, expand, budget, max_depth, max_width)
     floor = math.log(budget.min_probability) if budget.min_probability > 0 else -math.inf
     expanded = TreeBuilder(root_token)
     log_prob = [0.0]  # of each expanded node's path
     pool: list[tuple[float, int, int, int]] = []  # (-log probability, ticket, parent, token)
-    first = 0
+    first = num_run = 0
     for depth in range(1, max_depth + 1):
         if first == len(expanded) or budget.max_nodes == 1:
             break
         id_NC, log_prob_NC = expand(expanded, first)
+        num_run = depth
         num_before = len(pool)
         rows = zip(id_NC.tolist(), log_prob_NC.tolist(), strict=True)
         for node, (ids, values) in enumerate(rows, first):
@@ -280,15 +384,79 @@ def grow_by_levels(
         if depth < max_depth:
             kept = heapq.nsmallest(budget.max_nodes - 1, pool)
             level = [entry for entry in kept if entry[1] >= num_before][:max_width]
+            if budget.step_ms and not payoff.another_level_pays(
+                _worth(kept, budget),
+                _worth(level, budget),
+                budget.step_ms,
+                budget.level_ms,
+                num_run=depth,
+                num_left=max_depth - depth,
+            ):
+                break
             for cost, _, parent, token in level:
                 expanded.add(parent, token)
                 log_prob.append(-cost)
-    tree, new_id = TreeBuilder(root_token), {0: 0}
-    for _, _, parent, token in heapq.nsmallest(budget.max_nodes - 1, pool):
+    tree, new_id, path_log_prob = TreeBuilder(root_token), {0: 0}, [0.0]
+    for cost, _, parent, token in heapq.nsmallest(budget.max_nodes - 1, pool):
         node = tree.add(new_id[parent], token)
+        if node == len(path_log_prob):
+            path_log_prob.append(-cost)
         if expanded.has(parent, token):
             new_id[expanded.add(parent, token)] = node
-    return tree.build()
+    return _paying(tree.build(path_log_prob), budget, num_run)
+
+
+def _worth(entries: list[tuple[float, int, int, int]], budget: Budget) -> np.ndarray:
+    return payoff.probabilities([-cost for cost, *_ in entries], budget.reliability)
+
+
+def _paying(tree: TokenTree, budget: Budget, num_levels: int = 1) -> TokenTree:
+    """Its best prefix, by the budget's times if it has any; nodes are in order of falling
+    probability."""
+    if not budget.step_ms or tree.num_nodes == 1:
+        return tree
+    assert tree.log_prob_N is not None, "a tree without probabilities"
+    worth_N = payoff.probabilities(tree.log_prob_N[1:], budget.reliability)
+    extra_ms = (num_levels - 1) * budget.level_ms
+    n, _ = payoff.best_size(worth_N, budget.step_ms, extra_ms)
+    return TokenTree(tree.token_N[:n], tree.parent_N[:n], tree.log_prob_N[:n])
+
+
+def _grow_given(
+    root_token: int,
+    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
+    budget: Budget,
+    max_depth: int,
+    max_width: int,
+) -> TokenTree:
+    """A tree whose nodes the budget gives; `expand` is called as by `grow_by_levels`."""
+    if budget.draw is not None:
+        return _grow_drawn(root_token, expand, budget, budget.draw, max_depth, max_width)
+    if budget.truth is not None:
+        return _grow_along(root_token, expand, budget.truth[:max_depth])
+    assert budget.paths is not None
+    return _grow_static(root_token, expand, budget.paths, max_depth)
+
+
+def _grow_along(
+    root_token: int,
+    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
+    truth: Sequence[int],
+) -> TokenTree:
+    """All candidates, best first, behind the root and each token of `truth`, until one of these is
+    not among them."""
+    tree, chain = TreeBuilder(root_token), TreeBuilder(root_token)
+    log_prob, parent = [0.0], 0
+    for depth, true_token in enumerate(truth):
+        id_NC, log_prob_NC = expand(chain, depth)
+        for token, value in zip(id_NC[0].tolist(), log_prob_NC[0].tolist(), strict=True):
+            if tree.add(parent, token) == len(log_prob):
+                log_prob.append(log_prob[parent] + value)
+        if not tree.has(parent, true_token):
+            break
+        parent = tree.add(parent, true_token)
+        chain.add(depth, true_token)
+    return tree.build(log_prob)
 
 
 def _grow_static(
@@ -316,9 +484,50 @@ def _grow_static(
     return tree.build()
 
 
+def _grow_drawn(
+    root_token: int,
+    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
+    budget: Budget,
+    rule: DrawRule,
+    max_depth: int,
+    max_width: int,
+) -> TokenTree:
+    """Children drawn level by level down to `max_depth`; `expand` is called as by
+    `grow_by_levels`, on the first `max_width` nodes of a level.
+
+    Whether a node gets children, and how many are drawn, may depend on everything but these draws
+    themselves. Equal draws share a node.
+    """
+    tree, expanded = TreeBuilder(root_token), TreeBuilder(root_token)
+    draws: dict[int, Draws] = {}
+    level, first = [0], 0  # nodes of `tree`; in `expanded`, which holds no leaf, from `first` on
+    for width in rule.widths[:max_depth]:
+        if not level or len(tree) >= budget.max_nodes:
+            break
+        id_NC, log_prob_NC = expand(expanded, first)
+        rows = list(enumerate(level, first))
+        level = []
+        for row, node in rows:
+            room = min(width, budget.max_nodes - len(tree))
+            drawn = rule.draw(id_NC[row - first], log_prob_NC[row - first], room) if room else None
+            if drawn is None:
+                continue
+            draws[node] = drawn
+            for token in dict.fromkeys(drawn.id_C[list(drawn.order)].tolist()):
+                child = tree.add(node, token)
+                if len(level) < max_width:
+                    level.append(child)
+                    expanded.add(row, token)
+        first += len(rows)
+    return tree.build(draws=draws)
+
+
 def merge(a: TokenTree, b: TokenTree, max_nodes: int) -> TokenTree:
     """Union of two trees with the same root: all of `a`, then as much of `b` as fits."""
     assert a.token_N[0] == b.token_N[0], (a.token_N[0], b.token_N[0])
+    # leaving out a draw for want of room would not be lossless
+    assert not a.draws, a.draws
+    assert not b.draws, b.draws
     tree = TreeBuilder(int(a.token_N[0]))
     for source in (a, b):
         new_id = {0: 0}

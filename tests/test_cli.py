@@ -12,8 +12,9 @@ from small import CONTEXT, toy_engine, write_small_bundle
 
 import spec_runtime
 from spec_export import cli as export_cli
-from spec_runtime import Engine, audit, bench
+from spec_runtime import Engine, audit, bench, generate
 from spec_runtime import cli as runtime_cli
+from spec_runtime.sampling import SamplingParams
 
 PROMPT = "abcabcabc"
 JSON_KEYS = [
@@ -25,6 +26,8 @@ JSON_KEYS = [
     "accepted_length",
     "steps",
     "timings",
+    "acceptance",
+    "preserves_distribution",
 ]
 FIGURES = {
     "prompts",
@@ -55,8 +58,11 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         drafter: str | None = None,
         threads: int | None = None,
         also: str | None = None,
+        profile: bool = True,
+        strict: bool = False,
     ) -> Engine:
         loaded.append(toy_engine(drafter))
+        loaded[-1].target.strict_gap = 0.01 if strict else None
         return loaded[-1]
 
     monkeypatch.setattr(spec_runtime, "load", load)
@@ -118,6 +124,100 @@ def test_generate_options_reach_the_engine(run: Run, folder: Path, engines: list
     _, out, _ = run("generate", PROMPT, "--bundle", folder, "--system", "ab", "--max-new-tokens", 9)
     with_system = toy_engine("none").generate(PROMPT, system="ab", max_new_tokens=9)
     assert out == with_system.text + "\n"
+
+
+SAMPLING: dict[str, Any] = {
+    "temperature": 1.5,
+    "top_k": 60,
+    "top_p": 0.97,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.1,
+    "seed": 3,
+    "acceptance": "typical",
+    "typical_epsilon": 0.2,
+    "typical_delta": 0.6,
+}
+
+
+@pytest.mark.parametrize("without", [*SAMPLING, "logit_bias"])
+def test_sampling_flags_have_the_names_of_the_parameters(
+    run: Run,
+    folder: Path,
+    engines: list[Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    without: str,
+) -> None:
+    """Each one reaches the engine, on its own too."""
+    seen: list[dict[str, Any]] = []
+    inner = Engine.stream
+
+    def stream(self: Engine, prompt: Any, **options: Any) -> Any:
+        seen.append(options)
+        return inner(self, prompt, **options)
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    wanted = {name: value for name, value in SAMPLING.items() if name != without}
+    flags = [
+        text for name, value in wanted.items() for text in (f"--{name}".replace("_", "-"), value)
+    ]
+    if without != "logit_bias":
+        flags += ["--logit-bias", "97=2.5", "--logit-bias", "99=-1"]
+        wanted["logit_bias"] = {97: 2.5, 99: -1.0}
+    more = ("--stop", "zz", "--draw-widths", "3,1", "--draw-with-replacement")
+    for verb, words in (("generate", [PROMPT]), ("chat", [])):
+        code, _, err = run(
+            *(verb, *words, "--bundle", folder, "--max-new-tokens", 20, *flags, *more), stdin=PROMPT
+        )
+        assert code == 0
+        assert ("not the target's distribution" in err) == (
+            {"acceptance", "temperature"}.isdisjoint({without})
+        )
+    defaults = SamplingParams()
+    for options in seen:
+        params = SamplingParams(**options)
+        for name in (*SAMPLING, "logit_bias"):
+            assert getattr(params, name) == wanted.get(name, getattr(defaults, name)), name
+        assert (params.stop, params.draw_widths) == (("zz",), (3, 1))
+        assert (params.max_new_tokens, params.draw_with_replacement) == (20, True)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--acceptance", "fast"], "got acceptance 'fast', expected one of target_sampling, "),
+        (["--logit-bias", "7"], "got --logit-bias 7, expected ID=VALUE"),
+        (["--logit-bias", "a=1"], "got --logit-bias a=1, expected ID=VALUE"),
+        (["--logit-bias", "999=1"], "got logit_bias for token 999, expected 0 to 257"),
+        (["--min-p", "2"], "got min_p 2.0, expected 0"),
+        (["--temperature", "-1"], "got temperature -1.0, expected 0"),
+        (["--draw-widths", "3;1"], "got --draw-widths 3;1, expected numbers"),
+        (["--logprobs", "2"], "got --logprobs without --json"),
+    ],
+)
+def test_bad_sampling_flags_are_one_line(
+    run: Run, folder: Path, engines: list[Engine], flags: list[str], message: str
+) -> None:
+    code, _, err = run("generate", PROMPT, "--bundle", folder, *flags)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+
+
+def test_json_with_logprobs_and_acceptance(run: Run, folder: Path, engines: list[Engine]) -> None:
+    arguments = ("generate", PROMPT, "--bundle", folder, "--max-new-tokens", 9, "--json")
+    code, out, _ = run(*arguments, "--logprobs", 2, "--temperature", 0.7, "--acceptance", "typical")
+    report = json.loads(out)
+    assert (code, list(report)) == (0, [*JSON_KEYS, "logprobs"])
+    assert (report["acceptance"], report["preserves_distribution"]) == ("typical", False)
+    assert [each["token_id"] for each in report["logprobs"]] == report["token_ids"]
+    for each in report["logprobs"]:
+        (_, best), (_, second) = each["top"]
+        assert 0 > best >= max(each["logprob"], second)
+    _, out, _ = run(*arguments, "--acceptance", "typical")  # greedy after all
+    report = json.loads(out)
+    assert (report["acceptance"], report["preserves_distribution"]) == ("greedy", True)
 
 
 def test_show_accepted_colours_drafted_tokens_only(
@@ -233,7 +333,43 @@ def test_bench_writes_the_metrics_and_prints_a_table(
     assert list(out_file.parent.iterdir()) == [out_file]
 
 
-def test_bench_swaps_who_goes_first() -> None:
+def test_bench_compares_drafters_in_one_run(
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
+) -> None:
+    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
+    code, out, _ = run(
+        *("bench", "--bundle", folder, "--prompts", prompts, "--max-new-tokens", 24),
+        *("--drafter", "prompt_lookup", "--drafter", "none", "--json", out_file),
+    )
+    assert code == 0
+    figures = json.loads(out_file.read_text())
+    assert list(figures["drafters"]) == ["prompt_lookup", "none"]
+    lookup, plain = (result["overall"] for result in figures["drafters"].values())
+    assert (plain["accepted_length"], plain["tokens"], plain["identical"]) == (1.0, 69, 1.0)
+    assert (lookup["accepted_length"] > 1, lookup["identical"]) == (True, 1.0)
+    assert lookup["plain_tokens_per_second"] == plain["plain_tokens_per_second"]
+    for row in (lookup, plain):
+        assert row["verify_ms"] == pytest.approx(1000 * row["timings"]["verify"] / row["steps"])
+    assert re.search(r"prompt_lookup .*100%", out)
+
+
+def test_bench_samples_both_ways_alike(
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
+) -> None:
+    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
+    arguments = ("bench", "--bundle", folder, "--prompts", prompts, "--json", out_file)
+    sampling = ("--max-new-tokens", 24, "--temperature", 3.0, "--seed", 2)
+    identical = []
+    for more in ((), ("--acceptance", "typical"), ("--system", "abab")):
+        assert run(*arguments, *sampling, *more)[0] == 0
+        figures = json.loads(out_file.read_text())
+        assert (figures["sampling"]["temperature"], figures["sampling"]["seed"]) == (3.0, 2)
+        identical.append(figures["overall"]["identical"])
+    assert identical == [1.0, 0.0, 1.0]  # the plain side draws whatever the rule
+    assert (figures["system"], figures["sampling"]["acceptance"]) == ("abab", "target_sampling")
+
+
+def test_bench_rotates_who_goes_first() -> None:
     engine = toy_engine()
     order: list[str] = []
 
@@ -251,13 +387,14 @@ def test_bench_swaps_who_goes_first() -> None:
             order.append(self.inner.drafter)
             return self.inner.generate(prompt, **options)
 
-    prompts = [bench.Prompt(i, "all", "abcabc") for i in range(3)]
-    recorder: Any = Recorder(engine)
-    report = bench.run(recorder, prompts, max_new_tokens=4)
-    assert len(report.pairs) == 3
-    pairs = [order[i : i + 2] for i in range(2, len(order), 2)]  # the first two warm up
-    forth, back = ["none", "prompt_lookup"], ["prompt_lookup", "none"]
-    assert pairs == [forth, back, forth]
+    prompts = [bench.Prompt(i, "all", "abcabc") for i in range(4)]
+    recorders: Any = [Recorder(engine), Recorder(engine.with_drafter("lookahead"))]
+    reports = bench.run(recorders, prompts, max_new_tokens=4)
+    assert [len(report.pairs) for report in reports] == [4, 4]
+    turns = [order[i : i + 3] for i in range(3, len(order), 3)]  # the first three warm up
+    plain_first = ["none", "prompt_lookup", "lookahead"]
+    second, third = (plain_first[i:] + plain_first[:i] for i in (1, 2))
+    assert turns == [plain_first, second, third, plain_first]
 
 
 def test_divergence_has_the_targets_logit_gap() -> None:
@@ -325,6 +462,98 @@ def test_bad_prompt_files_are_one_line_and_write_nothing(
     assert not out_file.exists()
 
 
+def test_audit_writes_figures_and_prints_a_table(
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
+) -> None:
+    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "new" / "out.json"
+    arguments = ("audit", "--bundle", folder, "--prompts", prompts, "--max-new-tokens", 24)
+    code, out, err = run(*arguments, "--json", out_file, "--reference", folder)
+    assert code == 0
+    figures = json.loads(out_file.read_text())
+    assert (figures["bundle"], figures["precision"]) == ("small", "fp32")
+    assert (figures["prompts"], figures["tokens"]) == (3, 72)
+    assert (figures["identical"], figures["real"], figures["divergences"]) == (1.0, 0, [])
+    assert figures["accepted_length"] > 1
+    assert figures["quality"]["difference"] == 0.0
+    assert figures["strict"]["rows"] == 0
+    assert "prompt 4 skipped: got a prompt of" in " ".join(err.split())
+    assert re.search(r"identical .* 100.0% of the prompts", out)
+    assert "log-probability a token" in out
+    assert list(out_file.parent.iterdir()) == [out_file]
+    assert [engine.drafter for engine in engines] == ["none", "prompt_lookup"]
+    code, out, _ = run(*arguments, "--json", out_file, "--strict", "--limit", 1)
+    assert (code, "rows redone" in out) == (0, True)
+    assert json.loads(out_file.read_text())["strict"]["rows"] > 0
+
+
+def test_audit_of_a_wrong_acceptance_exits_with_1(
+    run: Run,
+    folder: Path,
+    engines: list[Engine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def take_the_first_child(tree: Any, draw: Callable[[int], int]) -> tuple[list[int], int]:
+        path = [0, *tree.children(0)[:1]]
+        return path, draw(path[-1])
+
+    monkeypatch.setattr(generate, "by_target_sampling", take_the_first_child)
+    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
+    code, out, _ = run(
+        *("audit", "--bundle", folder, "--prompts", prompts),
+        *("--max-new-tokens", 24, "--json", out_file),
+    )
+    assert code == 1
+    figures = json.loads(out_file.read_text())
+    assert figures["real"] >= len(figures["unjustified"]) > 0
+    assert "first divergences" in out
+    assert "real" in out
+
+
+def test_audit_of_rejection_tests_a_distribution(
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
+) -> None:
+    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
+    code, out, _ = run(
+        *("audit", "--bundle", folder, "--prompts", prompts, "--json", out_file),
+        *("--acceptance", "rejection", "--temperature", 1, "--draws", 80),
+    )
+    assert code == 0
+    law = json.loads(out_file.read_text())["law"]
+    assert (law["prompt"], law["draws"]) == (1, 80)
+    assert law["count"] >= law["drafted"] > 25
+    assert "chi-square" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--acceptance", "typical"], "does not preserve the distribution"),
+        (["--acceptance", "best"], "got acceptance best, expected one of target_sampling, rejec"),
+        (["--acceptance", "rejection"], "without a temperature, expected --temperature"),
+        (["--strict", "--temperature", "0.5"], "got --strict with temperature 0.5, expected 0"),
+        (
+            ["--reference", "x", "--acceptance", "rejection", "--temperature", "1"],
+            "got a reference with acceptance rejection",
+        ),
+        (["--reference", "nowhere"], "nowhere: no manifest.json here"),
+    ],
+)
+def test_audit_refuses_in_one_line(
+    run: Run,
+    folder: Path,
+    engines: list[Engine],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    code, out, err = run("audit", "--bundle", folder, "--prompts", prompts, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert engines == []  # found out before anything slow
+
+
 def test_show(run: Run, folder: Path) -> None:
     code, out, _ = run("show", "--bundle", folder)
     assert code == 0
@@ -342,7 +571,8 @@ def test_no_bundle_is_one_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    more = {"bench": ["--prompts", str(write_prompts(tmp_path / "p"))], "generate": ["hello"]}
+    from_file = ["--prompts", str(write_prompts(tmp_path / "p"))]
+    more = {"bench": from_file, "audit": from_file, "generate": ["hello"]}
     code, out, err = run(verb, *more.get(verb, []))
     assert (code, out) == (2, "")
     assert err.startswith("error: no bundle under bundles/")

@@ -192,6 +192,26 @@ def test_a_conversation_reuses_its_past_and_answers_the_same(engine: Engine, nam
 
 
 @trained
+def test_by_rejection_its_children_are_drawn(engine: Engine, name: str) -> None:
+    """In trees of the widths asked for, the same ones for the same seed."""
+    options: dict[str, Any] = {"temperature": 1.0, "acceptance": "rejection", "draw_widths": (2, 1)}
+    options |= {"seed": 5, "max_new_tokens": 40, "ignore_eos": True, "reuse": False}
+    outputs = []
+    for _ in range(2):
+        tokens: list[int] = []
+        for step in engine.steps(PROMPTS[0], **options):
+            tokens += step.tokens
+            if step.verified is not None and len(tokens) < 37:  # later ones are cut short
+                tree = step.verified.tree
+                assert np.bincount(tree.depth_N).tolist() == [1, 2, 2]
+                assert sorted(tree.draws) == [0, 1, 2]
+        outputs.append(tokens)
+    assert outputs[0] == outputs[1]
+    assert engine.last_result is not None
+    assert engine.last_result.stats.drafted_tokens > 40
+
+
+@trained
 def test_prompts_up_to_the_context_and_beyond(engine: Engine, name: str) -> None:
     """The last tokens before the context's end are drafted in ever smaller trees."""
     limit = engine.target.max_length

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-VERBS = ("generate", "chat", "bench", "show")
+VERBS = ("generate", "chat", "bench", "audit", "tune", "show")
 
 # Which extra of the distribution brings a module that may be absent.
 EXTRAS = {

@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,8 +12,13 @@ from rich.table import Table
 
 from spec_runtime.cli import options
 
+if TYPE_CHECKING:
+    from spec_runtime.sampling import SamplingOptions
 
+
+@options.with_sampling
 def command(
+    settings: "SamplingOptions",
     prompts: Annotated[
         Path, typer.Option("--prompts", help="JSON Lines: turns (Spec-Bench), prompt or messages")
     ],
@@ -30,9 +35,18 @@ def command(
         Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here")
     ] = None,
     bundle: options.Bundle = None,
-    drafter: options.Drafter = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--drafter",
+            help="As elsewhere; several are compared in one run",
+            show_default="the bundle's first",
+        ),
+    ] = None,
     also: options.Also = None,
     threads: options.Threads = None,
+    profile: options.Profile = True,
+    system: options.System = None,
 ) -> None:
     """Compare plain and speculative decoding of one bundle, prompt by prompt."""
     from spec_runtime import bench
@@ -43,27 +57,45 @@ def command(
     if out is not None:  # found out now, not after the measurement
         out.parent.mkdir(parents=True, exist_ok=True)
     folder = bundle or bundles.find()
-    engine = options.open_engine(folder, drafter, threads, also)
+    names: list[str] | list[None] = drafter or [None]
+    engine = options.open_engine(folder, names[0], threads, also, profile)
+    engines = [engine, *(engine.with_drafter(name, also) for name in names[1:])]
     manifest = bundles.read(folder, verify=False).manifest
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("decoding", total=len(chosen))
-        report = bench.run(
-            engine,
+        reports = bench.run(
+            engines,
             chosen,
             max_new_tokens,
             on_prompt=lambda: progress.advance(task),
             on_skip=progress.console.print,
+            system=system,
+            sampling=settings,
         )
-    figures = {
+    figures: dict[str, Any] = {
         "bundle": manifest.name,
         "precision": manifest.target.precision,
         "target_modified": manifest.target.target_modified,
-        "drafter": engine.drafter,
         "threads": threads or default_threads(),
         "max_new_tokens": max_new_tokens,
-        **bench.summarise(report),
+        "system": system,
+        "sampling": settings,
     }
-    Console(highlight=False).print(_table(figures))
+    parameters = {each.name: each.config.get("parameters", 0) for each in manifest.drafters}
+    results = {
+        each.drafter: {
+            "parameters": parameters.get(each.drafter.partition("+")[0], 0),
+            **bench.summarise(report),
+        }
+        for each, report in zip(engines, reports, strict=True)
+    }
+    if len(engines) == 1:
+        figures |= {"drafter": engine.drafter, **results[engine.drafter]}
+        table = _table(figures)
+    else:
+        figures["drafters"] = results
+        table = _comparison(figures)
+    Console(highlight=False).print(table)
     if out is not None:
         temporary = out.with_name(f".{out.name}.tmp")
         temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
@@ -93,5 +125,39 @@ def _table(figures: dict[str, Any]) -> Table:
             f"{row['identical']:.0%}",
             f"{row['host_share']:.1%}",
             end_section=name == "overall",
+        )
+    return table
+
+
+def _comparison(figures: dict[str, Any]) -> Table:
+    """A row for each drafter, over all prompts."""
+    results = figures["drafters"].values()
+    overall = next(iter(results))["overall"]
+    plain = "plain of the modified target" if figures["target_modified"] else "plain"
+    table = Table(
+        title=f"{figures['bundle']} {figures['precision']}, {figures['threads']} threads, "
+        f"{overall['prompts']} prompts",
+        caption=f"{plain}: {overall['plain_tokens_per_second']:.1f} tokens/s, "
+        f"{overall['plain_verify_ms']:.1f} ms a step",
+    )
+    table.add_column("drafter", no_wrap=True)
+    heads = (
+        *("parameters", "accepted length", "nodes", "draft ms", "verify ms", "tokens/s"),
+        *("speedup", "identical"),
+    )
+    for head in heads:
+        table.add_column(head, justify="right")
+    for name, result in figures["drafters"].items():
+        row = result["overall"]
+        table.add_row(
+            name,
+            f"{result['parameters'] / 1e6:.1f} M" if result["parameters"] else "",
+            f"{row['accepted_length']:.2f}",
+            f"{row['nodes_per_step']:.1f}",
+            f"{row['draft_ms']:.1f}",
+            f"{row['verify_ms']:.1f}",
+            f"{row['tokens_per_second']:.1f}",
+            f"{row['speedup']:.2f}",
+            f"{row['identical']:.0%}",
         )
     return table

@@ -10,21 +10,20 @@ if TYPE_CHECKING:
     from spec_runtime.sampling import SamplingOptions
 
 
+@options.with_sampling
 def command(
+    settings: "SamplingOptions",
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
     also: options.Also = None,
     max_new_tokens: options.MaxNewTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
     system: options.System = None,
     threads: options.Threads = None,
+    profile: options.Profile = True,
 ) -> None:
     """Chat with the target; /reset starts anew, end of input leaves."""
-    engine = options.open_engine(bundle, drafter, threads, also)
-    settings = options.sampling(max_new_tokens, temperature, top_k, top_p, seed)
+    engine = options.open_engine(bundle, drafter, threads, also, profile)
+    settings |= {"max_new_tokens": max_new_tokens}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     interactive = sys.stdin.isatty()

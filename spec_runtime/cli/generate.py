@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from spec_runtime.sampling import SamplingOptions
 
 
+@options.with_sampling
 def command(
+    settings: "SamplingOptions",
     prompt: Annotated[
         str | None, typer.Argument(help="The prompt", show_default="standard input")
     ] = None,
@@ -22,29 +24,34 @@ def command(
     drafter: options.Drafter = None,
     also: options.Also = None,
     max_new_tokens: options.MaxNewTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End before this text; repeatable")
-    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt")] = False,
     system: options.System = None,
     threads: options.Threads = None,
+    profile: options.Profile = True,
     show_accepted: Annotated[
         bool, typer.Option("--show-accepted", help="Colour the tokens the drafter guessed")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Text, token ids and figures as one JSON object")
     ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            "--logprobs",
+            min=0,
+            help="With --json: each token's log-probability under the target, and so many of the "
+            "likeliest tokens'",
+        ),
+    ] = None,
 ) -> None:
     """Generate text from a prompt."""
+    if logprobs is not None and not as_json:
+        raise ValueError("got --logprobs without --json, where they are printed; add --json")
     if prompt is None:
         prompt = _standard_input()
-    engine = options.open_engine(bundle, drafter, threads, also)
+    engine = options.open_engine(bundle, drafter, threads, also, profile)
     prompt_ids = engine.encode(prompt, raw, system)
-    settings = options.sampling(max_new_tokens, temperature, top_k, top_p, seed, stop)
+    settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
     if as_json:
         print(json.dumps(report(engine.generate(prompt_ids, **settings))))
         return
@@ -83,9 +90,9 @@ def _standard_input() -> str:
 
 
 def report(result: "GenerationResult") -> dict[str, Any]:
-    """What ``--json`` prints; seconds throughout."""
+    """What ``--json`` prints; seconds and natural logarithms throughout."""
     stats = result.stats
-    return {
+    figures = {
         "text": result.text,
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason,
@@ -94,4 +101,9 @@ def report(result: "GenerationResult") -> dict[str, Any]:
         "accepted_length": stats.accepted_length,
         "steps": stats.steps,
         "timings": stats.timings,
+        "acceptance": result.acceptance,
+        "preserves_distribution": result.preserves_distribution,
     }
+    if result.logprobs is not None:
+        figures["logprobs"] = [each._asdict() for each in result.logprobs]
+    return figures

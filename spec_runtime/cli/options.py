@@ -1,7 +1,9 @@
 """Options that several verbs take, and the engine they name."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,48 +37,160 @@ Threads = Annotated[
         "--threads", min=1, help="CPU threads", show_default="the cores this process may use"
     ),
 ]
+Profile = Annotated[
+    bool,
+    typer.Option(
+        "--profile/--no-profile", help="Use what spec-runtime tune found on this machine, if run"
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens at most")]
-Temperature = Annotated[float, typer.Option("--temperature", min=0, help="0 is greedy")]
-TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Keep the k likeliest tokens")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Keep this much probability")]
-Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same tokens")]
 System = Annotated[str | None, typer.Option("--system", help="System prompt")]
 
 
 def open_engine(
-    bundle: Path | None, drafter: str | None, threads: int | None, also: str | None = None
+    bundle: Path | None,
+    drafter: str | None,
+    threads: int | None,
+    also: str | None = None,
+    profile: bool = True,
 ) -> "Engine":
     """The engine over ``bundle``, or over the newest one under ./bundles."""
     import spec_runtime
     from spec_runtime.bundle import find
 
-    return spec_runtime.load(bundle or find(), drafter=drafter, threads=threads, also=also)
+    return spec_runtime.load(
+        bundle or find(), drafter=drafter, threads=threads, also=also, profile=profile
+    )
 
 
 def sampling(
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int | None,
-    stop: list[str] | None = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy")] = 0.0,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", help="Keep the k likeliest tokens")
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Keep this much probability")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option("--min-p", help="Keep tokens at least this share as likely as the best"),
+    ] = None,
+    repetition_penalty: Annotated[
+        float,
+        typer.Option("--repetition-penalty", help="Divides logits of tokens seen; 1 is off"),
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float,
+        typer.Option("--presence-penalty", help="Off the logit of a token in the answer, once"),
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option("--frequency-penalty", help="The same for each time it occurs")
+    ] = 0.0,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--logit-bias", metavar="ID=VALUE", help="Added to a token's logit; repeatable"
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same tokens")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End before this text; repeatable")
+    ] = None,
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            "--acceptance",
+            help="target_sampling, rejection, or typical, which does not preserve the target's "
+            "distribution; without a temperature all three are greedy",
+        ),
+    ] = "target_sampling",
+    typical_epsilon: Annotated[
+        float, typer.Option("--typical-epsilon", help="Of typical acceptance: higher is stricter")
+    ] = 0.09,
+    typical_delta: Annotated[
+        float | None,
+        typer.Option(
+            "--typical-delta", help="Of typical acceptance", show_default="the root of epsilon"
+        ),
+    ] = None,
+    draw_widths: Annotated[
+        str | None,
+        typer.Option(
+            "--draw-widths",
+            metavar="K,K,…",
+            help="Of rejection: children drawn at each depth",
+            show_default="chains of 4",
+        ),
+    ] = None,
+    draw_with_replacement: Annotated[
+        bool, typer.Option("--draw-with-replacement", help="Of rejection: siblings may be equal")
+    ] = False,
 ) -> "SamplingOptions":
-    """The sampling options of a command line, as the engine takes them."""
-    return {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "stop": stop or (),
-    }
+    """What the engine takes, from these flags; ValueError, in one line, if it will not."""
+    from spec_runtime.sampling import SamplingOptions, SamplingParams
+
+    settings = SamplingOptions(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=dict(_bias(entry) for entry in logit_bias or ()),
+        seed=seed,
+        stop=stop or (),
+        acceptance=acceptance,
+        typical_epsilon=typical_epsilon,
+        typical_delta=typical_delta,
+        draw_widths=None if draw_widths is None else _widths(draw_widths),
+        draw_with_replacement=draw_with_replacement,
+    )
+    SamplingParams(**settings)  # before anything slow
+    return settings
+
+
+def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the flags of `sampling` for its parameter ``settings``, which gets what
+    they come to."""
+    own = inspect.signature(command).parameters
+    flags = inspect.signature(sampling).parameters
+    parameters = [each for name, each in own.items() if name != "settings"] + [*flags.values()]
+
+    def run(**values: Any) -> None:
+        settings = sampling(**{name: values.pop(name) for name in flags})
+        command(**values, settings=settings)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    run.__doc__ = command.__doc__
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [each.replace(kind=keyword) for each in parameters]
+    )
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def _bias(entry: str) -> tuple[int, float]:
+    token, _, value = entry.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ValueError(f"got --logit-bias {entry}, expected ID=VALUE, as in 42=-5") from None
+
+
+def _widths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(width) for width in text.split(","))
+    except ValueError:
+        raise ValueError(f"got --draw-widths {text}, expected numbers, as in 3,2,1") from None
 
 
 def summary_line(result: "GenerationResult") -> str:
     """One line for stderr: how much was generated, how fast, why it ended."""
     stats = result.stats
+    law = "" if result.preserves_distribution else "; not the target's distribution"
     return (
         f"{len(result.token_ids)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"accepted length {stats.accepted_length:.2f}, prefill {stats.prefill_seconds:.2f} s, "
-        f"finished by {result.finish_reason}"
+        f"finished by {result.finish_reason}{law}"
     )

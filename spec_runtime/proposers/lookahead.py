@@ -42,7 +42,8 @@ class LookaheadProposer:
     the demo). The first level is drawn from the prompt, the others fill one a step.
 
     Smaller budgets: half of the nodes at most are the pool's, and the window loses its rightmost
-    columns, also where they reach below `max_depth`. They do not come back in that generation.
+    columns, also where they reach below `max_depth`. They do not come back in that generation. A
+    root alone leaves the window as it is.
     """
 
     wants_features = False
@@ -64,6 +65,9 @@ class LookaheadProposer:
         self._level_JW = [random.Random(0).choices(prompt, k=self._window)]
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
+        if budget.is_root_only:  # the window waits
+            self._newest_W = []
+            return TokenTree.root(token)
         width = self._width(budget)
         self._level_JW = [level_W[:width] for level_W in self._level_JW]
         tree = TreeBuilder(token)

@@ -29,28 +29,30 @@ class MergedProposer:
     def __init__(self, drafter: Proposer, lookup_nodes: int) -> None:
         assert lookup_nodes >= 1, lookup_nodes
         self.wants_features = drafter.wants_features
-        self._drafter = drafter
+        self.drafter = drafter
+        self.lookup_nodes = lookup_nodes
         self._lookup = LookupProposer(max_matches=2, min_ngram=2)
-        self._lookup_nodes = lookup_nodes
 
     @property
     def run_seconds(self) -> float:
-        return self._drafter.run_seconds
+        return self.drafter.run_seconds
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._drafter.start(prompt, features_TF, reused)
+        self.drafter.start(prompt, features_TF, reused)
         self._lookup.start(prompt, None, reused)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        share = Budget(min(self._lookup_nodes + 1, budget.max_nodes), max_depth=budget.max_depth)
+        share = Budget(min(self.lookup_nodes + 1, budget.max_nodes), max_depth=budget.max_depth)
         found = self._lookup.propose(token, share)
-        drafted = self._drafter.propose(token, budget)
-        return drafted if found.num_nodes == 1 else merge(found, drafted, budget.max_nodes)
+        drafted = self.drafter.propose(token, budget.behind(found.num_nodes - 1))
+        if found.num_nodes == 1 or drafted.draws:  # drawn trees stay as they were drawn
+            return drafted
+        return merge(found, drafted, budget.max_nodes)
 
     def commit(self, step: Step) -> None:
-        self._drafter.commit(step)
+        self.drafter.commit(step)
         self._lookup.commit(step)
 
     def truncate(self, length: int) -> None:
-        self._drafter.truncate(length)
+        self.drafter.truncate(length)
         self._lookup.truncate(length)

@@ -12,6 +12,7 @@ from toy_engine import DRAFTERS, make_engine, random_prompt
 from spec_runtime import generate
 from spec_runtime.engine import Engine
 from spec_runtime.generate import Limits, Step
+from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import Sampler
 from spec_runtime.stats import Stats
 from spec_runtime.tree import Budget, TokenTree
@@ -19,6 +20,14 @@ from spec_runtime.tree import Budget, TokenTree
 SPECULATIVE = [name for name in DRAFTERS if name != "none"]
 # short loops, so that prompt lookup finds something, and drafts that are right half the time
 LOOPS: dict[str, Any] = {"num_successors": 4, "peak": 7.0, "noise": 4.0}
+# which take its loops from the target, but not all of them
+PENALTIES: dict[str, Any] = {
+    "min_p": 0.02,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.1,
+    "logit_bias": {2: 1.5, 200: 3.0},
+}
 
 
 def run(engine: Engine, prompt: list[int], **sampling: Any) -> tuple[list[int], list[Step]]:
@@ -34,7 +43,7 @@ def test_output_is_that_of_plain_decoding(form: str, drafter: str, seed: int) ->
     for sampling in (
         {"temperature": 0.0},
         {"temperature": 0.7, "seed": seed},
-        {"temperature": 1.3, "seed": seed, "top_k": 20, "top_p": 0.9},
+        {"temperature": 1.3, "seed": seed, "top_k": 20, "top_p": 0.9, **PENALTIES},
     ):
         prompt = random_prompt(seed, 3 + seed)
         options: dict[str, Any] = {"max_new_tokens": 70, "ignore_eos": True, **sampling}
@@ -53,6 +62,82 @@ def test_output_is_that_of_plain_decoding(form: str, drafter: str, seed: int) ->
         assert plain.stats.accepted_length == 1.0
         if sampling["temperature"] == 0 and seed > 2:
             assert result.stats.accepted_length > 1.1, "the draft was never right: no test"
+
+
+@pytest.mark.parametrize("drafter", SPECULATIVE)
+@pytest.mark.parametrize("acceptance", ["target_sampling", "rejection", "typical"])
+def test_greedy_is_greedy_by_every_rule(drafter: str, acceptance: str) -> None:
+    prompt, options = random_prompt(4), {"max_new_tokens": 60, "ignore_eos": True, **PENALTIES}
+    plain = make_engine("none", **LOOPS).generate(prompt, **options)
+    without = make_engine("none", **LOOPS).generate(prompt, max_new_tokens=60, ignore_eos=True)
+    assert plain.token_ids != without.token_ids, "the penalties do nothing"
+    result = make_engine(drafter, **LOOPS).generate(prompt, acceptance=acceptance, **options)
+    assert result.token_ids == plain.token_ids
+    assert (result.acceptance, result.preserves_distribution) == ("greedy", True)
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_other_rules_run_with_every_proposer(acceptance: str) -> None:
+    """Repeatable by the seed, with drafts accepted; only trained drafters' children are drawn."""
+    options: dict[str, Any] = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 0.5}
+    options |= {"seed": 3, "acceptance": acceptance}
+    for drafter in DRAFTERS:
+        engine = make_engine(drafter, **LOOPS)
+        if drafter == "parallelspec":  # and lookup beside it, for the greedy and the typical
+            engine._proposer = MergedProposer(engine._proposer, 4)
+        trees: list[TokenTree] = []
+        inner = engine._proposer.propose
+
+        def spy(token: int, budget: Budget, inner: Any = inner, trees: Any = trees) -> TokenTree:
+            trees.append(inner(token, budget))
+            return trees[-1]
+
+        engine._proposer.propose = spy  # type: ignore[method-assign]
+        result = engine.generate(random_prompt(2), **options)
+        again = engine.generate(random_prompt(2), reuse=False, **options)
+        assert again.token_ids == result.token_ids
+        assert result.acceptance == acceptance
+        assert result.preserves_distribution == (acceptance == "rejection")
+        assert result.stats.accepted_length > 1.05 or drafter == "none"
+        drawn = [bool(tree.draws) for tree in trees if tree.num_nodes > 1]
+        assert any(drawn) == (drafter == "parallelspec" and acceptance == "rejection")
+        for tree in trees:
+            if tree.draws:  # lookup adds nothing: every inner node is a drawn one
+                assert {node for node in range(tree.num_nodes) if tree.children(node)} == set(
+                    tree.draws
+                )
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_logprobs_are_the_targets_own_and_cut_like_the_tokens(drafter: str) -> None:
+    prompt = random_prompt(3)
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 1, "logit_bias": {5: 2.0}}
+    free = make_engine(drafter, peak=9.0).generate(prompt, max_new_tokens=40, **options)
+    assert free.logprobs is None
+    end = free.token_ids[20]
+    engine = make_engine(drafter, peak=9.0)
+    result = engine.generate(prompt, stop_token_ids=(end,), logprobs=2, **options)
+    assert result.token_ids == free.token_ids[: free.token_ids.index(end) + 1]
+    assert result.logprobs is not None
+    assert [each.token_id for each in result.logprobs] == result.token_ids
+    for position, each in enumerate(result.logprobs):
+        target = make_engine("none", peak=9.0).target
+        logits_V = target.prefill(prompt + result.token_ids[:position])[0].row(0)
+        log_prob_V = logits_V - np.log(np.exp(logits_V.astype(np.float64)).sum())
+        assert each.logprob == pytest.approx(log_prob_V[each.token_id], abs=1e-9)
+        best = np.argsort(-log_prob_V, kind="stable")[:2].tolist()
+        assert [token for token, _ in each.top] == best
+        assert [value for _, value in each.top] == pytest.approx(log_prob_V[best], abs=1e-9)
+    none_asked = engine.generate(prompt, max_new_tokens=3, logprobs=0).logprobs
+    assert none_asked is not None
+    assert [each.top for each in none_asked] == [[], [], []]
+
+
+def test_a_bias_for_no_token_is_an_error() -> None:
+    engine = make_engine("none")
+    with pytest.raises(ValueError, match="got logit_bias for token 258, expected 0 to 257"):
+        engine.generate([1, 2], max_new_tokens=3, logit_bias={258: 1.0})
+    assert len(engine.generate([1, 2], max_new_tokens=3).token_ids) == 3
 
 
 def test_a_seed_gives_other_tokens_than_another() -> None:
@@ -189,9 +274,9 @@ def test_noise_is_keyed_by_absolute_position(drafter: str, monkeypatch: pytest.M
     asked: list[int] = []
 
     class Spy(Sampler):
-        def __call__(self, logits_V: np.ndarray, position: int) -> int:
+        def __call__(self, logits_V: np.ndarray, position: int, path: Any = ()) -> int:
             asked.append(position)
-            return super().__call__(logits_V, position)
+            return super().__call__(logits_V, position, path)
 
     monkeypatch.setattr(generate, "Sampler", Spy)
     engine = make_engine(drafter, **LOOPS)

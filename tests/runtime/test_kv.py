@@ -243,6 +243,26 @@ def test_misuse_is_noticed(kind: type) -> None:
         cache.truncate(1)
 
 
+@pytest.mark.parametrize("form", ["slots", "contiguous"])
+def test_an_unplaced_node_gives_its_slot_back(form: str) -> None:
+    cache = open_cache(form, 16)
+    tree = np.array([0, 0, 1])
+    cache.place(tree)
+    again = []
+    for parent in (1, 3):
+        again.append(cache.place(np.append(tree, parent), first=3))
+        cache.unplace(3)
+    assert [feeds["position_ids"].tolist() for feeds in again] == [[[2]], [[0]]]
+    attended = [np.flatnonzero(feeds["mask"]).tolist() for feeds in again]
+    assert attended == [[0, 1, 3], [3]]
+    cache.commit([0, 2])
+    assert cache.length == 2
+    for wrong in (0, 4):
+        cache.place(tree)
+        with pytest.raises(AssertionError):
+            cache.unplace(wrong)
+
+
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(KeyError):
         open_cache("stateless", 4)

@@ -127,7 +127,8 @@ def test_no_node_lies_deeper_than_allowed(max_depth: int) -> None:
     proposer = full()
     tree = proposer.propose(0, Budget(100, max_depth=max_depth))
     assert int(tree.depth_N.max()) == min(max_depth, 9)
-    assert len(proposer._level_JW[0]) == max(0, min(7, max_depth - 2))
+    # where only the root is asked for, the window waits for better times
+    assert len(proposer._level_JW[0]) == (max(0, min(7, max_depth - 2)) if max_depth else 7)
     argmax_N = np.arange(tree.num_nodes)
     verified: Any = SimpleNamespace(argmax_N=argmax_N)
     proposer.commit(Step([0], 0, [0], verified=verified))

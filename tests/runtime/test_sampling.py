@@ -25,8 +25,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return p / p.sum()
 
 
-def sampler(vocab_size: int = 8, **params: Any) -> Sampler:
-    return Sampler(SamplingParams(**{"temperature": 1.0, "seed": 0, **params}), vocab_size)
+def sampler(vocab_size: int = 8, prompt: tuple[int, ...] = (), **params: Any) -> Sampler:
+    return Sampler(SamplingParams(**{"temperature": 1.0, "seed": 0, **params}), vocab_size, prompt)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -125,6 +125,66 @@ def test_top_p_is_the_smallest_set_of_that_mass(top_p: float, top_k: int | None)
     assert set(ids.tolist()) == wanted
 
 
+def test_min_p_is_a_share_of_the_best_probability() -> None:
+    logits = np.log(np.array([0.5, 0.2, 0.049, 0.051, 0.2], np.float32))
+    assert np.flatnonzero(sampler(5, min_p=0.1).probabilities(logits, 0)).tolist() == [0, 1, 3, 4]
+    assert sampler(5, min_p=0.0).survivors(logits)[0] is None
+    # of what top-k left, by its own id
+    ids, _ = sampler(5, min_p=0.3, top_k=3).survivors(logits)
+    assert ids is not None
+    assert ids.tolist() == [0, 1, 4]
+    # tempered first: 0.2 / 0.5 squared is 0.16
+    assert sampler(5, min_p=0.2, temperature=0.5).probabilities(logits, 0)[1] == 0
+
+
+def test_penalties_by_hand() -> None:
+    """Bias, then repetition over prompt and answer, then frequency and presence over the answer."""
+    params = SamplingParams(
+        repetition_penalty=2.0,
+        presence_penalty=0.5,
+        frequency_penalty=0.25,
+        logit_bias={1: 3.0, 4: -9.0},
+    )
+    draw = Sampler(params, 6, prompt=[0, 3, 3])
+    draw.commit([1, 2])
+    draw.commit([2])
+    logits = np.array([4.0, -1.0, 5.0, -2.0, 9.0, 1.0], np.float32)
+    assert draw._process is not None
+    # 0: 4 / 2; 1: (-1 + 3) / 2 - .5 - .25; 2: 5 / 2 - .5 - .5; 3: -2 · 2; 4: 9 - 9; 5: not seen
+    assert draw._process(logits, ()).tolist() == [2.0, 0.25, 1.5, -4.0, 0.0, 1.0]
+    assert logits.tolist() == [4.0, -1.0, 5.0, -2.0, 9.0, 1.0]
+    # behind the path 2, 5 on a tree: 2 a third time, 5 a first
+    assert draw._process(logits, [2, 5]).tolist() == [2.0, 0.25, 1.25, -4.0, 0.0, -0.25]
+    assert draw._process(logits, ()).tolist() == [2.0, 0.25, 1.5, -4.0, 0.0, 1.0]
+    assert draw(logits, 9) == 0  # 2 would have been the argmax
+
+
+def test_nothing_is_done_where_nothing_is_set() -> None:
+    draw = sampler()
+    assert draw._process is None
+    assert not draw.reads_path
+    assert sampler(logit_bias={1: 1.0})._process is not None
+    assert not sampler(logit_bias={1: 1.0}).reads_path
+
+
+@pytest.mark.parametrize("top_p", [None, 0.8])
+def test_draws_follow_probabilities(top_p: float | None) -> None:
+    """The distribution that acceptance by rejection works with is the one drawn from."""
+    logits = np.array([0.0, 1.0, -1.0, 2.0, 0.5, -2.0], np.float32)
+    draw = sampler(6, top_p=top_p, repetition_penalty=1.5, prompt=(3,))
+    p = draw.probabilities(logits, 0, [1, 2])
+    assert p.sum() == pytest.approx(1)
+    count = np.bincount([draw(logits, i, [1, 2]) for i in range(4000)], minlength=6)
+    assert count[p == 0].sum() == 0
+    assert chi_square(count[p > 0], p[p > 0]) < CHI_SQUARE[5]
+
+
+def test_probabilities_refuse_what_is_not_finite() -> None:
+    for bad in (np.nan, np.inf):
+        with pytest.raises(FloatingPointError, match="position 4"):
+            sampler(2).probabilities(np.array([0.0, bad], np.float32), 4)
+
+
 def test_truncated_draws_follow_the_renormalised_p() -> None:
     logits = np.linspace(0, 3, 16).astype(np.float32)
     draw = sampler(16, top_k=6)
@@ -174,7 +234,26 @@ def test_a_tree_of_drawn_tokens_leaves_the_distribution_alone() -> None:
         ({"top_k": 0}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty"),
+        ({"presence_penalty": float("nan")}, "presence_penalty"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty"),
+        ({"logit_bias": {-1: 2.0}}, "logit_bias"),
+        ({"logit_bias": {"7": 2.0}}, "logit_bias"),
+        ({"logit_bias": {7: float("-inf")}}, "logit_bias"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"acceptance": "fastest"}, "acceptance"),
+        ({"typical_epsilon": 0.0}, "typical_epsilon"),
+        ({"typical_epsilon": 1.1}, "typical_epsilon"),
+        ({"typical_delta": 0.0}, "typical_delta"),
+        ({"draw_widths": ()}, "draw_widths"),
+        ({"draw_widths": (2, 0)}, "draw_widths"),
         ({"stop": ("a", "")}, "stop"),
+        ({"stop_token_ids": (3, -1)}, "stop_token_ids"),
+        ({"stop_token_ids": ("3",)}, "stop_token_ids"),
+        ({"seed": 0.5}, "seed"),
     ],
 )
 def test_params_are_validated(params: dict[str, Any], name: str) -> None:

@@ -267,6 +267,67 @@ def test_static_trees_are_validated(bad: tuple[tuple[int, ...], ...], why: str) 
         Budget(3, paths=bad)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_grown_trees_know_their_probabilities_and_begin_with_the_smaller_ones(seed: int) -> None:
+    """What calibration builds on: of a tree of 40 nodes the first 12 are the tree of 12."""
+    table = Table(seed)
+    token_KC, log_prob_KC = map(np.stack, zip(*(table.guess((k,)) for k in range(4)), strict=True))
+
+    def both(size: int) -> list[TokenTree]:
+        by_levels = grow_by_levels(1, Table(seed).expand, Budget(size), 4, max_width=3)
+        return [grow(1, token_KC, log_prob_KC, Budget(size)), by_levels]
+
+    everything = table.everything(4)
+    independent = {
+        tuple(int(token_KC[k, r]) for k, r in enumerate(ranks)): sum(
+            float(log_prob_KC[k, r]) for k, r in enumerate(ranks)
+        )
+        for depth in range(1, 5)
+        for ranks in itertools.product(range(3), repeat=depth)
+    }
+    for expected, large, small in zip((independent, everything), both(40), both(12), strict=True):
+        assert large.log_prob_N is not None
+        found = [expected[tuple(path)] for path in paths(large)]
+        np.testing.assert_allclose(large.log_prob_N, [0.0, *found], rtol=1e-6)
+        assert small.num_nodes == 12 < large.num_nodes
+        assert paths(large)[:11] == paths(small)
+
+
+def test_along_the_truth_all_candidates_are_there() -> None:
+    token_KC = np.array([[7, 8, 9], [4, 5, 6], [1, 2, 3]])
+    log_prob_KC = np.log(np.array([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]]))
+    tree = grow(0, token_KC, log_prob_KC, Budget(2, truth=(8, 4, 3)))
+    first = [[7], [8], [9]]
+    second, third = [[8, x] for x in (4, 5, 6)], [[8, 4, x] for x in (1, 2, 3)]
+    assert paths(tree) == [*first, *second, *third]
+    assert tree.log_prob_N is not None
+    assert np.exp(tree.log_prob_N[[0, 2, 4, 9]]) == pytest.approx([1, 0.3, 0.21, 0.042])
+    # no further than the first token that is not guessed, the truth's end, the budget, the drafter
+    for truth, expected in [
+        ((7, 9, 1), [*first, [7, 4], [7, 5], [7, 6]]),
+        ((2, 4, 1), first),
+        ((8,), first),
+        ((), []),
+    ]:
+        assert paths(grow(0, token_KC, log_prob_KC, Budget(2, truth=truth))) == expected
+    shallow = Budget(2, max_depth=2, truth=(8, 4, 3))
+    assert paths(grow(0, token_KC, log_prob_KC, shallow)) == [*first, *second]
+    assert paths(grow(0, token_KC[:1], log_prob_KC[:1], Budget(2, truth=(8, 4)))) == first
+
+
+def test_along_the_truth_each_level_expands_its_token_alone() -> None:
+    table = Table(2)
+    first = int(table.guess(())[0][2])
+    truth = (first, int(table.guess((first,))[0][1]), 99)  # the last is never guessed
+    tree = grow_by_levels(1, table.expand, Budget(2, truth=truth), num_levels=5, max_width=1)
+    assert table.levels == [[()], [truth[:1]], [truth[:2]]]
+    expected = [(*truth[:k], int(token)) for k in range(3) for token in table.guess(truth[:k])[0]]
+    assert [tuple(path) for path in paths(tree)] == expected
+    table = Table(2)
+    grow_by_levels(1, table.expand, Budget(2, truth=truth), num_levels=2, max_width=1)
+    assert len(table.levels) == 2
+
+
 def test_merge_is_a_union_without_duplicates() -> None:
     a = tree_of([1, 2, 3], [0, 0, 1])
     b = tree_of([1, 5, 2, 3, 4], [0, 0, 0, 2, 2])

@@ -65,6 +65,8 @@ def test_total_acceptance_warns_sampled_or_not(caplog: pytest.LogCaptureFixture)
     assert caplog.messages == []
     for temperature in (0.0, 0.5):
         live(got, num_tokens=500, model=peaked, temperature=temperature, seed=0)
+    typical = {"temperature": 0.5, "acceptance": "typical"}  # there it is the threshold's doing
+    live(got, num_tokens=500, model=peaked, **typical)
     assert len(caplog.messages) == 2
     assert all("all drafted tokens were accepted in" in message for message in caplog.messages)
 

@@ -1,0 +1,254 @@
+"""Calibrate a bundle: how its drafters guess, measured with the bundle itself.
+
+Each prompt is answered twice by plain decoding while the drafter looks on at every position. First
+it grows its largest tree, whose first N nodes are its tree of N nodes: accepted length by N, and
+what the path probabilities are worth,
+
+    reliability(bin) = (mean path probability, share of those nodes on the answer's path, count).
+
+Then the answer is known, and it shows its candidates along it (Budget.truth):
+
+    a_k^(r) = share of positions where the answer's token k + 1 behind is the r-th guess, of those
+              where the tokens before it were among the guesses           (Medusa's tree search)
+
+Needs no torch. Knows nothing of networks, nor of what is made of these figures (tree_templates.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spec_export import reference
+from spec_runtime import bench, load
+from spec_runtime import bundle as bundles
+from spec_runtime.tree import Budget, TokenTree
+
+if TYPE_CHECKING:
+    from spec_runtime.engine import Engine
+    from spec_runtime.generate import Step
+    from spec_runtime.proposers import Proposer
+
+SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # trees whose accepted length is stored
+NUM_OCTAVES = 12  # of path probability, a row of reliability each; the last has all below
+
+
+class _Onlooker:
+    """Plain decoding past a drafter: keeps its trees, one a position, and proposes the root.
+
+    budget_at: from the position and the budget decoding would have there."""
+
+    def __init__(self, drafter: Proposer, budget_at: Callable[[int, Budget], Budget]) -> None:
+        self.wants_features = drafter.wants_features
+        self.trees: list[TokenTree] = []
+        self._drafter = drafter
+        self._budget_at = budget_at
+
+    @property
+    def run_seconds(self) -> float:
+        return self._drafter.run_seconds
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        self._drafter.start(prompt, features_TF, reused)
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        budget = self._budget_at(len(self.trees), budget)
+        self.trees.append(self._drafter.propose(token, budget))
+        return TokenTree.root(token)
+
+    def commit(self, step: Step) -> None:
+        self._drafter.commit(step)
+
+    def truncate(self, length: int) -> None:
+        self._drafter.truncate(length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What was seen of one answer of T + 1 tokens, at its T positions that have a successor.
+
+    nodes: of the tree grown at a position, those that the answer went through, root left out.
+    ranks: of the answer's tokens among the candidates behind it, down to the drafter's last level,
+    the answer's end or the first miss, which is None. predicted, observed: of all those trees'
+    nodes, path probability and whether the answer went through.
+    """
+
+    nodes: list[list[int]]
+    ranks: list[list[int | None]]
+    predicted: np.ndarray
+    observed: np.ndarray
+    num_candidates: int
+
+
+def run(
+    bundle: Path,
+    prompts: Path | None = None,
+    drafter: str | None = None,
+    max_new_tokens: int = 128,
+    threads: int | None = None,
+    on_prompt: Callable[[str, int, int], None] = lambda drafter, done, total: None,
+) -> dict[str, dict[str, Any]]:
+    """Calibrate `drafter`, or every trained drafter of `bundle`, and store it in the manifest.
+
+    prompts: a file as of `spec-runtime bench`, None = the sixteen shipped ones; those longer than
+    the context are left out. on_prompt: progress. Returns the calibrations by drafter, see
+    bundle.DrafterInfo. ValueError: a damaged bundle, no such drafter, no usable prompt.
+    """
+    opened = bundles.read(bundle)
+    manifest = opened.manifest
+    infos = manifest.drafters if drafter is None else (manifest.drafter(drafter),)
+    if not infos:
+        raise ValueError(
+            f"{bundle} has no trained drafter to calibrate; build it with one (--drafter)"
+        )
+    contents: list[Any] = list(reference.prompts())
+    if prompts is not None:
+        contents = [prompt.content for prompt in bench.read_prompts(prompts)]
+    plain = load(bundle, "none", threads, verify=False, profile=False)
+    found = {}
+    for info in infos:
+        engine, answers = plain.with_drafter(info.name, "none"), []
+        for done, content in enumerate(contents):
+            on_prompt(info.name, done, len(contents))
+            try:
+                prompt_ids = engine.encode(content)
+            except ValueError:
+                continue  # too long
+            answers.append(watch(engine, prompt_ids, max_new_tokens))
+        found[info.name] = summarise(answers)
+    drafters = tuple(
+        dataclasses.replace(info, calibration=found.get(info.name, info.calibration))
+        for info in manifest.drafters
+    )
+    bundles.write_manifest(bundle, dataclasses.replace(manifest, drafters=drafters))
+    return found
+
+
+def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
+    """Both passes over one prompt."""
+
+    def answer(budget_at: Callable[[int, Budget], Budget]) -> tuple[list[int], list[TokenTree]]:
+        onlookers: list[_Onlooker] = []
+
+        def wrap(proposer: Proposer) -> Proposer:
+            onlookers.append(_Onlooker(proposer, budget_at))
+            return onlookers[0]
+
+        watched = engine.observed(wrap)
+        result = watched.generate(prompt, max_new_tokens=max_new_tokens, reuse=False)
+        return result.token_ids, onlookers[0].trees
+
+    tokens, grown = answer(lambda position, given: Budget(SIZES[-1], max_depth=given.max_depth))
+    again, along = answer(lambda position, given: Budget(2, truth=tuple(tokens[position + 1 :])))
+    # rounding may let a GPU answer otherwise the second time; from there on nothing is known
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, again, strict=False))
+    truths = [tokens[position + 1 :] for position in range(len(list(same)) - 1)]
+    nodes, predicted, observed = [], [np.zeros(0)], [np.zeros(0, np.bool_)]
+    for tree, truth in zip(grown, truths, strict=False):
+        nodes.append(_nodes_along(tree, truth))
+        if tree.num_nodes == 1:
+            continue
+        assert tree.log_prob_N is not None, "a tree without probabilities"
+        is_on_path_N = np.isin(np.arange(tree.num_nodes), nodes[-1])
+        is_judged_N = (tree.depth_N > 0) & (tree.depth_N <= len(truth))
+        predicted.append(np.exp(np.minimum(tree.log_prob_N[is_judged_N], 0.0)))
+        observed.append(is_on_path_N[is_judged_N])
+    pairs = list(zip(along, truths, strict=False))
+    return Answer(
+        nodes,
+        [_ranks_along(tree, truth) for tree, truth in pairs],
+        np.concatenate(predicted),
+        np.concatenate(observed),
+        max((len(tree.children(0)) for tree, _ in pairs), default=0),
+    )
+
+
+def _nodes_along(tree: TokenTree, truth: Sequence[int]) -> list[int]:
+    nodes: list[int] = []
+    for token in truth:
+        node = tree.child(nodes[-1] if nodes else 0, token)
+        if node is None:
+            break
+        nodes.append(node)
+    return nodes
+
+
+def _ranks_along(tree: TokenTree, truth: Sequence[int]) -> list[int | None]:
+    node, ranks = 0, list[int | None]()
+    for token in truth:
+        children, child = tree.children(node), tree.child(node, token)
+        if not children:
+            break  # the drafter's last level
+        ranks.append(None if child is None else children.index(child))
+        if child is None:
+            break
+        node = child
+    return ranks
+
+
+def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The calibration, as bundle.DrafterInfo has it. ValueError if there is nothing to go by."""
+    answers = [answer for answer in answers if answer.nodes]
+    if not answers:
+        raise ValueError(
+            "got no answer of two tokens or more, expected prompts that fit the context and have "
+            "longer answers"
+        )
+    ranks = [ranks for answer in answers for ranks in answer.ranks]
+    num_candidates = max(answer.num_candidates for answer in answers)
+    return {
+        "prompts": len(answers),
+        "positions": len(ranks),
+        "accuracy": _accuracy(ranks, num_candidates),
+        "reliability": reliability(
+            np.concatenate([answer.predicted for answer in answers]),
+            np.concatenate([answer.observed for answer in answers]),
+        ),
+        "accepted_length": {
+            str(n): round(accepted_length([answer.nodes for answer in answers], n), 4)
+            for n in SIZES
+        },
+    }
+
+
+def _accuracy(ranks: Sequence[Sequence[int | None]], num_candidates: int) -> list[list[float]]:
+    table = []
+    for k in range(max(map(len, ranks))):
+        here = [each[k] for each in ranks if len(each) > k]
+        table.append([round(here.count(rank) / len(here), 5) for rank in range(num_candidates)])
+    return table
+
+
+def accepted_length(nodes: Sequence[Sequence[Sequence[int]]], num_nodes: int) -> float:
+    """Of decoding these answers with the first `num_nodes` nodes of the trees, root included:
+    committed tokens per step. `nodes`: per answer and position, as in Answer."""
+    num_steps = 0
+    for answer in nodes:
+        position = 0
+        while position < len(answer):
+            num_steps += 1
+            position += 1 + sum(node < num_nodes for node in answer[position])
+    return sum(map(len, nodes)) / num_steps
+
+
+def reliability(predicted: np.ndarray, observed: np.ndarray) -> list[list[float]]:
+    """Rows of (mean prediction, observed share, count) of nodes by octaves of `predicted` f64[M],
+    rising in both: neighbours of which the likelier was accepted less often are one row."""
+    with np.errstate(divide="ignore"):
+        octave_M = np.minimum(-np.log2(predicted), NUM_OCTAVES - 1).astype(np.int64)
+    rows: list[list[float]] = []  # sums until the end
+    for octave in range(NUM_OCTAVES - 1, -1, -1):
+        here = octave_M == octave
+        if here.any():
+            rows.append(
+                [float(predicted[here].sum()), float(observed[here].sum()), int(here.sum())]
+            )
+        while len(rows) > 1 and rows[-1][1] / rows[-1][2] < rows[-2][1] / rows[-2][2]:
+            last = rows.pop()
+            rows[-1] = [a + b for a, b in zip(rows[-1], last, strict=True)]
+    return [[float(f"{p / n:.4g}"), float(f"{o / n:.4g}"), n] for p, o, n in rows]

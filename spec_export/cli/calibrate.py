@@ -1,0 +1,78 @@
+"""spec-export calibrate: how a bundle's drafters guess, measured and stored in its manifest."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from spec_runtime.cli import options
+
+
+def command(
+    bundle: options.Bundle = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="JSON Lines, as for spec-runtime bench",
+            show_default="the sixteen shipped ones",
+        ),
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option("--drafter", help="A drafter of the bundle", show_default="all of them"),
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    threads: options.Threads = None,
+) -> None:
+    """Measure how often a drafter's guesses are right, by depth and rank, for trees and tune."""
+    from spec_export import calibrate
+    from spec_runtime.bundle import find
+
+    progress = Progress(console=Console(stderr=True), transient=True)
+    tasks: dict[str, Any] = {}
+
+    def show(name: str, done: int, total: int) -> None:
+        if name not in tasks:
+            progress.start()
+            tasks[name] = progress.add_task(name, total=total)
+        progress.update(tasks[name], completed=done)
+
+    try:
+        found = calibrate.run(bundle or find(), prompts, drafter, max_new_tokens, threads, show)
+    finally:
+        if tasks:  # else an empty line would come before the error's
+            progress.stop()
+    console = Console(highlight=False)
+    for name, calibration in found.items():
+        console.print(_accuracy_table(name, calibration), _length_table(calibration))
+
+
+def _accuracy_table(name: str, calibration: dict[str, Any]) -> Table:
+    table = Table(
+        title=f"{name}: target's token among the guesses, {calibration['positions']} positions of "
+        f"{calibration['prompts']} answers"
+    )
+    rows = calibration["accuracy"]
+    tops = sorted({min(top, len(rows[0])) for top in (1, 3, 5, len(rows[0]))})
+    for head in ("depth", *(f"top {top}" for top in tops)):
+        table.add_column(head, justify="right")
+    for depth, row in enumerate(rows, 1):
+        table.add_row(str(depth), *(f"{sum(row[:top]):.3f}" for top in tops))
+    return table
+
+
+def _length_table(calibration: dict[str, Any]) -> Table:
+    from spec_runtime.tree_templates import expected_accepted_length, searched
+
+    accuracy = calibration["accuracy"]
+    table = Table(title="accepted length by nodes of a tree, root included")
+    for head in ("nodes", "grown by path probability", "static, searched (expected)"):
+        table.add_column(head, justify="right")
+    for nodes, length in calibration["accepted_length"].items():
+        expected = expected_accepted_length(searched(accuracy, int(nodes)), accuracy)
+        table.add_row(nodes, f"{length:.2f}", f"{expected:.2f}")
+    return table

@@ -1,0 +1,243 @@
+"""spec-runtime audit: is speculative decoding lossless on these prompts? If not, exit code 1."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from spec_runtime.cli import options
+
+if TYPE_CHECKING:
+    from spec_runtime import Engine, law
+    from spec_runtime.bench import Prompt
+    from spec_runtime.sampling import SamplingOptions
+
+ACCEPTANCES = ("target_sampling", "rejection")
+
+
+def command(
+    prompts: Annotated[
+        Path, typer.Option("--prompts", help="JSON Lines: turns (Spec-Bench), prompt or messages")
+    ],
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help="So many prompts in all, evenly over categories"),
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0, help="0 is greedy; else same seed, same tokens")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the noise, with a temperature")] = 0,
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            "--acceptance",
+            help="target_sampling, or rejection: then a token's distribution is tested, on the "
+            "first prompt",
+        ),
+    ] = "target_sampling",
+    draws: Annotated[
+        int, typer.Option("--draws", min=50, help="Seeds of that test, from --seed on")
+    ] = 1000,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Decide near ties by one-row passes (fp32, fp16; greedy)"),
+    ] = False,
+    reference: Annotated[
+        Path | None,
+        typer.Option("--reference", help="fp32 bundle that says how likely the answers are"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here")
+    ] = None,
+    bundle: options.Bundle = None,
+    drafter: options.Drafter = None,
+    also: options.Also = None,
+    threads: options.Threads = None,
+) -> None:
+    """Check speculative decoding against plain decoding, token by token; the bundle's own trees are
+    used, whatever `tune` found. Exit code 1 if a difference is neither a near tie nor rounding."""
+    import spec_runtime
+    from spec_runtime import bench, quality
+    from spec_runtime import bundle as bundles
+
+    _check(acceptance, temperature, strict, reference)
+    chosen = bench.read_prompts(prompts, limit)
+    if out is not None:  # found out now, not after the audit
+        out.parent.mkdir(parents=True, exist_ok=True)
+    folder = bundle or bundles.find()
+    manifest = bundles.read(folder, verify=False).manifest
+    judge = None
+    if reference is not None:
+        quality.check_reference(manifest, bundles.read(reference, verify=False).manifest)
+        judge = spec_runtime.load(reference, drafter="none", threads=threads)
+    engine = spec_runtime.load(
+        folder, drafter=drafter, threads=threads, also=also, profile=False, strict=strict
+    )
+    settings: SamplingOptions = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "acceptance": acceptance,
+    }
+    figures: dict[str, Any] = {
+        "bundle": manifest.name,
+        "precision": manifest.target.precision,
+        "target_modified": manifest.target.target_modified,
+        "drafter": engine.drafter,
+        **settings,
+        "is_strict": strict,
+    }
+    console = Console(highlight=False)
+    if acceptance == "rejection":
+        found = _law(engine, chosen[0], settings, draws)
+        figures |= {"law": dataclasses.asdict(found), "real": int(found.is_real)}
+        console.print(_law_table(figures))
+    else:
+        figures |= _audit(engine, chosen, settings, manifest.target.precision, judge)
+        console.print(_table(figures))
+        if figures["divergences"]:
+            console.print(_divergences(figures["divergences"]))
+    if out is not None:
+        temporary = out.with_name(f".{out.name}.tmp")
+        temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, out)
+    if figures["real"]:
+        raise typer.Exit(1)
+
+
+def _check(acceptance: str, temperature: float, strict: bool, reference: Path | None) -> None:
+    if acceptance == "typical":
+        raise ValueError(
+            "got acceptance typical, expected target_sampling or rejection: typical acceptance "
+            "does not preserve the distribution, so there is nothing to audit"
+        )
+    if acceptance not in ACCEPTANCES:
+        raise ValueError(f"got acceptance {acceptance}, expected one of {', '.join(ACCEPTANCES)}")
+    if acceptance == "rejection" and temperature == 0:
+        raise ValueError("got acceptance rejection without a temperature, expected --temperature")
+    if acceptance == "rejection" and reference is not None:
+        raise ValueError("got a reference with acceptance rejection, expected target_sampling")
+    if strict and temperature > 0:
+        raise ValueError(f"got --strict with temperature {temperature}, expected 0: it is greedy's")
+
+
+def _audit(
+    engine: "Engine",
+    prompts: "list[Prompt]",
+    settings: "SamplingOptions",
+    precision: str,
+    reference: "Engine | None",
+) -> dict[str, Any]:
+    from spec_runtime import audit
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("auditing", total=len(prompts))
+        report = audit.run(
+            engine,
+            prompts,
+            settings,
+            precision,
+            reference,
+            on_prompt=lambda: progress.advance(task),
+            on_skip=progress.console.print,
+        )
+    return audit.summarise(report)
+
+
+def _law(engine: "Engine", prompt: "Prompt", settings: "SamplingOptions", draws: int) -> "law.Law":
+    from spec_runtime import law
+
+    prompt_ids = engine.encode(prompt.content)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("drawing", total=draws)
+        return law.of_second_token(
+            engine, prompt.id, prompt_ids, settings, draws, lambda: progress.advance(task)
+        )
+
+
+def _table(figures: dict[str, Any]) -> Table:
+    table = _empty_table(figures)
+    counts = figures["counts"]
+    table.add_row("prompts", f"{figures['prompts']}, {len(figures['skipped'])} skipped")
+    length = f"accepted length {figures['accepted_length']:.2f}"
+    table.add_row("tokens", f"{figures['tokens']}, {length}")
+    table.add_row("identical", f"{figures['identical']:.1%} of the prompts")
+    share, limit = figures["near_tie_limit"], figures["rounding_limit"]
+    table.add_row("near ties", f"{counts['near tie']} (gap up to {share:g} of the row's range)")
+    if limit > 0:
+        table.add_row("rounding", f"{counts['rounding']} (gap up to {limit:.3g} logits)")
+    table.add_row("real", f"{counts['real']} divergences")
+    table.add_row("", f"{len(figures['unjustified'])} tokens that their own row does not say")
+    table.add_row("", f"{len(figures['deviating_rows'])} rows that a one-row replay does not give")
+    table.add_row("divergences", f"{figures['divergences_per_1000_tokens']:.2f} per 1000 tokens")
+    for name, delta in figures["delta_logit"].items():
+        if delta["rows"]:
+            text = f"median {delta['median']:.3g}, maximum {delta['maximum']:.3g}"
+            table.add_row(f"|Δlogit|, {name.replace('_', ' ')}", f"{text}, {delta['rows']} rows")
+    if figures["is_strict"]:
+        strict = figures["strict"]
+        table.add_row(
+            "strict",
+            f"{strict['redone']} of {strict['rows']} rows redone ({strict['share']:.2%}), "
+            f"{strict['share_of_decoding']:.2%} of the decoding time",
+        )
+    if quality := figures["quality"]:
+        error = quality["standard_error"]
+        table.add_row(
+            "log-probability a token",
+            f"plain {quality['plain']:.4f}, speculative {quality['speculative']:.4f}, difference "
+            f"{quality['difference']:+.4f}" + ("" if error is None else f" ± {error:.4f}"),
+        )
+    return table
+
+
+def _empty_table(figures: dict[str, Any]) -> Table:
+    rule = "greedy"
+    if figures["temperature"] > 0:
+        rule = f"temperature {figures['temperature']}, {figures['acceptance']}"
+    table = Table(
+        title=f"{figures['bundle']} {figures['precision']}, drafter {figures['drafter']}, {rule}",
+        caption="plain decoding is that of the modified target"
+        if figures["target_modified"]
+        else None,
+        show_header=False,
+    )
+    table.add_column()
+    table.add_column()
+    return table
+
+
+def _law_table(figures: dict[str, Any]) -> Table:
+    table, law = _empty_table(figures), figures["law"]
+    table.add_row("prompt", str(law["prompt"]))
+    table.add_row(
+        "seeds", f"{law['draws']}; {law['count']} with {law['firsts']} common first tokens"
+    )
+    table.add_row("second token drafted", f"{law['drafted']}, accepted {law['accepted']}")
+    table.add_row("its distribution", f"chi-square {law['statistic']:.1f} in {law['bins']} bins")
+    table.add_row("p-value", f"{law['p_value']:.4f}" + (" (real)" if figures["real"] else ""))
+    return table
+
+
+def _divergences(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="first divergences")
+    for head in ("prompt", "position", "plain", "speculative", "gap", "class"):
+        table.add_column(head, justify="left" if head == "class" else "right")
+    for row in rows:
+        gap = "" if row["gap"] is None else f"{row['gap']:.3g}"
+        ids = (row["plain_id"], row["id"])
+        table.add_row(
+            str(row["prompt"]),
+            str(row["position"]),
+            *("ended" if i is None else str(i) for i in ids),
+            gap,
+            row["class"],
+        )
+    return table

@@ -1,0 +1,169 @@
+"""spec-runtime tune: finds the fastest budget on this machine and keeps it as a machine profile."""
+
+import importlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from spec_runtime.cli import options
+
+if TYPE_CHECKING:
+    from spec_runtime import Engine
+    from spec_runtime.profile import Profile
+    from spec_runtime.tune import Report
+
+
+def command(
+    bundle: options.Bundle = None,
+    drafter: options.Drafter = None,
+    also: options.Also = None,
+    threads: options.Threads = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            help="JSON Lines, as for bench; a dozen will do",
+            show_default="six short ones of its own",
+        ),
+    ] = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Predict only: no race of the best candidates")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here")
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option("--figure", metavar="FILE", help="Speed by tree size, as .svg, .png or .pdf"),
+    ] = None,
+) -> None:
+    """Measure this machine and choose the budget that is fastest on it."""
+    from spec_runtime import bundle as bundles
+    from spec_runtime import profile, tune
+
+    if figure is not None:  # found out now, not after the measurement
+        if figure.suffix not in (".svg", ".png", ".pdf"):
+            raise ValueError(
+                f"got figure {figure}, expected a name that ends in .svg, .png or .pdf"
+            )
+        importlib.import_module("matplotlib")
+    for file in filter(None, (out, figure)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    folder = bundle or bundles.find()
+    opened = bundles.read(folder, verify=False)
+    console = Console(stderr=True)
+    engine = options.open_engine(folder, drafter, threads, also, profile=False)
+    chosen = _encode(engine, prompts, console)
+    name = engine.drafter.partition("+")[0]
+    entry = next((d for d in opened.manifest.drafters if d.name == name), None)
+    columns = SpinnerColumn(), TextColumn("measuring {task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+        report = tune.tune(
+            engine,
+            chosen,
+            profile.key_of(opened, engine.drafter, threads),
+            entry.calibration if entry is not None else None,
+            max_new_tokens=max_new_tokens,
+            quick=quick,
+            sweep=figure is not None,
+            on_stage=lambda stage: progress.update(task, description=stage),
+        )
+    path = profile.write(report.profile)
+    _print(report.profile, opened.manifest.name, path)
+    if out is not None:
+        figures = {"profile": bundles.to_json(report.profile), "sweep": report.sweep}
+        temporary = out.with_name(f".{out.name}.tmp")
+        temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, out)
+    if figure is not None:
+        _draw(report, opened.manifest.name, figure)
+
+
+def _encode(engine: "Engine", prompts: Path | None, console: Console) -> list[list[int]]:
+    """Token ids of the prompts that fit the context."""
+    from spec_runtime import bench, tune
+
+    contents: list[Any] = list(tune.PROMPTS)
+    if prompts is not None:
+        contents = [prompt.content for prompt in bench.read_prompts(prompts)]
+    found = []
+    for content in contents:
+        try:
+            found.append(engine.encode(content))
+        except ValueError as error:
+            console.print(f"prompt skipped: {error}")
+    if not found:
+        raise ValueError("got no prompt that fits the context; give shorter ones with --prompts")
+    return found
+
+
+def _print(profile: "Profile", name: str, path: Path) -> None:
+    key, costs = profile.key, profile.costs
+    console = Console(highlight=False)
+    times = Table(title="one pass over a tree, ms")
+    for nodes, _ in costs.verify:
+        times.add_column(f"{nodes:g}", justify="right")
+    times.add_row(*(f"{ms:.1f}" for _, ms in costs.verify))
+    console.print(times)
+    console.print(
+        f"plain step {costs.plain:.2f} ms, drafting {costs.draft:.2f} ms"
+        + (f" + {costs.level:.2f} ms a further level" if costs.level else "")
+        + f", host {costs.host:.2f} ms a step, prefill {costs.prefill:.2f} ms a token"
+    )
+    table = Table(title=f"{name} {key.precision}, drafter {key.drafter}, {key.threads} threads")
+    table.add_column("budget")
+    heads = ("nodes", "expected speedup", "tokens/s", "speedup", "accepted length")
+    for head in heads:
+        table.add_column(head, justify="right")
+    for row in profile.candidates:
+        table.add_row(
+            row.name,
+            _number(row.nodes, 1),
+            _number(row.expected_speedup, 2),
+            _number(row.tokens_per_second, 1),
+            _number(row.speedup, 2),
+            _number(row.accepted_length, 2),
+            style="bold" if row.name == profile.chosen else "",
+        )
+    console.print(table)
+    wins = "plain decoding: the drafter will not be used" if profile.plain_wins else profile.chosen
+    from_run = "a run on the prompts" if profile.curve == "run" else "the bundle's calibration"
+    console.print(f"Chosen: {wins}. Predicted from {from_run}; kept in {path}", soft_wrap=True)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _draw(report: "Report", name: str, path: Path) -> None:
+    """Above verify's time by tree size, below the speed-ups: Medusa's figure 4b."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    key, costs = report.profile.key, report.profile.costs
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(6, 6))
+    above.plot(*zip(*costs.verify, strict=True), "o-")
+    above.set_ylabel("verify, ms")
+    above.set_ylim(bottom=0)
+    above.set_title(f"{name} {key.precision}, drafter {key.drafter.partition('+')[0]}")
+    nodes = [row["nodes"] for row in report.sweep]
+    for kind, style in (("predicted", "--"), ("measured", "o-")):
+        below.plot(nodes, [row[kind] for row in report.sweep], style, label=kind)
+    below.axhline(1.0, color="grey", linewidth=0.8)
+    below.set_xlabel("nodes of a tree")
+    below.set_ylabel("speed-up over plain decoding")
+    below.legend()
+    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    figure.savefig(temporary, bbox_inches="tight")
+    pyplot.close(figure)
+    os.replace(temporary, path)

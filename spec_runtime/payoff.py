@@ -1,0 +1,65 @@
+"""Which nodes of a draft pay for their time.
+
+A tree of n nodes, the root among them, whose drafted ones lie on paths of probability P_1 ≥ P_2 ≥ …
+and whose step takes t(n) ms commits
+
+    rate(n) = (1 + Σ_{i<n} P_i) / t(n)
+
+tokens a millisecond in expectation. t may be stepped, so the best n is looked for among all. Knows
+numbers alone: nothing of trees, nor of how the times were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def probabilities(
+    log_prob_N: Sequence[float] | np.ndarray, reliability: Sequence[Sequence[float]] = ()
+) -> np.ndarray:
+    """f64[N]: what paths of these log-probabilities are worth, by the curve `reliability` of points
+    (predicted probability, observed acceptance), ascending in both; it begins at (0, 0)."""
+    probability_N = np.exp(np.asarray(log_prob_N, np.float64))
+    if not reliability:
+        return probability_N
+    predicted, observed = np.array([(0.0, 0.0), *reliability]).T
+    return np.interp(probability_N, predicted, observed)
+
+
+def best_size(
+    probability_N: np.ndarray, step_ms: Sequence[float] | np.ndarray, extra_ms: float = 0.0
+) -> tuple[int, float]:
+    """The best n and its rate. `probability_N` falls and has no root; `step_ms[n - 1]` is t(n), to
+    which `extra_ms` comes; both may be the longer one.
+
+    Example: P = [.5, .1], t = [10, 11, 12]: rates .1, 1.5 / 11 and 1.6 / 12, so n = 2.
+    """
+    n = min(len(probability_N) + 1, len(step_ms))
+    tokens_N = 1.0 + np.concatenate([[0.0], np.cumsum(probability_N[: n - 1])])
+    rate_N = tokens_N / (np.asarray(step_ms[:n]) + extra_ms)
+    best = int(rate_N.argmax())
+    return best + 1, float(rate_N[best])
+
+
+def another_level_pays(
+    kept_N: np.ndarray,
+    level_W: np.ndarray,
+    step_ms: Sequence[float],
+    level_ms: float,
+    num_run: int,
+    num_left: int,
+) -> bool:
+    """Whether more drafting could better the rate, were all guesses right.
+
+    After `num_run` levels the best nodes have the probabilities `kept_N`, falling, and those of
+    the last level `level_W` would be expanded. All children of a node have its probability at
+    most, together, so at best one child has it all, down to the last of `num_left` levels.
+    """
+    _, rate = best_size(kept_N, step_ms, (num_run - 1) * level_ms)
+    for more in range(1, num_left + 1):
+        best_case = -np.sort(-np.concatenate([kept_N, np.tile(level_W, more)]))
+        if best_size(best_case, step_ms, (num_run - 1 + more) * level_ms)[1] > rate:
+            return True
+    return False

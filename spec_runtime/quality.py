@@ -1,0 +1,78 @@
+"""Quality of two ways of decoding: the log-likelihood of their answers under a reference target.
+
+Teacher-forced: the reference is told each token and asked how likely it was. It knows nothing of
+how the answers came about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spec_runtime.target import Target
+from spec_runtime.tree import TokenTree
+
+if TYPE_CHECKING:
+    from spec_runtime.bundle import Manifest
+
+SCORED_ROWS = 32  # at once, of all logits
+
+
+def check_reference(audited: Manifest, reference: Manifest) -> None:
+    """ValueError, one line, unless ``reference`` can judge the answers of ``audited``."""
+    if reference.target.precision != "fp32":
+        raise ValueError(f"got a reference of {reference.target.precision}, expected an fp32 one")
+    if reference.tokenizer.sha256 != audited.tokenizer.sha256:
+        raise ValueError(
+            f"got reference {reference.name} with another tokenizer than {audited.name}, expected "
+            "the same target in fp32"
+        )
+    if reference.target.max_length < audited.target.max_length:
+        raise ValueError(
+            f"got a reference with a context of {reference.target.max_length}, expected "
+            f"{audited.target.max_length} or more, as {audited.name} has"
+        )
+
+
+def log_prob(target: Target, prompt_ids: Sequence[int], output: Sequence[int]) -> float:
+    """Log-likelihood of ``output`` after the prompt, teacher-forced; overwrites the target's KV."""
+    target.forget()
+    if len(prompt_ids) > 1:
+        target.prefill(prompt_ids[:-1])
+    context = [prompt_ids[-1], *output[:-1]]
+    total = 0.0
+    for begin in range(0, len(output), SCORED_ROWS):
+        chunk = context[begin : begin + SCORED_ROWS]
+        verified = target.verify(TokenTree.chain(chunk))
+        for row, token in enumerate(output[begin : begin + SCORED_ROWS]):
+            logits_V = verified.row(row).astype(np.float64)
+            top = logits_V.max()
+            total += logits_V[token] - top - math.log(np.exp(logits_V - top).sum())
+        target.commit(range(len(chunk)))
+    return float(total)
+
+
+def compare(
+    counts: Sequence[tuple[int, int]], log_probs: Sequence[tuple[float, float]]
+) -> dict[str, Any] | None:
+    """Mean log-probability of a token, plain and speculative, and their difference, with the
+    standard error that the answers' own differences give it; None without log-likelihoods.
+
+    Of each answer the (plain, speculative) number of tokens and log-likelihood.
+    """
+    if not log_probs:
+        return None
+    count_A2, sum_A2 = np.array(counts), np.array(log_probs)
+    plain, speculative = (sum_A2.sum(0) / count_A2.sum(0)).tolist()
+    difference_A = np.diff(sum_A2 / count_A2)[:, 0]
+    n = len(counts)
+    error = float(difference_A.std(ddof=1) / math.sqrt(n)) if n > 1 else None
+    return {
+        "plain": plain,
+        "speculative": speculative,
+        "difference": speculative - plain,
+        "standard_error": error,
+    }

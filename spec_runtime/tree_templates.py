@@ -1,0 +1,167 @@
+"""Static trees by name, by search, and as a bundle gives them.
+
+A tree is written as `Budget.paths`: each node by its candidates' ranks from the root down. What it
+is worth follows from accuracies a_k^(r), the share of positions where the target's token at depth k
+is the drafter's r-th guess, given that the tokens before it were among the guesses:
+
+    E[accepted length] = 1 + sum over nodes of prod_j a_j^(r_j)             (Medusa, section 2.3)
+
+Knows nothing of tokens or of how accuracies are measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spec_runtime.bundle import BundleError
+from spec_runtime.tree import Budget, grow
+
+if TYPE_CHECKING:
+    from spec_runtime.bundle import DrafterInfo
+
+RankPath = tuple[int, ...]
+Accuracy = Sequence[Sequence[float]]  # [k][r]: of depth k + 1, rank r
+
+DEFAULT_NODES = 16  # of a searched tree, root included
+MAX_NODES = 1024  # no machine verifies more at once
+TEMPLATES = "chain:DEPTH, cartesian:WIDTH,WIDTH,…, medusa64, eagle26, searched or searched:NODES"
+
+# The papers' trees: how many children each inner node has. Medusa's of 64 nodes ("mc_sim_7b_63" in
+# its repository), which its authors found by the search below, and EAGLE-1's of 26.
+MEDUSA64: dict[RankPath, int] = {
+    (): 10,
+    **{(rank,): count for rank, count in enumerate([10, 7, 3, 2, 1, 1, 1, 1, 1, 1])},
+    **{(0, rank): count for rank, count in enumerate([10, 3, 2, 1, 1, 1, 1, 1])},
+    **{(1, 0): 2, (2, 0): 1, (0, 0, 0): 2},
+}
+EAGLE26: dict[RankPath, int] = {
+    (): 4,
+    **{(rank,): count for rank, count in enumerate([3, 2, 2, 1])},
+    **{(0, rank): count for rank, count in enumerate([3, 2, 2])},
+    **{(1, 0): 1, (0, 0, 0): 3, (0, 0, 0, 0): 2},
+}
+
+
+def chain(depth: int) -> tuple[RankPath, ...]:
+    """The best guess behind the best guess: 2 -> (0,), (0, 0)."""
+    return tuple((0,) * d for d in range(1, depth + 1))
+
+
+def cartesian(widths: Sequence[int]) -> tuple[RankPath, ...]:
+    """The `widths[k]` best guesses of depth k + 1 behind every node above: [2, 1] ->
+    (0,), (1,), (0, 0), (1, 0)."""
+    depths = range(1, len(widths) + 1)
+    return tuple(path for d in depths for path in itertools.product(*map(range, widths[:d])))
+
+
+def from_counts(children: Mapping[RankPath, int]) -> tuple[RankPath, ...]:
+    """The tree whose inner nodes have so many children: {(): 2, (0,): 1} -> (0,), (0, 0), (1,)."""
+    return tuple(sorted((*path, r) for path, count in children.items() for r in range(count)))
+
+
+def searched(accuracy: Accuracy, num_nodes: int) -> tuple[RankPath, ...]:
+    """The tree of `num_nodes` nodes, root included, with the longest expected accepted length.
+
+    Grown greedily by the node of the highest product, which is exact: no path is likelier than its
+    beginning. Smaller where all that is left was never right.
+    """
+    accuracy_KC = np.array(accuracy, np.float64)
+    rank_KC = np.argsort(-accuracy_KC, axis=1, kind="stable")
+    with np.errstate(divide="ignore"):
+        log_KC = np.log(np.take_along_axis(accuracy_KC, rank_KC, axis=1))
+    tree = grow(0, rank_KC, log_KC, Budget(num_nodes))  # its tokens are ranks
+    nodes = range(1, tree.num_nodes)
+    return tuple(tuple(tree.token_N[tree.path(node)[1:]].tolist()) for node in nodes)
+
+
+def path_probabilities(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[RankPath, float]:
+    """Of each path the product of its accuracies. ValueError: a node that the drafter, by its
+    accuracies, cannot have."""
+    depth = max((len(path) for path in paths), default=0)
+    width = 1 + max((max(path) for path in paths), default=-1)
+    if depth > len(accuracy) or width > len(accuracy[0]):
+        raise ValueError(
+            f"got a tree of {depth} levels and {width} candidates, expected at most "
+            f"{len(accuracy)} and {len(accuracy[0])}, as calibrated"
+        )
+    return {path: math.prod(accuracy[k][r] for k, r in enumerate(path)) for path in paths}
+
+
+def expected_accepted_length(paths: Sequence[RankPath], accuracy: Accuracy) -> float:
+    """Committed tokens per verify step by the formula above, bonus included."""
+    return 1 + sum(path_probabilities(paths, accuracy).values())
+
+
+def parse_tree(
+    text: str, accuracy: Accuracy | None = None, num_nodes: int = DEFAULT_NODES
+) -> Budget:
+    """The static tree that `text` names, one of TEMPLATES.
+
+    `accuracy` and `num_nodes` are for "searched". ValueError, one line, for anything else.
+
+    >>> parse_tree("cartesian:2,1").paths
+    ((0,), (1,), (0, 0), (1, 0))
+    """
+    name, colon, numbers = text.partition(":")
+    if colon and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", numbers):
+        raise ValueError(f"got tree {text!r}, expected one of {TEMPLATES}")
+    match name, [int(number) for number in numbers.split(",") if number]:
+        case "chain", [depth] if depth < MAX_NODES:
+            paths = chain(depth)
+        case "cartesian", [_, *_] as widths if _num_products(widths) < MAX_NODES:
+            paths = cartesian(widths)
+        case "medusa64", []:
+            paths = from_counts(MEDUSA64)
+        case "eagle26", []:
+            paths = from_counts(EAGLE26)
+        case "searched", [] | [_] as number:
+            if accuracy is None:
+                raise ValueError(
+                    "got tree searched for a drafter without calibration: run spec-export "
+                    "calibrate first"
+                )
+            paths = searched(accuracy, min(*number, MAX_NODES) if number else num_nodes)
+        case _:
+            raise ValueError(
+                f"got tree {text!r}, expected one of {TEMPLATES}, of {MAX_NODES} nodes at most"
+            )
+    return Budget(1 + len(paths), paths=paths)
+
+
+def _num_products(widths: Sequence[int]) -> int:
+    return sum(itertools.accumulate(widths, operator.mul))
+
+
+def paths_of(entry: DrafterInfo, num_nodes: int = DEFAULT_NODES) -> tuple[RankPath, ...] | None:
+    """The static tree of a bundle's drafter: its trees' "paths", or "template" by its name, which
+    may be searched for max_nodes nodes (`num_nodes` without); None if its trees are grown, as they
+    also are until there is a calibration to search by."""
+    paths, template = entry.trees.get("paths"), entry.trees.get("template")
+    if template is not None:
+        if paths is not None:
+            raise BundleError(f"drafter {entry.name!r}: got trees paths and template, expected one")
+        accuracy = entry.calibration["accuracy"] if entry.calibration else None
+        if accuracy is None and str(template).startswith("searched"):
+            return None
+        try:
+            budget = parse_tree(str(template), accuracy, entry.trees.get("max_nodes", num_nodes))
+        except ValueError as error:
+            raise BundleError(f"drafter {entry.name!r}: {error}") from None
+        paths = [list(path) for path in budget.paths or ()]
+    if paths is None:
+        return None
+    top_k = entry.config.get("top_k", math.inf)
+    is_list = isinstance(paths, list) and all(isinstance(path, list) for path in paths)
+    if not is_list or not all(type(r) is int and r < top_k for path in paths for r in path):
+        raise BundleError(
+            f"drafter {entry.name!r}: got trees paths {paths!r:.80}, expected lists of ranks "
+            f"below its top_k, {top_k}"
+        )
+    return tuple(tuple(path) for path in paths)

@@ -1,0 +1,516 @@
+"""The audit finds what is wrong, and calls what is not by its name; strict decoding removes it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small import small_manifest, write_small_bundle
+from toy_engine import make_proposer, random_prompt
+
+import spec_runtime
+from spec_runtime import audit, bundle, generate, law, quality
+from spec_runtime.backends.toy import ByteTokenizer, ToyTarget
+from spec_runtime.bench import Prompt
+from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.kv import open_cache
+from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
+from spec_runtime.target import NEAR_TIE, Target, top_gap
+from spec_runtime.tree import Budget, TokenTree
+
+GREEDY: SamplingOptions = {"max_new_tokens": 48, "ignore_eos": True}
+FORMS = ["slots", "contiguous"]
+
+
+class NoisyTarget(ToyTarget):
+    """A toy whose logits lie on a grid, so that ties are common, plus noise that depends on how
+    many rows a pass has. Like an engine it overwrites what it returned before."""
+
+    def __init__(self, amplitude: float = 0.0, grid: float = 0.5, **toy: Any) -> None:
+        super().__init__(**{"peak": 6.0, "noise": 4.0, "num_successors": 9, **toy})
+        self._amplitude, self._grid = amplitude, grid
+        self._returned: list[np.ndarray] = []
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        for array in self._returned:
+            array.fill(np.nan)
+        result = super().run(feeds, outputs)
+        if "logits" in result:
+            n, grid = feeds["input_ids"].shape[1], np.float32(self._grid)
+            logits_MV = np.round(result["logits"] / grid) * grid
+            for row, logits_V in zip(feeds["logit_rows"], logits_MV, strict=True):
+                rng = np.random.default_rng((n, int(feeds["position_ids"][0, row])))
+                logits_V += rng.uniform(0, self._amplitude, len(logits_V)).astype(np.float32)
+            result["logits"] = logits_MV
+        self._returned = list(result.values())
+        return result
+
+
+def make_engine(
+    backend: ToyTarget,
+    *,
+    drafter: str = "parallelspec",
+    strict_gap: float | None = None,
+    budget: Budget | None = None,
+    scratch: int = 32,
+) -> Engine:
+    target = Target(
+        backend,
+        open_cache(backend.form, backend.capacity),
+        vocab_size=backend.vocab_size,
+        max_length=backend.capacity - scratch,
+        strict_gap=strict_gap,
+    )
+
+    def open_drafter(name: str | None, also: str | None) -> OpenedDrafter:
+        name = name or drafter
+        return OpenedDrafter(name, make_proposer(name, backend, backend.form), budget or Budget(8))
+
+    opened = open_drafter(None, None)
+    return Engine(
+        target,
+        ByteTokenizer(),
+        opened.proposer,
+        drafter=opened.name,
+        budget=opened.budget,
+        open_drafter=open_drafter,
+    )
+
+
+def noisy_engine(amplitude: float, form: str = "slots", **options: Any) -> Engine:
+    vocab_size = ByteTokenizer.vocab_size
+    return make_engine(NoisyTarget(amplitude, vocab_size=vocab_size, form=form), **options)
+
+
+def prompts(number: int = 4) -> list[Prompt]:
+    contents: list[Any] = [random_prompt(i) for i in range(number)]
+    return [Prompt(i, "all", content) for i, content in enumerate(contents)]
+
+
+def figures(
+    engine: Engine, precision: str = "fp32", options: SamplingOptions = GREEDY, number: int = 4
+) -> dict[str, Any]:
+    found = audit.summarise(audit.run(engine, prompts(number), options, precision))
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def test_nothing_to_find_without_noise() -> None:
+    sampled: SamplingOptions = {**GREEDY, "temperature": 0.3, "seed": 3}
+    for options in (GREEDY, sampled):
+        found = figures(noisy_engine(0.0), options=options)
+        assert found["accepted_length"] > 1.3
+        assert (found["identical"], found["real"], found["divergences"]) == (1.0, 0, [])
+        assert found["tokens"] == found["tokens_compared"] == 4 * 48
+        assert found["delta_logit"]["tree_rows"]["rows"] > 15
+        assert found["delta_logit"]["tree_rows"]["maximum"] == 0
+        assert found["delta_logit"]["calibration"] == {"rows": 64, "median": 0, "maximum": 0}
+
+
+def test_noise_of_the_row_count_is_a_near_tie() -> None:
+    """A tie that noise of 1e-4 decides, in a range of about 9: within 1e-4 of the range."""
+    found = figures(noisy_engine(1e-4))
+    assert found["counts"]["near tie"] == len(found["divergences"]) >= 2
+    assert found["real"] == 0
+    assert found["identical"] == 1 - len(found["divergences"]) / 4
+    assert 0 < found["delta_logit"]["tree_rows"]["maximum"] <= 1e-4
+    for row in found["divergences"]:
+        assert row["class"] == "near tie"
+        assert 0 < row["gap"] <= 1e-4
+        assert row["plain_id"] != row["id"]
+    compared = sum(row["position"] + 1 for row in found["divergences"])
+    compared += 48 * (4 - len(found["divergences"]))
+    assert found["tokens_compared"] == compared
+    rate = 1000 * len(found["divergences"]) / compared
+    assert found["divergences_per_1000_tokens"] == pytest.approx(rate)
+
+
+def test_a_gap_beyond_the_noise_of_fp32_is_real_there_and_rounding_at_int8() -> None:
+    engine = noisy_engine(0.4)
+    found = figures(engine, "fp32")
+    assert found["counts"]["real"] > 0
+    assert found["deviating_rows"] != []
+    assert found["real"] == found["counts"]["real"] + len(found["deviating_rows"])
+    reduced = figures(engine, "int8")
+    assert reduced["real"] == 0
+    assert reduced["counts"]["rounding"] == found["counts"]["real"]
+    assert 0.3 < reduced["rounding_limit"] <= 0.4
+    assert all(abs(row["gap"]) <= 0.4 for row in reduced["divergences"])
+
+
+def accept_the_first_child(tree: TokenTree, draw: Callable[[int], int]) -> tuple[list[int], int]:
+    """Wrong: takes what was drafted unseen."""
+    path = [0, *tree.children(0)[:1]]
+    return path, draw(path[-1])
+
+
+def add_one(tree: TokenTree, draw: Callable[[int], int]) -> tuple[list[int], int]:
+    """Wrong: its bonus is the token after the target's."""
+    return [0], (draw(0) + 1) % 256
+
+
+@pytest.mark.parametrize("wrong", [accept_the_first_child, add_one])
+@pytest.mark.parametrize("options", [GREEDY, {**GREEDY, "temperature": 0.8, "seed": 3}])
+def test_a_wrong_acceptance_is_real(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any, options: Any
+) -> None:
+    """At int8 too, where a gap of any size may be called rounding."""
+    engine = noisy_engine(8.0)
+    right = generate.by_target_sampling
+
+    def sometimes(tree: TokenTree, draw: Callable[[int], int]) -> tuple[list[int], int]:
+        # in trees only: plain decoding stays right
+        return right(tree, draw) if tree.num_nodes == 1 else wrong(tree, draw)
+
+    monkeypatch.setattr(generate, "by_target_sampling", sometimes)
+    found = figures(engine, "int8", options)
+    assert found["real"] >= len(found["unjustified"]) > 0
+    assert not any(row["is_plain"] for row in found["unjustified"])
+    assert all(row["id"] != row["expected_id"] for row in found["unjustified"])
+
+
+def test_plain_decoding_is_judged_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "by_target_sampling", add_one)
+    found = figures(noisy_engine(0.0), number=1)
+    both = [row["is_plain"] for row in found["unjustified"]]
+    assert (both.count(True), both.count(False)) == (47, 47)
+    assert found["divergences"] == []  # both are wrong in the same way
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_wrong_rows_kept_are_real(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """Tokens that are what their rows say, on key/value rows of a rejected branch."""
+    engine = noisy_engine(1e-4 if precision == "fp32" else 0.4)
+    commit = engine.target._cache.commit
+
+    def keep_another(path: Sequence[int]) -> None:
+        placed = len(engine.target._cache._placed_N)  # type: ignore[attr-defined]
+        is_tree = 1 < placed <= 8
+        commit([*path[:-1], placed - 1] if is_tree and len(path) > 1 else path)
+
+    monkeypatch.setattr(engine.target._cache, "commit", keep_another)
+    # the chains of the calibration have 16 rows, prompts have 12: both stay as they are
+    found = figures(engine, precision)
+    assert found["unjustified"] == []
+    assert len(found["deviating_rows"]) > 0
+    assert found["real"] > 0
+
+
+def test_an_impossible_path_is_real() -> None:
+    """A path that leaves the tree's branches: its rows are of other tokens than those emitted."""
+    engine = noisy_engine(0.0)
+    steps = engine.steps
+
+    def bent(prompt: Any, **options: Any) -> Any:
+        for step in steps(prompt, **options):
+            if len(step.path) > 1:
+                step = dataclasses.replace(step, path=[0, *[n + 1 for n in step.path[1:]]])
+            yield step
+
+    engine.steps = bent  # type: ignore[method-assign]
+    found = figures(engine, number=1)
+    assert found["real"] > 0
+    assert {row["expected_id"] for row in found["unjustified"]} == {None}
+
+
+def test_scores_are_what_the_sampler_maximises() -> None:
+    params = SamplingParams(temperature=0.7, seed=5, top_k=40)
+    sampler = Sampler(params, 64)
+    rng = np.random.default_rng(0)
+    for position in range(200):
+        logits_V = rng.normal(0, 3, 64).astype(np.float32)
+        score_V = audit.scores(sampler, logits_V, position)
+        assert int(score_V.argmax()) == sampler(logits_V, position)
+        assert np.isneginf(score_V).sum() == 24
+        # in logits: a shift of one moves its score by as much
+        id = int(score_V.argmax())
+        moved_V = logits_V.copy()
+        moved_V[id] += 0.25
+        moved = audit.scores(sampler, moved_V, position)[id] - score_V[id]
+        assert moved == pytest.approx(0.25, abs=1e-5)
+
+
+def test_a_divergence_with_a_temperature_has_the_gap_of_the_scores() -> None:
+    options: SamplingOptions = {**GREEDY, "temperature": 0.8, "seed": 3}
+    engine = noisy_engine(0.4)
+    report = audit.run(engine, prompts(), options, "int8")
+    found = audit.summarise(report)
+    assert found["real"] == 0
+    assert found["counts"]["rounding"] > 0
+    answer = next(answer for answer in report.answers if answer.divergence is not None)
+    divergence = answer.divergence
+    assert divergence is not None
+    position, ids = divergence.position, (divergence.plain_id, divergence.id)
+    assert ids[0] is not None
+    assert ids[1] is not None
+    prompt_ids = random_prompt(int(answer.prompt))
+    context = [*prompt_ids, *answer.plain[:position]]
+    fresh = noisy_engine(0.4).target
+    fresh.prefill(context[:-1])
+    logits_V = fresh.verify(TokenTree.root(context[-1])).row(0)
+    sampler = Sampler(SamplingParams(**options), len(logits_V))
+
+    def score(token: int) -> float:
+        v = (float(sampler.hash_bits(len(context), np.array([token]))[0]) + 0.5) / 2**32
+        return float(logits_V[token]) / 0.8 - math.log(-math.log1p(-v))
+
+    assert divergence.gap == pytest.approx(0.8 * (score(ids[0]) - score(ids[1])), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("gap", "kind"),
+    [(0.0, "near tie"), (-0.1, "near tie"), (0.3, "rounding"), (-0.5, "rounding"), (0.6, "real")],
+)
+def test_classes(gap: float, kind: str) -> None:
+    assert audit.classify(gap, near_tie=0.1, limit=0.5) == kind
+
+
+def test_a_generation_that_ended_early_is_real() -> None:
+    assert audit.classify(None, 0.1, 0.5) == "real"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_strict_removes_near_ties(form: str) -> None:
+    loose = figures(noisy_engine(1e-4, form))
+    assert loose["counts"]["near tie"] > 0
+    assert loose["strict"]["redone"] == loose["strict"]["rows"] == 0
+    engine = noisy_engine(1e-4, form, strict_gap=NEAR_TIE)
+    strict = figures(engine)
+    assert (strict["divergences"], strict["real"]) == ([], 0)
+    assert strict["accepted_length"] > 1.3
+    counts = strict["strict"]
+    assert 0 < counts["redone"] < counts["rows"]
+    assert counts["share"] == counts["redone"] / counts["rows"]
+    assert counts["seconds"] > 0
+    assert counts["share_of_decoding"] > 0
+    # every token but the prompts' was decided by a tree's row, or by a root alone
+    assert counts["rows"] <= strict["tokens"] - 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("drafter", ["parallelspec", "lookahead"])
+def test_strict_with_every_row_redone_fills_the_context(form: str, drafter: str) -> None:
+    """The largest tree and its extra row fit up to the last token, and features stay the tree's:
+    the toy drafter checks them."""
+
+    def engine(**options: Any) -> Engine:
+        backend = NoisyTarget(0.5, vocab_size=258, capacity=72, form=form)
+        scratch = 10 if form == "slots" else 11
+        return make_engine(backend, scratch=scratch, drafter=drafter, **options)
+
+    options: dict[str, Any] = {"max_new_tokens": 500, "ignore_eos": True}
+    plain = engine().with_drafter("none").generate(random_prompt(1), **options)
+    strict = engine(strict_gap=1.0, budget=Budget(9))
+    result = strict.generate(random_prompt(1), **options)
+    assert result.token_ids == plain.token_ids
+    assert result.finish_reason == "length"
+    target = strict.target
+    assert target.num_redone == target.num_judged > 10
+    assert target.run_seconds > target.redo_seconds > 0
+    loose = engine(budget=Budget(9)).generate(random_prompt(1), **options)
+    assert loose.token_ids != plain.token_ids, "without noise no test"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_first_read_after_the_commit_stays_the_trees(form: str) -> None:
+    """Its place may be taken by then."""
+    target = noisy_engine(0.5, form, strict_gap=1.0).target
+    target.prefill([1, 2])
+    verified = target.verify(TokenTree.chain([3, 4]))
+    verified.row(0)
+    target.commit([0])
+    verified.row(1)
+    assert (target.num_judged, target.num_redone, target.length) == (1, 1, 3)
+
+
+def test_a_strict_tree_leaves_room_for_the_extra_row() -> None:
+    with pytest.raises(ValueError, match=r"got trees of 32 nodes, expected at most .* 31"):
+        noisy_engine(0.0, strict_gap=NEAR_TIE, budget=Budget(32))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.5}, {"repetition_penalty": 1.1}, {"logit_bias": {1: 2.0}}],
+)
+def test_strict_reads_raw_logits(options: dict[str, Any]) -> None:
+    engine = noisy_engine(0.0, strict_gap=NEAR_TIE)
+    with pytest.raises(ValueError, match=r"a logit bias with strict, expected none"):
+        engine.generate([1, 2], **options)
+
+
+def test_strict_refuses_low_precisions(tmp_path: Path) -> None:
+    folder = write_small_bundle(tmp_path)
+    manifest = small_manifest()
+    target = dataclasses.replace(manifest.target, precision="int8")
+    bundle.write_manifest(folder, dataclasses.replace(manifest, target=target))
+    with pytest.raises(ValueError, match="got strict with int8, expected fp32 or fp16"):
+        spec_runtime.load(folder, strict=True)
+
+
+def test_top_gap() -> None:
+    assert top_gap(np.array([1.0, 5.0, 4.0])) == 0.25
+    assert top_gap(np.array([5.0, 5.0, 1.0])) == 0.0
+    assert top_gap(np.array([0.0, 4.0])) == 1.0
+    assert top_gap(np.array([2.0, 2.0])) == 0.0
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        logits_V = rng.normal(size=9)
+        ordered = np.sort(logits_V)
+        wanted = (ordered[-1] - ordered[-2]) / (ordered[-1] - ordered[0])
+        assert top_gap(logits_V) == pytest.approx(wanted)
+
+
+def log_likelihood(engine: Engine, prompt_ids: list[int], answer: list[int]) -> float:
+    """Token by token, each from a prefill of its own."""
+    total = 0.0
+    for i, token in enumerate(answer):
+        engine.target.truncate(0)
+        logits_V = engine.target.prefill([*prompt_ids, *answer[:i]])[0].row(0).astype(float)
+        total += logits_V[token] - math.log(np.exp(logits_V).sum())
+    return total
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_quality_is_the_log_likelihood_under_the_reference(form: str) -> None:
+    options: SamplingOptions = {**GREEDY, "max_new_tokens": 70}
+
+    def make_reference() -> Engine:
+        return make_engine(ToyTarget(vocab_size=258, seed=9, form=form), drafter="none")
+
+    report = audit.run(noisy_engine(0.4), prompts(4), options, "int8", make_reference())
+    found = audit.summarise(report)["quality"]
+    by_hand = make_reference()
+    sums = [
+        [log_likelihood(by_hand, random_prompt(i), ids) for ids in (a.plain, a.speculative)]
+        for i, a in enumerate(report.answers)
+    ]
+    plain, speculative = (sum(column) / (4 * 70) for column in zip(*sums, strict=True))
+    assert plain != speculative
+    assert found["plain"] == pytest.approx(plain, rel=1e-6)
+    assert found["speculative"] == pytest.approx(speculative, rel=1e-6)
+    assert found["difference"] == pytest.approx(speculative - plain, rel=1e-6)
+    differences = [(b - a) / 70 for a, b in sums]
+    error = float(np.std(differences, ddof=1)) / 2
+    assert found["standard_error"] == pytest.approx(error, rel=1e-6)
+
+
+def test_quality_of_one_prompt_id_and_of_none() -> None:
+    engine = make_engine(ToyTarget(vocab_size=258), drafter="none")
+    wanted = log_likelihood(engine, [7], [1, 2, 3])
+    assert quality.log_prob(engine.target, [7], [1, 2, 3]) == pytest.approx(wanted)
+    assert quality.compare([(3, 3)], []) is None
+    assert quality.compare([(2, 4)], [(-4.0, -4.0)]) == {
+        "plain": -2.0,
+        "speculative": -1.0,
+        "difference": 1.0,
+        "standard_error": None,
+    }
+
+
+def test_what_a_reference_must_be() -> None:
+    ours = small_manifest()
+    quality.check_reference(ours, ours)
+    reduced = dataclasses.replace(ours, target=dataclasses.replace(ours.target, precision="int8"))
+    with pytest.raises(ValueError, match="got a reference of int8, expected an fp32 one"):
+        quality.check_reference(ours, reduced)
+    other = dataclasses.replace(ours, tokenizer=dataclasses.replace(ours.tokenizer, sha256="x"))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        quality.check_reference(ours, other)
+    shorter = dataclasses.replace(ours, target=dataclasses.replace(ours.target, max_length=16))
+    with pytest.raises(ValueError, match="got a reference with a context of 16, expected 32"):
+        quality.check_reference(ours, shorter)
+
+
+def test_prompts_that_do_not_fit_are_skipped() -> None:
+    engine = noisy_engine(0.0)
+    contents: list[Any] = [[1] * 300, [1] * engine.target.max_length, [1, 2, 3]]
+    reasons: list[str] = []
+    report = audit.run(
+        engine,
+        [Prompt(i, "all", content) for i, content in enumerate(contents)],
+        GREEDY,
+        "fp32",
+        on_skip=reasons.append,
+    )
+    assert [answer.prompt for answer in report.answers] == [2]
+    assert [row["prompt"] for row in report.skipped] == [0, 1]
+    assert "leave no room" in reasons[1]
+
+
+def test_what_cannot_be_audited_token_by_token() -> None:
+    engine = noisy_engine(0.0)
+    rejection: SamplingOptions = {"temperature": 1.0, "seed": 1, "acceptance": "rejection"}
+    with pytest.raises(ValueError, match="got acceptance rejection, expected target_sampling"):
+        audit.run(engine, prompts(1), rejection, "fp32")
+    with pytest.raises(ValueError, match="without a seed"):
+        audit.run(engine, prompts(1), {"temperature": 1.0}, "fp32")
+    with pytest.raises(ValueError, match="got no answer of 3 tokens"):
+        audit.run(engine, prompts(1), {"max_new_tokens": 2}, "int8")
+
+
+def test_chi_square_by_hand() -> None:
+    p_V = np.array([0.5, 0.3, 0.15, 0.04, 0.01])
+    counts = Counter({0: 40, 1: 40, 2: 15, 3: 5})
+    bins, statistic, p_value = law.chi_square([(counts, p_V)])
+    # 100 draws: the last two are expected 4 times and once, so they share a bin
+    assert bins == 4
+    assert statistic == pytest.approx(10**2 / 50 + 10**2 / 30 + 0 + 0)
+    assert p_value == pytest.approx(0.149, abs=0.02)  # of 5.33 with 3 degrees of freedom
+    certain = np.array([1.0, 0.0])
+    assert law.chi_square([(Counter({0: 20}), certain)])[2] == 1.0
+    bins, statistic, p_value = law.chi_square([(Counter({0: 20, 1: 1}), certain)])
+    assert bins == 2
+    assert statistic > 1e9
+    assert p_value < 1.1e-4
+    bins, statistic, p_value = law.chi_square([(counts, p_V), (counts, p_V)])
+    assert (bins, statistic) == (8, pytest.approx(2 * (2 + 10 / 3)))
+    assert p_value == pytest.approx(0.099, abs=0.02)  # of 10.67 with 6 degrees of freedom
+
+
+def soft_engine() -> Engine:
+    """Few tokens, of which several are likely, and a drafter that is often right."""
+    backend = ToyTarget(vocab_size=24, peak=2.0, noise=1.0, num_successors=6, seed=1)
+    return make_engine(backend)
+
+
+REJECTION: SamplingOptions = {"temperature": 1.0, "seed": 0, "acceptance": "rejection"}
+
+
+def test_the_law_of_rejection() -> None:
+    found = law.of_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 600)
+    assert not found.is_real
+    assert found.draws == 600
+    assert 300 < found.count <= 600
+    assert found.firsts > 1
+    assert 0.3 < found.accepted / found.count < 0.9
+    assert found.bins > 2 * found.firsts
+
+
+def test_too_few_draws_for_a_law() -> None:
+    with pytest.raises(ValueError, match="got no first token 25 times in 20 draws"):
+        law.of_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 20)
+    backend = ToyTarget(vocab_size=24)
+    plain = make_engine(backend, drafter="none")
+    with pytest.raises(ValueError, match="got no draft after the first token in 40 draws"):
+        law.of_second_token(plain, "p", [1, 2, 3], {**REJECTION, "temperature": 0.1}, 40)
+
+
+def test_the_law_of_a_biased_rule_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second draw is accepted unseen."""
+    right = generate.by_rejection
+
+    def biased(tree: TokenTree, p: Any, uniform: Any) -> tuple[list[int], int]:
+        if tree.num_nodes > 1 and uniform() < 0.5:
+            return accept_the_first_child(tree, lambda node: int(p(node).argmax()))
+        return right(tree, p, uniform)
+
+    monkeypatch.setattr(generate, "by_rejection", biased)
+    found = law.of_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 600)
+    assert found.is_real
