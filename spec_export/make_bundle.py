@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
 def build(
     model: str | None = None,
     drafters: list[str] | None = None,
-    drafter_checkpoint: Path | None = None,
+    drafter_checkpoints: Sequence[Path] = (),
     precision: str = "fp32",
     max_length: int | None = None,
     out: Path | None = None,
@@ -47,7 +48,7 @@ def build(
     """Write a bundle and return its folder (bundles/<target> by default).
 
     model: folder, hub id, GGUF file, None = the demo. drafters: names; none = the demo's shipped
-    drafter, or prompt lookup alone for another target. drafter_checkpoint: the folder `spec-export
+    drafter, or prompt lookup alone for another target. drafter_checkpoints: folders `spec-export
     train` wrote. max_length: context in tokens, 2048 or the target's own if that is less.
     draft_model: a causal LM with the target's vocabulary, given as `model` is.
     ValueError: an unknown drafter, no checkpoint for it, or weights that do not fit; nothing is
@@ -71,16 +72,13 @@ def build(
     source = target.resolve(model)
     out = out or Path("bundles") / source.name
     _require_replaceable(out)
-    only_built_in = bool(drafters) and not names and drafter_checkpoint is None
-    if draft_model is not None and (names or ["draft_model"], drafter_checkpoint) != (
-        ["draft_model"],
-        None,
-    ):
+    only_built_in = bool(drafters) and not names and not drafter_checkpoints
+    if draft_model is not None and (drafter_checkpoints or names not in ([], ["draft_model"])):
         raise ValueError(
             "got --draft-model with another drafter or a checkpoint, expected it alone"
         )
     none_saved = only_built_in or draft_model is not None
-    saved = [] if none_saved else _checkpoints(source, names, drafter_checkpoint)
+    saved = [] if none_saved else _checkpoints(source, names, drafter_checkpoints)
     for drafter in saved:
         _warn_of_doubts(drafter, source)
     with console.status("loading the target"):
@@ -194,25 +192,25 @@ def shipped(name: str) -> Path | None:
 
 
 def _checkpoints(
-    source: target.Source, names: list[str], folder: Path | None
+    source: target.Source, names: list[str], folders: Sequence[Path]
 ) -> list[checkpoint.SavedDrafter]:
-    if folder is not None:
-        saved = checkpoint.load_drafter(folder)
-        if names and names != [saved.name]:
-            raise ValueError(
-                f"got a checkpoint of {saved.name!r} for drafter {', '.join(names)}: "
-                "name one drafter, its own"
-            )
-        return [saved]
+    """Those in `folders`, then the shipped ones of the other `names`."""
+    found = [checkpoint.load_drafter(folder) for folder in folders]
+    given = [saved.name for saved in found]
+    twice = [name for name in given if given.count(name) > 1]
+    if twice:
+        raise ValueError(f"got two checkpoints of {twice[0]!r}, expected one of each drafter")
+    names = [name for name in names if name not in given]
     if source.kind != "demo":
         if names:
             raise ValueError(
                 f"got drafter {names[0]!r} for {source.name} without weights: train it with "
                 "spec-export train, then pass --drafter-checkpoint"
             )
-        return []
-    found = []
-    for name in names or [name for name in drafter_files.trainable() if shipped(name)]:
+        return found
+    if not found and not names:
+        names = [name for name in drafter_files.trainable() if shipped(name)]
+    for name in names:
         where = shipped(name)
         if where is None:
             raise ValueError(
@@ -322,7 +320,8 @@ def _drafter_info(
     measured = saved.provenance.get("validation") or {}
     return bundles.DrafterInfo(
         name=saved.name,
-        config=module.runtime_config() | {"extra_memory": round(own / target_parameters, 4)},
+        config=module.runtime_config()
+        | {"parameters": own, "extra_memory": round(own / target_parameters, 4)},
         graphs=graphs,
         draft_token_ids=ids,
         calibration=None,

@@ -14,8 +14,8 @@ def command(
         list[str] | None, typer.Option("--drafter", help="Drafter to put in; may be repeated")
     ] = None,
     drafter_checkpoint: Annotated[
-        Path | None,
-        typer.Option("--drafter-checkpoint", help="What spec-export train wrote"),
+        list[Path] | None,
+        typer.Option("--drafter-checkpoint", help="What spec-export train wrote; may be repeated"),
     ] = None,
     draft_model: Annotated[
         str | None,
@@ -45,7 +45,7 @@ def command(
     path = make_bundle.build(
         model=model,
         drafters=drafter or [],
-        drafter_checkpoint=drafter_checkpoint,
+        drafter_checkpoints=drafter_checkpoint or [],
         precision=precision.value,
         max_length=max_length,
         out=out,

@@ -381,7 +381,7 @@ def test_a_stateless_one_runs_from_the_last_feature(workshop: Workshop, tmp_path
         tmp_path / "drafter", drafter.state_dict(), "amphista", drafter.config, {}
     )
     bundle = make_bundle.build(
-        str(workshop.llama()), ["amphista"], saved, "fp32", out=tmp_path / "bundle"
+        str(workshop.llama()), ["amphista"], [saved], "fp32", out=tmp_path / "bundle"
     )
     engine = spec_runtime.load(bundle, threads=1, also="none")
     assert isinstance(engine._proposer, LastFeatureProposer)

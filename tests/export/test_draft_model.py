@@ -324,7 +324,7 @@ def test_a_given_model_is_built_into_a_bundle(workshop: Workshop, tmp_path: Path
 def test_what_a_given_model_does_not_fit(workshop: Workshop, tmp_path: Path) -> None:
     llama = str(workshop.llama())
     build, out = make_bundle.build, tmp_path / "bundle"
-    for drafters, saved in ((["medusa"], None), ([], tmp_path)):
+    for drafters, saved in ((["medusa"], ()), ([], (tmp_path,))):
         with pytest.raises(ValueError, match="got --draft-model with another drafter"):
             build(llama, drafters, saved, out=out, draft_model=llama)
     short = str(save_llama(tmp_path / "short", max_position_embeddings=32))

@@ -106,7 +106,7 @@ def test_without_a_drafter_it_drafts_by_prompt_lookup(
         ({"precision": "fp32", "reduce_range": True}, "got reduce_range with precision fp32"),
         ({"max_length": 257}, "got a max length of 257, expected at most the model's 256"),
         ({"model": "./nowhere"}, "got model './nowhere', expected an existing folder"),
-        ({"drafter_checkpoint": Path("nowhere")}, "cannot read nowhere/config.json"),
+        ({"drafter_checkpoints": [Path("nowhere")]}, "cannot read nowhere/config.json"),
     ],
 )
 def test_what_cannot_be_built(
@@ -130,7 +130,7 @@ def saved_drafter(workshop: Workshop, folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "drafters", "message"),
     [
-        ({"name": "nosuch"}, [NAME], "got a checkpoint of 'nosuch' for drafter parallelspec"),
+        ({"name": "nosuch"}, [NAME], "got drafter 'parallelspec' for llama without weights"),
         ({"name": "nosuch"}, [], "got drafter 'nosuch', expected one of parallelspec"),
         ({"state": {"fc": torch.zeros(2, 2)}}, [], "tensors do not fit: missing"),
         ({"config": {"num_mask": 3}}, [], "num_mask"),
@@ -147,9 +147,26 @@ def test_a_checkpoint_that_does_not_fit(
     folder = saved_drafter(workshop, tmp_path / "drafter", **changes)
     with pytest.raises(ValueError, match=message):
         make_bundle.build(
-            str(workshop.llama()), drafters, drafter_checkpoint=folder, out=tmp_path / "bundle"
+            str(workshop.llama()), drafters, drafter_checkpoints=[folder], out=tmp_path / "bundle"
         )
     assert not (tmp_path / "bundle").exists()
+
+
+def test_several_checkpoints_make_one_bundle(workshop: Workshop, tmp_path: Path) -> None:
+    folders = [workshop.drafter(NAME), workshop.drafter("medusa")]
+    out = make_bundle.build(
+        str(workshop.llama()), ["medusa"], drafter_checkpoints=folders, out=tmp_path / "bundle"
+    )
+    infos = bundles.read(out).manifest.drafters
+    assert [info.name for info in infos] == [NAME, "medusa"]
+    for info, folder in zip(infos, folders, strict=True):
+        own = checkpoint.load_drafter(folder).state
+        assert info.config["parameters"] == sum(tensor.numel() for tensor in own.values())
+    with pytest.raises(ValueError, match="got two checkpoints of 'medusa', expected one of each"):
+        make_bundle.build(
+            str(workshop.llama()), drafter_checkpoints=[folders[1]] * 2, out=tmp_path / "other"
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
 def test_a_doubtful_drafter_is_built_with_a_loud_warning(
@@ -161,7 +178,7 @@ def test_a_doubtful_drafter_is_built_with_a_loud_warning(
         about = {key: value for key, value in (trained | changes).items() if value is not None}
         folder = saved_drafter(workshop, tmp_path / "drafter", provenance=about)
         out = tmp_path / "bundle"
-        make_bundle.build(str(workshop.llama()), drafter_checkpoint=folder, out=out)
+        make_bundle.build(str(workshop.llama()), drafter_checkpoints=[folder], out=out)
         assert [drafter.name for drafter in bundles.read(out).manifest.drafters] == [NAME]
         lines = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
         assert len(lines) <= 1
@@ -182,7 +199,7 @@ def test_a_drafter_of_a_target_of_another_size(workshop: Workshop, tmp_path: Pat
     other = save_llama(tmp_path / "other")  # half as wide
     with pytest.raises(ValueError, match=r"tensors do not fit: .* expected"):
         make_bundle.build(
-            str(other), drafter_checkpoint=workshop.drafter(NAME), out=tmp_path / "bundle"
+            str(other), drafter_checkpoints=[workshop.drafter(NAME)], out=tmp_path / "bundle"
         )
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 

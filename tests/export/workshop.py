@@ -72,7 +72,7 @@ class Workshop:
         return make_bundle.build(
             str(self.llama()),
             [drafter],
-            self.drafter(drafter),
+            [self.drafter(drafter)],
             precision,
             out=self.folder / "bundles" / f"{drafter}-{precision}",
         )
