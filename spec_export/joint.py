@@ -6,13 +6,20 @@ L_backbone is the cross-entropy of the answer ("ce"), or KL(p_original ‖ p) wi
 the same network with its adapter off ("distill", Medusa-2's self-distillation). The drafter reads
 live features, so that its gradient reaches the target. The adapter is on every linear layer but
 the LM head, which drafters share; Medusa-2 is settings of this. What comes out is a merged target,
-in a folder of its own, and the drafter for it. Knows no drafter.
+in a folder of its own, and the drafter for it.
+
+`layer_dropout` is LayerSkip's: while the target trains, a sequence skips layer l (from 0) of L with
+probability p_max · (2^(l/(L−1)) − 1), so that what follows learns to do without.
+
+Asked for FSDP, it spreads the frozen weights of the target's layers over the processes, which is
+where the memory goes; adapter and drafter stay whole in each, as without it. Knows no drafter.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +28,16 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from spec_export import recipe
+from spec_export import target as target_files
 from spec_export.data import Example
 from spec_export.drafters.layers import Batch
-from spec_export.train import Trainer
+from spec_export.train import Trainer, Validation, console
 
 CHUNK_ROWS = 512  # rows whose [rows, V] logits exist at once
 
@@ -63,6 +75,35 @@ class JointModel(nn.Module):
         self.settings = settings
         self.drafter_weight = settings.drafter_weight
         self.trains_backbone = True
+        self._dropout_generator: torch.Generator | None = None  # None: no layer is skipped
+        if settings.layer_dropout:
+            layers = self.target.base_model.model.model.layers
+            for i, layer in enumerate(layers):
+                p = settings.layer_dropout * (2 ** (i / max(1, len(layers) - 1)) - 1)
+                # before transformers' own hook, which takes the taps
+                layer.register_forward_hook(partial(self._maybe_skip, p), prepend=True)
+        self.train()
+
+    def shard_target(self, device: torch.device) -> tuple[int, int]:
+        """Leave this process its share of the frozen weights of the target's layers, each layer's
+        gathered only while it runs. Returns how many parameters of the target it holds now, and
+        held before."""
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        before = sum(p.numel() for p in self.target.parameters())
+        whole = {p for p in self.target.parameters() if p.requires_grad}
+        # not the model around them: transformers knows it by its class, which this changes
+        for layer in self.target.base_model.model.model.layers:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        shards = {n: p for n, p in self.named_parameters() if isinstance(p, DTensor)}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, list(shards))
+        elsewhere = sum(p.numel() - p.to_local().numel() for p in shards.values())
+        return before - elsewhere, before
+
+    def _maybe_skip(self, p: float, layer: Any, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        if self._dropout_generator is None:
+            return out
+        skips_B = torch.rand(len(out), generator=self._dropout_generator) < p
+        return torch.where(skips_B.to(out.device)[:, None, None], given[0], out)
 
     def features(self, token_BT: Tensor) -> Tensor:
         """[B, T, F] of right-padded sequences: final state, then the drafter's taps."""
@@ -75,8 +116,10 @@ class JointModel(nn.Module):
     def forward(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        self._dropout_generator = generator if self.trains_backbone else None
         with torch.set_grad_enabled(self.trains_backbone):
             feature = self.features(batch.token_BT)
+        self._dropout_generator = None
         live = Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
         loss, counts = self.drafter.loss(live, generator)
         if not self.trains_backbone:
@@ -125,11 +168,19 @@ class JointTrainer(Trainer):
         out: Path,
         about: dict[str, Any],
         accelerator: Accelerator,
+        shards_target: bool = False,
     ) -> None:
+        """shards_target: see `JointModel.shard_target`; of use with several processes."""
         assert plan.joint is not None
         self.joint = plan.joint
         self.tokenizer = tokenizer
         self.both = JointModel(target, drafter, plan.joint)
+        self.is_sharded = shards_target and accelerator.num_processes > 1
+        if self.is_sharded:
+            held, whole = self.both.shard_target(accelerator.device)
+            share = f"{held / whole:.0%} of the target's {whole / 1e6:.1f} M parameters"
+            if accelerator.is_main_process:
+                console.print(f"sharded: a process holds {share}", soft_wrap=True)
         super().__init__(plan, drafter, Tokens(examples), num_training, out, about, accelerator)
 
     def trained_module(self) -> nn.Module:
@@ -144,7 +195,8 @@ class JointTrainer(Trainer):
 
     def start_step(self) -> None:
         """Stages and ramps. Medusa-2: heads alone first, or a drafter weight that rises as a
-        quarter of a sine wave."""
+        quarter of a sine wave. A drafter's own curriculum goes by `optimizer_step`."""
+        self.drafter.optimizer_step = self.step
         self.both.trains_backbone = self.step >= self.joint.drafter_only_steps
         if self.joint.drafter_ramp == "sine":
             progress = min(1.0, (self.step + 1) / self.total_steps)
@@ -157,6 +209,15 @@ class JointTrainer(Trainer):
         feature = self.both.features(batch.token_BT)
         return Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
 
+    @torch.no_grad()
+    def validate(self) -> Validation:
+        """Without the adapter's dropout."""
+        self.both.eval()
+        try:
+            return super().validate()
+        finally:
+            self.both.train()
+
     def saved_state(self) -> nn.Module:
         """The trained part: drafter and adapter, not the frozen target."""
         part = nn.Module()
@@ -168,7 +229,20 @@ class JointTrainer(Trainer):
         """Write the drafter, and the merged target beside it in `target/`."""
         folder = super().export()
         if self.accelerator.is_main_process:
-            merged = self.both.target.merge_and_unload()
+            merged = self._whole_target().merge_and_unload()
             merged.save_pretrained(self.out / "target")
             self.tokenizer.save_pretrained(self.out / "target")
         return folder
+
+    def _whole_target(self) -> Any:
+        if not self.is_sharded:
+            return self.both.target
+        again, _ = target_files.load(target_files.resolve(self.plan.model))
+        whole = JointModel(again, self.drafter, self.joint).target
+        trained = [
+            [p for p in x.parameters() if p.requires_grad] for x in (whole, self.both.target)
+        ]
+        with torch.no_grad():
+            for to, source in zip(*trained, strict=True):
+                to.copy_(source)
+        return whole

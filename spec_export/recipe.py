@@ -179,7 +179,7 @@ class JointSection:
 
     `backbone_lr` is the adapter's, `train.lr` the drafter's. For the first `drafter_only_steps` the
     adapter rests; `drafter_ramp = "sine"` raises the drafter's weight to `drafter_weight` over the
-    whole run.
+    whole run. `layer_dropout`: how often a sequence skips the target's last layer.
     """
 
     lora_rank: int = 32
@@ -191,13 +191,15 @@ class JointSection:
     drafter_weight: float = 0.2
     drafter_ramp: Literal["none", "sine"] = "none"
     drafter_only_steps: int = 0
+    layer_dropout: float = 0.0
 
     def __post_init__(self) -> None:
         _require(self.lora_rank >= 1, f"[joint] lora_rank is {self.lora_rank}, expected >= 1")
-        _require(
-            0 <= self.lora_dropout < 1,
-            f"[joint] lora_dropout is {self.lora_dropout}, expected 0 <= x < 1",
-        )
+        for name in ("lora_dropout", "layer_dropout"):
+            _require(
+                0 <= getattr(self, name) < 1,
+                f"[joint] {name} is {getattr(self, name)}, expected 0 <= x < 1",
+            )
         for name in ("lora_alpha", "backbone_lr", "drafter_weight"):
             _require(
                 getattr(self, name) > 0, f"[joint] {name} is {getattr(self, name)}, expected > 0"

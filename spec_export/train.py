@@ -3,14 +3,20 @@ with the tree in use.
 
 Knows recipes, the feature cache, checkpoints and optimisers. Knows no drafter: it calls `loss` and
 `guesses`. Each step's randomness comes from (seed, step, process), so that a resumed run repeats an
-uninterrupted one. Under `accelerate launch` every process takes its share of a step's batches.
+uninterrupted one. Under `accelerate launch` every process takes its share of a step's batches; with
+`--use_fsdp` also of the target, where that trains along (joint.py).
+
+Sequences are not packed: each batch holds sequences of about one length, whose padding is printed
+and small. So no sequence sees another, and a drafter's attention needs no mask between them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -18,6 +24,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import parse_flag_from_env
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
@@ -119,9 +126,12 @@ def run(
     about = checkpoint.collect_provenance(
         recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
     )
-    accelerator = Accelerator(
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)]
-    )
+    # accelerate's own FSDP would cut up the drafter, which is small and used outside of `forward`
+    wants_shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    os.environ.pop("ACCELERATE_USE_FSDP", None)
+    rests = plan.joint is not None and plan.joint.drafter_only_steps > 0
+    exchange = DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=rests)
+    accelerator = Accelerator(kwargs_handlers=[exchange])
     del backbone
     trainer: Trainer
     if plan.joint is None:
@@ -130,6 +140,8 @@ def run(
             model = model.to(accelerator.device, torch.bfloat16)
             _build_features(folder, training, held_out, model, source.name, taps)
         accelerator.wait_for_everyone()
+        if wants_shards and accelerator.is_main_process:
+            console.print("FSDP: nothing to shard, a frozen target is not there in training")
         stored = features.FeatureCache(folder, taps)
         del model
         trainer = Trainer(plan, drafter, stored, len(training), out, about, accelerator)
@@ -138,7 +150,16 @@ def run(
 
         about["target_modified"] = True
         trainer = joint.JointTrainer(
-            plan, model, tokenizer, drafter, ordered, len(training), out, about, accelerator
+            plan,
+            model,
+            tokenizer,
+            drafter,
+            ordered,
+            len(training),
+            out,
+            about,
+            accelerator,
+            shards_target=wants_shards,
         )
     if resume:
         trainer.resume()
@@ -262,6 +283,8 @@ class Trainer:
 
     def train(self) -> None:
         """From `self.step` to the end: log, validate, checkpoint."""
+        share = padding_share(self.cache.length_N, self._epoch_batches(0))
+        self._print(f"batches: {share:.1%} padding")
         settings, started, tokens = self.settings, time.monotonic(), 0
         last = self.step == self.total_steps
         while not last:
@@ -457,6 +480,13 @@ class Trainer:
             about,
             self.drafter.draft_token_ids.cpu().numpy(),
         )
+
+
+def padding_share(length_N: np.ndarray, batches: Sequence[np.ndarray]) -> float:
+    """How much of the batches' positions is padding: `batches` are indices of sequences, padded to
+    their batch's longest. Lengths 2, 4, 4 as [0, 1] and [2]: 2 of 12 positions."""
+    positions = sum(len(batch) * int(length_N[batch].max()) for batch in batches)
+    return 1 - sum(int(length_N[batch].sum()) for batch in batches) / positions
 
 
 def guess_accuracy(

@@ -5,6 +5,17 @@
 x^E_p what comes out of layer E at position p. In this code's rows, guess k of row t is read at
 position t + 1 + k: every guess is the same function, one token on. Norm and W are all that learns;
 the loss is the mean of (1−s) · CE(q, token) + s · CE(q, p), p the target's distribution.
+
+With `exit_layers`, meant for joint training, it is LayerSkip's early-exit loss, whose gradient
+teaches the target to be done earlier:
+
+    L_t = Σ_{l ∈ C_t} e(l) · CE_l / Σ_{l ∈ C_t} e(l),   e(l) = Σ_{i<l} i = l(l−1)/2,
+
+CE_l the loss above read behind layer l through the same g, C_t the exits on at optimiser step t: E
+always, of the others every R-th, rotating. The paper's sum takes the last layer in as one more
+exit; here that share is [joint]'s backbone_weight : drafter_weight, in which the paper's common
+scale of all e(l) is contained. The paper lets E rotate with the rest.
+
 Its graph holds the target's own layers, so it is made from the backbone as the bundle has it. Knows
 nothing of files, optimisers or engines.
 """
@@ -32,7 +43,7 @@ HEADS = ("target", "trained")
 class Config:
     """`layers` E of the target run a level, at most `num_guesses` levels of `max_width` nodes.
     `head`: target (behind its norm, whose scale alone learns) or trained (a residual block
-    more)."""
+    more). `exit_layers`: exits trained besides E, every `exit_every`-th of them a step (R)."""
 
     layers: int = 8
     head: str = "trained"
@@ -40,6 +51,8 @@ class Config:
     max_width: int = 8
     top_k: int = 10
     soft_weight: float = 0.5
+    exit_layers: tuple[int, ...] = ()
+    exit_every: int = 1
 
     def __post_init__(self) -> None:
         if self.head not in HEADS:
@@ -51,17 +64,28 @@ class Config:
             )
         if not 0 <= self.soft_weight <= 1:
             raise ValueError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
+        if self.exit_layers and (min(self.taps) < 2 or len(set(self.taps)) < len(self.taps)):
+            raise ValueError(
+                f"got layers {self.layers} and exit_layers {list(self.exit_layers)}, expected "
+                "different layers from 2 on: the loss behind layer 1 has weight 0"
+            )
+        if not 1 <= self.exit_every <= max(1, len(self.exit_layers)):
+            raise ValueError(
+                f"got exit_every {self.exit_every} of {len(self.exit_layers)} exit_layers, "
+                "expected at least 1 and at most as many"
+            )
 
     @property
     def taps(self) -> tuple[int, ...]:
         """What training reads; the graph computes it."""
-        return (self.layers,)
+        return (self.layers, *self.exit_layers)
 
 
 class Drafter(DrafterBase):
     """The trainable part: the norm's scale, and the block."""
 
     config: Config
+    optimizer_step = 0  # t; joint training counts it
 
     def __init__(
         self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
@@ -76,32 +100,49 @@ class Drafter(DrafterBase):
         normed = F.rms_norm(exit_rows, (self.dims.hidden_size,), self.norm, self.dims.norm_eps)
         return self.block(normed) if self.config.head == "trained" else normed
 
-    def _exit_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Layer E's output and the target's final feature at positions 1 … T-1, [B, T-1, D]
-        each."""
+    def _rows(self, batch: Batch) -> tuple[Tensor, dict[int, Tensor]]:
+        """The target's final feature, and what comes out of each tapped layer, at positions 1 …
+        T-1: [B, T-1, D] each."""
         assert batch.feature_BTF is not None, "it reads the target's layers"
-        final, at_exit = batch.feature_BTF[:, 1:].float().chunk(2, dim=-1)
-        return at_exit, final
+        final, *exits = batch.feature_BTF[:, 1:].float().split(self.dims.hidden_size, dim=-1)
+        return final, dict(zip(self.config.taps, exits, strict=True))
+
+    def exit_shares(self) -> dict[int, float]:
+        """The exits of this step, E first, and their shares of the loss.
+
+        E = 2 and exit_layers (3, 4), one a step: {2: 1/4, 3: 3/4}, then {2: 1/7, 4: 6/7}.
+        """
+        c = self.config
+        active = [c.layers, *c.exit_layers[self.optimizer_step % c.exit_every :: c.exit_every]]
+        if len(active) == 1:
+            return {c.layers: 1.0}
+        scale = {layer: layer * (layer - 1) / 2 for layer in active}
+        return {layer: e / sum(scale.values()) for layer, e in scale.items()}
 
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a batch and, per guess k, `correct_K` and `count_K`: the rows that far in."""
-        at_exit_BRD, final_BRD = self._exit_rows(batch)
+        final_BRD, exits = self._rows(batch)
         label_BR = self.labels(batch, 1)[..., 0]
         keep_BR = label_BR != IGNORED
-        rows_ND, label_N = self.head_rows(at_exit_BRD[keep_BR]), label_BR[keep_BR]
-        weight_N = torch.full_like(label_N, 1 / max(len(label_N), 1), dtype=torch.float32)
-        loss, top_N = head_cross_entropy(
-            rows_ND,
-            self.head_VD.to(rows_ND.dtype),
-            label_N,
-            weight_N,
-            final_BRD[keep_BR].to(rows_ND.dtype),
-            self.config.soft_weight,
-        )
+        label_N, final_ND = label_BR[keep_BR], final_BRD[keep_BR]
+        loss, hits = final_ND.new_zeros(()), []
+        for layer, share in self.exit_shares().items():
+            rows_ND = self.head_rows(exits[layer][keep_BR])
+            weight_N = torch.full_like(label_N, share / max(len(label_N), 1), dtype=torch.float32)
+            part, top_N = head_cross_entropy(
+                rows_ND,
+                self.head_VD.to(rows_ND.dtype),
+                label_N,
+                weight_N,
+                final_ND.to(rows_ND.dtype),
+                self.config.soft_weight,
+            )
+            loss = loss + part
+            hits.append(top_N == label_N)
         hit_BR = torch.zeros_like(keep_BR)
-        hit_BR[keep_BR] = top_N == label_N
+        hit_BR[keep_BR] = hits[0]  # of E
         starts = range(self.config.num_guesses)
         correct_K = torch.stack([hit_BR[:, k:].sum() for k in starts])
         return loss, {
@@ -113,7 +154,7 @@ class Drafter(DrafterBase):
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
         """Top guesses at every row: token ids i64 and log-probabilities f32, both [B, T-1, K,
         top_k]; zeros past the end."""
-        at_exit_BRD, _ = self._exit_rows(batch)
+        at_exit_BRD = self._rows(batch)[1][self.config.layers]
         ids, log_probs = self.top_guesses(at_exit_BRD, self.head_rows, top_k)
         K = self.config.num_guesses
         ahead = (F.pad(x, (0, 0, 0, K - 1)).unfold(1, K, 1) for x in (ids, log_probs))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +19,16 @@ from torch.nn import functional as F
 
 import spec_runtime
 from spec_export import joint, make_bundle, recipe, target, train
+from spec_export.decoder import Backbone
+from spec_export.drafters import skip_layer
 from spec_export.drafters.layers import Batch
 
 RECIPE = """
 [target]
 model = "./llama"
 [drafter]
-name = "parallelspec"
-num_masks = 1
-taps = [1]
 top_k = 5
+{options}
 [data]
 path = "data.jsonl"
 max_length = 64
@@ -40,12 +45,18 @@ lora_rank = 4
 lora_dropout = 0.0
 backbone_lr = 2e-3
 """
+DRAFTERS = {
+    "recipe": 'name = "parallelspec"\nnum_masks = 1\ntaps = [1]',
+    "semi_autoregressive": 'name = "semi_autoregressive"\nhead_width = 16\nnum_guesses = 2',
+    "skip_layer": 'name = "skip_layer"\nlayers = 2\nhead = "target"\nexit_layers = [3]',
+}
+every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("joint")
-    save_llama(folder / "llama")
+    save_llama(folder / "llama", num_hidden_layers=4)
     rows = [
         {
             "messages": [
@@ -56,7 +67,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(10)
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "recipe.toml").write_text(RECIPE)
+    for name, options in DRAFTERS.items():
+        (folder / f"{name}.toml").write_text(RECIPE.replace("{options}", options))
     return folder / "recipe.toml"
 
 
@@ -89,8 +101,11 @@ def some_batch(made: joint.JointTrainer) -> Batch:
         return made.batch(made._epoch_batches(0)[0])
 
 
-def test_a_joint_run_leaves_a_merged_target_and_its_drafter(path: Path, tmp_path: Path) -> None:
-    folder = train.run(path, [], tmp_path / "run")
+@every_drafter
+def test_a_joint_run_leaves_a_merged_target_and_its_drafter(
+    path: Path, tmp_path: Path, drafter: str
+) -> None:
+    folder = train.run(path.with_stem(drafter), [], tmp_path / "run")
     before, _ = target.load(target.resolve(str(path.parent / "llama")))
     after, _ = target.load(target.resolve(str(tmp_path / "run" / "target")))
     changed = {
@@ -103,7 +118,7 @@ def test_a_joint_run_leaves_a_merged_target_and_its_drafter(path: Path, tmp_path
     assert not any("norm" in name or "embed" in name or "lm_head" in name for name in changed)
 
     bundle = make_bundle.build(
-        str(tmp_path / "run" / "target"), [], folder, out=tmp_path / "bundle"
+        str(tmp_path / "run" / "target"), [], [folder], out=tmp_path / "bundle"
     )
     engine = spec_runtime.load(bundle, threads=1, also="none")
     assert spec_runtime.bundle.read(bundle).manifest.target.target_modified
@@ -142,13 +157,70 @@ def test_the_loss_is_both_parts(
     assert float(got) == pytest.approx(float(backbone + 0.2 * drafting), rel=1e-5)
 
 
+@every_drafter
 def test_the_drafters_gradient_reaches_the_target(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
-    made = trainer(path, tmp_path, monkeypatch, "joint.backbone_weight=0.0")
+    """Every layer that the drafter reads through, and no other."""
+    made = trainer(path.with_stem(drafter), tmp_path, monkeypatch, "joint.backbone_weight=0.0")
     loss, _ = made.both(some_batch(made), torch.Generator().manual_seed(0))
     loss.backward()
-    assert any(p.grad is not None and p.grad.abs().max() > 0 for p in adapter_of(made))
+    reached = {
+        int(name.split("layers.")[1][0])
+        for name, p in made.both.target.named_parameters()
+        if p.grad is not None and p.grad.any()
+    }
+    assert reached == ({0, 1, 2} if drafter == "skip_layer" else {0, 1, 2, 3})
+
+
+def test_dropout_is_for_training_alone(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("joint.lora_dropout=0.5", "joint.layer_dropout=0.5")
+    made = trainer(path, tmp_path, monkeypatch, *options)
+    for parameter in adapter_of(made):
+        torch.nn.init.normal_(parameter, std=0.1)
+    batch = some_batch(made)
+    losses = {made.both(batch, torch.Generator().manual_seed(seed))[0].item() for seed in (0, 0, 1)}
+    assert len(losses) == 3, "the adapter's dropout goes by torch's own generator"
+    assert made.validate() == made.validate()
+    assert made.both.training
+
+
+def test_layer_dropout_skips_deeper_layers_more_often(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole sequences, layer l of 4 with probability 0.8 · (2^(l/3) − 1); taps see it too."""
+    llama, _ = target.load(target.resolve(str(path.parent / "llama")))
+    ends = target.ends(Backbone.from_transformers(llama))
+    token_BT = torch.randint(98, (400, 3), generator=torch.Generator().manual_seed(0))
+    batch = Batch(token_BT, torch.ones(400, 3, dtype=torch.bool), None, torch.full((400,), 3))
+    llama.model(token_BT[:1], output_hidden_states=True)  # leaves transformers' hooks
+    drafter = skip_layer.Drafter(skip_layer.Config(layers=2, exit_layers=(3,)), ends)
+    settings = recipe.JointSection(layer_dropout=0.8, lora_dropout=0.0)
+    model = joint.JointModel(llama, drafter, settings)
+    skipped: list[Tensor] = []
+    for layer in llama.model.layers:
+        layer.register_forward_hook(
+            lambda module, given, out: skipped.append((given[0] == out).flatten(1).all(1))
+        )
+    live: list[Batch] = []
+    loss = drafter.loss
+
+    def recorded(batch: Batch, generator: torch.Generator | None) -> Any:
+        live.append(batch)
+        return loss(batch, generator)
+
+    monkeypatch.setattr(drafter, "loss", recorded)
+    losses = [model(batch, torch.Generator().manual_seed(seed))[0] for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+    expected = 0.8 * (2 ** (torch.arange(4) / 3) - 1)
+    share = torch.stack(skipped[:4]).float().mean(1)
+    assert share[0] == 0
+    assert (share - expected).abs().max() < 0.075  # three standard errors of 400 draws
+    assert live[0].feature_BTF is not None
+    _, behind_2, behind_3 = live[0].feature_BTF.chunk(3, -1)
+    assert torch.equal((behind_2 == behind_3).flatten(1).all(1), skipped[2])
 
 
 def test_the_adapter_rests_while_the_drafter_trains_alone(path: Path, tmp_path: Path) -> None:
@@ -166,6 +238,7 @@ def test_the_drafters_weight_rises_as_a_sine(
     weights = []
     for made.step in range(6):
         made.start_step()
+        assert made.drafter.optimizer_step == made.step
         weights.append(made.both.drafter_weight)
     assert weights[2] == pytest.approx(0.2 * 0.5**0.5)
     assert weights[5] == pytest.approx(0.2)
@@ -202,3 +275,52 @@ def test_the_two_rates_are_their_own(
     assert recipe.load(path).joint == recipe.JointSection(
         lora_rank=4, lora_dropout=0.0, backbone_lr=2e-3
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_processes_train_as_one_with_twice_the_batches(
+    path: Path, tmp_path: Path, sharded: bool
+) -> None:
+    """With the target whole in both, or spread over them; the adapter rests at first."""
+    curves, said = {}, {}
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        launch = ["torch.distributed.run", "--nproc-per-node", "2", "-m"] * (processes == 2)
+        options = [f"train.grad_accumulation={2 // processes}", "joint.drafter_only_steps=2"]
+        options += ["train.batch_tokens=150", "joint.backbone_loss=distill"]
+        sets = [word for option in options for word in ("--set", option)]
+        environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        environment |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
+        command = [sys.executable, "-m", *launch, "spec_export", "train"]
+        done = subprocess.run(
+            [*command, str(path.with_stem("skip_layer")), "--out", str(out), *sets],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        said[processes] = [line for line in done.stderr.splitlines() if "sharded" in line]
+        with (out / "curves.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        names = ("loss", "accepted_length")
+        curves[processes] = [float(row[n]) for row in rows for n in names if row[n]]
+    assert len(curves[1]) == 7
+    assert curves[2] == pytest.approx(curves[1], rel=1e-3)
+    # all but embedding, head, norms and adapter is halved
+    share = r"sharded: a process holds (\d+)% of the target's 0.0 M parameters"
+    assert len(said[2]) == sharded
+    assert not said[1]
+    if sharded:
+        found = re.fullmatch(share, said[2][0])
+        assert found is not None, said
+        assert 50 < int(found[1]) < 80
+    one, two = (target.load(target.resolve(str(tmp_path / n / "target")))[0] for n in "12")
+    before, _ = target.load(target.resolve(str(path.parent / "llama")))
+    parts = zip(before.parameters(), one.parameters(), two.parameters(), strict=True)
+    moved = 0
+    for start, a, b in parts:
+        moved += not torch.equal(start, a)
+        # Adam's first steps follow a gradient's sign, which rounding may turn where it is tiny
+        assert (a - b).norm() <= 0.05 * (a - start).norm() + 1e-6
+    assert moved == 28  # the seven products of four layers

@@ -126,6 +126,8 @@ def test_refused(old: str, new: str, message: str) -> None:
         ("trian.lr=3", "unknown section 'trian'"),
         ("train.betas=[1,", "not a TOML value"),
         ("train.lr=fast", "lr is 'fast', expected float"),
+        ("joint.lora_dropout=1.5", "lora_dropout is 1.5, expected 0 <= x < 1"),
+        ("joint.layer_dropout=-0.1", "layer_dropout is -0.1, expected 0 <= x < 1"),
     ],
 )
 def test_override_refused(override: str, message: str) -> None:

@@ -91,6 +91,40 @@ def test_the_loss_is_the_papers(llama: Any, head: str, soft_weight: float) -> No
         assert parameter.grad.abs().max() > 0, name
 
 
+def test_the_early_exit_loss_is_layerskips(llama: Any) -> None:
+    """Exits behind layers 2 (E), 3, 4 and 5, every other one of the last three a step."""
+    ends = target.ends(Backbone.from_transformers(llama))
+    config = Config(layers=2, head="target", soft_weight=0.0, exit_layers=(3, 4, 5), exit_every=2)
+    drafter, batch = Drafter(config, ends), make_batch(llama)
+    assert config.taps == (2, 3, 4, 5)
+    torch.manual_seed(2)
+    feature = torch.randn(2, 12, 5 * 64, requires_grad=True)
+    live = Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
+    ids, _ = drafter.guesses(live, 1)
+    assert int(ids[1, 4, 0, 0]) == int(log_probs(drafter, feature[1, 5, 64:128]).argmax())
+    batch.token_BT[:, 2::2] = ids[:, :-1:2, 0, 0]  # every other answer is E's guess
+    scale = {layer: sum(range(layer)) for layer in (2, 3, 4, 5)}  # e of the paper's layer l-1
+    for step, active in enumerate([(2, 3, 5), (2, 4), (2, 3, 5)]):
+        drafter.optimizer_step = step
+        loss, counts = drafter.loss(live)
+        expected, hits = torch.zeros(()), 0
+        where = batch.loss_BT[:, 2:].nonzero().tolist()
+        for layer in active:
+            rows = feature[..., 64 * (layer - 1) : 64 * layer]
+            for b, t in where:
+                q_V, label = log_probs(drafter, rows[b, t + 1]), int(batch.token_BT[b, t + 2])
+                expected = expected - scale[layer] * q_V[label] / len(where)
+                hits += layer == 2 and int(q_V.argmax()) == label
+        expected = expected / sum(scale[layer] for layer in active)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+        assert int(counts["correct_K"][0]) == hits > 0
+        got, wanted = (torch.autograd.grad(x, feature)[0] for x in (loss, expected))
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-7)
+        for layer in (3, 4, 5):
+            part = got[..., 64 * (layer - 1) : 64 * layer]
+            assert bool(part.any()) == (layer in active)
+
+
 def test_a_guess_is_the_one_before_it_a_token_later(llama: Any) -> None:
     drafter, batch = make(llama), make_batch(llama)
     ids, values = drafter.guesses(batch, 5)
@@ -112,6 +146,13 @@ def test_a_guess_is_the_one_before_it_a_token_later(llama: Any) -> None:
         ({"layers": 0}, "got layers 0"),
         ({"max_width": 0}, "max_width 0"),
         ({"soft_weight": 1.5}, "got soft_weight 1.5"),
+        ({"exit_layers": (1, 4)}, r"got layers 8 and exit_layers \[1, 4\], expected different"),
+        ({"layers": 1, "exit_layers": (4,)}, "the loss behind layer 1 has weight 0"),
+        ({"exit_layers": (8,)}, r"got layers 8 and exit_layers \[8\], expected different"),
+        ({"exit_layers": (9, 9)}, r"exit_layers \[9, 9\], expected different"),
+        ({"exit_every": 2}, "got exit_every 2 of 0 exit_layers"),
+        ({"exit_layers": (9, 10), "exit_every": 3}, "got exit_every 3 of 2 exit_layers"),
+        ({"exit_every": 0}, "got exit_every 0"),
     ],
 )
 def test_what_a_config_refuses(fields: dict[str, Any], message: str) -> None:

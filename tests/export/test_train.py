@@ -213,6 +213,28 @@ def test_bad_recipes_write_nothing(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_share_of_padding() -> None:
+    """Lengths 2 4 4 1: two to four, one alone, one to two of its own length."""
+    batches = [np.array([0, 1]), np.array([3]), np.array([2, 2])]
+    assert train.padding_share(np.array([2, 4, 4, 1]), batches) == pytest.approx(2 / 17)
+    assert train.padding_share(np.array([2, 4, 4, 1]), batches[1:]) == 0
+
+
+def test_training_says_how_much_is_padding(
+    recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, of the batches that it trains on."""
+    lines: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "_print", lambda trainer, line: lines.append(line))
+        train.run(recipe, ["train.max_steps=1"], tmp_path, cache=finished / "features")
+    held_out = features.FeatureCache(finished / "features").length_N
+    said = [line for line in lines if "padding" in line]
+    assert len(said) == 1
+    assert said[0].startswith("batches: ")
+    assert 0 < float(said[0].split()[1].rstrip("%")) < 100 * (1 - held_out.mean() / held_out.max())
+
+
 # ---- validation ----
 
 #                    0  1  2  3  4  5    answer: 6 7 8 9, root of the first step: 6

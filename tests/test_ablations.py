@@ -1,0 +1,155 @@
+"""The tool that trains variants of a drafter: its studies, its table, what it does not do twice."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from workshop import RECIPE, Workshop
+
+from spec_export import checkpoint, drafters, recipe, train
+
+FILE = Path(__file__).parents[1] / "tools" / "ablations.py"
+spec = importlib.util.spec_from_file_location("ablations", FILE)
+assert spec is not None
+assert spec.loader is not None
+ablations: Any = importlib.util.module_from_spec(spec)
+sys.modules["ablations"] = ablations  # dataclasses look their module up
+spec.loader.exec_module(ablations)
+
+
+@pytest.fixture
+def words(workshop: Workshop, tmp_path: Path) -> list[str]:
+    """A command line but for study and budget: the tiny target and the workshop's rows."""
+    workshop.drafter("parallelspec")  # writes the rows
+    tiny = workshop.folder / "ablations.toml"
+    tiny.write_text(RECIPE.format(name="parallelspec", options="top_k = 5"))
+    folders = {"data": workshop.folder / "data.jsonl", "cache": tmp_path / "cache", "recipe": tiny}
+    folders |= {"out": tmp_path / "out", "json": tmp_path / "results" / "a.json"}
+    return [word for name, path in folders.items() for word in (f"--{name}", str(path))]
+
+
+def run(study: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    code = ablations.main([study, *words])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_a_study_is_measured_once(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    study = ablations.STUDIES["num_masks"]
+    some = {label: how for label, how in study.variants.items() if label[-1] in "136"}
+    monkeypatch.setitem(ablations.STUDIES, "num_masks", ablations.Study(study.recipe, some))
+    code, lines = run("num_masks", [*words, "--steps", "3"], capsys)
+    assert code == 0
+    results = json.loads((tmp_path / "results" / "a.json").read_text())
+    assert (results["study"], results["steps"], results["nodes"]) == ("num_masks", 3, 16)
+    rows = results["variants"]
+    assert [row["overrides"] for row in rows] == [[f"drafter.num_masks={k}"] for k in (1, 3, 6)]
+    assert [len(row["top1_K"]) for row in rows] == [2, 4, 7]
+    assert {row["steps"] for row in rows} == {3}
+    # a mask is one vector of the target's width
+    assert [row["parameters"] - rows[0]["parameters"] for row in rows] == [0, 2 * 64, 5 * 64]
+    assert len(lines) == 5
+    for line, row in zip(lines[2:], rows, strict=True):
+        label, *cells, steps = (cell.strip() for cell in line.strip("|").split("|"))
+        folder = tmp_path / "out" / label.replace(" = ", "-")
+        found = json.loads((folder / "drafter" / "config.json").read_text())
+        measured = found["provenance"]["validation"]
+        accuracy = [f"{measured[f'top1_{k}']:.3f}" for k in range(len(row["top1_K"]))]
+        assert cells[:7] == accuracy + ["-"] * (7 - len(accuracy))
+        assert cells[7] == f"{measured['accepted_length']:.3f}"
+        saved = checkpoint.load_drafter(folder / "drafter")
+        assert row["parameters"] == sum(tensor.numel() for tensor in saved.state.values())
+        assert cells[8] == f"{row['parameters'] / 1e6:.2f} M"
+        assert steps == "3"
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("trained again")
+
+    monkeypatch.setattr(train, "run", never)
+    assert run("num_masks", [*words, "--steps", "3"], capsys) == (0, lines)
+    code, others = run("num_masks", [*words, "--steps", "4"], capsys)
+    assert code == 1
+    assert all("failed" in line for line in others[2:])
+    rows = json.loads((tmp_path / "results" / "a.json").read_text())["variants"]
+    assert all("holds a run with other settings" in row["error"] for row in rows)
+
+
+def test_a_variant_that_fails_is_left_out(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = {"none": ("drafter.num_masks=-1",), "one": ("drafter.num_masks=1",)}
+    monkeypatch.setitem(ablations.STUDIES, "num_masks", ablations.Study(Path("x"), variants))
+    code, lines = run("num_masks", [*words, "--minutes-each", "5"], capsys)
+    assert code == 1
+    assert lines[2].split()[:4] == ["|", "none", "|", "failed"]
+    assert lines[3].endswith("| 2 |")  # the recipe's steps
+
+
+def test_a_variant_cut_short_gets_its_whole_time_again(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By steps it goes on; the clock of --minutes-each cannot."""
+    variants = {"one": ("drafter.num_masks=1",)}
+    monkeypatch.setitem(ablations.STUDIES, "num_masks", ablations.Study(Path("x"), variants))
+    save, first_steps = train.Trainer._save, []
+
+    def interrupted(trainer: train.Trainer) -> None:
+        save(trainer)
+        raise KeyboardInterrupt
+
+    train_from = train.Trainer.train
+
+    def recorded(trainer: train.Trainer) -> None:
+        first_steps.append(trainer.step)
+        train_from(trainer)
+
+    monkeypatch.setattr(train.Trainer, "train", recorded)
+    for budget in (["--steps", "3"], ["--minutes-each", "5"]):
+        rest = ["num_masks", *words, "--set", "train.checkpoint_every=1", *budget]
+        rest[rest.index("--out") + 1] = str(tmp_path / budget[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(train.Trainer, "_save", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                ablations.main(rest)
+        assert ablations.main(rest) == 0
+    assert first_steps == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("study", ablations.STUDIES)
+def test_every_variant_is_another_drafter(study: str) -> None:
+    path, variants = ablations.STUDIES[study].recipe, ablations.STUDIES[study].variants
+    configs = []
+    for overrides in variants.values():
+        plan = recipe.load(path, list(overrides))
+        known = drafters.load(plan.drafter_name).Config
+        configs.append(recipe.build_config(known, plan.drafter_fields, str(path)))
+    assert len(set(configs)) == len(configs) >= 6
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--data", "nowhere.jsonl"], "got --data nowhere.jsonl, expected a file of chat rows"),
+        (["--set", "train.lr=-1"], "[train] lr is -1.0, expected more than 0"),
+        (["--steps", "0"], "[train] max_steps is 0, expected at least 1"),
+    ],
+)
+def test_what_a_command_line_is_refused_for(
+    words: list[str], changed: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        ablations.main(["num_masks", *words, "--steps", "2", *changed])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
