@@ -141,7 +141,7 @@ def _comparison(figures: dict[str, Any]) -> Table:
         f"{overall['plain_verify_ms']:.1f} ms a step",
     )
     table.add_column("drafter", no_wrap=True)
-    heads = ("params", "accepted length", "draft ms", "verify ms", "speedup", "identical")
+    heads = ("params", "accepted length", "draft ms", "verify ms", "speedup", "same")
     for head in heads:
         table.add_column(head, justify="right")
     for name, result in figures["drafters"].items():
