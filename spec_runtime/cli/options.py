@@ -1,6 +1,8 @@
 """Options that several verbs take, and the engine they name."""
 
 import inspect
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +45,14 @@ Profile = Annotated[
         "--profile/--no-profile", help="Use what spec-runtime tune found on this machine, if run"
     ),
 ]
+Prompts = Annotated[
+    Path, typer.Option("--prompts", help="JSON Lines: turns (Spec-Bench), prompt or messages")
+]
+Limit = Annotated[
+    int | None,
+    typer.Option("--limit", min=1, help="So many prompts in all, evenly over categories"),
+]
+Out = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens at most")]
 System = Annotated[str | None, typer.Option("--system", help="System prompt")]
 
@@ -61,6 +71,13 @@ def open_engine(
     return spec_runtime.load(
         bundle or find(), drafter=drafter, threads=threads, also=also, profile=profile
     )
+
+
+def write_figures(out: Path, figures: dict[str, Any]) -> None:
+    """As JSON, by an atomic rename."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, out)
 
 
 def sampling(

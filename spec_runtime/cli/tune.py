@@ -1,7 +1,6 @@
 """spec-runtime tune: finds the fastest budget on this machine and keeps it as a machine profile."""
 
 import importlib
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,9 +35,7 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Predict only: no race of the best candidates")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here")
-    ] = None,
+    out: options.Out = None,
     figure: Annotated[
         Path | None,
         typer.Option("--figure", metavar="FILE", help="Speed by tree size, as .svg, .png or .pdf"),
@@ -80,9 +77,7 @@ def command(
     _print(report.profile, opened.manifest.name, path)
     if out is not None:
         figures = {"profile": bundles.to_json(report.profile), "sweep": report.sweep}
-        temporary = out.with_name(f".{out.name}.tmp")
-        temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, out)
+        options.write_figures(out, figures)
     if figure is not None:
         _draw(report, opened.manifest.name, figure)
 
