@@ -262,8 +262,7 @@ def measure_verify(
 ) -> tuple[float, dict[int, float]]:
     """Milliseconds of a pass: of plain decoding's, and by tree size with the features the drafter
     wants. Medians of interleaved rounds behind some 200 committed rows of `tokens`, repeated."""
-    target.holder = object()  # what an engine had there is gone
-    target.truncate(0)
+    target.forget()
     num_rows = max(1, min(CONTEXT_ROWS, target.max_length // 2))
     target.prefill((list(tokens) * num_rows)[:num_rows])
     settings = [(1, False), *((n, features) for n in sizes)]
