@@ -30,6 +30,7 @@ from spec_export.drafters.layers import (
     LayerDims,
     TargetEnds,
     as_traceable,
+    fusion,
 )
 from spec_export.onnx_export import GraphInput, export, step_inputs
 
@@ -86,7 +87,7 @@ class Mixer(nn.Module):
         D = dims.hidden_size
         self.eps = dims.norm_eps
         self.norms = nn.ParameterList(torch.ones(D) for _ in range(num_inputs))
-        self.fc = nn.Parameter(torch.randn(num_inputs * D, D) * (num_inputs * D) ** -0.5)
+        self.fc = fusion(num_inputs, D)
 
     def forward(self, *inputs: Tensor) -> Tensor:
         pairs = zip(inputs, self.norms, strict=True)
@@ -160,8 +161,9 @@ class Drafter(HeadsDrafter):
         self.layers = nn.ModuleList(DecoderLayer(ends.dims) for _ in range(stages))
         for layer in self.layers:
             layer.load_target_layer(ends.last_layer)
-        norm_D = ends.final_norm_D.float()
-        self.final_norms = nn.ParameterList(norm_D.clone() for _ in range(stages))
+            layer.start_as_identity()
+        scale_D = torch.full((ends.dims.hidden_size,), self.feature_scale)
+        self.final_norms = nn.ParameterList(scale_D.clone() for _ in range(stages))
         # the first half of the heads reads the first stage, the others the last
         self.stage_of_head = [0 if k < K // 2 else max(stages - 1, 0) for k in range(K)]
         self.attention = nn.ModuleList()

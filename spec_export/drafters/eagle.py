@@ -34,6 +34,7 @@ from spec_export.drafters.layers import (
     DrafterBase,
     TargetEnds,
     as_traceable,
+    fusion,
     rotate,
 )
 from spec_export.losses import IGNORED, feature_regression, head_cross_entropy
@@ -85,12 +86,13 @@ class Drafter(DrafterBase):
         super().__init__(config, ends, draft_token_ids)
         D = ends.dims.hidden_size
         if config.normalise:
-            self.input_norm = nn.Parameter(torch.ones(2, D))
-        self.fc = nn.Parameter(torch.randn(2 * D, D) * (2 * D) ** -0.5)
+            self.input_norm = nn.Parameter(torch.tensor([[self.feature_scale], [1.0]]).repeat(1, D))
+        self.fc = fusion(2, D)
         self.fc_bias = nn.Parameter(torch.zeros(D))
         self.layers = nn.ModuleList(DecoderLayer(ends.dims) for _ in range(config.layers))
         for layer in self.layers:
             layer.load_target_layer(ends.last_layer)
+            layer.start_as_identity()
 
     # ---- rows ------------------------------------------------------------------------------------
 

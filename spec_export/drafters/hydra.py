@@ -68,8 +68,7 @@ class Drafter(SequentialDrafter):
         if config.prefix_layer:
             self.prefix = DecoderLayer(ends.dims)
             self.prefix.load_target_layer(ends.last_layer)
-            for weight in (self.prefix.out, self.prefix.down):
-                nn.init.zeros_(weight)  # so that it starts as the identity
+            self.prefix.start_as_identity()
 
     def context(self, batch: Batch) -> Tensor:
         feature_BRD = super().context(batch)

@@ -100,6 +100,8 @@ class DrafterBase(nn.Module):
         }
         for name, tensor in borrowed.items():
             self.register_buffer(name, tensor, persistent=False)
+        # the root mean square of a final feature: what stands behind the target's last norm
+        self.feature_scale = ends.final_norm_D.float().square().mean().sqrt().item()
 
     def forward(
         self, batch: Batch, generator: torch.Generator | None = None
@@ -139,6 +141,14 @@ class DrafterBase(nn.Module):
         return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
 
 
+def fusion(num_inputs: int, width: int) -> nn.Parameter:
+    """fc over concatenated inputs of a like scale, f32[num_inputs * width, width]: at first it
+    hands the first one on, with a little of the others."""
+    weight = torch.randn(num_inputs, width, width) * 0.3 * width**-0.5
+    weight[0] = torch.eye(width)
+    return nn.Parameter(weight.flatten(0, 1))
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Half-rotation RoPE of x [..., heads, Dh] by cos, sin [..., r/2] of each row's position;
     columns past r pass."""
@@ -171,6 +181,12 @@ class DecoderLayer(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(tensors[name])
+
+    def start_as_identity(self) -> None:
+        """Its rows pass at first. A layer of the target would not let them: it adds to a residual
+        stream some thirty times stronger than what a drafter feeds it."""
+        nn.init.zeros_(self.out)
+        nn.init.zeros_(self.down)
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [..., H, Dh], k and v [..., G, Dh] of x [..., D], before rotary embedding."""

@@ -32,6 +32,7 @@ from spec_export.drafters.layers import (
     DrafterBase,
     TargetEnds,
     as_traceable,
+    fusion,
     rotate,
 )
 from spec_export.losses import (
@@ -44,12 +45,14 @@ from spec_export.onnx_export import GraphInput, export, step_inputs
 
 STYLES = ("medusa", "eagle")
 INPUTS = ("tokens", "features+tokens")
+MASK_FEATURES = ("zero", "anchor")
 
 
 @dataclass(frozen=True)
 class Config:
     """`num_masks` K masks give K+1 guesses; `taps` are extra target layers read beside the final
-    feature."""
+    feature. `mask_feature`: what mask rows read in its place, nothing or the feature of the row
+    their group is anchored at, which learns sooner."""
 
     num_masks: int = 4
     style: str = "medusa"
@@ -57,6 +60,7 @@ class Config:
     layers: int = 1
     taps: tuple[int, ...] = ()
     top_k: int = 10
+    mask_feature: str = "zero"
     decay: float = 0.8
     soft_weight: float = 0.0
     w_reg: float = 1.0
@@ -68,6 +72,11 @@ class Config:
             raise ValueError(f"got style {self.style!r}, expected one of {', '.join(STYLES)}")
         if self.inputs not in INPUTS:
             raise ValueError(f"got inputs {self.inputs!r}, expected one of {', '.join(INPUTS)}")
+        if self.mask_feature not in MASK_FEATURES:
+            raise ValueError(
+                f"got mask_feature {self.mask_feature!r}, expected one of "
+                f"{', '.join(MASK_FEATURES)}"
+            )
         if self.style == "eagle" and self.inputs == "tokens":
             raise ValueError("style 'eagle' regresses features: set inputs = \"features+tokens\"")
         if self.inputs == "tokens" and self.taps:
@@ -102,12 +111,21 @@ class Drafter(DrafterBase):
         if num_chunks > 1:
             # the chunks' scales differ a hundredfold, so each is normalised before fc mixes them
             self.input_norm = nn.Parameter(torch.ones(num_chunks, D))
-            self.fc = nn.Parameter(torch.randn(num_chunks * D, D) * (num_chunks * D) ** -0.5)
+            self.fc = fusion(num_chunks, D)
         self.layers = nn.ModuleList(DecoderLayer(ends.dims) for _ in range(config.layers))
+        norm_D = ends.final_norm_D.float().clone()
         for layer in self.layers:
             layer.load_target_layer(ends.last_layer)
+        if num_chunks > 1:
+            # the drafter starts as "the feature stays as it is", from where the head makes sense of
+            # what it writes
+            for layer in self.layers:
+                layer.start_as_identity()
+            if config.style == "eagle":
+                nn.init.constant_(self.input_norm[0], self.feature_scale)
+            norm_D = torch.full((D,), self.feature_scale)
         if config.style == "medusa":
-            self.final_norm = nn.Parameter(ends.final_norm_D.float().clone())
+            self.final_norm = nn.Parameter(norm_D)
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -122,12 +140,17 @@ class Drafter(DrafterBase):
         normed = F.rms_norm(chunks.float(), (D,), None, eps) * self.input_norm
         return normed.flatten(-2) @ self.fc
 
-    def mask_rows(self) -> Tensor:
-        """Layer input of the mask rows, [K, D]."""
-        zeros = self.mask_embed.new_zeros(
-            self.config.num_masks, self.num_features * self.dims.hidden_size
-        )
-        return self.input_rows(self.mask_embed, zeros)
+    def mask_rows(self, feature: Tensor | None, anchor_BA: Tensor) -> Tensor:
+        """Layer input of the mask rows of the groups anchored at rows anchor_BA of feature
+        [B, T-1, F], [B, A, K, D]."""
+        shape = (*anchor_BA.shape, self.config.num_masks, -1)
+        if feature is None or self.config.mask_feature == "zero":
+            width = self.num_features * self.dims.hidden_size
+            zeros = self.mask_embed.new_zeros(self.config.num_masks, width)
+            return self.input_rows(self.mask_embed, zeros).expand(shape)
+        row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
+        anchors = feature[row_B1, anchor_BA][:, :, None]
+        return self.input_rows(self.mask_embed.expand(shape), anchors.expand(shape))
 
     def output_rows(self, hidden: Tensor) -> Tensor:
         """What the shared head reads, [..., D]: normed (medusa) or the predicted feature itself
@@ -147,9 +170,8 @@ class Drafter(DrafterBase):
         embedding = self.embed_VD[batch.token_BT[:, 1:]]
         feature = None if batch.feature_BTF is None else batch.feature_BTF[:, :-1]
         real = self.input_rows(embedding, feature)
-        B, R, D = real.shape
-        A = anchor_BA.shape[1]
-        masks = self.mask_rows().expand(B, A, K, D)
+        R = real.shape[1]
+        masks = self.mask_rows(feature, anchor_BA)
         cos, sin = self.cos, self.sin
         position_BAK = anchor_BA[..., None] + torch.arange(1, K + 1, device=real.device)
         group_KK = torch.ones(K, K, dtype=torch.bool, device=real.device).tril()
@@ -276,6 +298,7 @@ class Drafter(DrafterBase):
         """What the proposer must know: see `spec_runtime/proposers/heads.py`."""
         return {
             "inputs": self.config.inputs,
+            "mask_feature": self.config.mask_feature,
             "num_masks": self.config.num_masks,
             "num_guesses": self.config.num_masks + 1,
             "mask_token_base": len(self.embed_VD),

@@ -60,7 +60,6 @@ class SequentialDrafter(DrafterBase):
         super().__init__(config, ends, draft_token_ids)
         self.register_buffer("ones_D", torch.ones(ends.dims.hidden_size), persistent=False)
         # the scale of the target's final features, which is what the shared head is used to
-        self.feature_scale = ends.final_norm_D.float().square().mean().sqrt().item()
 
     # ---- the network -----------------------------------------------------------------------------
 

@@ -64,15 +64,18 @@ class DrafterRows:
             self._features_PF = self._features_PF[: length - self._cache.length]
 
     def run(
-        self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
+        self,
+        outputs: Sequence[str],
+        extra_ids: np.ndarray | None = None,
+        repeat_feature: bool = False,
     ) -> dict[str, np.ndarray]:
         """Runs the waiting rows (at least one) and keeps them; rows `extra_ids`, with zero
-        features, come behind them in the same chain and are not kept.
+        features or those of the last row kept, come behind them in the same chain and are not kept.
 
         Logit rows: the last row kept and the extra ones.
         """
         self._catch_up(most_waiting=CHUNK_ROWS)
-        return self._run(outputs, extra_ids)
+        return self._run(outputs, extra_ids, repeat_feature)
 
     def run_nodes(
         self,
@@ -126,7 +129,10 @@ class DrafterRows:
             self._run([])
 
     def _run(
-        self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
+        self,
+        outputs: Sequence[str],
+        extra_ids: np.ndarray | None = None,
+        repeat_feature: bool = False,
     ) -> dict[str, np.ndarray]:
         """Up to CHUNK_ROWS waiting rows and the extra ones."""
         begin = self._cache.length + self._first_token
@@ -145,6 +151,8 @@ class DrafterRows:
             assert len(waiting_PF) >= c, (len(waiting_PF), c)
             features_1NF = np.zeros((1, n, waiting_PF.shape[1]), np.float32)
             features_1NF[0, :c] = waiting_PF[:c]
+            if repeat_feature:
+                features_1NF[0, c:] = waiting_PF[c - 1]
             feeds["features"] = features_1NF
             self._features_PF = waiting_PF[c:].copy() if len(waiting_PF) > c else None
         result = self._timed_run(feeds, outputs)

@@ -311,6 +311,7 @@ def test_a_damaged_bundle_is_one_line_and_exit_code_2(
 ) -> None:
     folder = tmp_path / "bundle"
     shutil.copytree(workshop.bundle(NAME), folder)
+    capsys.readouterr()  # what building it printed
     damage(folder / file)
     with pytest.raises(SystemExit) as end:
         runtime_cli.main(["generate", "hello", "--bundle", str(folder), "--max-new-tokens", "2"])

@@ -54,6 +54,26 @@ def make_batch(drafter: Drafter, lengths: tuple[int, ...] = (8,), seed: int = 2)
     return Batch(token_BT, is_token_BT, torch.randn(B, T, width), length_B)
 
 
+@pytest.mark.parametrize("style", ["medusa", "eagle"])
+def test_an_untrained_drafter_guesses_from_the_feature_as_it_is(
+    backbone: Backbone, style: str
+) -> None:
+    """What reads a feature starts as the identity, but for a little of the other inputs."""
+    torch.manual_seed(1)
+    config = Config(style=style, taps=(1,), num_masks=1, mask_feature="anchor")
+    drafter = Drafter(config, target.ends(backbone))
+    batch = make_batch(drafter)
+    assert batch.feature_BTF is not None
+    feature = batch.feature_BTF[:, :-1, :D] * drafter.feature_scale
+    real, masks = drafter.hidden_rows(batch, torch.arange(7)[None])
+    for rows in (real, masks[:, :, 0]):
+        out = drafter.output_rows(rows)
+        assert F.cosine_similarity(out, feature, dim=-1).min() > 0.8
+        assert (out.square().mean() / feature.square().mean()).sqrt().item() == pytest.approx(
+            1, abs=0.3
+        )
+
+
 # ---- the group-wise mask ----
 
 VISIBLE = """
@@ -64,11 +84,12 @@ VISIBLE = """
 """
 
 
+@pytest.mark.parametrize("mask_feature", ["zero", "anchor"])
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_group_sees_the_rows_up_to_its_anchor_and_its_own_masks(
-    backbone: Backbone, layers: int
+    backbone: Backbone, layers: int, mask_feature: str
 ) -> None:
-    drafter = make_drafter(backbone, num_masks=3, layers=layers)
+    drafter = make_drafter(backbone, num_masks=3, layers=layers, mask_feature=mask_feature)
     batch, anchor = make_batch(drafter, (7,)), torch.tensor([[2]])
     with torch.no_grad():
         before = drafter.hidden_rows(batch, anchor)[1][0, 0]
@@ -100,8 +121,9 @@ def test_a_group_sees_the_rows_up_to_its_anchor_and_its_own_masks(
     assert grid == [[cell == "x" for cell in line] for line in lines]
 
 
-def test_other_groups_do_not_matter(backbone: Backbone) -> None:
-    drafter = make_drafter(backbone, num_masks=3, layers=2)
+@pytest.mark.parametrize("mask_feature", ["zero", "anchor"])
+def test_other_groups_do_not_matter(backbone: Backbone, mask_feature: str) -> None:
+    drafter = make_drafter(backbone, num_masks=3, layers=2, mask_feature=mask_feature)
     batch = make_batch(drafter, (8, 8))
     with torch.no_grad():
         real, together = drafter.hidden_rows(batch, torch.tensor([[4, 0, 2], [1, 6, 3]]))
@@ -237,6 +259,7 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "eagle, whole vocabulary": {"style": "eagle", "num_masks": 3},
     "eagle, two layers, tap": {"style": "eagle", "layers": 2, "taps": (1,)},
     "no masks": {"num_masks": 0},
+    "masks with the anchor's feature": {"mask_feature": "anchor", "taps": (1,)},
 }
 
 
@@ -263,8 +286,10 @@ def check_graph(drafter: Drafter, runner: Runner) -> None:
         rows = np.concatenate([token_T[t + 1 : t + 1 + c], VOCAB + np.arange(K)])
         more = {}
         if drafter.num_features:
-            zeros = np.zeros((K, feature_TF.shape[1]), np.float32)
-            more["features"] = np.concatenate([feature_TF[t : t + c], zeros])[None]
+            behind_KF = feature_TF[[t + c - 1] * K]
+            if drafter.config.mask_feature == "zero":
+                behind_KF = np.zeros_like(behind_KF)
+            more["features"] = np.concatenate([feature_TF[t : t + c], behind_KF])[None]
         outputs = runner.step(
             rows, chain(c + K), ["guess_ids", "guess_log_probs"], range(c - 1, c + K), **more
         )
@@ -284,6 +309,7 @@ def test_what_the_proposer_is_told(backbone: Backbone) -> None:
     drafter = make_drafter(backbone, taps=(1,), num_masks=3, top_k=7)
     assert drafter.runtime_config() == {
         "inputs": "features+tokens",
+        "mask_feature": "zero",
         "num_masks": 3,
         "num_guesses": 4,
         "mask_token_base": VOCAB,
@@ -300,6 +326,7 @@ def test_what_the_proposer_is_told(backbone: Backbone) -> None:
     ("fields", "message"),
     [
         ({"style": "hydra"}, "got style 'hydra', expected one of medusa, eagle"),
+        ({"mask_feature": "last"}, "got mask_feature 'last', expected one of zero, anchor"),
         ({"inputs": "features"}, "got inputs 'features', expected one of tokens"),
         ({"style": "eagle", "inputs": "tokens"}, "style 'eagle' regresses features"),
         ({"inputs": "tokens", "taps": (1,)}, "leave taps empty"),

@@ -30,7 +30,7 @@ draft_vocab = 80
 """
 # fields of a drafter whose defaults leave something out
 OPTIONS = {
-    "parallelspec": "taps = [1]",
+    "parallelspec": 'taps = [1]\nmask_feature = "anchor"',
     "hydra": "prefix_layer = true",
     "skip_layer": "layers = 1",
     "draft_model": "hidden_size = 64\nintermediate_size = 96\nlayers = 2\nnum_heads = 4",

@@ -42,10 +42,10 @@ def features_of(positions: Sequence[int]) -> np.ndarray:
     return np.array([[p, p + 0.5] for p in positions], np.float32)
 
 
-def recorded(num_masks: int = 2) -> tuple[OnePassProposer, Recorder]:
+def recorded(repeat_feature: bool = False) -> tuple[OnePassProposer, Recorder]:
     graph = Recorder()
     rows = DrafterRows(graph, SlotCache(graph.capacity), wants_features=True)
-    return OnePassProposer(rows, range(MASK, MASK + num_masks)), graph
+    return OnePassProposer(rows, range(MASK, MASK + 2), repeat_feature), graph
 
 
 def test_rows_of_prefill_and_of_a_step() -> None:
@@ -77,6 +77,16 @@ def test_rows_of_prefill_and_of_a_step() -> None:
     assert step["slots"].tolist() == [3, 4, 5, 6]
     rows = ["".join("x" if cell else "." for cell in row[:8]) for row in step["mask"][0, 0]]
     assert rows == ["xxxx....", "xxxxx...", "xxxxxx..", "xxxxxxx."]
+
+
+def test_mask_rows_may_have_the_feature_of_the_row_before_them() -> None:
+    proposer, graph = recorded(repeat_feature=True)
+    proposer.start([50, 51, 52], features_of([0, 1, 2]), 0)
+    proposer.propose(53, Budget(4))
+    assert graph.calls[1]["features"][0, :, 0].tolist() == [2, 2, 2]
+    proposer.commit(Step([10, 60], num_accepted=1, features=features_of([3, 4])))
+    proposer.propose(60, Budget(4))
+    assert graph.calls[2]["features"][0, :, 0].tolist() == [3, 4, 4, 4]
 
 
 def test_a_root_only_budget_runs_nothing_and_loses_nothing() -> None:
