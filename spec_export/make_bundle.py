@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from spec_export import checkpoint, onnx_export, quantize, recipe, reference, smooth, target
 from spec_export import drafters as drafter_files
+from spec_export import tensorrt_build as tensorrt
 from spec_export.decoder import Backbone, DecoderConfig
 from spec_export.onnx_rewrite import to_slots
 from spec_runtime import bundle as bundles
@@ -28,9 +31,10 @@ from spec_runtime.proposers import BUILT_IN
 console = Console(stderr=True)
 DEFAULT_MAX_LENGTH = 2048
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BACKENDS = ("onnxruntime", "tensorrt")
 # nodes (root included), smallest path probability of a drafted node, and how many nodes prompt
 # lookup may add, by target precision: at int8 a node costs more of a step, so it must be likelier
-TREES = {"int8": {"max_nodes": 12, "min_probability": 0.06, "lookup_nodes": 6}}
+TREES = {"int8": {"max_nodes": 16, "min_probability": 0.04, "lookup_nodes": 8}}
 DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
 
 
@@ -44,13 +48,17 @@ def build(
     form: str = "slots",
     reduce_range: bool = False,
     draft_model: str | None = None,
+    backend: str = "onnxruntime",
+    compute_capabilities: Sequence[str] = (),
 ) -> Path:
     """Write a bundle and return its folder (bundles/<target> by default).
 
     model: folder, hub id, GGUF file, None = the demo. drafters: names; none = the demo's shipped
     drafter, or prompt lookup alone for another target. drafter_checkpoints: folders `spec-export
     train` wrote. max_length: context in tokens, 2048 or the target's own if that is less.
-    draft_model: a causal LM with the target's vocabulary, given as `model` is.
+    draft_model: a causal LM with the target's vocabulary, given as `model` is. backend: "tensorrt"
+    takes the contiguous form and adds plans for these compute capabilities, as "8.9" (none: that of
+    the GPU here); plans of a bundle replaced are taken over where nothing they depend on changed.
     ValueError: an unknown drafter, no checkpoint for it, or weights that do not fit; nothing is
     left half-written.
     """
@@ -58,6 +66,12 @@ def build(
         raise ValueError(
             f"got precision {precision!r}, expected one of {', '.join(quantize.PRECISIONS)}"
         )
+    if backend not in BACKENDS:
+        raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}")
+    if compute_capabilities and backend != "tensorrt":
+        raise ValueError("got a compute capability with onnxruntime, expected --backend tensorrt")
+    if backend == "tensorrt":
+        form = "contiguous"
     if form == "contiguous" and precision in ("int8", "int4"):
         raise ValueError(
             f"got precision {precision} with the contiguous form, expected fp32, "
@@ -79,6 +93,14 @@ def build(
         )
     none_saved = only_built_in or draft_model is not None
     saved = [] if none_saved else _checkpoints(source, names, drafter_checkpoints)
+    if backend == "tensorrt" and "skip_layer" in [drafter.name for drafter in saved]:
+        raise ValueError(
+            "got drafter skip_layer with the tensorrt backend, expected another one: it shares the "
+            "target's cache, which the contiguous form does not allow"
+        )
+    plans = None
+    if backend == "tensorrt":
+        plans = tensorrt.Builder(compute_capabilities, _plans_in(out))
     for drafter in saved:
         _warn_of_doubts(drafter, source)
     with console.status("loading the target"):
@@ -106,6 +128,8 @@ def build(
         has_cache = any(value.name == "position_ids" for value in graph.graph.inputs)
         if has_cache and form == "slots":
             to_slots(graph)
+        if plans is not None:
+            tensorrt.adapt(graph, precision)
         quantize.quantize(graph, precision, reduce_range)
         return _write_graph(graph, form if has_cache else "stateless", temporary, file, lender)
 
@@ -114,7 +138,7 @@ def build(
             if precision == "int8":
                 calibration = [reference.encode(tokenizer, text) for text in reference.prompts()]
                 smooth.smooth(backbone, [ids[:length] for ids in calibration])
-            exported = onnx_export.export_backbone(backbone)
+            exported = onnx_export.export_backbone(backbone, capacity_symbolic=plans is None)
             graphs = {"target": write_step(exported, "target/target.onnx")}
         if precision == "int8" and not reduce_range:
             probe = quantize.saturation_probe()
@@ -132,7 +156,9 @@ def build(
                 else:
                     parts = {
                         role: write_step(exported, f"drafters/{drafter.name}/{role}.onnx")
-                        for role, exported in module.export(backbone.config).items()
+                        for role, exported in module.export(
+                            backbone.config, capacity_symbolic=plans is None
+                        ).items()
                     }
                 infos.append(
                     _drafter_info(drafter, module, parts, precision, temporary, num_parameters)
@@ -155,6 +181,8 @@ def build(
             ),
             files={},
         )
+        if plans is not None:
+            manifest = _with_plans(manifest, plans, temporary)
         bundles.write_manifest(temporary, manifest)
         if out.exists():
             shutil.rmtree(out)
@@ -167,6 +195,49 @@ def build(
             "To train one: spec-export distill, then spec-export train RECIPE"
         )
     return out
+
+
+def _plans_in(folder: Path) -> dict[str, Path]:
+    """The intact plans of the bundle in `folder`, if there is one, by file name."""
+    try:
+        manifest = bundles.read(folder, verify=False).manifest
+    except (bundles.BundleError, OSError):
+        return {}
+    named = {name: folder / name for name in manifest.files if name.endswith(".plan")}
+    return {
+        path.name: path
+        for name, path in named.items()
+        if bundles.sha256(path) == manifest.files[name]
+    }
+
+
+def _with_plans(
+    manifest: bundles.Manifest, plans: tensorrt.Builder, root: Path
+) -> bundles.Manifest:
+    """The manifest with a plan of each graph for each GPU; prints a table of them."""
+    tree = TREES.get(manifest.target.precision, DEFAULT_TREE)
+    num_nodes = int(tree["max_nodes"] + tree["lookup_nodes"])
+    table = Table("graph", "GPU", "plan MB", "build seconds")
+
+    def add(name: str, graph: bundles.Graph) -> bundles.Graph:
+        with console.status(f"building the plans of {name}"):
+            profiles = tensorrt.profiles_for(graph, num_nodes, manifest.target.scratch)
+            graph, built = plans.add_plans(root, name, graph, profiles)
+        for each in built:
+            size = f"{each.num_bytes / 1e6:.1f}"
+            table.add_row(name, each.plan.compute_capability, size, f"{each.seconds:.1f}")
+        return graph
+
+    graphs = {name: add(name, graph) for name, graph in manifest.graphs.items()}
+    infos = [
+        replace(
+            info,
+            graphs={role: add(f"{info.name}-{role}", graph) for role, graph in info.graphs.items()},
+        )
+        for info in manifest.drafters
+    ]
+    console.print(table)
+    return replace(manifest, graphs=graphs, drafters=tuple(infos))
 
 
 def _require_replaceable(out: Path) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ DTYPES = (
     *("int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"),
 )
 POSITION_CONVENTIONS = ("absolute",)
+FLAVOURS = ("tensorrt", "tensorrt_rtx")  # of a plan
 
 _T = TypeVar("_T")
 
@@ -52,19 +54,77 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """A TensorRT engine made from a graph ahead of time, for GPUs of one compute capability
+    ("8.9"), by one version of one flavour of TensorRT.
+
+    key: a hash of all that shaped it. profiles, from narrow to wide: each free axis of the graph's
+    inputs -> its least, likeliest and largest size.
+    """
+
+    file: str
+    flavour: str
+    version: str
+    compute_capability: str
+    key: str
+    profiles: tuple[dict[str, tuple[int, ...]], ...]
+
+    def __post_init__(self) -> None:
+        for name, is_right, expected in (
+            ("flavour", self.flavour in FLAVOURS, f"one of {', '.join(FLAVOURS)}"),
+            ("version", re.fullmatch(r"\d+(\.\d+)+", self.version), "numbers, as 11.4.0"),
+            (
+                "compute_capability",
+                re.fullmatch(r"\d+\.\d", self.compute_capability),
+                "one as 8.9",
+            ),
+            ("key", re.fullmatch("[0-9a-f]{64}", self.key), "a sha256 in hex"),
+            ("profiles", self.profiles, "at least one"),
+        ):
+            got = getattr(self, name)
+            _require(
+                bool(is_right), f"plan {self.file}: got {name} {got!r:.80}, expected {expected}"
+            )
+        for sizes in (size for profile in self.profiles for size in profile.values()):
+            _require(
+                len(sizes) == 3 and 1 <= sizes[0] <= sizes[1] <= sizes[2],
+                f"plan {self.file}: got profile sizes {list(sizes)}, expected three, rising from 1",
+            )
+
+
+@dataclass(frozen=True)
 class Graph:
-    """One ONNX file (path relative to the bundle) and the form of its key/value cache."""
+    """One ONNX file (path relative to the bundle), the form of its key/value cache, and the plans
+    made from it."""
 
     file: str
     form: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    plans: tuple[Plan, ...] = ()
 
     def __post_init__(self) -> None:
         _require(
             self.form in FORMS,
             f"graph {self.file}: got form {self.form!r}, expected one of {', '.join(FORMS)}",
         )
+        _require(
+            not self.plans or self.form != "slots",
+            f"graph {self.file}: got plans with the slots form, expected contiguous or stateless",
+        )
+        for plan in self.plans:
+            for profile in plan.profiles:
+                _require(
+                    set(profile) == set(self.free_axes),
+                    f"plan {plan.file}: got a profile of {', '.join(profile) or 'no axes'}, "
+                    f"expected {', '.join(self.free_axes) or 'none'}",
+                )
+
+    @property
+    def free_axes(self) -> tuple[str, ...]:
+        """The names of the inputs' free dimensions, each once."""
+        axes = (axis for spec in self.inputs for axis in spec.shape if isinstance(axis, str))
+        return tuple(dict.fromkeys(axes))
 
 
 @dataclass(frozen=True)
@@ -246,10 +306,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A manifest and the folder its paths are relative to."""
+    """A manifest, the folder its paths are relative to, and what is to run its graphs (see
+    backends.BACKENDS)."""
 
     path: Path
     manifest: Manifest
+    backend: str = "onnxruntime"
 
     def file(self, relative: str) -> Path:
         """The place on disk of a file named in the manifest."""
@@ -257,19 +319,25 @@ class Bundle:
 
 
 def to_json(value: Any) -> Any:
-    """Dataclasses and tuples as plain dicts and lists, ready for ``json``.
+    """Dataclasses and tuples as plain dicts and lists, ready for ``json``; a field whose default is
+    () is left out when empty.
 
     >>> to_json(TensorSpec("slots", "int64", ("N",)))
     {'name': 'slots', 'dtype': 'int64', 'shape': ['N']}
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = dataclasses.fields(value)
-        return {field.name: to_json(getattr(value, field.name)) for field in fields}
+        fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return {field.name: to_json(item) for field, item in fields if not _may_miss(field) or item}
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
     return value
+
+
+def _may_miss(field: dataclasses.Field[Any]) -> bool:
+    """Whether the field came to the schema later: older manifests do without."""
+    return field.default == ()
 
 
 def from_json(cls: type[_T], data: Any, where: str = "manifest") -> _T:
@@ -279,13 +347,15 @@ def from_json(cls: type[_T], data: Any, where: str = "manifest") -> _T:
     """
     _require(isinstance(data, dict), f"{where}: got {_kind(data)}, expected an object")
     hints = typing.get_type_hints(cls)
+    optional = [f.name for f in dataclasses.fields(typing.cast(Any, cls)) if _may_miss(f)]
     unknown = [key for key in data if key not in hints]
-    missing = [key for key in hints if key not in data]
+    missing = [key for key in hints if key not in data and key not in optional]
     if unknown or missing:
         found = [f"unknown key {key!r}" for key in unknown]
         found += [f"missing key {key!r}" for key in missing]
         raise BundleError(f"{where}: got {', '.join(found)}; expected keys {', '.join(hints)}")
-    return cls(**{key: _value(hint, data[key], f"{where}.{key}") for key, hint in hints.items()})
+    given = {key: hint for key, hint in hints.items() if key in data}
+    return cls(**{key: _value(hint, data[key], f"{where}.{key}") for key, hint in given.items()})
 
 
 def _value(hint: Any, data: Any, where: str) -> Any:
@@ -394,10 +464,13 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
 
 def _named_files(manifest: Manifest) -> list[str]:
     """Every path the manifest's fields point to."""
-    names = [graph.file for graph in manifest.graphs.values()]
+    graphs = [*manifest.graphs.values()]
+    names = []
     for drafter in manifest.drafters:
-        names += [graph.file for graph in drafter.graphs.values()]
+        graphs += drafter.graphs.values()
         names += [drafter.draft_token_ids] if drafter.draft_token_ids else []
+    for graph in graphs:
+        names += [graph.file, *(plan.file for plan in graph.plans)]
     names.append(manifest.tokenizer.file)
     names += [manifest.tokenizer.chat_template] if manifest.tokenizer.chat_template else []
     return names

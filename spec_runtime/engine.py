@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -116,14 +116,17 @@ class Engine:
     def proposer(self) -> Proposer:
         return self._proposer
 
-    def observed(self, wrap: Callable[[Proposer], Proposer]) -> Engine:
-        """An engine on the same target with this one's proposer inside `wrap`'s."""
+    def observed(
+        self, wrap: Callable[[Proposer], Proposer], budget: Budget | None = None
+    ) -> Engine:
+        """An engine on the same target with this one's proposer inside `wrap`'s, and its budget or
+        another."""
         return Engine(
             self.target,
             self.tokenizer,
             wrap(self._proposer),
             drafter=self.drafter,
-            budget=self.budget,
+            budget=self.budget if budget is None else budget,
             taps=self._taps,
         )
 
@@ -295,19 +298,23 @@ def load(
     also: str | None = None,
     profile: bool = True,
     strict: bool = False,
+    backend: str = "onnxruntime",
 ) -> Engine:
     """Opens a bundle. `drafter`: a name from its manifest, "prompt_lookup" or "none" (plain);
     None = the manifest's first, else prompt_lookup. `verify`: check every file's hash first.
     `also`: "prompt_lookup" merges lookup's candidates into a trained drafter's trees, "none" does
     not; None = as the bundle says. `profile`: use what `spec-runtime tune` found on this machine,
     if it was run; else the bundle's own trees. `strict`: tokens at near ties are decided by one-row
-    passes, as in plain decoding (greedy; bundles of fp32 and fp16).
+    passes, as in plain decoding (greedy; bundles of fp32 and fp16). `backend`: "tensorrt" runs the
+    plans of a bundle that has some (without a profile), "tensorrt_eager" without CUDA graphs.
 
     ValueError (BundleError for the bundle's own faults), one line, if anything does not fit.
     """
-    from spec_runtime.backends import open_graph  # here: it may pull in an engine
+    from spec_runtime.backends import BACKENDS, open_graph  # here: it may pull in an engine
 
-    opened = bundles.read(path, verify)
+    if backend not in BACKENDS:
+        raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}")
+    opened = replace(bundles.read(path, verify), backend=backend)
     info = opened.manifest.target
     known = _drafter_names(opened)
     if drafter is not None and drafter not in known:  # before anything slow
@@ -333,7 +340,7 @@ def load(
 
     def open_tuned(name: str | None, also: str | None) -> OpenedDrafter:
         drafter = open_drafter(name, also)
-        if not profile or drafter.name == "none":
+        if not profile or drafter.name == "none" or backend != "onnxruntime":
             return drafter
         found = profiles.find(profiles.key_of(opened, drafter.name, threads))
         return drafter if found is None else _tuned(drafter, found)

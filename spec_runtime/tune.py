@@ -287,20 +287,14 @@ def measure_verify(
 def _decoding(engine: Engine, budget: Budget | None) -> Engine:
     """`engine` with this budget; None is plain decoding."""
     if budget is None:
-        return _with(engine, Budget(1), lambda _: PlainProposer())
-    return _with(engine, budget, lambda proposer: proposer)
-
-
-def _with(engine: Engine, budget: Budget, wrap: Callable[[Proposer], Proposer]) -> Engine:
-    other = engine.observed(wrap)
-    other.budget = budget
-    return other
+        return engine.observed(lambda _: PlainProposer(), Budget(1))
+    return engine.observed(lambda proposer: proposer, budget)
 
 
 def _recording(engine: Engine, budget: Budget) -> tuple[Engine, Recorder]:
     """The drafter alone, watched."""
     recorder = Recorder(_alone(engine.proposer))
-    return _with(engine, budget, lambda _: recorder), recorder
+    return engine.observed(lambda _: recorder, budget), recorder
 
 
 def _alone(proposer: Proposer) -> Proposer:
@@ -466,7 +460,7 @@ def _sweep(
 ) -> list[dict[str, float]]:
     """Predicted and measured speed-up of the drafter alone, by tree size."""
     shown = {f"{p.nodes:.1f}": p for p in points if p.budget.max_nodes in SIZES}
-    engines = {name: _with(engine, point.budget, _alone) for name, point in shown.items()}
+    engines = {name: engine.observed(_alone, point.budget) for name, point in shown.items()}
     engines[PLAIN] = _decoding(engine, None)
     stats = race(engines, prompts, max_new_tokens, num_rounds=1)
     plain = stats[PLAIN].tokens_per_second

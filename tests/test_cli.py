@@ -60,6 +60,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         also: str | None = None,
         profile: bool = True,
         strict: bool = False,
+        backend: str = "onnxruntime",
     ) -> Engine:
         loaded.append(toy_engine(drafter))
         loaded[-1].target.strict_gap = 0.01 if strict else None
@@ -367,6 +368,23 @@ def test_bench_samples_both_ways_alike(
         identical.append(figures["overall"]["identical"])
     assert identical == [1.0, 0.0, 1.0]  # the plain side draws whatever the rule
     assert (figures["system"], figures["sampling"]["acceptance"]) == ("abab", "target_sampling")
+
+
+def test_bench_fixes_the_size_of_trees(
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
+) -> None:
+    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
+    arguments = ("bench", "--bundle", folder, "--prompts", prompts, "--json", out_file)
+    drafted = []
+    for nodes in (1, 2, 3):
+        assert run(*arguments, "--max-new-tokens", 24, "--nodes", nodes)[0] == 0
+        figures = json.loads(out_file.read_text())
+        assert figures["nodes"] == nodes
+        drafted.append(figures["overall"]["nodes_per_step"])
+    assert drafted[0] == 0 < drafted[1] <= 1 < drafted[2] <= 2
+    code, _, err = run(*arguments, "--nodes", 10_000)
+    assert code == 2
+    assert "got --nodes 10000, expected at most the bundle's scratch of" in " ".join(err.split())
 
 
 def test_bench_rotates_who_goes_first() -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spec_export.cli.options import Form, Model, Precision
+from spec_export.cli.options import Backend, Form, Model, Precision
 
 
 def command(
@@ -34,6 +34,19 @@ def command(
     reduce_range: Annotated[
         bool, typer.Option("--reduce-range", help="int8 for CPUs with AVX2 but no VNNI")
     ] = False,
+    backend: Annotated[
+        Backend,
+        typer.Option("--backend", help="tensorrt adds plans (fp16, bf16 or fp32, contiguous form)"),
+    ] = Backend.onnxruntime,
+    compute_capability: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--compute-capability",
+            metavar="X.Y",
+            help="Of the GPUs to build plans for, as 8.9; may be repeated",
+            show_default="the GPU's here",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder", show_default="bundles/ and the target's name"),
@@ -52,5 +65,7 @@ def command(
         form=form.value,
         reduce_range=reduce_range,
         draft_model=draft_model,
+        backend=backend.value,
+        compute_capabilities=compute_capability or [],
     )
     print(path)

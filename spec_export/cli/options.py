@@ -19,6 +19,11 @@ class Form(StrEnum):
     contiguous = "contiguous"
 
 
+class Backend(StrEnum):
+    onnxruntime = "onnxruntime"
+    tensorrt = "tensorrt"
+
+
 Model = Annotated[
     str | None,
     typer.Option(

@@ -1,7 +1,8 @@
-"""ONNX Runtime on the CPU: everything is bound, nothing is copied.
+"""ONNX Runtime: everything is bound, KV rows are never copied.
 
 Each KV buffer is one OrtValue, bound as a graph input and as the output of the node that writes it,
-so that a step writes in place. Knows sessions and buffers; knows nothing of what the rows mean.
+so that a step writes in place. On CUDA it stays on the device, and a run copies its feeds there and
+its outputs back. Knows sessions and buffers; knows nothing of what the rows mean.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ except ImportError as error:
     raise ValueError("onnxruntime is not installed: pip install 'specsplit[cpu]'") from error
 
 
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
 class OrtBackend:
     """One session with its KV buffers, [1, G, capacity, Dh] each, zero-initialised (0 · NaN would
-    poison a row). Buffers that `share` has by the same name are not made but shared with it."""
+    poison a row). Buffers that `share` has by the same name are not made but shared with it.
+    `device`: cpu or cuda."""
 
     def __init__(
         self,
@@ -32,9 +37,11 @@ class OrtBackend:
         capacity: int,
         threads: int | None = None,
         share: OrtBackend | None = None,
+        device: str = "cpu",
     ) -> None:
         self.form, self.capacity = graph.form, capacity
-        self._session = _open_session(path, threads or default_threads())
+        self._device = device
+        self._session = _open_session(path, threads or default_threads(), PROVIDERS[device])
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         _check_signature(self._session, graph, path)
         self._cache_names = [spec.name for spec in graph.inputs if spec.name.startswith("kv.")]
@@ -70,7 +77,7 @@ class OrtBackend:
 
     def _zeros(self, name: str) -> Any:
         array = np.zeros(self._cache_shape(name), dtype=self._specs[name].dtype)
-        return ort.OrtValue.ortvalue_from_numpy(array)
+        return ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)
 
     def _cache_shape(self, name: str) -> list[int]:
         return [self.capacity if dim == "S" else int(dim) for dim in self._specs[name].shape]
@@ -103,7 +110,13 @@ class OrtBackend:
         return buffer[:count].reshape(shape)
 
 
-def _open_session(path: Path, threads: int) -> Any:
+def _open_session(path: Path, threads: int, provider: str) -> Any:
+    if provider not in ort.get_available_providers():
+        raise ValueError(
+            f"onnxruntime {ort.__version__} here has no {provider}: put onnxruntime-gpu in its "
+            "place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose another "
+            "--backend"
+        )
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -113,12 +126,18 @@ def _open_session(path: Path, threads: int) -> Any:
     # target and drafter take turns: threads that go on spinning would eat the other's cores
     options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(str(path), options, providers=[provider])
     except Exception as error:  # the runtime raises its own kinds, none of them public
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
             f"ONNX Runtime {ort.__version__} cannot load {path.name}: {reason}"
         ) from error
+    if session.get_providers()[0] != provider:  # it falls back on the CPU by itself
+        raise ValueError(
+            f"onnxruntime {ort.__version__} found no usable NVIDIA GPU: check the driver and CUDA "
+            "libraries, or choose another --backend"
+        )
+    return session
 
 
 def _check_signature(session: Any, graph: Graph, path: Path) -> None:

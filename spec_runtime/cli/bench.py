@@ -34,7 +34,17 @@ def command(
         ),
     ] = None,
     also: options.Also = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes",
+            min=1,
+            help="Trees of so many nodes, root included, however probable",
+            show_default="the bundle's or the profile's trees",
+        ),
+    ] = None,
     threads: options.Threads = None,
+    backend: options.Backend = "onnxruntime",
     profile: options.Profile = True,
     system: options.System = None,
 ) -> None:
@@ -42,14 +52,24 @@ def command(
     from spec_runtime import bench
     from spec_runtime import bundle as bundles
     from spec_runtime.threads import default_threads
+    from spec_runtime.tree import Budget
 
     chosen = bench.read_prompts(prompts, limit, per_category)
     if out is not None:  # found out now, not after the measurement
         out.parent.mkdir(parents=True, exist_ok=True)
     folder = bundle or bundles.find()
     names: list[str] | list[None] = drafter or [None]
-    engine = options.open_engine(folder, names[0], threads, also, profile)
+    profile = profile and nodes is None
+    engine = options.open_engine(folder, names[0], threads, also, profile, backend)
     engines = [engine, *(engine.with_drafter(name, also) for name in names[1:])]
+    if nodes is not None:
+        if nodes > engine.target.max_nodes:
+            raise ValueError(
+                f"got --nodes {nodes}, expected at most the bundle's scratch of "
+                f"{engine.target.max_nodes}"
+            )
+        for each in engines:
+            each.budget = Budget(nodes)
     manifest = bundles.read(folder, verify=False).manifest
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("decoding", total=len(chosen))
@@ -68,6 +88,8 @@ def command(
         "target_modified": manifest.target.target_modified,
         "threads": threads or default_threads(),
         "max_new_tokens": max_new_tokens,
+        "nodes": nodes,
+        "backend": backend,
         "system": system,
         "sampling": settings,
     }

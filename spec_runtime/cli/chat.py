@@ -20,9 +20,10 @@ def command(
     system: options.System = None,
     threads: options.Threads = None,
     profile: options.Profile = True,
+    backend: options.Backend = "onnxruntime",
 ) -> None:
     """Chat with the target; /reset starts anew, end of input leaves."""
-    engine = options.open_engine(bundle, drafter, threads, also, profile)
+    engine = options.open_engine(bundle, drafter, threads, also, profile, backend)
     settings |= {"max_new_tokens": max_new_tokens}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

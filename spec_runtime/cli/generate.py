@@ -28,6 +28,7 @@ def command(
     system: options.System = None,
     threads: options.Threads = None,
     profile: options.Profile = True,
+    backend: options.Backend = "onnxruntime",
     show_accepted: Annotated[
         bool, typer.Option("--show-accepted", help="Colour the tokens the drafter guessed")
     ] = False,
@@ -49,7 +50,7 @@ def command(
         raise ValueError("got --logprobs without --json, where they are printed; add --json")
     if prompt is None:
         prompt = _standard_input()
-    engine = options.open_engine(bundle, drafter, threads, also, profile)
+    engine = options.open_engine(bundle, drafter, threads, also, profile, backend)
     prompt_ids = engine.encode(prompt, raw, system)
     settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
     if as_json:

@@ -39,6 +39,14 @@ Threads = Annotated[
         "--threads", min=1, help="CPU threads", show_default="the cores this process may use"
     ),
 ]
+Backend = Annotated[
+    str,
+    typer.Option(
+        "--backend",
+        help="onnxruntime (on the CPU), cuda (ONNX Runtime's), tensorrt, or tensorrt_eager, which "
+        "is without CUDA graphs",
+    ),
+]
 Profile = Annotated[
     bool,
     typer.Option(
@@ -63,13 +71,19 @@ def open_engine(
     threads: int | None,
     also: str | None = None,
     profile: bool = True,
+    backend: str = "onnxruntime",
 ) -> "Engine":
     """The engine over ``bundle``, or over the newest one under ./bundles."""
     import spec_runtime
     from spec_runtime.bundle import find
 
     return spec_runtime.load(
-        bundle or find(), drafter=drafter, threads=threads, also=also, profile=profile
+        bundle or find(),
+        drafter=drafter,
+        threads=threads,
+        also=also,
+        profile=profile,
+        backend=backend,
     )
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 import pytest
+from small import small_manifest
 
 from spec_runtime import backends
 from spec_runtime.backends.ort import OrtBackend
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle import Bundle, Graph, TensorSpec
 
 onnx = pytest.importorskip("onnx")
 
@@ -168,3 +170,50 @@ class Saturating:
 def test_a_cpu_whose_int8_products_saturate_is_refused() -> None:
     with pytest.raises(ValueError, match=r"this CPU's int8 products saturate .*--reduce-range"):
         backends._require_exact_int8(Saturating())
+
+
+# ---- CUDA, where there is none ----
+
+
+@pytest.mark.filterwarnings("ignore:Specified provider")
+def test_cuda_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, available = write_graph(tmp_path), ort.get_available_providers()
+    if "CUDAExecutionProvider" not in available:
+        with pytest.raises(ValueError, match=r"no CUDAExecutionProvider: put onnxruntime-gpu in"):
+            OrtBackend(path, GRAPH, S, device="cuda")
+        # as onnxruntime-gpu does on a machine without a GPU, the session falls back on the CPU
+        monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    elif Path("/dev/nvidia0").exists():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=r"found no usable NVIDIA GPU: check the driver") as error:
+        OrtBackend(path, GRAPH, S, device="cuda")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("precision", "form", "expected"),
+    [
+        ("int8", "slots", "fp16, bf16 or fp32"),
+        ("fp32", "slots", "the contiguous form"),
+        ("fp16", "slots", None),
+        ("fp32", "contiguous", None),
+    ],
+)
+def test_cuda_takes_what_it_has_kernels_for(
+    tmp_path: Path, precision: str, form: str, expected: str | None
+) -> None:
+    manifest = small_manifest()
+    target = dataclasses.replace(manifest.target, precision=precision)
+    (tmp_path / "target").mkdir()
+    write_graph(tmp_path / "target").rename(tmp_path / "target" / "target.onnx")
+    graph = dataclasses.replace(GRAPH, file="target/target.onnx", form=form)
+    bundle = Bundle(
+        tmp_path,
+        dataclasses.replace(manifest, target=target, graphs={"target": graph}),
+        backend="cuda",
+    )
+    if expected is None and "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("ONNX Runtime has CUDA here")
+    message = f"with backend cuda, expected {expected}" if expected else "CUDAExecutionProvider"
+    with pytest.raises(ValueError, match=message):
+        backends.open_graph(bundle, graph, S)

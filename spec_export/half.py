@@ -1,0 +1,85 @@
+"""A float32 graph with its arithmetic in float16 or bfloat16, for TensorRT, which takes a graph's
+types as they are.
+
+Weights, key/value caches and products take the narrow type. Softmax and what it feeds, up to the
+next product, stay in float32: a sum over a vocabulary overflows float16. All other inputs and
+outputs keep their types. Knows operators, not what a graph is for.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+WIDE = frozenset(("Softmax", "LogSoftmax", "TopK"))
+NARROW = frozenset(("MatMul", "Gemm", "Attention"))
+
+
+def to_half(model: ir.Model, dtype: ir.DataType) -> ir.Model:
+    """Rewrite `model` in place and return it. dtype: FLOAT16 or BFLOAT16."""
+    graph = model.graph
+    casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+    wide: set[ir.Value | None] = set()
+
+    def as_type(value: ir.Value, wanted: ir.DataType, before: ir.Node | None) -> ir.Value:
+        """`value` in the type `wanted`, made once."""
+        if value.dtype == wanted:
+            return value
+        key = (value, wanted)
+        if key not in casts:
+            if value.const_value is not None and value.is_initializer():
+                casts[key] = _initializer(graph, value, wanted)
+            else:
+                node = ir.node("Cast", [value], {"to": wanted.value})
+                casts[key] = made = node.outputs[0]
+                made.name, made.shape = f"{value.name}.{wanted.name.lower()}", value.shape
+                made.type = ir.TensorType(wanted)
+                source = value.producer()
+                if source is not None:
+                    graph.insert_after(source, node)
+                elif before is not None:
+                    graph.insert_before(before, node)
+                else:
+                    graph.append(node)
+        return casts[key]
+
+    nodes = list(graph)
+    for given in graph.inputs:
+        if str(given.name).startswith("kv."):
+            given.type = ir.TensorType(dtype)
+    for node in nodes:
+        follows = node.op_type not in NARROW and any(value in wide for value in node.inputs)
+        is_wide = node.op_type in WIDE or follows
+        wanted = ir.DataType.FLOAT if is_wide else dtype
+        wide.update(node.outputs if is_wide else ())
+        for i, value in enumerate(node.inputs):
+            if value is not None and value.dtype in (ir.DataType.FLOAT, dtype):
+                node.replace_input_with(i, as_type(value, wanted, nodes[0]))
+        if node.op_type == "Cast" and node.attributes["to"].as_int() == ir.DataType.FLOAT.value:
+            node.attributes["to"] = ir.AttrInt64("to", dtype.value)
+        for output in node.outputs:
+            if output.dtype == ir.DataType.FLOAT:
+                output.type = ir.TensorType(wanted)
+    for i, output in enumerate(graph.outputs):
+        name = str(output.name)
+        if output.dtype == dtype and not name.startswith("kv."):
+            output.name = f"{name}.narrow"
+            graph.outputs[i] = cast = as_type(output, ir.DataType.FLOAT, None)
+            cast.name = name
+    for name, value in list(graph.initializers.items()):
+        if not value.uses():
+            del graph.initializers[name]
+    graph.sort()
+    return model
+
+
+def _initializer(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    assert value.const_value is not None
+    array = value.const_value.numpy().astype(dtype.numpy())
+    made = ir.Value(
+        name=f"{value.name}.{dtype.name.lower()}",
+        shape=value.shape,
+        type=ir.TensorType(dtype),
+        const_value=ir.tensor(array, dtype=dtype),
+    )
+    graph.register_initializer(made)
+    return made

@@ -1,0 +1,363 @@
+"""TensorRT plans from a bundle's graphs: parse, check what was parsed, build, name by content.
+
+Needs no GPU with TensorRT-RTX (`tensorrt_rtx`); TensorRT proper builds for the GPU it runs on.
+Networks are strongly typed: every tensor has the type the graph gives it. Knows parsers, profiles
+and keys; which graphs there are is make_bundle.py's to say, running plans is the runtime's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from spec_export.half import to_half
+from spec_export.onnx_rewrite import MASKED, GraphEditor
+from spec_runtime.backends.tensorrt import (
+    DTYPES,
+    TensorRT,
+    import_tensorrt,
+    is_cache,
+    open_cuda,
+    shape_of,
+)
+from spec_runtime.bundle import Graph, Plan, TensorSpec, sha256
+from spec_runtime.profile import cache_folder
+from spec_runtime.proposers.rows import CHUNK_ROWS
+from spec_runtime.target import PREFILL_ROWS
+
+ENGINES = "engines"
+SETTINGS = 1  # of build_plan: one more when it sets something else, so that no old plan is kept
+HALVES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+Size = tuple[int, ...]  # least, likeliest, largest
+Profile = dict[str, Size]  # of each free axis
+
+
+# ------------------------------------------------------------------------------- graphs
+
+
+def adapt(model: ir.Model, precision: str) -> ir.Model:
+    """Rewrite a graph of the contiguous form, or without a cache, in place for TensorRT: with one
+    additive mask, and in the precision's type if it was traced in float32, as drafters are."""
+    dtype = HALVES.get(precision)
+    weights = model.graph.initializers.values()
+    if dtype is not None and all(weight.dtype != dtype for weight in weights):
+        to_half(model, dtype)
+    return with_additive_mask(model)
+
+
+def with_additive_mask(model: ir.Model) -> ir.Model:
+    """Every Attention of the contiguous form reads one additive mask, made once from the boolean
+    input; in place.
+
+    TensorRT-RTX 1.7 builds one attention with a boolean mask, but no two that share it.
+    """
+    attentions = [node for node in model.graph if node.op_type == "Attention"]
+    if not attentions:
+        return model
+    query, mask = attentions[0].inputs[0], attentions[0].inputs[3]
+    assert mask is not None
+    assert all(node.inputs[3] is mask for node in attentions), "several masks"
+    assert query is not None
+    assert query.dtype is not None
+    edit, dtype = GraphEditor(model, "additive"), query.dtype.numpy()
+    zero, low = (edit.constant(np.array([n], dtype)) for n in (0, MASKED[query.dtype]))
+    (bias,) = edit.add(next(iter(model.graph)), "Where", [mask, zero, low])
+    bias.shape, bias.type = mask.shape, ir.TensorType(query.dtype)
+    for node in attentions:
+        node.replace_input_with(3, bias)
+    return model
+
+
+def profiles_for(graph: Graph, num_nodes: int, scratch: int) -> tuple[Profile, ...]:
+    """The optimisation profiles of a graph, from narrow to wide: one row, as in plain decoding; a
+    tree of up to `num_nodes` nodes; a chunk of the prompt with up to `scratch` rows behind it, into
+    which any tree fits too.
+
+    Example, trees of 24 nodes: N is (1, 1, 1), then (1, 24, 24), then (1, 256, 384).
+    """
+    axes = graph.free_axes
+    if not axes:
+        return ({},)
+    chunk = max(PREFILL_ROWS, CHUNK_ROWS)
+    # of rows, rows of logits, rows moved
+    widths: list[tuple[Size, Size, Size]] = [
+        ((1, 1, 1), (1, 1, 1), (1, 1, 1)),
+        ((1, num_nodes, num_nodes), (1, num_nodes, num_nodes), (1, 2, num_nodes)),
+        ((1, chunk, chunk + scratch), (1, 1, scratch), (1, 1, scratch)),
+    ]
+    capacity = max((spec.shape[2] for spec in filter(is_cache, graph.inputs)), default=None)
+    profiles = []
+    for rows, logits, moved in widths:
+        both = tuple(a + n for a, n in zip(moved, rows, strict=True))
+        sizes = {"N": rows, "M": logits, "A": moved, "A+N": both}
+        if isinstance(capacity, int):
+            # an update must be shorter than the cache
+            sizes = {
+                axis: tuple(min(size, capacity - 1) for size in three)
+                for axis, three in sizes.items()
+            }
+        profiles.append({axis: sizes[axis] for axis in axes})
+    return tuple(profiles)
+
+
+# ------------------------------------------------------------------------------- building
+
+
+@dataclass(frozen=True)
+class Built:
+    """One plan and what it cost: bytes, seconds (0.0 where the bundle replaced had it)."""
+
+    plan: Plan
+    num_bytes: int
+    seconds: float
+
+
+class Builder:
+    """Builds the plans of one bundle. compute_capabilities: as "8.9"; none = the GPU here.
+
+    previous: plan file name -> a path with that plan, taken instead of building it again.
+    ValueError: TensorRT is not installed, no GPU and none named, or one it does not build for.
+    """
+
+    def __init__(
+        self, compute_capabilities: Sequence[str] = (), previous: Mapping[str, Path] | None = None
+    ) -> None:
+        self._trt = import_tensorrt()
+        self._previous = previous or {}
+        here = _gpu_here()
+        self.compute_capabilities = choose_capabilities(
+            self._trt, compute_capabilities or here, _known(self._trt, here)
+        )
+
+    def add_plans(
+        self, root: Path, name: str, graph: Graph, profiles: tuple[Profile, ...]
+    ) -> tuple[Graph, list[Built]]:
+        """`graph` with its plans, which are written to `root`/engines as `name`-sm89-….plan."""
+        graph_hash = hash_graph(root / graph.file)
+        built = [
+            self._build(root, name, graph, graph_hash, profiles, capability)
+            for capability in self.compute_capabilities
+        ]
+        return replace(graph, plans=tuple(each.plan for each in built)), built
+
+    def _build(
+        self,
+        root: Path,
+        name: str,
+        graph: Graph,
+        graph_hash: str,
+        profiles: tuple[Profile, ...],
+        capability: str,
+    ) -> Built:
+        trt = self._trt
+        key = plan_key(graph_hash, trt, capability, profiles)
+        number = capability.replace(".", "")
+        file = f"{ENGINES}/{name}-sm{number}-{trt.flavour}-{trt.version}-{key[:12]}.plan"
+        plan = Plan(file, trt.flavour, trt.version, capability, key, profiles)
+        path, begin = root / file, time.perf_counter()
+        path.parent.mkdir(exist_ok=True)
+        if path.name in self._previous:
+            shutil.copyfile(self._previous[path.name], path)
+            return Built(plan, path.stat().st_size, 0.0)
+        data = build_plan(trt, root / graph.file, graph, profiles, capability)
+        path.write_bytes(data)
+        return Built(plan, len(data), time.perf_counter() - begin)
+
+
+def choose_capabilities(
+    trt: TensorRT, wanted: Sequence[str], known: Sequence[str]
+) -> tuple[str, ...]:
+    """Those to build for, each once. wanted: entries such as "8.9" or "8.0,8.9"; known: those this
+    TensorRT builds for here. ValueError: none is wanted, or one is not known.
+
+    Example: wanted ["8.0,8.9", "8.9"] are ("8.0", "8.9").
+    """
+    if not known:
+        raise ValueError(
+            f"{trt.flavour} {trt.version} builds for the GPU it runs on, and there is none: build "
+            "there, or with specsplit[tensorrt-rtx] instead, which needs none"
+        )
+    found = [part.strip() for entry in wanted for part in entry.split(",")]
+    for capability in found:
+        if capability not in known:
+            raise ValueError(
+                f"got compute capability {capability!r}, expected one of {', '.join(known)}: for "
+                f"these {trt.flavour} {trt.version} builds here"
+            )
+    if not found:
+        raise ValueError(
+            "got no --compute-capability and no GPU to take it from, expected one: name that of "
+            "the GPU the bundle is for, as in --compute-capability 8.9"
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def plan_key(
+    graph_hash: str, trt: TensorRT, compute_capability: str, profiles: Sequence[Profile]
+) -> str:
+    """A sha256 of all that shapes a plan."""
+    parts = [SETTINGS, graph_hash, trt.flavour, trt.version, compute_capability, list(profiles)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def hash_graph(path: Path) -> str:
+    """Of the ONNX file and of the files that hold its weights."""
+    model = ir.load(path)
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    files = {str(t.location) for t in tensors if isinstance(t, ir.ExternalTensor)}
+    hashes = [sha256(path), *(sha256(path.parent / file) for file in sorted(files))]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def build_plan(
+    trt: TensorRT,
+    path: Path,
+    graph: Graph,
+    profiles: Sequence[Profile],
+    compute_capability: str,
+) -> bytes:
+    """The serialised engine. ValueError: TensorRT does not parse or build the graph, or parsed
+    something else than the manifest says."""
+    module = trt.module
+    trt.logger.errors.clear()
+    builder = module.Builder(trt.logger)
+    network = builder.create_network(0)
+    parser = module.OnnxParser(network, trt.logger)
+    if not parser.parse_from_file(str(path)):  # by path: the weights lie beside it
+        told = [" ".join(parser.get_error(i).desc().split()) for i in range(parser.num_errors)]
+        raise ValueError(f"{trt.flavour} does not parse {path.name}: {'; '.join(told)[:400]}")
+    check_network(module, network, graph, path.name)
+    for attention in _attentions(module, network):
+        attention.decomposable = True  # fp32, and shapes without a fused kernel
+    config = builder.create_builder_config()
+    config.clear_flag(module.BuilderFlag.TF32)  # fp32 is fp32
+    if trt.flavour == "tensorrt_rtx":
+        config.num_compute_capabilities = 1
+        kind = getattr(module.ComputeCapability, _enum_name(compute_capability))
+        config.set_compute_capability(kind, 0)
+        # the runtime brings the memory, which capturing a CUDA graph needs
+        config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    for sizes in profiles:
+        profile = builder.create_optimization_profile()
+        for spec in graph.inputs:
+            shapes = [
+                shape_of(spec, {axis: three[which] for axis, three in sizes.items()})
+                for which in range(3)
+            ]
+            profile.set_shape(spec.name, *shapes)
+            taken = [tuple(shape) for shape in profile.get_shape(spec.name)]
+            _require(path.name, f"profile of {spec.name}", taken, shapes)
+        config.add_optimization_profile(profile)
+    _require(path.name, "profiles", config.num_optimization_profiles, len(profiles))
+    timing = None if trt.flavour == "tensorrt_rtx" else timing_path(trt, compute_capability)
+    if timing is not None:
+        load_timing(config, timing)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None or plan.nbytes == 0:
+        raise ValueError(
+            f"{trt.flavour} {trt.version} does not build {path.name} for {compute_capability}: "
+            f"{trt.reason}"
+        )
+    if timing is not None:
+        save_timing(config, timing)
+    return bytes(plan)
+
+
+def check_network(module: Any, network: Any, graph: Graph, file: str) -> None:
+    """ValueError unless the parsed network is the graph the manifest tells of: its tensors with
+    their types and free axes, an attention and two updates in place a layer, and each update from a
+    network input kv.… to the output kv.….out."""
+    for kind, number, get, specs in (
+        ("input", network.num_inputs, network.get_input, graph.inputs),
+        ("output", network.num_outputs, network.get_output, graph.outputs),
+    ):
+        tensors = {tensor.name: tensor for tensor in map(get, range(number))}
+        _require(file, f"{kind}s", sorted(tensors), sorted(spec.name for spec in specs))
+        for spec in specs:
+            tensor = tensors[spec.name]
+            _require(file, f"type of {spec.name}", DTYPES.get(tensor.dtype.name), spec.dtype)
+            _require(file, f"shape of {spec.name}", tuple(tensor.shape), _open_shape(spec))
+    caches = [spec.name for spec in filter(is_cache, graph.inputs)]
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    updates = [layer for layer in layers if layer.type == module.LayerType.KV_CACHE_UPDATE]
+    pairs = [(update.get_input(0).name, update.get_output(0).name) for update in updates]
+    _require(file, "updates in place", sorted(pairs), sorted((c, f"{c}.out") for c in caches))
+    is_in = [update.get_input(0).is_network_input for update in updates]
+    is_out = [update.get_output(0).is_network_output for update in updates]
+    _require(file, "updates of the network's own tensors", all(is_in + is_out), True)
+    _require(file, "attentions", 2 * len(_attentions(module, network)), len(caches))
+    scatters = [layer.name for layer in layers if layer.type == module.LayerType.SCATTER]
+    _require(file, "copies of a cache", scatters, [])
+
+
+def _require(file: str, what: str, got: Any, expected: Any) -> None:
+    if got != expected:
+        raise ValueError(f"{file} as TensorRT parsed it: {what}: got {got}, expected {expected}")
+
+
+def _open_shape(spec: TensorSpec) -> tuple[int, ...]:
+    return tuple(-1 if isinstance(axis, str) else axis for axis in spec.shape)
+
+
+def _attentions(module: Any, network: Any) -> list[Any]:
+    """The network's attentions, each of which its layers are the borders of."""
+    layers = (network.get_layer(i) for i in range(network.num_layers))
+    borders = [layer for layer in layers if layer.type == module.LayerType.ATTENTION_OUTPUT]
+    for border in borders:
+        border.__class__ = module.IAttentionOutputLayer  # how these bindings cast
+    return [border.attention for border in borders]
+
+
+# ------------------------------------------------------------------------------- this machine
+
+
+def _gpu_here() -> list[str]:
+    """Its compute capability, if there is one."""
+    try:
+        return [open_cuda().compute_capability]
+    except ValueError:
+        return []
+
+
+def _known(trt: TensorRT, here: list[str]) -> list[str]:
+    """The compute capabilities to build for, ascending."""
+    if trt.flavour == "tensorrt":
+        return here
+    names = (
+        re.fullmatch(r"SM(\d+)(\d)", name) for name in trt.module.ComputeCapability.__members__
+    )
+    numbers = sorted((int(found[1]), int(found[2])) for found in names if found)
+    return [f"{major}.{minor}" for major, minor in numbers]
+
+
+def timing_path(trt: TensorRT, compute_capability: str) -> Path:
+    """Where TensorRT's measurements of its kernels are kept. Not for TensorRT-RTX: it measures
+    none, and asks for a GPU if given some."""
+    return cache_folder() / "tensorrt" / f"{trt.version}-{_enum_name(compute_capability)}.timing"
+
+
+def load_timing(config: Any, path: Path) -> None:
+    data = path.read_bytes() if path.is_file() else b""
+    config.set_timing_cache(config.create_timing_cache(data), False)
+
+
+def save_timing(config: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(bytes(config.get_timing_cache().serialize()))
+    os.replace(temporary, path)
+
+
+def _enum_name(compute_capability: str) -> str:
+    return f"SM{compute_capability.replace('.', '')}"

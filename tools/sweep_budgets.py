@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""Does `tune` find the best budget? An exhaustive sweep beside it, in interleaved repeats.
+
+    spec-runtime tune --bundle DIR
+    python tools/sweep_budgets.py --bundle DIR --prompts FILE.jsonl [--limit 12] [--repeats 5]
+        [--nodes N …] [--threshold P …] [--max-new-tokens 48] [--threads N] [--json OUT]
+
+Contenders: plain decoding; the bundle's own trees; the tuned engine; grown trees of each size in
+--nodes, whatever their probability; and trees of at most the largest size with nodes of at least
+each --threshold. In every repeat each contender decodes every prompt (greedy; whose turn comes
+first rotates), which gives one speed-up over plain decoding a repeat: printed are their median,
+least and greatest, over all prompts and by category. The last line compares the tuned engine with
+the best budget of the sweep; the best of many is by chance a little too good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import spec_runtime
+from spec_runtime import bench, bundle
+from spec_runtime.stats import Stats
+from spec_runtime.threads import default_threads
+from spec_runtime.tree import Budget
+
+NODES = (2, 4, 6, 8, 12, 16)
+THRESHOLDS = (0.03, 0.1, 0.2, 0.3)
+PLAIN, OWN, TUNED = "plain", "bundle", "tuned"
+ALL = "all"
+
+Runs = dict[str, list[list[Stats]]]  # of a contender: repeats, prompts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bundle", type=Path)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--nodes", type=int, nargs="*", default=NODES)
+    parser.add_argument("--threshold", type=float, nargs="*", default=THRESHOLDS)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    folder = arguments.bundle or bundle.find()
+    engines = contenders(folder, arguments.threads, arguments.nodes, arguments.threshold)
+    prompts = bench.read_prompts(arguments.prompts, arguments.limit)
+    runs = race(engines, prompts, arguments.repeats, arguments.max_new_tokens)
+    manifest = bundle.read(folder, verify=False).manifest
+    figures: dict[str, Any] = {
+        "bundle": manifest.name,
+        "precision": manifest.target.precision,
+        "drafter": engines[OWN].drafter,
+        "threads": arguments.threads or default_threads(),
+        "prompts": len(prompts),
+        "repeats": arguments.repeats,
+        "max_new_tokens": arguments.max_new_tokens,
+        "contenders": summarise(runs, [prompt.category for prompt in prompts]),
+    }
+    best = max(
+        (name for name in engines if name not in (PLAIN, OWN, TUNED)),
+        key=lambda name: figures["contenders"][name]["speedup"][ALL]["median"],
+    )
+    tuned, swept = (figures["contenders"][name]["speedup"][ALL]["median"] for name in (TUNED, best))
+    figures |= {"best": best, "tuned_over_best": tuned / swept}
+    show(figures)
+    if arguments.json:
+        temporary = arguments.json.with_name(f".{arguments.json.name}.tmp")
+        temporary.write_text(json.dumps(figures, indent=1) + "\n")
+        os.replace(temporary, arguments.json)
+
+
+def contenders(
+    folder: Path, threads: int | None, nodes: Sequence[int], thresholds: Sequence[float]
+) -> dict[str, spec_runtime.Engine]:
+    """By name. The tuned engine has a target of its own; the others share one."""
+    own = spec_runtime.load(folder, threads=threads, profile=False)
+    engines = {
+        PLAIN: own.with_drafter("none"),
+        OWN: own,
+        TUNED: spec_runtime.load(folder, threads=threads, verify=False),
+    }
+    budgets = {f"{n} nodes": Budget(n) for n in nodes}
+    budgets |= {f"p >= {p:g}": Budget(max(nodes, default=16), p) for p in thresholds}
+    for name, budget in budgets.items():
+        engines[name] = own.observed(lambda proposer: proposer, budget)
+    return engines
+
+
+def race(
+    engines: Mapping[str, spec_runtime.Engine],
+    prompts: Sequence[bench.Prompt],
+    repeats: int,
+    max_new_tokens: int,
+) -> Runs:
+    names = list(engines)
+    runs: Runs = {name: [] for name in names}
+    turn = 0
+    for _ in range(repeats):
+        for name in names:
+            runs[name].append([])
+        for prompt in prompts:
+            prompt_ids = engines[OWN].encode(prompt.content)
+            if turn == 0:  # page in weights and buffers outside the timing
+                for engine in engines.values():
+                    engine.generate(prompt_ids, max_new_tokens=8, reuse=False)
+            first, turn = turn % len(names), turn + 1
+            for name in names[first:] + names[:first]:
+                result = engines[name].generate(
+                    prompt_ids, max_new_tokens=max_new_tokens, reuse=False
+                )
+                runs[name][-1].append(result.stats)
+    return runs
+
+
+def summarise(runs: Runs, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Of each contender {nodes, accepted_length, speedup {all and each category: {median, least,
+    greatest}}}: a speed-up is the ratio of tokens a second, since texts may differ in length."""
+    groups = {ALL: list(range(len(categories)))}
+    for i, category in enumerate(categories):
+        groups.setdefault(category, []).append(i)
+
+    def pace(repeat: list[Stats], group: list[int]) -> float:
+        rate = Stats.total(repeat[i] for i in group).tokens_per_second
+        return rate or 1.0  # nothing to decode, for anybody
+
+    figures = {}
+    for name, repeats in runs.items():
+        total = Stats.total(stats for repeat in repeats for stats in repeat)
+        speedup = {}
+        for group, members in groups.items():
+            ratios = [
+                pace(repeat, members) / pace(plain, members)
+                for repeat, plain in zip(repeats, runs[PLAIN], strict=True)
+            ]
+            speedup[group] = {
+                "median": statistics.median(ratios),
+                "least": min(ratios),
+                "greatest": max(ratios),
+            }
+        figures[name] = {
+            "nodes": 1 + total.drafted_tokens / max(1, total.steps),
+            "accepted_length": total.accepted_length,
+            "tokens_per_second": total.tokens_per_second,
+            "speedup": speedup,
+        }
+    # how far plain decoding is from itself: its repeats over their median
+    for group, members in groups.items():
+        paces = [pace(repeat, members) for repeat in runs[PLAIN]]
+        middle = statistics.median(paces)
+        figures[PLAIN]["speedup"][group] = {
+            "median": 1.0,
+            "least": min(paces) / middle,
+            "greatest": max(paces) / middle,
+        }
+    return figures
+
+
+def show(figures: dict[str, Any]) -> None:
+    groups = list(figures["contenders"][PLAIN]["speedup"])
+    print(f"{figures['bundle']} {figures['precision']}, drafter {figures['drafter']}")
+    print("| budget | nodes | accepted length | " + " | ".join(groups) + " |")
+    print("|---" * (3 + len(groups)) + "|")
+    for name, row in figures["contenders"].items():
+        cells = [name, f"{row['nodes']:.1f}", f"{row['accepted_length']:.2f}"]
+        for ratio in row["speedup"].values():
+            cells.append(f"{ratio['median']:.2f} ({ratio['least']:.2f}-{ratio['greatest']:.2f})")
+        print("| " + " | ".join(cells) + " |")
+    print(f"tuned / best of the sweep ({figures['best']}): {figures['tuned_over_best']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
