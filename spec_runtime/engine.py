@@ -305,8 +305,9 @@ def load(
     `also`: "prompt_lookup" merges lookup's candidates into a trained drafter's trees, "none" does
     not; None = as the bundle says. `profile`: use what `spec-runtime tune` found on this machine,
     if it was run; else the bundle's own trees. `strict`: tokens at near ties are decided by one-row
-    passes, as in plain decoding (greedy; bundles of fp32 and fp16). `backend`: "tensorrt" runs the
-    plans of a bundle that has some (without a profile), "tensorrt_eager" without CUDA graphs.
+    passes, as in plain decoding (greedy; bundles of fp32 and fp16). `backend`: "cuda" runs the
+    graphs on ONNX Runtime's CUDA provider, "tensorrt" the plans of a bundle that has some,
+    "tensorrt_eager" these without CUDA graphs; all three without a profile.
 
     ValueError (BundleError for the bundle's own faults), one line, if anything does not fit.
     """

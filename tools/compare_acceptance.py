@@ -15,13 +15,13 @@ likelier, duller text than the target would.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import spec_runtime
 from spec_runtime import bench, bundle, quality
+from spec_runtime.cli.options import write_figures
 from spec_runtime.sampling import SamplingOptions
 from spec_runtime.stats import Stats
 from spec_runtime.threads import default_threads
@@ -70,9 +70,7 @@ def main() -> None:
         cells = (row[c] if isinstance(row[c], str) else f"{row[c]:.3g}" for c in COLUMNS)
         print("| " + " | ".join(cells) + " |")
     if arguments.json:
-        temporary = arguments.json.with_name(f".{arguments.json.name}.tmp")
-        temporary.write_text(json.dumps(figures, indent=1) + "\n")
-        os.replace(temporary, arguments.json)
+        write_figures(arguments.json, figures)
     if arguments.figure:
         draw(figures["rows"], arguments.figure)
 

@@ -16,8 +16,6 @@ the best budget of the sweep; the best of many is by chance a little too good.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime import bench, bundle
+from spec_runtime.cli.options import write_figures
 from spec_runtime.stats import Stats
 from spec_runtime.threads import default_threads
 from spec_runtime.tree import Budget
@@ -74,9 +73,7 @@ def main() -> None:
     figures |= {"best": best, "tuned_over_best": tuned / swept}
     show(figures)
     if arguments.json:
-        temporary = arguments.json.with_name(f".{arguments.json.name}.tmp")
-        temporary.write_text(json.dumps(figures, indent=1) + "\n")
-        os.replace(temporary, arguments.json)
+        write_figures(arguments.json, figures)
 
 
 def contenders(

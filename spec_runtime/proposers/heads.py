@@ -31,17 +31,13 @@ class OnePassProposer:
     Example, 2 masks, committed tokens a b c (rows 0 and 1 of the drafter done) and root d: the
     run has row 2 = (feature of c, d) and masks 1 and 2 at positions 3 and 4; the three guess
     the tokens at positions 4, 5 and 6. Row 2 stays, the mask rows are scratch. Without masks the
-    last row gives all the guesses. Mask rows have zero features, or with `repeat_feature` those of
-    the last row (here c's).
+    last row gives all the guesses.
     """
 
-    def __init__(
-        self, rows: DrafterRows, mask_ids: Sequence[int] = (), repeat_feature: bool = False
-    ) -> None:
+    def __init__(self, rows: DrafterRows, mask_ids: Sequence[int] = ()) -> None:
         self.wants_features = rows.wants_features
         self._rows = rows
         self._mask_ids = np.array(mask_ids, np.int64)
-        self._repeat_feature = repeat_feature
 
     @classmethod
     def open(
@@ -56,10 +52,10 @@ class OnePassProposer:
             open_graph(bundle, graph, capacity, threads),
             open_cache(graph.form, capacity),
             wants_features=info.config["inputs"] != "tokens",
+            repeat_feature=info.config.get("mask_feature") == "anchor",
         )
         base = info.config["mask_token_base"]
-        masks = range(base, base + info.config["num_masks"])
-        return cls(rows, masks, info.config.get("mask_feature") == "anchor")
+        return cls(rows, range(base, base + info.config["num_masks"]))
 
     @property
     def run_seconds(self) -> float:
@@ -72,9 +68,7 @@ class OnePassProposer:
         self._rows.tokens.append(token)
         if budget.is_root_only:
             return TokenTree.root(token)
-        guesses = self._rows.run(
-            ["guess_ids", "guess_log_probs"], self._mask_ids, self._repeat_feature
-        )
+        guesses = self._rows.run(["guess_ids", "guess_log_probs"], self._mask_ids)
         return grow(token, guesses["guess_ids"], guesses["guess_log_probs"], budget)
 
     def commit(self, step: Step) -> None:

@@ -26,12 +26,19 @@ CHUNK_ROWS = 256
 class DrafterRows:
     """Keeps one drafter's cache in step with the target's committed tokens.
 
-    first_token: the token that row 0 carries, 1 for pairs and 0 for a draft model. The graph's
-    own outputs are the caller's; this class only feeds it.
+    first_token: the token that row 0 carries, 1 for pairs and 0 for a draft model. repeat_feature:
+    extra rows (see `run`) have the features of the last row kept, not zeros. The graph's own
+    outputs are the caller's; this class only feeds it.
     """
 
     def __init__(
-        self, backend: Backend, cache: Cache, *, wants_features: bool, first_token: int = 1
+        self,
+        backend: Backend,
+        cache: Cache,
+        *,
+        wants_features: bool,
+        first_token: int = 1,
+        repeat_feature: bool = False,
     ) -> None:
         self.wants_features = wants_features
         self.run_seconds = 0.0
@@ -39,6 +46,7 @@ class DrafterRows:
         self._backend = backend
         self._cache = cache
         self._first_token = first_token
+        self._repeat_feature = repeat_feature
         # of the positions from cache.length on, whose rows are still to be run
         self._features_PF: np.ndarray | None = None
 
@@ -64,18 +72,15 @@ class DrafterRows:
             self._features_PF = self._features_PF[: length - self._cache.length]
 
     def run(
-        self,
-        outputs: Sequence[str],
-        extra_ids: np.ndarray | None = None,
-        repeat_feature: bool = False,
+        self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Runs the waiting rows (at least one) and keeps them; rows `extra_ids`, with zero
-        features or those of the last row kept, come behind them in the same chain and are not kept.
+        """Runs the waiting rows (at least one) and keeps them; rows `extra_ids` come behind them in
+        the same chain and are not kept.
 
         Logit rows: the last row kept and the extra ones.
         """
         self._catch_up(most_waiting=CHUNK_ROWS)
-        return self._run(outputs, extra_ids, repeat_feature)
+        return self._run(outputs, extra_ids)
 
     def run_nodes(
         self,
@@ -129,10 +134,7 @@ class DrafterRows:
             self._run([])
 
     def _run(
-        self,
-        outputs: Sequence[str],
-        extra_ids: np.ndarray | None = None,
-        repeat_feature: bool = False,
+        self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
         """Up to CHUNK_ROWS waiting rows and the extra ones."""
         begin = self._cache.length + self._first_token
@@ -151,7 +153,7 @@ class DrafterRows:
             assert len(waiting_PF) >= c, (len(waiting_PF), c)
             features_1NF = np.zeros((1, n, waiting_PF.shape[1]), np.float32)
             features_1NF[0, :c] = waiting_PF[:c]
-            if repeat_feature:
+            if self._repeat_feature:
                 features_1NF[0, c:] = waiting_PF[c - 1]
             feeds["features"] = features_1NF
             self._features_PF = waiting_PF[c:].copy() if len(waiting_PF) > c else None

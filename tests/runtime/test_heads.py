@@ -44,8 +44,10 @@ def features_of(positions: Sequence[int]) -> np.ndarray:
 
 def recorded(repeat_feature: bool = False) -> tuple[OnePassProposer, Recorder]:
     graph = Recorder()
-    rows = DrafterRows(graph, SlotCache(graph.capacity), wants_features=True)
-    return OnePassProposer(rows, range(MASK, MASK + 2), repeat_feature), graph
+    rows = DrafterRows(
+        graph, SlotCache(graph.capacity), wants_features=True, repeat_feature=repeat_feature
+    )
+    return OnePassProposer(rows, range(MASK, MASK + 2)), graph
 
 
 def test_rows_of_prefill_and_of_a_step() -> None:
