@@ -23,11 +23,11 @@ from rich.table import Table
 from spec_export import make_bundle, reference, target
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, open_graph
-from spec_runtime.kv import open_cache
+from spec_runtime.kv import Cache, open_cache
 from spec_runtime.stats import Stats
 from spec_runtime.target import Target
 from spec_runtime.text import Tokenizer, encode_prompt
-from spec_runtime.tree import TokenTree
+from spec_runtime.tree import TokenTree, is_chain
 
 NUM_TREES, TREE_NODES = 6, 12
 TREE_CONTEXT = 40  # tokens in front of the first random tree
@@ -164,7 +164,7 @@ def _trees(tokens: Sequence[int], rng: np.random.Generator) -> list[tuple[TokenT
     return steps
 
 
-def _scripts(text: Sequence[int], max_length: int) -> list[Script]:
+def _scripts(text: Sequence[int], max_length: int, chains_only: bool) -> list[Script]:
     """The last script commits the text itself, as far as it fits: perplexity is read off it."""
     rng = np.random.default_rng(0)
     text = text[: min(LONGEST, max_length)]
@@ -175,7 +175,8 @@ def _scripts(text: Sequence[int], max_length: int) -> list[Script]:
     fork = TokenTree(
         np.array([*trunk, *branch]), np.array([0, *range(len(trunk) - 1), 0, 8, 9, 10])
     )
-    return [
+    end = TokenTree.chain(trunk) if chains_only else fork
+    scripts = [
         Script("chunks of 1", tuple(_chains(text[:16], 1))),
         Script("chunks of 7", tuple(_chains(text[:60], 7))),
         Script("chunks of 64", tuple(_chains(text[:160], 64))),
@@ -184,9 +185,12 @@ def _scripts(text: Sequence[int], max_length: int) -> list[Script]:
         Script("permuted slots", trees, is_permuted=True),
         Script(
             f"context of {len(text)}",
-            (*_chains(text[:-8], 64), (fork, list(range(len(trunk))))),
+            (*_chains(text[:-8], 64), (end, list(range(len(trunk))))),
         ),
     ]
+    if not chains_only:
+        return scripts
+    return [each for each in scripts if all(is_chain(tree.parent_N) for tree, _ in each.steps)]
 
 
 # ---------------------------------------------------------------------------------------- reference
@@ -262,11 +266,11 @@ class _Differences:
 
 
 def _play(
-    script: Script, backend: Backend, info: bundles.TargetInfo, truth: _Reference
+    script: Script, backend: Backend, cache: Cache, info: bundles.TargetInfo, truth: _Reference
 ) -> _Differences:
     graph = Target(
         _PermutedBackend(backend, np.random.default_rng(1)) if script.is_permuted else backend,
-        open_cache(backend.form, backend.capacity),
+        cache,
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
         taps=info.taps,
@@ -335,11 +339,13 @@ def _graph_rows(
     bounds = BOUNDS[info.precision]
     summed_up = np.max if info.precision == "fp32" else np.mean
     rows, results = [], []
-    for script in _scripts(text, info.max_length):
+    attention = opened.manifest.graphs["target"].attention
+    for script in _scripts(text, info.max_length, chains_only=attention == "chain"):
         if script.is_permuted and backend.form != "slots":
             continue
         with console.status(f"{name}: {script.name}"):
-            result = _play(script, backend, info, truth)
+            cache = open_cache(backend.form, backend.capacity, attention)
+            result = _play(script, backend, cache, info, truth)
         results.append(result)
         rows.append(CheckRow(script.name, name, float(summed_up(result.logits)), bounds.logits))
     which = f"features, taps {', '.join(map(str, info.taps))}" if info.taps else "features"

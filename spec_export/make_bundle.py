@@ -24,7 +24,8 @@ from spec_export import checkpoint, onnx_export, quantize, recipe, reference, sm
 from spec_export import drafters as drafter_files
 from spec_export import tensorrt_build as tensorrt
 from spec_export.decoder import Backbone, DecoderConfig
-from spec_export.onnx_rewrite import to_slots
+from spec_export.fuse import fuse as fuse_graphs
+from spec_export.onnx_rewrite import add_argmax, to_slots
 from spec_runtime import bundle as bundles
 from spec_runtime.proposers import BUILT_IN
 
@@ -32,17 +33,19 @@ console = Console(stderr=True)
 DEFAULT_MAX_LENGTH = 2048
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BACKENDS = ("onnxruntime", "tensorrt")
+DEVICES = ("cpu", "cuda")
 # nodes (root included), smallest path probability of a drafted node, and how many nodes prompt
 # lookup may add, by target precision: at int8 a node costs more of a step, so it must be likelier
 TREES = {"int8": {"max_nodes": 16, "min_probability": 0.04, "lookup_nodes": 8}}
 DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
+CHAIN_TREE = {"max_nodes": 16}  # of a target that takes chains only: as deep as the drafter goes
 
 
 def build(
     model: str | None = None,
     drafters: list[str] | None = None,
     drafter_checkpoints: Sequence[Path] = (),
-    precision: str = "fp32",
+    precision: str | None = None,
     max_length: int | None = None,
     out: Path | None = None,
     form: str = "slots",
@@ -50,18 +53,29 @@ def build(
     draft_model: str | None = None,
     backend: str = "onnxruntime",
     compute_capabilities: Sequence[str] = (),
+    device: str = "cpu",
+    fuse: bool = False,
+    attention: str = bundles.ATTENTIONS[0],
 ) -> Path:
     """Write a bundle and return its folder (bundles/<target> by default).
 
-    model: folder, hub id, GGUF file, None = the demo. drafters: names; none = the demo's shipped
-    drafter, or prompt lookup alone for another target. drafter_checkpoints: folders `spec-export
+    model: folder, hub id, GGUF file, None = the demo. drafters: names; none = the best of those
+    shipped for the demo, or prompt lookup alone for another target. drafter_checkpoints: folders `spec-export
     train` wrote. max_length: context in tokens, 2048 or the target's own if that is less.
     draft_model: a causal LM with the target's vocabulary, given as `model` is. backend: "tensorrt"
     takes the contiguous form and adds plans for these compute capabilities, as "8.9" (none: that of
     the GPU here); plans of a bundle replaced are taken over where nothing they depend on changed.
+    device: "cuda" is for ONNX Runtime's CUDA provider: drafters in the target's type, the argmax
+    found in the graph, and precision fp16 by default instead of fp32, which takes the contiguous
+    form there.
+    fuse: add the fused step of every one-pass drafter, see fuse.py. attention: of the graphs
+    in the slots form, see onnx_rewrite.to_slots; "chain", of the target's alone, makes every tree a
+    chain.
     ValueError: an unknown drafter, no checkpoint for it, or weights that do not fit; nothing is
     left half-written.
     """
+    if precision is None:
+        precision = "fp16" if device == "cuda" else "fp32"
     if precision not in quantize.PRECISIONS:
         raise ValueError(
             f"got precision {precision!r}, expected one of {', '.join(quantize.PRECISIONS)}"
@@ -70,8 +84,12 @@ def build(
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}")
     if compute_capabilities and backend != "tensorrt":
         raise ValueError("got a compute capability with onnxruntime, expected --backend tensorrt")
-    if backend == "tensorrt":
+    _require_device(device, precision, backend)
+    # CUDA's GroupQueryAttention has half-precision kernels alone
+    is_wide = device == "cuda" and precision == "fp32"
+    if backend == "tensorrt" or is_wide:
         form = "contiguous"
+    _require_attention(attention, form, fuse)
     if form == "contiguous" and precision in ("int8", "int4"):
         raise ValueError(
             f"got precision {precision} with the contiguous form, expected fp32, "
@@ -93,10 +111,13 @@ def build(
         )
     none_saved = only_built_in or draft_model is not None
     saved = [] if none_saved else _checkpoints(source, names, drafter_checkpoints)
-    if backend == "tensorrt" and "skip_layer" in [drafter.name for drafter in saved]:
+    if fuse:
+        _require_fusable(form, [drafter.name for drafter in saved])
+    if (backend == "tensorrt" or is_wide) and "skip_layer" in [drafter.name for drafter in saved]:
+        got = "the tensorrt backend" if backend == "tensorrt" else "fp32 on cuda"
         raise ValueError(
-            "got drafter skip_layer with the tensorrt backend, expected another one: it shares the "
-            "target's cache, which the contiguous form does not allow"
+            f"got drafter skip_layer with {got}, expected another one: it shares the target's "
+            "cache, which the contiguous form does not allow"
         )
     plans = None
     if backend == "tensorrt":
@@ -120,18 +141,29 @@ def build(
         hf_model.to(DTYPES.get(precision, torch.float32)), taps, length
     )
 
+    trees = CHAIN_TREE if attention == "chain" else TREES.get(precision, DEFAULT_TREE)
+    # drafters' levels are trees
+    drafters_attention = bundles.ATTENTIONS[0] if attention == "chain" else attention
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
     temporary.mkdir()
 
-    def write_step(graph: ir.Model, file: str, lender: str | None = None) -> bundles.Graph:
+    def write_step(
+        graph: ir.Model,
+        file: str,
+        lender: str | None = None,
+        attention: str = drafters_attention,
+    ) -> bundles.Graph:
         has_cache = any(value.name == "position_ids" for value in graph.graph.inputs)
+        if device == "cuda":
+            tensorrt.narrow(graph, precision)
         if has_cache and form == "slots":
-            to_slots(graph)
+            to_slots(graph, attention)
         if plans is not None:
             tensorrt.adapt(graph, precision)
         quantize.quantize(graph, precision, reduce_range)
-        return _write_graph(graph, form if has_cache else "stateless", temporary, file, lender)
+        written = _write_graph(graph, form if has_cache else "stateless", temporary, file, lender)
+        return replace(written, attention=attention) if has_cache else written
 
     try:
         with console.status("exporting the target"):
@@ -139,7 +171,9 @@ def build(
                 calibration = [reference.encode(tokenizer, text) for text in reference.prompts()]
                 smooth.smooth(backbone, [ids[:length] for ids in calibration])
             exported = onnx_export.export_backbone(backbone, capacity_symbolic=plans is None)
-            graphs = {"target": write_step(exported, "target/target.onnx")}
+            if device == "cuda":
+                add_argmax(exported)
+            graphs = {"target": write_step(exported, "target/target.onnx", attention=attention)}
         if precision == "int8" and not reduce_range:
             probe = quantize.saturation_probe()
             graphs["probe"] = _write_graph(probe, "stateless", temporary, "probe/probe.onnx")
@@ -160,9 +194,11 @@ def build(
                             backbone.config, capacity_symbolic=plans is None
                         ).items()
                     }
-                infos.append(
-                    _drafter_info(drafter, module, parts, precision, temporary, num_parameters)
-                )
+                info = _drafter_info(drafter, module, parts, trees, temporary, num_parameters)
+                infos.append(info)
+                if fuse and getattr(module, "is_one_pass", False):
+                    name = bundles.fused_name(info.name)
+                    graphs[name] = _write_fused(info, graphs["target"], temporary)
         manifest = bundles.Manifest(
             schema_version=bundles.SCHEMA_VERSION,
             name=source.name,
@@ -246,6 +282,54 @@ def _require_replaceable(out: Path) -> None:
         raise ValueError(f"{out} holds other files, expected a bundle or a new folder")
 
 
+def _require_device(device: str, precision: str, backend: str) -> None:
+    if device not in DEVICES:
+        raise ValueError(f"got device {device!r}, expected one of {', '.join(DEVICES)}")
+    if device == "cuda" and precision in ("int8", "int4"):
+        raise ValueError(
+            f"got precision {precision} with device cuda, expected fp16, bf16 or fp32: "
+            "int8 and int4 are for CPUs"
+        )
+    if device == "cuda" and backend != "onnxruntime":
+        raise ValueError(
+            f"got device cuda with backend {backend}, expected onnxruntime: {backend} is for GPUs "
+            "anyway"
+        )
+
+
+def _require_fusable(form: str, names: list[str]) -> None:
+    """One drafter at least that guesses in one pass, and the form whose slots the step keeps."""
+    if form != "slots":
+        raise ValueError(
+            f"got fuse with the {form} form, expected slots: leave out --fuse or the form"
+        )
+    one_pass = [n for n in drafter_files.trainable() if drafter_files.load(n).Drafter.is_one_pass]
+    if not set(names) & set(one_pass):
+        raise ValueError(
+            f"got fuse with drafter {', '.join(names) or 'none'}, expected one of "
+            f"{', '.join(one_pass)}: the fused step takes drafters that guess in one pass"
+        )
+
+
+def _require_attention(attention: str, form: str, fuse: bool) -> None:
+    default = bundles.ATTENTIONS[0]
+    if attention not in bundles.ATTENTIONS:
+        expected = f"one of {', '.join(bundles.ATTENTIONS)}"
+        raise ValueError(f"got attention {attention!r}, expected {expected}")
+    if attention == default:
+        return
+    if form != "slots":
+        raise ValueError(
+            f"got attention {attention} with the {form} form, expected {default}: only the slots "
+            "form for ONNX Runtime comes in several"
+        )
+    if fuse:
+        raise ValueError(
+            f"got fuse with attention {attention}, expected {default}: the fused step is made for "
+            "that alone"
+        )
+
+
 def _known(names: list[str]) -> list[str]:
     known = [*drafter_files.trainable(), *BUILT_IN]
     unknown = [name for name in names if name not in known]
@@ -280,7 +364,7 @@ def _checkpoints(
             )
         return found
     if not found and not names:
-        names = [name for name in drafter_files.trainable() if shipped(name)]
+        return [_best_shipped()]
     for name in names:
         where = shipped(name)
         if where is None:
@@ -290,6 +374,13 @@ def _checkpoints(
             )
         found.append(checkpoint.load_drafter(where))
     return found
+
+
+def _best_shipped() -> checkpoint.SavedDrafter:
+    """The shipped drafter of the greatest simulated accepted length."""
+    folders = [folder for name in drafter_files.trainable() if (folder := shipped(name))]
+    every = [checkpoint.load_drafter(folder) for folder in folders]
+    return max(every, key=lambda saved: saved.provenance["validation"]["accepted_length"])
 
 
 def _warn_of_doubts(saved: checkpoint.SavedDrafter, source: target.Source) -> None:
@@ -362,6 +453,25 @@ def _write_graph(
     return bundles.Graph(file, form, _specs(model.graph.inputs), _specs(model.graph.outputs))
 
 
+def _write_fused(
+    info: bundles.DrafterInfo, target_graph: bundles.Graph, root: Path
+) -> bundles.Graph:
+    """The fused step of this drafter: the target's weights stay in the target's file."""
+    config = info.config
+    num_masks = config.get("num_masks", 0)
+    base = config.get("mask_token_base", 0)
+    model = fuse_graphs(
+        ir.load(root / target_graph.file),
+        ir.load(root / info.graphs["drafter"].file),
+        num_nodes=info.trees["max_nodes"],
+        taps=config.get("taps", ()),
+        mask_ids=range(base, base + num_masks),
+        repeat_feature=config.get("mask_feature") == "anchor",
+    )
+    file = f"target/{bundles.fused_name(info.name)}.onnx"
+    return _write_graph(model, "slots", root, file, target_graph.file)
+
+
 def _specs(values: Any) -> tuple[bundles.TensorSpec, ...]:
     return tuple(
         bundles.TensorSpec(
@@ -377,7 +487,7 @@ def _drafter_info(
     saved: checkpoint.SavedDrafter,
     module: Any,
     graphs: dict[str, bundles.Graph],
-    precision: str,
+    trees: dict[str, Any],
     root: Path,
     target_parameters: int,
 ) -> bundles.DrafterInfo:
@@ -396,7 +506,7 @@ def _drafter_info(
         graphs=graphs,
         draft_token_ids=ids,
         calibration=None,
-        trees=TREES.get(precision, DEFAULT_TREE),
+        trees=trees,
         expected_accepted_length=measured.get("accepted_length"),
     )
 

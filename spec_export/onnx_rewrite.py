@@ -1,20 +1,21 @@
 """Rewrite the traced graph (contiguous form) into the slots form that ONNX Runtime runs.
 
-Per layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes {ScatterND ×2 into
-arbitrary slots, com.microsoft.GroupQueryAttention in borrow mode}: empty key and value, the cache
-as past, no present outputs, causal=0, the tree mask as attention_bias, and only rows up to
-`seqlens_k` read. No KV row is ever moved. Also makes the step cheaper: activations stay [1, N, D]
-so that no reshape stands between layers, and Add + RMSNormalization become one node. Knows node
-patterns of decoder.py's trace; knows nothing of weights' precisions.
+Per layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes one of ATTENTIONS, see
+`to_slots`. No KV row is ever moved. Also makes the step cheaper: activations stay [1, N, D] so that
+no reshape stands between layers, and Add + RMSNormalization become one node. Knows node patterns of
+decoder.py's trace; knows nothing of weights' precisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
+
+from spec_runtime.bundle import ATTENTIONS as ATTENTIONS
+from spec_runtime.target import ARGMAX
 
 MS = "com.microsoft"
 # finite, because a row of −inf only would be NaN; far below any logit in fp16 too
@@ -102,42 +103,94 @@ def _dim(value: ir.Value, axis: int) -> int:
     return size
 
 
-def to_slots(model: ir.Model) -> ir.Model:
+def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     """Rewrite `model` in place from the contiguous to the slots form and return it.
 
-    Inputs write_index, src, perm go; `slots` i64[N] and `seqlens_k` i32[1] come.
+    Inputs write_index, src, perm go; `slots` i64[N] and `seqlens_k` i32[1] come, and what nobody
+    reads goes. `attention`, one of ATTENTIONS:
+
+    - bias: ScatterND ×2 into the slots, then com.microsoft.GroupQueryAttention in borrow mode:
+      empty key and value, the cache as past, no present outputs, causal=0, the tree mask as
+      attention_bias, only rows up to `seqlens_k` read. On CUDA a bias takes its unfused kernels.
+    - attention: ScatterND ×2, then the standard Attention-24 over the whole buffers with the
+      boolean mask; no seqlens_k. Costs by the buffers' length, which have to be finite. On CUDA its
+      memory-efficient kernel first copies all key/value rows once per query head; the provider
+      option sdpa_kernel=16 (unfused only, ONNX Runtime's AttentionBackend::MATH) keeps it off for
+      one session, and backends/ort.py sets it for such a graph. The environment variable
+      ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION=1 does so for a whole process.
+    - chain: GroupQueryAttention, causal and without bias, which appends the N new rows in place as
+      rows seqlens_k + 1 - N to seqlens_k; no mask, no slots. Right for chains in order alone
+      (kv.ChainCache). In borrow mode it computes the same (ONNX Runtime 1.31, CPU), but on CUDA
+      the kernels for decoding (XQA, Flash's fast path) want new rows and past = present.
+
+    ValueError: an unknown `attention`.
     """
+    if attention not in ATTENTIONS:
+        raise ValueError(f"got attention {attention!r}, expected one of {', '.join(ATTENTIONS)}")
     graph, edit = model.graph, GraphEditor(model, "slots")
     model.opset_imports[MS] = 1
     inputs = {value.name: value for value in graph.inputs}
     slots = ir.Value(name="slots", shape=ir.Shape(["N"]), type=ir.TensorType(ir.DataType.INT64))
     seqlens = ir.Value(name="seqlens_k", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT32))
     graph.inputs.extend([slots, seqlens])
-    attentions = [node for node in graph if node.op_type == "Attention"]
+    nodes = [node for node in graph if node.op_type == "Attention"]
     first = next(iter(graph))
-    cache = _input(producer(attentions[0].inputs[1], "TensorScatter"), 0)
-    shared = _shared_inputs(edit, first, inputs["mask"], slots, cache)
-    for attention in attentions:
-        _rewrite_attention(edit, attention, shared, inputs["position_ids"], seqlens)
+    cache = _input(producer(nodes[0].inputs[1], "TensorScatter"), 0)
+    shared = _shared_inputs(edit, first, inputs["mask"], slots, seqlens, cache)
+    for node in nodes:
+        _rewrite_attention(edit, node, attention, shared, inputs["position_ids"])
     _keep_rank_three(edit)
     _fuse_norms(edit)
     for name in ("write_index", "src", "perm"):
         graph.inputs.remove(inputs[name])
     _remove_dead(graph)
+    for value in (inputs["mask"], slots, seqlens):
+        if not value.uses():
+            graph.inputs.remove(value)
     graph.sort()
     return model
 
 
-class _Shared:
-    """Values every layer reads: scatter indices i64[1,N,G,3], the additive mask, total length, an
-    empty key."""
+def add_argmax(model: ir.Model) -> ir.Model:
+    """Add the output `argmax_ids` i64[M] to a target's graph, in place: the argmax of each row of
+    `logits` f32[M, V], the first of equals; -1 where it is not finite, which hides no NaN."""
+    graph, edit = model.graph, GraphEditor(model, "argmax")
+    logits = next(value for value in graph.outputs if value.name == "logits")
+    assert logits.dtype == ir.DataType.FLOAT, logits  # CUDA's ArgMax has no bfloat16
+    before = list(graph)[-1]
+    (ids,) = edit.add(before, "ArgMax", [logits], axis=1, keepdims=1)
+    (best,) = edit.add(before, "GatherElements", [logits, ids], axis=1)
+    (zero,) = edit.add(before, "Sub", [best, best])  # NaN for NaN and for an infinity
+    (is_finite,) = edit.add(before, "Equal", [zero, edit.constant(np.zeros(1, np.float32))])
+    (ids,) = edit.add(before, "Where", [is_finite, ids, edit.constant(np.array([-1]))])
+    (ids,) = edit.add(before, "Squeeze", [ids, edit.constant(np.array([1]))])
+    ids.name, ids.type = ARGMAX, ir.TensorType(ir.DataType.INT64)
+    ids.shape = ir.Shape(["M"])
+    graph.outputs.append(ids)
+    graph.sort()
+    return model
 
-    def __init__(self, indices: ir.Value, bias: ir.Value, total: ir.Value, empty: ir.Value) -> None:
-        self.indices, self.bias, self.total, self.empty = indices, bias, total, empty
+
+class _Shared(NamedTuple):
+    """Values every layer may read: scatter indices i64[1,N,G,3], the mask, also as a bias, its
+    width and the caches' length i32[1], an empty key."""
+
+    indices: ir.Value
+    mask: ir.Value
+    bias: ir.Value
+    width: ir.Value
+    capacity: ir.Value
+    seqlens: ir.Value
+    empty: ir.Value
 
 
 def _shared_inputs(
-    edit: GraphEditor, first: ir.Node, mask: ir.Value, slots: ir.Value, cache: ir.Value
+    edit: GraphEditor,
+    first: ir.Node,
+    mask: ir.Value,
+    slots: ir.Value,
+    seqlens: ir.Value,
+    cache: ir.Value,
 ) -> _Shared:
     G, Dh = _dim(cache, 1), _dim(cache, 3)
     assert cache.dtype is not None
@@ -146,8 +199,10 @@ def _shared_inputs(
     (bias,) = edit.add(
         first, "Where", [mask, zero, edit.constant(np.array([MASKED[cache.dtype]], dtype=dtype))]
     )
-    (total,) = edit.add(first, "Shape", [mask], start=3, end=4)
-    (total,) = edit.add(first, "Cast", [total], to=ir.DataType.INT32.value)
+    (width,) = edit.add(first, "Shape", [mask], start=3, end=4)
+    (width,) = edit.add(first, "Cast", [width], to=ir.DataType.INT32.value)
+    (capacity,) = edit.add(first, "Shape", [cache], start=2, end=3)
+    (capacity,) = edit.add(first, "Cast", [capacity], to=ir.DataType.INT32.value)
     # row n, head g -> (0, g, slots[n])
     (column,) = edit.add(first, "Reshape", [slots, edit.constant(np.array([1, -1, 1, 1]))])
     batch_and_head = np.zeros((1, 1, G, 3), dtype=np.int64)
@@ -156,17 +211,88 @@ def _shared_inputs(
         first, "Mul", [column, edit.constant(np.array([0, 0, 1]).reshape(1, 1, 1, 3))]
     )
     (indices,) = edit.add(first, "Add", [spread, edit.constant(batch_and_head)])
-    return _Shared(
-        indices, bias, total, edit.constant(np.zeros((1, 0, G * Dh), dtype=dtype), "empty")
+    empty = edit.constant(np.zeros((1, 0, G * Dh), dtype=dtype), "empty")
+    return _Shared(indices, mask, bias, width, capacity, seqlens, empty)
+
+
+class _Layer(NamedTuple):
+    """One layer: its Attention node, the query [1, N, H·Dh], new key and value [1, N, G·Dh], and
+    the caches before [1, G, S, Dh]."""
+
+    node: ir.Node
+    query: ir.Value
+    new: tuple[ir.Value, ir.Value]
+    past: tuple[ir.Value, ir.Value]
+    num_heads: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        scale = self.node.attributes.get("scale")
+        return {} if scale is None else {"scale": scale.as_float()}
+
+
+def _write(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
+    """Both caches with the new rows in their slots."""
+    rows = edit.constant(np.array([1, -1, _dim(layer.past[0], 1), _dim(layer.past[0], 3)]))
+    caches = []
+    for past, new in zip(layer.past, layer.new, strict=True):
+        (row,) = edit.add(layer.node, "Reshape", [new, rows])
+        caches += edit.add(layer.node, "ScatterND", [past, shared.indices, row])
+    return caches
+
+
+def _attend_with_bias(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
+    """What the layer mixes, [1, N, H·Dh], and its caches: "bias"."""
+    caches = _write(edit, layer, shared)
+    inputs = [layer.query, shared.empty, shared.empty, *caches, shared.seqlens, shared.width]
+    mixed = edit.add(
+        layer.node,
+        "GroupQueryAttention",
+        [*inputs, None, None, None, shared.bias],
+        domain=MS,
+        num_heads=layer.num_heads,
+        kv_num_heads=_dim(layer.past[0], 1),
+        causal=0,
+        **layer.options,
     )
+    return [*mixed, *caches]
+
+
+def _attend_whole_buffers(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
+    """The same: "attention"."""
+    node, caches = layer.node, _write(edit, layer, shared)
+    H, Dh = layer.num_heads, _dim(layer.past[0], 3)
+    (q,) = edit.add(node, "Reshape", [layer.query, edit.constant(np.array([1, -1, H, Dh]))])
+    (q,) = edit.add(node, "Transpose", [q], perm=[0, 2, 1, 3])
+    (mixed,) = edit.add(node, "Attention", [q, *caches, shared.mask], **layer.options)
+    (mixed,) = edit.add(node, "Transpose", [mixed], perm=[0, 2, 1, 3])
+    flat = edit.constant(np.array([1, -1, H * Dh]))
+    return [*edit.add(node, "Reshape", [mixed, flat]), *caches]
+
+
+def _attend_to_chain(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
+    """The same: "chain"."""
+    return edit.add(
+        layer.node,
+        "GroupQueryAttention",
+        [layer.query, *layer.new, *layer.past, shared.seqlens, shared.capacity],
+        3,
+        MS,
+        num_heads=layer.num_heads,
+        kv_num_heads=_dim(layer.past[0], 1),
+        **layer.options,
+    )
+
+
+ATTEND = {"bias": _attend_with_bias, "attention": _attend_whole_buffers, "chain": _attend_to_chain}
 
 
 def _rewrite_attention(
     edit: GraphEditor,
     attention: ir.Node,
+    kind: str,
     shared: _Shared,
     position_ids: ir.Value,
-    seqlens: ir.Value,
 ) -> None:
     """One layer. The trace holds heads as [1, heads, N, Dh]; here they stay side by side, [1, N,
     heads·Dh]."""
@@ -201,37 +327,10 @@ def _rewrite_attention(
     q, k = edit.add(
         attention, "Split", [turned, edit.constant(np.array([H * Dh, G * Dh]))], 2, axis=-1
     )
-    rows = edit.constant(np.array([1, -1, G, Dh]))
-    caches = []
-    for scatter, new in zip(scatters, (k, v), strict=True):
-        (row,) = edit.add(attention, "Reshape", [new, rows])
-        (cache,) = edit.add(attention, "ScatterND", [scatter.inputs[0], shared.indices, row])
+    past = _input(scatters[0], 0), _input(scatters[1], 0)
+    mixed, *caches = ATTEND[kind](edit, _Layer(attention, q, (k, v), past, H), shared)
+    for scatter, cache in zip(scatters, caches, strict=True):
         edit.replace(scatter.outputs[0], cache)
-        caches.append(cache)
-    scale = attention.attributes.get("scale")
-    extra: dict[str, Any] = {"scale": scale.as_float()} if scale is not None else {}
-    inputs = [
-        q,
-        shared.empty,
-        shared.empty,
-        *caches,
-        seqlens,
-        shared.total,
-        None,
-        None,
-        None,
-        shared.bias,
-    ]
-    (mixed,) = edit.add(
-        attention,
-        "GroupQueryAttention",
-        inputs,
-        domain=MS,
-        num_heads=H,
-        kv_num_heads=G,
-        causal=0,
-        **extra,
-    )
     (transpose,) = (use.node for use in attention.outputs[0].uses())
     (reshape,) = (use.node for use in transpose.outputs[0].uses())
     assert (transpose.op_type, reshape.op_type) == ("Transpose", "Reshape"), (transpose, reshape)

@@ -49,11 +49,17 @@ Profile = dict[str, Size]  # of each free axis
 def adapt(model: ir.Model, precision: str) -> ir.Model:
     """Rewrite a graph of the contiguous form, or without a cache, in place for TensorRT: with one
     additive mask, and in the precision's type if it was traced in float32, as drafters are."""
+    return with_additive_mask(narrow(model, precision))
+
+
+def narrow(model: ir.Model, precision: str) -> ir.Model:
+    """A graph traced in float32 in the precision's type, fp16's or bf16's, in place; any other as
+    it is."""
     dtype = HALVES.get(precision)
     weights = model.graph.initializers.values()
     if dtype is not None and all(weight.dtype != dtype for weight in weights):
         to_half(model, dtype)
-    return with_additive_mask(model)
+    return model
 
 
 def with_additive_mask(model: ir.Model) -> ir.Model:

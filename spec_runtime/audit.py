@@ -188,6 +188,10 @@ def run(
     skipped, with its reason to ``on_skip``. ValueError: nothing to calibrate a reduced precision
     with.
     """
+    if engine.fused is not None:
+        raise ValueError(
+            "got a fused step, expected an engine without: it leaves no logits to judge"
+        )
     params = SamplingParams(**options)
     if params.rule not in ("greedy", "target_sampling"):
         raise ValueError(

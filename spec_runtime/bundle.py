@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 FORMS = ("slots", "contiguous", "stateless")
+ATTENTIONS = ("bias", "attention", "chain")  # of a graph in the slots form, see Graph
 DTYPES = (
     *("float32", "float16", "bfloat16"),
     *("int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"),
@@ -95,18 +96,34 @@ class Plan:
 @dataclass(frozen=True)
 class Graph:
     """One ONNX file (path relative to the bundle), the form of its key/value cache, and the plans
-    made from it."""
+    made from it.
+
+    attention, in the slots form: how rows read the cache. "bias": rows up to the highest in use, by
+    a mask; "attention": whole buffers, by a mask; "chain": all rows up to their own, so that every
+    tree has to be a chain.
+    """
 
     file: str
     form: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     plans: tuple[Plan, ...] = ()
+    attention: str = ATTENTIONS[0]
 
     def __post_init__(self) -> None:
         _require(
             self.form in FORMS,
             f"graph {self.file}: got form {self.form!r}, expected one of {', '.join(FORMS)}",
+        )
+        _require(
+            self.attention in ATTENTIONS,
+            f"graph {self.file}: got attention {self.attention!r}, expected one of "
+            f"{', '.join(ATTENTIONS)}",
+        )
+        _require(
+            self.attention == ATTENTIONS[0] or self.form == "slots",
+            f"graph {self.file}: got attention {self.attention} with the {self.form} form, "
+            "expected slots",
         )
         _require(
             not self.plans or self.form != "slots",
@@ -318,16 +335,25 @@ class Bundle:
         return self.path / relative
 
 
+def fused_name(drafter: str) -> str:
+    """Which of the manifest's graphs is this drafter's fused step (spec_export/fuse.py)."""
+    return f"{drafter}-fused"
+
+
 def to_json(value: Any) -> Any:
-    """Dataclasses and tuples as plain dicts and lists, ready for ``json``; a field whose default is
-    () is left out when empty.
+    """Dataclasses and tuples as plain dicts and lists, ready for ``json``; a field that older
+    manifests do without is left out where it has its default.
 
     >>> to_json(TensorSpec("slots", "int64", ("N",)))
     {'name': 'slots', 'dtype': 'int64', 'shape': ['N']}
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return {field.name: to_json(item) for field, item in fields if not _may_miss(field) or item}
+        return {
+            field.name: to_json(item)
+            for field, item in fields
+            if not (_may_miss(field) and item == field.default)
+        }
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -337,7 +363,7 @@ def to_json(value: Any) -> Any:
 
 def _may_miss(field: dataclasses.Field[Any]) -> bool:
     """Whether the field came to the schema later: older manifests do without."""
-    return field.default == ()
+    return field.default in ((), ATTENTIONS[0])
 
 
 def from_json(cls: type[_T], data: Any, where: str = "manifest") -> _T:

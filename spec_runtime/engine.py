@@ -9,12 +9,12 @@ import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from spec_runtime import bundle as bundles
 from spec_runtime import profile as profiles
 from spec_runtime.controller import Controller
-from spec_runtime.generate import Limits, Step, generate
+from spec_runtime.generate import CHAIN_LENGTH, Limits, Step, generate
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers import (
     BUILT_IN,
@@ -29,7 +29,10 @@ from spec_runtime.stats import Stats
 from spec_runtime.target import STRICT_GAPS, Target
 from spec_runtime.text import Codec, Prompt, TextStream, Tokenizer, encode_prompt
 from spec_runtime.tree import Budget
-from spec_runtime.tree_templates import paths_of
+from spec_runtime.tree_templates import chain, paths_of
+
+if TYPE_CHECKING:
+    from spec_runtime.fused import FusedSteps
 
 DEFAULT_BUDGET = Budget(max_nodes=12)
 DEFAULT_LOOKUP_NODES = 6
@@ -69,6 +72,7 @@ class OpenedDrafter(NamedTuple):
     budget: Budget
     taps: tuple[int, ...] = ()
     expected_accepted_length: float | None = None
+    fused: FusedSteps | None = None
 
 
 class Engine:
@@ -85,6 +89,7 @@ class Engine:
         taps: tuple[int, ...] | None = None,
         expected_accepted_length: float | None = None,
         open_drafter: Callable[[str | None, str | None], OpenedDrafter] | None = None,
+        fused: FusedSteps | None = None,
     ) -> None:
         if budget.max_nodes > target.max_nodes:
             raise ValueError(
@@ -100,6 +105,7 @@ class Engine:
         self._taps = target.taps if taps is None else taps
         self._expected = expected_accepted_length  # None once a warning is out
         self._open_drafter = open_drafter
+        self._fused = fused
         self._run_id = object()
         self._held: list[int] = []  # tokens whose KV the target has, if its holder is our run
 
@@ -115,6 +121,11 @@ class Engine:
     @property
     def proposer(self) -> Proposer:
         return self._proposer
+
+    @property
+    def fused(self) -> FusedSteps | None:
+        """The fused step, if greedy requests take it."""
+        return self._fused
 
     def observed(
         self, wrap: Callable[[Proposer], Proposer], budget: Budget | None = None
@@ -204,6 +215,9 @@ class Engine:
                 f"got temperature {params.temperature}, penalties or a logit bias with strict, "
                 "expected none: its near ties are those of the raw logits"
             )
+        budget = self.budget
+        if target.chains_only:
+            params, budget = _as_chains(params, budget)
         ours = target.holder is self._run_id
         # one token early: the boundary's feature and logits have to be computed anew
         reused = max(0, _common_length(self._held, prompt) - 1) if ours and reuse else 0
@@ -223,8 +237,9 @@ class Engine:
             proposer.truncate(reused)
             self._held = prompt[:reused]
             if limits.finish_reason is None:
+                fused = self._fused
                 for step in generate(
-                    target, proposer, prompt, reused, params, limits, self.budget, stats
+                    target, proposer, prompt, reused, params, limits, budget, stats, fused
                 ):
                     out += step.tokens
                     if logprobs is not None:
@@ -272,6 +287,20 @@ class Engine:
             )
 
 
+def _as_chains(params: SamplingParams, budget: Budget) -> tuple[SamplingParams, Budget]:
+    """For a target that takes chains only: at each depth the best candidate, or one that is
+    drawn."""
+    if params.rule == "rejection":
+        widths = tuple(params.draw_widths or (1,) * CHAIN_LENGTH)
+        if max(widths) > 1:
+            raise ValueError(
+                f"got draw_widths {widths}, expected 1 at each depth: this bundle's target takes "
+                "chains only (--attention chain)"
+            )
+        params = replace(params, draw_widths=widths)
+    return params, replace(budget, paths=chain(budget.max_nodes - 1))
+
+
 def _pieces(steps: Generator[Step, None, None], text: TextStream) -> Generator[str, None, None]:
     try:
         for _ in steps:
@@ -299,6 +328,7 @@ def load(
     profile: bool = True,
     strict: bool = False,
     backend: str = "onnxruntime",
+    fused: bool | None = None,
 ) -> Engine:
     """Opens a bundle. `drafter`: a name from its manifest, "prompt_lookup" or "none" (plain);
     None = the manifest's first, else prompt_lookup. `verify`: check every file's hash first.
@@ -307,7 +337,9 @@ def load(
     if it was run; else the bundle's own trees. `strict`: tokens at near ties are decided by one-row
     passes, as in plain decoding (greedy; bundles of fp32 and fp16). `backend`: "cuda" runs the
     graphs on ONNX Runtime's CUDA provider, "tensorrt" the plans of a bundle that has some,
-    "tensorrt_eager" these without CUDA graphs; all three without a profile.
+    "tensorrt_eager" these without CUDA graphs; all three without a profile. `fused`: greedy
+    requests take the drafter's fused step, one run for draft, verify and accept, with trees of
+    fixed size and no other drafter's candidates; None = on CUDA, where the bundle has one.
 
     ValueError (BundleError for the bundle's own faults), one line, if anything does not fit.
     """
@@ -327,19 +359,29 @@ def load(
             f"got strict with {info.precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
             "lower precisions moves more than near ties; leave it out or use another bundle"
         )
-    tokenizer = Tokenizer(opened)
     graph = opened.manifest.graphs["target"]
+    if strict and graph.attention == "chain":
+        raise ValueError(
+            f"got strict with attention {graph.attention}, expected {bundles.ATTENTIONS[0]}: it "
+            "judges near ties beside the tree, where chains only are right; leave it out or build "
+            "the bundle anew"
+        )
+    tokenizer = Tokenizer(opened)
     capacity = info.max_length + info.scratch
     target = Target(
         open_graph(opened, graph, capacity, threads),
-        open_cache(graph.form, capacity),
+        open_cache(graph.form, capacity, graph.attention),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
         taps=info.taps,
         strict_gap=STRICT_GAPS[info.precision] if strict else None,
     )
 
+    is_fused = backend.startswith("cuda") if fused is None else fused
+
     def open_tuned(name: str | None, also: str | None) -> OpenedDrafter:
+        if is_fused and (opened_fused := open_fused(name, also)) is not None:
+            return opened_fused
         drafter = open_drafter(name, also)
         if not profile or drafter.name == "none" or backend != "onnxruntime":
             return drafter
@@ -350,6 +392,11 @@ def load(
         name = known[0] if name is None else name
         if name not in known:
             raise ValueError(_unknown(name, known))
+        if target.chains_only and name == "lookahead":
+            raise ValueError(
+                "got drafter lookahead, expected another one: its window is a tree, and this "
+                "bundle's target takes chains only (--attention chain)"
+            )
         entry = next((d for d in opened.manifest.drafters if d.name == name), None)
         if name not in PROPOSERS:
             raise ValueError(
@@ -366,10 +413,40 @@ def load(
         budget, lookup_nodes = _budget(entry)
         if also is not None:
             lookup_nodes = (lookup_nodes or DEFAULT_LOOKUP_NODES) if also != "none" else 0
+        if target.chains_only and lookup_nodes:
+            raise ValueError(
+                f"got prompt lookup beside drafter {name}, expected one of them: merged they are a "
+                "tree, and this bundle's target takes chains only (--attention chain)"
+            )
         if lookup_nodes:
             name, proposer = f"{name}+prompt_lookup", MergedProposer(proposer, lookup_nodes)
         taps = tuple(entry.config.get("taps", info.taps))
         return OpenedDrafter(name, proposer, budget, taps, entry.expected_accepted_length)
+
+    def open_fused(name: str | None, also: str | None) -> OpenedDrafter | None:
+        """None: there is no such step, and it was not asked for."""
+        from spec_runtime.fused import open_steps  # here: it may pull in an engine
+
+        name = known[0] if name is None else name
+        if name == "none" or (fused is None and also == "prompt_lookup"):
+            return None  # plain decoding stays the measure of all
+        graph = opened.manifest.graphs.get(bundles.fused_name(name))
+        if graph is None or backend.startswith("tensorrt"):
+            if fused is None or name in BUILT_IN:
+                return None
+            got = backend if graph is not None else f"a bundle without one for {name}"
+            raise ValueError(
+                f"got fused with {got}, expected onnxruntime or cuda and a bundle built with "
+                f"--fuse --drafter {name}"
+            )
+        if also == "prompt_lookup":
+            raise ValueError(
+                "got also prompt_lookup with fused, expected one of them: the fused step's trees "
+                "are the drafter's alone"
+            )
+        plain = open_drafter(name, "none")
+        steps = open_steps(opened, graph, target, plain.proposer, threads)
+        return plain._replace(fused=steps, budget=Budget(min(steps.num_nodes, target.max_nodes)))
 
     return _engine(target, tokenizer, open_tuned, drafter, also)
 
@@ -404,6 +481,7 @@ def _engine(
         taps=opened.taps,
         expected_accepted_length=opened.expected_accepted_length,
         open_drafter=open_drafter,
+        fused=opened.fused,
     )
 
 

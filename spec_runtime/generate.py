@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_l
 from spec_runtime.stats import Clock, Stats
 from spec_runtime.target import Target, Verified
 from spec_runtime.tree import Budget, DrawRule, TokenTree
+
+if TYPE_CHECKING:
+    from spec_runtime.fused import FusedSteps
 
 CHAIN_LENGTH = 4  # of the chains drawn for acceptance by rejection, unless widths are given
 
@@ -75,11 +79,13 @@ def generate(
     limits: Limits,
     budget: Budget,
     stats: Stats,
+    fused: FusedSteps | None = None,
 ) -> Iterator[Step]:
     """Yields the prompt's step, then one step per verify pass, until `limits` says stop.
 
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.
-    Whenever a step is out, target.length = prompt + tokens - 1: the last token has no row yet.
+    `fused` takes over, while it can, if the request is plainly greedy. Whenever a step is out,
+    target.length = prompt + tokens - 1: the last token has no row yet.
     """
     sample = Sampler(params, target.vocab_size, prompt)
     accept, budget = _acceptance(params, sample, budget)
@@ -93,6 +99,8 @@ def generate(
     sample.commit(step.tokens)
     clock.lap("prefill")
     yield step
+    if fused is not None and params.is_plainly_greedy and target.strict_gap is None:
+        token = yield from fused.run(token, limits, stats, clock)
 
     while limits.finish_reason is None:
         clock.start()
@@ -126,8 +134,11 @@ class _Answers:
         self._tree = tree
         self._verified = verified
         self._length = length
+        self._is_argmax = sample.params.is_plainly_greedy
 
     def draw(self, node: int) -> int:
+        if self._is_argmax and (token := self._verified.best(node)) is not None:
+            return token
         return self._sample(self._verified.row(node), *self._place(node))
 
     def p(self, node: int) -> np.ndarray:

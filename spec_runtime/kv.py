@@ -13,13 +13,17 @@ from typing import Protocol
 
 import numpy as np
 
-from spec_runtime.tree import ancestors, depths
+from spec_runtime.tree import ancestors, depths, is_chain
 
 
 class Cache(Protocol):
     """The interface of both caches."""
 
     capacity: int
+
+    @property
+    def chains_only(self) -> bool:
+        """Whether every tree has to be a chain, see ChainCache."""
 
     @property
     def length(self) -> int:
@@ -50,6 +54,8 @@ class SlotCache:
     committing nodes 0 and 2 of three, slots 0 and 2 are taken, so the next two nodes go to slots
     1 and 3, and seqlens_k is 3.
     """
+
+    chains_only = False
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -82,6 +88,21 @@ class SlotCache:
         assert 0 < first <= len(self._placed_N), (first, len(self._placed_N))
         self._placed_N = self._placed_N[:first]
 
+    @property
+    def taken_S(self) -> np.ndarray:
+        """bool[S]: slots of committed rows; not to be changed."""
+        return self._taken_S
+
+    def free_slots(self, n: int) -> tuple[np.ndarray, int]:
+        """The n lowest free slots i64[n], and the lowest one above these and all taken ones."""
+        slot_N = np.flatnonzero(~self._taken_S)[:n]
+        assert len(slot_N) == n, f"{n} nodes, {len(slot_N)} free slots of {self.capacity}"
+        return slot_N, 1 + max(self._top, int(slot_N[-1]))
+
+    def hold(self, slot_N: np.ndarray) -> None:
+        """In place of `place`, for nodes that a graph wrote to free slots of its own choice."""
+        self._placed_N = slot_N
+
     def commit(self, path: Sequence[int]) -> None:
         assert len(self._placed_N) > 0, "commit without place"
         slot_P = self._placed_N[np.asarray(path, np.int64)]
@@ -99,6 +120,30 @@ class SlotCache:
         self.length = length
 
 
+class ChainCache(SlotCache):
+    """For a graph whose rows attend every row before them (attention "chain"): row t has to lie in
+    slot t, which the lowest free slot is as long as every tree is a chain.
+
+    `place` raises ValueError for any other tree, before anything runs.
+    """
+
+    chains_only = True
+
+    def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
+        if not is_chain(parent_N):
+            raise ValueError(
+                f"got a tree of {len(parent_N)} nodes with branches, expected a chain: the target "
+                "of this bundle takes no other (it was built with --attention chain)"
+            )
+        return super().place(parent_N, first)
+
+    def commit(self, path: Sequence[int]) -> None:
+        slot_P = self._placed_N[np.asarray(path, np.int64)]
+        is_next = slot_P == np.arange(self.length, self.length + len(slot_P))
+        assert is_next.all(), (path, slot_P, self.length)
+        super().commit(path)
+
+
 class ContiguousCache:
     """Row t ends up in slot t; the move is folded into the next step's write.
 
@@ -107,6 +152,8 @@ class ContiguousCache:
     of the tree in slots 4, 5, 6 committed. Node 0 is in place already (5 rows); the next step
     has src [6], write_index 5: slot 6 moves to 5, and the new nodes start at slot 6.
     """
+
+    chains_only = False
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -161,10 +208,10 @@ class ContiguousCache:
         self._pending = self._pending[: length - self._in_place]
 
 
-def open_cache(form: str, capacity: int) -> Cache:
-    """The cache that feeds a graph of this form."""
+def open_cache(form: str, capacity: int, attention: str = "bias") -> Cache:
+    """The cache that feeds a graph of this form and attention (see bundle.Graph)."""
     kinds: dict[str, type[SlotCache] | type[ContiguousCache]] = {
-        "slots": SlotCache,
+        "slots": ChainCache if attention == "chain" else SlotCache,
         "contiguous": ContiguousCache,
     }
     return kinds[form](capacity)

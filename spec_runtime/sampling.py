@@ -151,6 +151,12 @@ class SamplingParams:
             )
 
     @property
+    def is_plainly_greedy(self) -> bool:
+        """Whether each token is the argmax of the raw logits, and nothing else is asked for."""
+        is_processed = self.has_penalties or bool(self.logit_bias) or self.logprobs is not None
+        return self.temperature == 0 and not is_processed
+
+    @property
     def has_penalties(self) -> bool:
         return (
             self.repetition_penalty != 1

@@ -11,11 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
-from spec_runtime.backends import Backend
+from spec_runtime.backends import Backend, Rows, on_device
 from spec_runtime.kv import Cache
 from spec_runtime.tree import TokenTree
 
 PREFILL_ROWS = 256
+ARGMAX = "argmax_ids"  # i64[M], an output of targets built for a device: see Verified
 # In fp32, logits closer than this share of their row's range may change places between two forms
 # of the row: one row or many, other slots. The demo target's moved by 1.4e-6 of it at most.
 NEAR_TIE = 1e-4
@@ -38,18 +39,32 @@ def top_gap(logits_V: np.ndarray) -> float:
 
 class Verified:
     """What the target said about M rows of `tree` (verify: all of them), read on demand, valid
-    until the target's next run."""
+    until the target's next run. best_M: the rows' argmax, -1 where a row is not finite, if the
+    graph found it."""
 
     def __init__(
-        self, logits_MV: np.ndarray, features: Sequence[np.ndarray], tree: TokenTree
+        self,
+        logits_MV: np.ndarray | Rows,
+        features: Sequence[np.ndarray],
+        tree: TokenTree,
+        best_M: np.ndarray | None = None,
     ) -> None:
         self.tree = tree
         self._logits_MV = logits_MV
         self._features = features
+        self._best_M = best_M
 
     @cached_property
     def argmax_N(self) -> np.ndarray:
-        return self._logits_MV.argmax(axis=1)
+        if self._best_M is not None and (self._best_M >= 0).all():
+            return self._best_M
+        return np.asarray(self._logits_MV).argmax(axis=1)
+
+    def best(self, node: int) -> int | None:
+        """The argmax of the logits after this node if it is known without reading them."""
+        if self._best_M is None or self._best_M[node] < 0:
+            return None
+        return int(self._best_M[node])
 
     def row(self, node: int) -> np.ndarray:
         """Logits f32[V] after this node."""
@@ -69,7 +84,7 @@ class StrictVerified(Verified):
 
     def __init__(
         self,
-        logits_MV: np.ndarray,
+        logits_MV: np.ndarray | Rows,
         features: Sequence[np.ndarray],
         tree: TokenTree,
         target: Target,
@@ -85,9 +100,10 @@ class StrictVerified(Verified):
             self._judged.add(node)
             if self._target.needs_redo(self._logits_MV[node]):
                 if not self._is_copied:
-                    self._logits_MV = self._logits_MV.copy()
+                    self._logits_MV = np.array(self._logits_MV)
                     self._features = [part_ND.copy() for part_ND in self._features]
                     self._is_copied = True
+                assert isinstance(self._logits_MV, np.ndarray)
                 self._logits_MV[node] = self._target.redo(self.tree, node)
         return self._logits_MV[node]
 
@@ -112,6 +128,7 @@ class Target:
         strict_gap: float | None = None,
     ) -> None:
         assert backend.capacity == cache.capacity > max_length, (backend.capacity, max_length)
+        self.chains_only = cache.chains_only
         self.vocab_size = vocab_size
         self.max_length = max_length
         # of a tree; one less with a dummy row
@@ -123,6 +140,7 @@ class Target:
         self.run_seconds = 0.0  # spent in the backend so far
         self.taps = tuple(taps)  # what features have besides the final hidden state (engine.py)
         self._backend = backend
+        self._device = on_device(backend)
         self._cache = cache
         self._row_N = np.arange(max(PREFILL_ROWS, cache.capacity), dtype=np.int64)
 
@@ -146,7 +164,7 @@ class Target:
         for begin in range(0, len(tokens), PREFILL_ROWS):
             chunk = TokenTree.chain(tokens[begin : begin + PREFILL_ROWS])
             last = chunk.num_nodes - 1
-            verified = Verified(*self._run(chunk, self._row_N[last : last + 1], features), chunk)
+            verified = self._run(chunk, self._row_N[last : last + 1], features)
             if features:
                 chunks_TF.append(verified.features(range(chunk.num_nodes)))
             self.commit(range(chunk.num_nodes))
@@ -154,10 +172,8 @@ class Target:
 
     def verify(self, tree: TokenTree, features: bool = False) -> Verified:
         """One pass over the tree; nothing is committed yet."""
-        logits_NV, parts = self._run(tree, self._row_N[: tree.num_nodes], features)
-        if self.strict_gap is None or tree.num_nodes == 1:
-            return Verified(logits_NV, parts, tree)
-        return StrictVerified(logits_NV, parts, tree, self)
+        is_strict = self.strict_gap is not None and tree.num_nodes > 1
+        return self._run(tree, self._row_N[: tree.num_nodes], features, is_strict)
 
     def needs_redo(self, logits_V: np.ndarray) -> bool:
         """Whether these logits of a tree's row are too near a tie; counts the question."""
@@ -195,14 +211,25 @@ class Target:
         self.truncate(0)
 
     def _run(
-        self, tree: TokenTree, row_M: np.ndarray, features: bool
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Logits f32[M, V] of these rows, and the parts of all rows' features."""
+        self, tree: TokenTree, row_M: np.ndarray, features: bool, is_strict: bool = False
+    ) -> Verified:
+        """Logits of these rows, left on the device if there is one, and all rows' features."""
         feeds = self._cache.place(tree.parent_N)
         feeds["input_ids"] = tree.token_N[None]
         feeds["logit_rows"] = row_M
-        feature_names = ["features", *(f"taps.{i}" for i in self.taps)] if features else []
+        names = ["features", *(f"taps.{i}" for i in self.taps)] if features else []
         begin = time.perf_counter()
-        outputs = self._backend.run(feeds, ["logits", *feature_names])
+        logits_MV: np.ndarray | Rows
+        best_M = None
+        if self._device is None:
+            outputs = self._backend.run(feeds, ["logits", *names])
+            logits_MV = outputs["logits"]
+        else:
+            found = [ARGMAX] if self._device.has_output(ARGMAX) else []
+            outputs, kept = self._device.run_keeping(feeds, [*found, *names], ["logits"])
+            logits_MV, best_M = kept["logits"], outputs.get(ARGMAX)
         self.run_seconds += time.perf_counter() - begin
-        return outputs["logits"], [outputs[name] for name in feature_names]
+        parts = [outputs[name] for name in names]
+        if is_strict:  # reads the rows it judges
+            return StrictVerified(logits_MV, parts, tree, self)
+        return Verified(logits_MV, parts, tree, best_M)

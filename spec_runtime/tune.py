@@ -358,6 +358,11 @@ def tune(
     if engine.drafter == "none":
         raise ValueError("got drafter none, expected one whose trees can be tuned")
     target = engine.target
+    if target.chains_only:
+        raise ValueError(
+            "got a bundle whose target takes chains only (--attention chain), expected one built "
+            "with another --attention: there are no trees to tune"
+        )
     proposer = engine.proposer
     lookup_nodes = proposer.lookup_nodes if isinstance(proposer, MergedProposer) else 0
     limit = min(SIZES[-1], target.max_nodes)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spec_export.cli.options import Backend, Form, Model, Precision
+from spec_export.cli.options import Attention, Backend, Device, Form, Model, Precision
 
 
 def command(
@@ -22,8 +22,13 @@ def command(
         typer.Option("--draft-model", help="A small causal LM with the target's vocabulary"),
     ] = None,
     precision: Annotated[
-        Precision, typer.Option("--precision", help="int8 and int4 are for CPU, fp16 for CUDA")
-    ] = Precision.fp32,
+        Precision | None,
+        typer.Option(
+            "--precision",
+            help="int8 and int4 are for CPU, fp16 for CUDA",
+            show_default="fp32, on CUDA fp16",
+        ),
+    ] = None,
     max_length: Annotated[
         int | None,
         typer.Option("--max-length", min=16, help="Context in tokens", show_default="the target's"),
@@ -34,6 +39,10 @@ def command(
     reduce_range: Annotated[
         bool, typer.Option("--reduce-range", help="int8 for CPUs with AVX2 but no VNNI")
     ] = False,
+    device: Annotated[
+        Device,
+        typer.Option("--device", help="What ONNX Runtime will run it on: cuda takes no int8, int4"),
+    ] = Device.cpu,
     backend: Annotated[
         Backend,
         typer.Option("--backend", help="tensorrt adds plans (fp16, bf16 or fp32, contiguous form)"),
@@ -47,6 +56,17 @@ def command(
             show_default="the GPU's here",
         ),
     ] = None,
+    fuse: Annotated[
+        bool,
+        typer.Option("--fuse", help="Add draft, verify and accept as one graph, for CUDA"),
+    ] = False,
+    attention: Annotated[
+        Attention,
+        typer.Option(
+            "--attention",
+            help="How the target reads its cache, to compare on CUDA; chain takes no trees",
+        ),
+    ] = Attention.bias,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder", show_default="bundles/ and the target's name"),
@@ -59,13 +79,16 @@ def command(
         model=model,
         drafters=drafter or [],
         drafter_checkpoints=drafter_checkpoint or [],
-        precision=precision.value,
+        precision=None if precision is None else precision.value,
         max_length=max_length,
         out=out,
         form=form.value,
         reduce_range=reduce_range,
         draft_model=draft_model,
         backend=backend.value,
+        device=device.value,
         compute_capabilities=compute_capability or [],
+        fuse=fuse,
+        attention=attention.value,
     )
     print(path)

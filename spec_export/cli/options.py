@@ -19,6 +19,17 @@ class Form(StrEnum):
     contiguous = "contiguous"
 
 
+class Attention(StrEnum):
+    bias = "bias"
+    attention = "attention"
+    chain = "chain"
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
 class Backend(StrEnum):
     onnxruntime = "onnxruntime"
     tensorrt = "tensorrt"

@@ -40,6 +40,7 @@ class HeadsDrafter(DrafterBase):
     the target's, frozen) and `top_k`. weight_K f32[K] and soft_weight as in the module docstring.
     """
 
+    is_one_pass = True
     weight_K: Tensor
     output_heads: Any  # nn.ParameterList; mypy knows no element type
 

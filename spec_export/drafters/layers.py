@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -73,9 +73,11 @@ class DrafterBase(nn.Module):
 
     draft_token_ids i64[Vd] are the tokens it may guess (all by default), head_VD [Vd, D] the
     target's LM head trimmed to them, draft_index_V i64[V] the way back (IGNORED where a token is
-    missing). `config` is the drafter's own Config, with `taps` and `top_k`.
+    missing). `config` is the drafter's own Config, with `taps` and `top_k`. is_one_pass: one run
+    of the graph "drafter" makes all guesses.
     """
 
+    is_one_pass: ClassVar[bool] = False
     draft_token_ids: Tensor
     draft_index_V: Tensor
     embed_VD: Tensor

@@ -94,6 +94,7 @@ class Drafter(DrafterBase):
     """The trainable part; the target's embedding and (trimmed) LM head are borrowed, frozen and
     never saved."""
 
+    is_one_pass = True
     config: Config
     layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
 

@@ -1,19 +1,24 @@
 """ONNX Runtime: everything is bound, KV rows are never copied.
 
 Each KV buffer is one OrtValue, bound as a graph input and as the output of the node that writes it,
-so that a step writes in place. On CUDA it stays on the device, and a run copies its feeds there and
-its outputs back. Knows sessions and buffers; knows nothing of what the rows mean.
+so that a step writes in place. On CUDA all buffers are on the device: a run copies its feeds there
+and back what is asked for, and replays a CUDA graph for shapes that come again. Knows sessions,
+buffers and the feeds that say where rows go; knows nothing of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import logging
+import threading
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spec_runtime.bundle import Graph
+from spec_runtime.backends.tensorrt import MAX_STEPS, Recent, axis_sizes, is_cache, shape_of
+from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.threads import default_threads
 
 try:
@@ -23,12 +28,21 @@ except ImportError as error:
 
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# by a graph's attention. Attention-24 with a mask: the memory-efficient kernel would first copy all
+# key/value rows once per query head; 16 is AttentionBackend::MATH, the unfused kernels alone
+CUDA_SETTINGS = {"attention": {"sdpa_kernel": "16"}}
+BFLOAT16 = 16  # of onnx.TensorProto; numpy has none
+RUNS_BEFORE_CAPTURE = 3  # of a shape: a tree's width gets there at once, a prompt's length seldom
+MAX_CAPTURED_ROWS = 64  # above, kernels take longer than their launches
+MIN_MASK = 256  # of the widths that masks are cut to, doubling from here
+
+log = logging.getLogger("spec_runtime")
 
 
 class OrtBackend:
     """One session with its KV buffers, [1, G, capacity, Dh] each, zero-initialised (0 · NaN would
     poison a row). Buffers that `share` has by the same name are not made but shared with it.
-    `device`: cpu or cuda."""
+    `device`: cpu or cuda; `is_captured`: with CUDA graphs."""
 
     def __init__(
         self,
@@ -38,10 +52,14 @@ class OrtBackend:
         threads: int | None = None,
         share: OrtBackend | None = None,
         device: str = "cpu",
+        is_captured: bool = False,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
         self._device = device
-        self._session = _open_session(path, threads or default_threads(), PROVIDERS[device])
+        settings = {} if device == "cpu" else CUDA_SETTINGS.get(graph.attention, {})
+        self._session = _open_session(
+            path, threads or default_threads(), PROVIDERS[device], is_captured, settings
+        )
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         _check_signature(self._session, graph, path)
         self._cache_names = [spec.name for spec in graph.inputs if spec.name.startswith("kv.")]
@@ -54,10 +72,35 @@ class OrtBackend:
             assert cache.shape() == self._cache_shape(name), (name, cache.shape())
         self._bindings: dict[tuple[str, ...], Any] = {}
         self._buffers: dict[str, np.ndarray] = {}
+        self._runs: _DeviceRuns | None = None
+        if device != "cpu":
+            self._runs = _DeviceRuns(self._session, graph, capacity, self._caches, device)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether outputs can be kept there, see `run_keeping`."""
+        return self._runs is not None
+
+    @property
+    def bytes_to_host(self) -> int:
+        """Copied from the device so far."""
+        return 0 if self._runs is None else self._runs.bytes_to_host
+
+    def has_output(self, name: str) -> bool:
+        return name in self._specs
+
+    def run_keeping(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
+        """As `run`; besides, the outputs `kept` [R, W] as rows on the device."""
+        assert self._runs is not None, "on the CPU nothing is kept elsewhere"
+        return self._runs.run(feeds, outputs, kept)
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run; the arrays returned are views of buffers that the next run writes
         again."""
+        if self._runs is not None:
+            return self._runs.run(feeds, outputs, ())[0]
         binding = self._binding(tuple(outputs))
         sizes: dict[str, int] = {}
         held = []  # ONNX Runtime reads these arrays' memory during the run
@@ -76,8 +119,13 @@ class OrtBackend:
         return results
 
     def _zeros(self, name: str) -> Any:
-        array = np.zeros(self._cache_shape(name), dtype=self._specs[name].dtype)
-        return ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)
+        shape, dtype = self._cache_shape(name), self._specs[name].dtype
+        if dtype != "bfloat16":
+            return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), self._device, 0)
+        zeros = np.zeros(shape, np.uint16)
+        value = _empty(shape, dtype, self._device)
+        value.update_inplace(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, BFLOAT16))
+        return value
 
     def _cache_shape(self, name: str) -> list[int]:
         return [self.capacity if dim == "S" else int(dim) for dim in self._specs[name].shape]
@@ -86,17 +134,7 @@ class OrtBackend:
         """A binding with every KV buffer in place; one per set of outputs, so that unwanted ones
         are not computed."""
         if outputs not in self._bindings:
-            binding = self._session.io_binding()
-            for name, cache in self._caches.items():
-                binding.bind_ortvalue_input(name, cache)
-                binding.bind_ortvalue_output(f"{name}.out", cache)
-            bound = binding.get_outputs()
-            same = [
-                a.data_ptr() == b.data_ptr()
-                for a, b in zip(bound, self._caches.values(), strict=True)
-            ]
-            assert all(same), "a KV buffer is not bound in place"
-            self._bindings[outputs] = binding
+            self._bindings[outputs] = _bind_caches(self._session, self._caches)
         return self._bindings[outputs]
 
     def _buffer(self, name: str, sizes: dict[str, int]) -> np.ndarray:
@@ -110,7 +148,222 @@ class OrtBackend:
         return buffer[:count].reshape(shape)
 
 
-def _open_session(path: Path, threads: int, provider: str) -> Any:
+def _bind_caches(session: Any, caches: Mapping[str, Any]) -> Any:
+    """A new binding with every KV buffer in place."""
+    binding = session.io_binding()
+    for name, cache in caches.items():
+        binding.bind_ortvalue_input(name, cache)
+        binding.bind_ortvalue_output(f"{name}.out", cache)
+    bound = zip(binding.get_outputs(), caches.values(), strict=True)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in bound), "a KV buffer is not bound in place"
+    return binding
+
+
+def _empty(shape: Sequence[int], dtype: str, device: str) -> Any:
+    """An OrtValue of whatever is in memory."""
+    kind: Any = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    return ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
+
+
+# ------------------------------------------------------------------------------- on a device
+
+
+class DeviceRows:
+    """An output [R, W] left on the device. Rows are copied to the host when first read, all of them
+    by `np.asarray`; valid until the next run of the backend it came from."""
+
+    def __init__(self, value: Any, spec: TensorSpec, runs: _DeviceRuns) -> None:
+        self.shape = tuple(value.shape())
+        self._value, self._spec, self._runs = value, spec, runs
+        self._num_runs = runs.num_runs
+        self._row_W: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        """One row [W]."""
+        if row not in self._row_W:
+            self._require_current()
+            assert 0 <= row < len(self), (row, self.shape)
+            self._row_W[row] = self._runs.fetch_row(self._value, self._spec, int(row))
+        return self._row_W[row]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self._require_current()
+        array = self._runs.fetch(self._value)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def _require_current(self) -> None:
+        assert self._num_runs == self._runs.num_runs, "read after the backend's next run"
+
+
+class _Step:
+    """A binding with buffers of its own for one choice of outputs and one shape of each feed.
+    Addresses and shapes never change, as a CUDA graph wants."""
+
+    def __init__(self, binding: Any, feeds: dict[str, Any], outputs: dict[str, Any]) -> None:
+        self.binding, self.feeds, self.outputs = binding, feeds, outputs
+        self.num_runs = 0
+        for name, value in feeds.items():
+            binding.bind_ortvalue_input(name, value)
+        for name, value in outputs.items():
+            binding.bind_ortvalue_output(name, value)
+
+
+class _Here(threading.local):
+    """What one thread has: ONNX Runtime keeps CUDA graphs by thread."""
+
+    def __init__(self) -> None:
+        self.recent: Recent[_Step] = Recent(MAX_STEPS, lambda step: None)
+        # with the options that replay it; never dropped, as ONNX Runtime cannot forget a graph
+        self.captured: dict[Hashable, tuple[_Step, Any]] = {}
+
+
+class _DeviceRuns:
+    """The runs of one session with feeds, outputs and KV buffers on the device.
+
+    A graph of the slots form gets its mask cut to a width that holds all rows in use, as CUDA's
+    GroupQueryAttention works over the mask's width (attention "attention" needs all of it, "chain"
+    none). With CUDA graphs, shapes that come again are captured, MAX_STEPS of them at most; the
+    others run as they are, in the same session and on the same stream, and share with the captured
+    ones the KV buffers alone.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        graph: Graph,
+        capacity: int,
+        caches: Mapping[str, Any],
+        device: str,
+    ) -> None:
+        self.num_runs = self.bytes_to_host = 0
+        self._session, self._graph, self._capacity = session, graph, capacity
+        self._caches, self._device = caches, device
+        self._is_captured = takes_cuda_graphs(session)
+        self._inputs = [spec.name for spec in graph.inputs if not is_cache(spec)]
+        self._outputs = {spec.name: spec for spec in graph.outputs}
+        self._here = _Here()
+        self._ids = itertools.count(1)  # 0 is ONNX Runtime's own
+        self._num_graphs = 0
+        self._eager = _run_options(-1)
+        self._peek = session.io_binding()  # never run: it makes views of rows
+
+    def run(
+        self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
+        """The outputs copied to the host, and those kept."""
+        feeds = {name: feeds[name] for name in self._inputs}
+        if self._graph.form == "slots" and self._graph.attention == "bias":
+            width = mask_width(int(feeds["seqlens_k"][0]) + 1, self._capacity)
+            feeds["mask"] = feeds["mask"][..., :width]
+        self.num_runs += 1
+        step = self._run(feeds, tuple(dict.fromkeys((*outputs, *kept))))
+        values = step.outputs
+        return (
+            {name: self.fetch(values[name]) for name in outputs},
+            {name: DeviceRows(values[name], self._outputs[name], self) for name in kept},
+        )
+
+    def fetch(self, value: Any) -> np.ndarray:
+        """All of an OrtValue, on the host."""
+        array: np.ndarray = value.numpy()
+        self.bytes_to_host += array.nbytes
+        return array
+
+    def fetch_row(self, value: Any, spec: TensorSpec, row: int) -> np.ndarray:
+        """One row of an output [R, W]."""
+        width, dtype = value.shape()[1], np.dtype(spec.dtype)
+        address = value.data_ptr() + row * width * dtype.itemsize
+        self._peek.bind_output(spec.name, self._device, 0, dtype, [1, width], address)
+        (view,) = self._peek.get_outputs()
+        return self.fetch(view)[0]
+
+    def _run(self, feeds: dict[str, np.ndarray], names: tuple[str, ...]) -> _Step:
+        sizes = axis_sizes(self._graph, {name: feed.shape for name, feed in feeds.items()})
+        key, here = (names, *sorted(sizes.items())), self._here
+        if key in here.captured:
+            step, options = here.captured[key]
+            self._start(step, feeds, options)
+            return step
+        step = here.recent.get(key, lambda: self._new_step(feeds, names, sizes))
+        self._start(step, feeds, self._eager)
+        step.num_runs += 1
+        rows = max((size for axis, size in sizes.items() if axis != "S"), default=1)
+        if (
+            self._is_captured
+            and step.num_runs > RUNS_BEFORE_CAPTURE
+            and rows <= MAX_CAPTURED_ROWS
+            and self._num_graphs < MAX_STEPS
+        ):
+            # one call: warm-up runs, the capture and a first replay
+            options = _run_options(next(self._ids))
+            self._start(step, repeated(feeds), options)
+            here.captured[key] = step, options
+            self._num_graphs += 1
+        return step
+
+    def _start(self, step: _Step, feeds: Mapping[str, np.ndarray], options: Any) -> None:
+        for name, value in step.feeds.items():
+            value.update_inplace(np.ascontiguousarray(feeds[name]))
+        self._session.run_with_iobinding(step.binding, options)
+
+    def _new_step(
+        self, feeds: Mapping[str, np.ndarray], names: Sequence[str], sizes: Mapping[str, int]
+    ) -> _Step:
+        binding = _bind_caches(self._session, self._caches)
+        specs = [self._outputs[name] for name in names]
+        return _Step(
+            binding,
+            {
+                name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(feed), self._device, 0)
+                for name, feed in feeds.items()
+            },
+            {spec.name: _empty(shape_of(spec, sizes), spec.dtype, self._device) for spec in specs},
+        )
+
+
+def mask_width(num_slots: int, capacity: int) -> int:
+    """The least of 256, 512, 1024 … and the capacity that holds so many slots."""
+    width = MIN_MASK
+    while width < num_slots:
+        width *= 2
+    return min(width, capacity)
+
+
+def repeated(feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Feeds whose run right after that of `feeds` gives the same and leaves all KV rows as they
+    are, however often: ONNX Runtime runs a graph several times before it captures it.
+
+    Rows that the contiguous form moves are where they were moved to by then. Slots are written
+    with the same rows again.
+    """
+    if "src" not in feeds:
+        return feeds
+    landed = feeds["perm"].argsort()[: len(feeds["src"])]
+    return feeds | {"src": feeds["write_index"] + landed}
+
+
+def _run_options(graph_id: int) -> Any:
+    """graph_id: -1 = neither capture nor replay."""
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(graph_id))
+    return options
+
+
+# ------------------------------------------------------------------------------- opening
+
+
+def _open_session(
+    path: Path,
+    threads: int,
+    provider: str,
+    is_captured: bool = False,
+    settings: Mapping[str, str] | None = None,
+) -> Any:
+    """`is_captured`: with CUDA graphs, if every node runs on the GPU; else a warning says why
+    not. settings: the provider's other options."""
     if provider not in ort.get_available_providers():
         raise ValueError(
             f"onnxruntime {ort.__version__} here has no {provider}: put onnxruntime-gpu in its "
@@ -125,10 +378,17 @@ def _open_session(path: Path, threads: int, provider: str) -> Any:
     options.log_severity_level = 3
     # target and drafter take turns: threads that go on spinning would eat the other's cores
     options.add_session_config_entry("session.force_spinning_stop", "1")
+    every = dict(settings or {}) | ({"enable_cuda_graph": "1"} if is_captured else {})
     try:
-        session = ort.InferenceSession(str(path), options, providers=[provider])
+        # without fallback: it would print, and hide the reason
+        session = ort.InferenceSession(
+            str(path), options, [provider], provider_options=[every], enable_fallback=0
+        )
     except Exception as error:  # the runtime raises its own kinds, none of them public
         reason = " ".join(str(error).split())[:300]
+        if is_captured and "CUDA Graph" in reason:
+            log.warning("%s runs without CUDA graphs: %s", path.name, reason)
+            return _open_session(path, threads, provider, False, settings)
         raise ValueError(
             f"ONNX Runtime {ort.__version__} cannot load {path.name}: {reason}"
         ) from error
@@ -138,6 +398,12 @@ def _open_session(path: Path, threads: int, provider: str) -> Any:
             "libraries, or choose another --backend"
         )
     return session
+
+
+def takes_cuda_graphs(session: Any) -> bool:
+    """Whether a run captures or replays one, unless its options say -1."""
+    options = session.get_provider_options().get(PROVIDERS["cuda"], {})
+    return bool(options.get("enable_cuda_graph") == "1")
 
 
 def _check_signature(session: Any, graph: Graph, path: Path) -> None:

@@ -45,6 +45,7 @@ def command(
     ] = None,
     threads: options.Threads = None,
     backend: options.Backend = "onnxruntime",
+    fused: options.Fused = None,
     profile: options.Profile = True,
     system: options.System = None,
 ) -> None:
@@ -60,9 +61,14 @@ def command(
     folder = bundle or bundles.find()
     names: list[str] | list[None] = drafter or [None]
     profile = profile and nodes is None
-    engine = options.open_engine(folder, names[0], threads, also, profile, backend)
+    engine = options.open_engine(folder, names[0], threads, also, profile, backend, fused)
     engines = [engine, *(engine.with_drafter(name, also) for name in names[1:])]
     if nodes is not None:
+        if engine.fused is not None:
+            raise ValueError(
+                f"got --nodes {nodes} with the fused step, expected one of them: its trees have "
+                f"{engine.fused.num_nodes} nodes"
+            )
         if nodes > engine.target.max_nodes:
             raise ValueError(
                 f"got --nodes {nodes}, expected at most the bundle's scratch of "
@@ -90,6 +96,7 @@ def command(
         "max_new_tokens": max_new_tokens,
         "nodes": nodes,
         "backend": backend,
+        "fused": [each.drafter for each in engines if each.fused is not None],
         "system": system,
         "sampling": settings,
     }

@@ -21,9 +21,10 @@ def command(
     threads: options.Threads = None,
     profile: options.Profile = True,
     backend: options.Backend = "onnxruntime",
+    fused: options.Fused = None,
 ) -> None:
     """Chat with the target; /reset starts anew, end of input leaves."""
-    engine = options.open_engine(bundle, drafter, threads, also, profile, backend)
+    engine = options.open_engine(bundle, drafter, threads, also, profile, backend, fused)
     settings |= {"max_new_tokens": max_new_tokens}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

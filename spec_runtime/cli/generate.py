@@ -29,6 +29,7 @@ def command(
     threads: options.Threads = None,
     profile: options.Profile = True,
     backend: options.Backend = "onnxruntime",
+    fused: options.Fused = None,
     show_accepted: Annotated[
         bool, typer.Option("--show-accepted", help="Colour the tokens the drafter guessed")
     ] = False,
@@ -50,7 +51,7 @@ def command(
         raise ValueError("got --logprobs without --json, where they are printed; add --json")
     if prompt is None:
         prompt = _standard_input()
-    engine = options.open_engine(bundle, drafter, threads, also, profile, backend)
+    engine = options.open_engine(bundle, drafter, threads, also, profile, backend, fused)
     prompt_ids = engine.encode(prompt, raw, system)
     settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
     if as_json:

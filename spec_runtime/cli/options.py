@@ -43,8 +43,16 @@ Backend = Annotated[
     str,
     typer.Option(
         "--backend",
-        help="onnxruntime (on the CPU), cuda (ONNX Runtime's), tensorrt, or tensorrt_eager, which "
-        "is without CUDA graphs",
+        help="onnxruntime (on the CPU), cuda (ONNX Runtime's) or tensorrt; cuda_eager and "
+        "tensorrt_eager are without CUDA graphs",
+    ),
+]
+Fused = Annotated[
+    bool | None,
+    typer.Option(
+        "--fused/--no-fused",
+        help="Greedy requests take the drafter's fused step (build --fuse): one run a step",
+        show_default="on CUDA, if the bundle has one",
     ),
 ]
 Profile = Annotated[
@@ -72,6 +80,7 @@ def open_engine(
     also: str | None = None,
     profile: bool = True,
     backend: str = "onnxruntime",
+    fused: bool | None = None,
 ) -> "Engine":
     """The engine over ``bundle``, or over the newest one under ./bundles."""
     import spec_runtime
@@ -84,6 +93,7 @@ def open_engine(
         also=also,
         profile=profile,
         backend=backend,
+        fused=fused,
     )
 
 

@@ -75,7 +75,9 @@ ProposerFactory = Callable[["Bundle", "DrafterInfo | None", "int | None", "Targe
 # drafter name -> (bundle, its manifest entry, threads, the target it drafts for) -> proposer
 PROPOSERS: dict[str, ProposerFactory] = {
     "none": lambda bundle, info, threads, target: PlainProposer(),
-    "prompt_lookup": lambda bundle, info, threads, target: LookupProposer(),
+    "prompt_lookup": lambda bundle, info, threads, target: (
+        LookupProposer(max_matches=1) if target.chains_only else LookupProposer()
+    ),
     "lookahead": lambda bundle, info, threads, target: LookaheadProposer(),
     "parallelspec": OnePassProposer.open,
     "eagle": FeatureProposer.open,

@@ -20,6 +20,7 @@ from spec_runtime.tree import Budget, TokenTree, grow
 
 if TYPE_CHECKING:
     from spec_runtime.bundle import Bundle, DrafterInfo
+    from spec_runtime.fused import Follower
     from spec_runtime.generate import Step
     from spec_runtime.target import Target
 
@@ -61,6 +62,10 @@ class OnePassProposer:
     def run_seconds(self) -> float:
         return self._rows.run_seconds
 
+    def fusable(self) -> tuple[Follower, Backend | None]:
+        """What fused steps need of it: who follows them, and whose cache they write."""
+        return self._rows, self._rows.backend
+
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         self._rows.start(prompt, features_TF, reused)
 
@@ -88,6 +93,20 @@ class LastFeatureProposer:
         self.run_seconds = 0.0
         self._backend = backend
         self._feature_1F: np.ndarray | None = None
+
+    def fusable(self) -> tuple[Follower, Backend | None]:
+        """See OnePassProposer.fusable."""
+        return self, None
+
+    def enter(self, token: int) -> None:
+        """See fused.Follower."""
+
+    def follow(self, tokens: list[int]) -> None:
+        """See fused.Follower."""
+
+    def leave(self, feature_1F: np.ndarray) -> None:
+        """See fused.Follower."""
+        self._feature_1F = feature_1F
 
     @classmethod
     def open(

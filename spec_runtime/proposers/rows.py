@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spec_runtime.backends import Backend
-from spec_runtime.kv import Cache
+from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.tree import TreeBuilder, chain_parents
 
 if TYPE_CHECKING:
@@ -70,6 +70,29 @@ class DrafterRows:
             self._features_PF = None
         elif self._features_PF is not None:
             self._features_PF = self._features_PF[: length - self._cache.length]
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    def enter(self, token: int) -> None:
+        """See fused.Follower."""
+        self.tokens.append(token)
+        self._catch_up(most_waiting=0)
+
+    def follow(self, tokens: list[int]) -> None:
+        """See fused.Follower."""
+        cache = self._cache
+        assert isinstance(cache, SlotCache), cache
+        cache.hold(cache.length + np.arange(len(tokens)))  # its rows are never out of order
+        cache.commit(range(len(tokens)))
+        self.tokens += tokens
+
+    def leave(self, feature_1F: np.ndarray) -> None:
+        """See fused.Follower."""
+        self.truncate(len(self.tokens) - 1)  # the root comes with `propose`
+        self._cache.truncate(len(self.tokens) - self._first_token)
+        self._features_PF = feature_1F if self.wants_features else None
 
     def run(
         self, outputs: Sequence[str], extra_ids: np.ndarray | None = None

@@ -29,7 +29,8 @@ from test_decoder import (
 
 from spec_export.decoder import Backbone
 from spec_export.onnx_export import export_backbone, save
-from spec_export.onnx_rewrite import MS, to_slots
+from spec_export.onnx_rewrite import ATTENTIONS, MS, to_slots
+from spec_runtime.kv import open_cache
 
 TOLERANCE = 2e-5
 LAYERS, CAPACITY = 2, 90
@@ -46,21 +47,31 @@ CASES: dict[str, dict[str, Any]] = {
 class Case(NamedTuple):
     hf_model: Any
     backbone: Backbone
-    slots: ir.Model
-    folders: dict[str, Path]  # form -> where its graph lies
+    slots: dict[str, ir.Model]  # by attention
+    folders: dict[str, Path]  # form or attention -> where its graph lies
+
+    def runner(self, attention: str = "bias", capacity: int = 96) -> Runner:
+        """Of the slots form."""
+        runner = Runner(self.slots[attention], self.folders[attention], "slots", capacity)
+        runner.cache = open_cache("slots", capacity, attention)
+        return runner
 
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """One family's models: transformers', the backbone, its graph in both forms."""
+    """One family's models: transformers', the backbone, its graph in all forms."""
     family = request.param
     hf_model = tiny(family, num_hidden_layers=LAYERS, **CASES[family])
     backbone = backbone_of(hf_model, taps=(1,))
-    folders = {form: tmp_path_factory.mktemp(family) for form in ("contiguous", "slots")}
-    model = export_backbone(backbone)
-    save(model, folders["contiguous"] / "graph.onnx")
-    slots = to_slots(model)
+    folders = {form: tmp_path_factory.mktemp(family) for form in ("contiguous", *ATTENTIONS)}
+    save(export_backbone(backbone), folders["contiguous"] / "graph.onnx")
+    slots = {attention: to_slots(contiguous(folders), attention) for attention in ATTENTIONS}
     return Case(hf_model, backbone, slots, folders)
+
+
+def contiguous(folders: dict[str, Path]) -> ir.Model:
+    """A fresh copy each time: `to_slots` rewrites in place."""
+    return ir.load(folders["contiguous"] / "graph.onnx")
 
 
 every_family = pytest.mark.parametrize("case", CASES, indirect=True)
@@ -81,11 +92,13 @@ def random_tree(n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]
 
 
 @every_family
-@pytest.mark.parametrize("form", ["slots", "contiguous"])
+@pytest.mark.parametrize("form", ["bias", "attention", "contiguous"])
 def test_prefill_chains_and_trees(case: Case, form: str) -> None:
     """Chunked prefill, single rows, then trees; each keeps a path, some rows are rolled back."""
-    model = case.slots if form == "slots" else export_contiguous(case)
-    runner = Runner(model, case.folders[form], form, CAPACITY)
+    if form == "contiguous":
+        runner = Runner(contiguous(case.folders), case.folders[form], form, CAPACITY)
+    else:
+        runner = case.runner(form, CAPACITY)
     eager = Decoder(case.backbone, CAPACITY)
     rng, committed = np.random.default_rng(0), [int(t) for t in random_tokens(12, seed=1)]
     for part in (committed[:7], committed[7:]):
@@ -99,7 +112,7 @@ def test_prefill_chains_and_trees(case: Case, form: str) -> None:
         got = runner.step(tokens, parents, OUTPUTS)
         for name, expected in zip(OUTPUTS, eager.step(tokens, parents), strict=True):
             close(got[name], expected)
-        if form == "slots":
+        if form != "contiguous":
             compare_with_transformers(case.hf_model, committed, tokens, parents, got["logits"])
         kept = path_to(int(rng.integers(size)), parents)[: Decoder.A]
         runner.cache.commit(kept)
@@ -110,6 +123,44 @@ def test_prefill_chains_and_trees(case: Case, form: str) -> None:
     tokens, parents = random_tree(8, rng)
     got = runner.step(tokens, parents)
     compare_with_transformers(case.hf_model, committed[:15], tokens, parents, got["logits"])
+
+
+@every_family
+def test_chains(case: Case) -> None:
+    """Chunked prefill, then chains of which some rows are kept; rolled back, they go on."""
+    runner, eager = case.runner("chain", CAPACITY), Decoder(case.backbone, CAPACITY)
+    rng, committed = np.random.default_rng(0), list[int]()
+    for size, kept in ((7, 7), (5, 5), (1, 1), (6, 2), (8, 8), (8, 1), (1, 1), (7, 4)):
+        tokens = rng.integers(VOCAB, size=size).tolist()
+        got = runner.step(tokens, chain(size), OUTPUTS)
+        for name, expected in zip(OUTPUTS, eager.step(tokens, chain(size)), strict=True):
+            close(got[name], expected)
+        compare_with_transformers(case.hf_model, committed, tokens, chain(size), got["logits"])
+        runner.cache.commit(range(kept))
+        eager.keep(list(range(kept)))
+        committed += tokens[:kept]
+    runner.cache.truncate(15)
+    got = runner.step(tokens, chain(7))
+    compare_with_transformers(case.hf_model, committed[:15], tokens, chain(7), got["logits"])
+
+
+@llama
+def test_the_attentions_agree_with_each_other_and_the_contiguous_form(case: Case) -> None:
+    runners = [case.runner(attention) for attention in ATTENTIONS]
+    runners.append(Runner(contiguous(case.folders), case.folders["contiguous"], "contiguous"))
+    for size in (9, 1, 4, 4):
+        tokens = random_tokens(size, seed=size)
+        results = [runner.step(tokens, chain(size), OUTPUTS) for runner in runners]
+        for result in results[1:]:
+            for name in OUTPUTS:
+                close(result[name], results[0][name])
+        for runner in runners:
+            runner.cache.commit(range(size - 1 or 1))
+
+
+def test_an_unknown_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="got attention 'flash', expected one of bias, attention"):
+        to_slots(ir.Model(ir.Graph([], [], nodes=[]), ir_version=11), "flash")
 
 
 def compare_with_transformers(
@@ -126,14 +177,10 @@ def compare_with_transformers(
         close(logits_NV[path], expected[len(committed) :])
 
 
-def export_contiguous(case: Case) -> ir.Model:
-    """The contiguous form again: `to_slots` rewrites in place."""
-    return ir.load(case.folders["contiguous"] / "graph.onnx")
-
-
 @every_family
-def test_rows_are_written_to_their_slots_and_nowhere_else(case: Case) -> None:
-    runner = Runner(case.slots, case.folders["slots"])
+@pytest.mark.parametrize("attention", ["bias", "attention"])
+def test_rows_are_written_to_their_slots_and_nowhere_else(case: Case, attention: str) -> None:
+    runner = case.runner(attention)
     names = [f"kv.{layer}.{part}" for layer in range(LAYERS) for part in "kv"]
     rng, slots_used = np.random.default_rng(3), []
     for size, kept in ((5, [0, 1, 2, 3, 4]), (6, [0, 3]), (4, [0]), (7, [])):
@@ -151,10 +198,24 @@ def test_rows_are_written_to_their_slots_and_nowhere_else(case: Case) -> None:
     assert slots_used == list(holes_filled)
 
 
+@every_family
+def test_a_chains_rows_are_written_behind_the_committed_ones_and_nowhere_else(case: Case) -> None:
+    runner = case.runner("chain")
+    names = [f"kv.{layer}.{part}" for layer in range(LAYERS) for part in "kv"]
+    for size, kept in ((5, 5), (6, 2), (1, 1), (4, 0)):
+        before, length = {name: runner.kv(name) for name in names}, runner.cache.length
+        runner.step(random_tokens(size, seed=size), chain(size))
+        for name in names:
+            changed_S = (runner.kv(name) != before[name]).any(axis=(0, 1, 3))
+            assert np.flatnonzero(changed_S).tolist() == list(range(length, length + size)), name
+        runner.cache.commit(range(kept))
+
+
 @llama
-def test_slots_above_the_high_water_mark_are_not_read(case: Case) -> None:
+@pytest.mark.parametrize("attention", ["bias", "chain"])
+def test_slots_above_the_high_water_mark_are_not_read(case: Case, attention: str) -> None:
     """NaN there would reach the output through 0 · NaN."""
-    clean, poisoned = (Runner(case.slots, case.folders["slots"]) for _ in range(2))
+    clean, poisoned = case.runner(attention), case.runner(attention)
     tokens = random_tokens(9, seed=4)
     for cache in poisoned.backend._caches.values():
         values = cache.numpy().copy()
@@ -165,9 +226,10 @@ def test_slots_above_the_high_water_mark_are_not_read(case: Case) -> None:
 
 
 @llama
-def test_masked_rows_leave_no_trace(case: Case) -> None:
+@pytest.mark.parametrize("attention", ["bias", "attention"])
+def test_masked_rows_leave_no_trace(case: Case, attention: str) -> None:
     """A rejected row stays in its slot, however large its values."""
-    runner = Runner(case.slots, case.folders["slots"])
+    runner = case.runner(attention)
     runner.step(random_tokens(6, seed=5), chain(6))
     runner.cache.commit(range(6))
     tokens, parents = [3, 4, 5], [0, 0, 0]
@@ -192,7 +254,7 @@ def test_masked_rows_leave_no_trace(case: Case) -> None:
 
 @every_family
 def test_inputs_and_operators_of_the_slots_form(case: Case) -> None:
-    graph = case.slots.graph
+    graph = case.slots["bias"].graph
     inputs = {value.name: (value.dtype, value.shape) for value in graph.inputs}
     step = {"input_ids", "position_ids", "mask", "logit_rows", "slots", "seqlens_k"}
     assert set(inputs) == step | {f"kv.{i}.{part}" for i in range(LAYERS) for part in "kv"}
@@ -212,3 +274,32 @@ def test_inputs_and_operators_of_the_slots_form(case: Case) -> None:
     assert kinds["", "Squeeze"] == 3  # logits' rows, features, tap
     used = {value for node in graph for value in node.inputs} | set(graph.outputs)
     assert set(graph.initializers.values()) <= used
+
+
+@every_family
+@pytest.mark.parametrize(
+    ("attention", "more", "operators"),
+    [
+        (
+            "attention",
+            {"mask", "slots"},
+            {("", "Attention"): LAYERS, ("", "ScatterND"): 2 * LAYERS},
+        ),
+        ("chain", {"seqlens_k"}, {(MS, "GroupQueryAttention"): LAYERS}),
+    ],
+)
+def test_what_the_other_attentions_read_and_are_made_of(
+    case: Case, attention: str, more: set[str], operators: dict[tuple[str, str], int]
+) -> None:
+    graph = case.slots[attention].graph
+    step = {"input_ids", "position_ids", "logit_rows", *more}
+    caches = {f"kv.{i}.{part}" for i in range(LAYERS) for part in "kv"}
+    assert {value.name for value in graph.inputs} == step | caches
+    assert {f"{name}.out" for name in caches} < {value.name for value in graph.outputs}
+    kinds = Counter((node.domain, node.op_type) for node in graph)
+    both = {("", "Attention"), ("", "ScatterND"), (MS, "GroupQueryAttention")}
+    assert {kind: kinds[kind] for kind in both if kinds[kind]} == operators
+    assert "TensorScatter" not in {name for _, name in kinds}
+    used = {value for node in graph for value in node.inputs} | set(graph.outputs)
+    assert set(graph.initializers.values()) <= used
+    assert set(graph.inputs) <= used

@@ -190,30 +190,34 @@ def test_cuda_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("how", ["cuda", "cuda_eager"])
 @pytest.mark.parametrize(
-    ("precision", "form", "expected"),
+    ("precision", "changes", "got"),
     [
-        ("int8", "slots", "fp16, bf16 or fp32"),
-        ("fp32", "slots", "the contiguous form"),
-        ("fp16", "slots", None),
-        ("fp32", "contiguous", None),
+        ("int8", {}, "an int8 bundle"),
+        ("fp32", {}, "target/target.onnx in float32, slots form"),
+        ("fp16", {}, "target/target.onnx in float32, slots form"),  # as drafters once were
+        ("fp32", {"form": "contiguous"}, None),
+        ("fp32", {"attention": "attention"}, None),
+        ("fp32", {"inputs": GRAPH.inputs[:2]}, None),
     ],
 )
 def test_cuda_takes_what_it_has_kernels_for(
-    tmp_path: Path, precision: str, form: str, expected: str | None
+    tmp_path: Path, precision: str, changes: dict[str, Any], got: str | None, how: str
 ) -> None:
     manifest = small_manifest()
     target = dataclasses.replace(manifest.target, precision=precision)
     (tmp_path / "target").mkdir()
     write_graph(tmp_path / "target").rename(tmp_path / "target" / "target.onnx")
-    graph = dataclasses.replace(GRAPH, file="target/target.onnx", form=form)
+    graph = dataclasses.replace(GRAPH, file="target/target.onnx", **changes)
     bundle = Bundle(
         tmp_path,
         dataclasses.replace(manifest, target=target, graphs={"target": graph}),
-        backend="cuda",
+        backend=how,
     )
-    if expected is None and "CUDAExecutionProvider" in ort.get_available_providers():
+    if got is None and "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("ONNX Runtime has CUDA here")
-    message = f"with backend cuda, expected {expected}" if expected else "CUDAExecutionProvider"
-    with pytest.raises(ValueError, match=message):
+    message = f"got {got} with backend cuda, expected one made by spec-export build --device cuda"
+    with pytest.raises(ValueError, match=message if got else "CUDAExecutionProvider") as error:
         backends.open_graph(bundle, graph, S)
+    assert "\n" not in str(error.value)

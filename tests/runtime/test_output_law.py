@@ -62,6 +62,9 @@ class Toy:
         self.tree = tree
         return self
 
+    def best(self, node: int) -> None:
+        """Not known without its row."""
+
     def row(self, node: int) -> np.ndarray:
         tokens = self.text
         if self.tree is not None:

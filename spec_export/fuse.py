@@ -1,0 +1,402 @@
+"""The fused step: verify, accept and draft as one graph, for one-pass drafters at temperature 0.
+
+Around the target's graph and the drafter's (both in the slots form, unchanged) stand small standard
+operators, none of them control flow, so that the step is one captured launch on CUDA:
+
+- before the target: positions and tree mask, from the tree and the committed slots;
+- acceptance: y = argmax of each row; a node is right if its token is y of its parent; a path is
+  accepted if all its nodes are right, so with A[n, m] = m is n or an ancestor of n,
+  ok[n] = not any(A[n, m] and not right[m]); the deepest such node ends the accepted path;
+- before the drafter: the accepted rows (feature, next token), padded to the deepest path there is,
+  and the masks behind them;
+- after it: the most probable paths of its guesses, as tree.grow finds them, become the next tree.
+
+What the next step needs are outputs `state.….out`, which the runtime binds as its inputs. Knows the
+runtime's contract for both graphs; knows no drafter's kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from spec_export.onnx_rewrite import GraphEditor
+
+DRAFT = "draft."  # before the names of the drafter's inputs and outputs
+INT, BOOL, REAL = (kind.value for kind in (ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.FLOAT))
+
+
+def fuse(
+    target: ir.Model,
+    drafter: ir.Model,
+    *,
+    num_nodes: int,
+    taps: Sequence[int] = (),
+    mask_ids: Sequence[int] = (),
+    repeat_feature: bool = False,
+) -> ir.Model:
+    """The two graphs as one step over trees of N = `num_nodes` nodes; both models are used up.
+
+    taps, mask_ids, repeat_feature: what the drafter reads, as in its manifest entry. D: the number
+    of guesses, thus the deepest node. State, input `state.X` and output `state.X.out` each:
+
+    token i64[N] (-1: no node), parent i64[N], depth i64[N], ancestor bool[N, N] (A above), slot
+    i64[N] (where a node's KV row goes), taken bool[S] (slots of committed rows), counts i64[2]
+    (committed rows; the first slot that was never used).
+
+    KV inputs and outputs are the two graphs' own, the drafter's with `draft.` before the name.
+    Outputs besides: result i64[2D + 4]: the D + 1 emitted tokens (accepted ones, then the bonus)
+    and the D + 1 nodes of their path, both -1 behind the last, whether the path's last node had a
+    child, and the number of drafted nodes; path_features f32[D + 1, F], of these nodes.
+
+    ValueError: fewer than two nodes, or a drafter that does not guess in one pass.
+    """
+    if num_nodes < 2:
+        raise ValueError(f"got trees of {num_nodes} node to fuse, expected at least 2")
+    inputs = {str(value.name) for value in drafter.graph.inputs}
+    outputs = {str(value.name): value for value in drafter.graph.outputs}
+    extra = {name for name in inputs if not name.startswith("kv.")} - {
+        *("input_ids", "features", "position_ids", "mask", "logit_rows", "slots", "seqlens_k")
+    }
+    if extra or not {"guess_ids", "guess_log_probs"} <= set(outputs):
+        raise ValueError(
+            f"got a drafter with inputs {sorted(inputs)} and outputs {sorted(outputs)} to fuse, "
+            "expected one that guesses in one pass"
+        )
+    step = _Step(target, drafter)
+    shape = outputs["guess_ids"].shape
+    num_rows = None if shape is None else shape[0]  # open: as many as rows asked for
+    num_guesses = num_rows if isinstance(num_rows, int) else 1 + len(mask_ids)
+    num_candidates = _width(outputs["guess_ids"])
+    step.verify(num_nodes)
+    step.accept(num_guesses, taps)
+    step.draft(mask_ids, repeat_feature)
+    step.grow(superset(num_nodes, num_guesses, num_candidates), num_candidates)
+    return step.finish()
+
+
+def superset(num_nodes: int, num_guesses: int, num_candidates: int) -> list[tuple[int, ...]]:
+    """Every path of candidate ranks that can be among the best `num_nodes` - 1, parents first.
+
+    A path (r_1, …, r_d) comes no earlier than the sum over e of (r_1 + 1)…(r_e + 1) paths that are
+    at least as probable: those with no rank above its own, itself included.
+
+    >>> superset(4, 2, 8)
+    [(0,), (1,), (2,), (0, 0), (0, 1)]
+    """
+    level: list[tuple[tuple[int, ...], int, int]] = [((), 1, 0)]  # path, product, sum
+    paths: list[tuple[int, ...]] = []
+    for _ in range(num_guesses):
+        level = [
+            ((*path, rank), product * (rank + 1), total + product * (rank + 1))
+            for path, product, total in level
+            for rank in range(num_candidates)
+            if total + product * (rank + 1) < num_nodes
+        ]
+        paths += [path for path, _, _ in level]
+    return paths
+
+
+class _Step:
+    """The graph while it is put together; its methods are called in the order they stand in.
+
+    Names as the state's; `path`, `kept` and the like are over the D + 1 rows of the accepted path.
+    """
+
+    def __init__(self, target: ir.Model, drafter: ir.Model) -> None:
+        self.model = target
+        self.graph = target.graph
+        self.edit = GraphEditor(target, "step")
+        self.target_inputs = {str(value.name): value for value in self.graph.inputs}
+        self.target_outputs = {str(value.name): value for value in self.graph.outputs}
+        self.drafter_inputs = {str(value.name): value for value in drafter.graph.inputs}
+        self.drafter_outputs = {str(value.name): value for value in drafter.graph.outputs}
+        self._take_in(drafter)
+        self.state: dict[str, ir.Value] = {}
+        self.next: dict[str, ir.Value] = {}
+
+    def verify(self, N: int) -> None:
+        """State and the target's feeds."""
+        self.N = N
+        sizes: Any = (
+            *((name, INT, [N]) for name in ("token", "parent", "depth", "slot")),
+            ("ancestor", BOOL, [N, N]),
+            ("taken", BOOL, ["S"]),
+            ("counts", INT, [2]),
+        )
+        for name, dtype, shape in sizes:
+            value = ir.Value(
+                name=f"state.{name}",
+                shape=ir.Shape(shape),
+                type=ir.TensorType(ir.DataType(dtype)),
+            )
+            self.graph.inputs.append(value)
+            self.state[name] = value
+        op, state = self.op, self.state
+        self.length = op("Gather", state["counts"], [0])
+        self.fresh = op("Gather", state["counts"], [1])
+        shape_S = op("Shape", state["taken"])
+        shape_NS = op("Concat", [N], shape_S, axis=0)
+        slot_NN = op("Expand", state["slot"], [N, N])
+        mask_NS = op("Expand", state["taken"], shape_NS)
+        # a node's own columns are slots that are not taken
+        mask_NS = op("ScatterElements", mask_NS, slot_NN, state["ancestor"], axis=1)
+        self.feed(
+            self.target_inputs,
+            input_ids=self.batch(op("Max", state["token"], [0])),
+            position_ids=self.batch(op("Add", self.length, state["depth"])),
+            mask=op("Unsqueeze", mask_NS, [0, 1]),
+            logit_rows=self.edit.constant(np.arange(N)),
+            slots=state["slot"],
+            seqlens_k=self.int32(op("Sub", self.fresh, [1])),
+        )
+
+    def accept(self, D: int, taps: Sequence[int]) -> None:
+        """The accepted path, and what of the state it changes."""
+        op, state, N, P = self.op, self.state, self.N, D + 1
+        self.P = P
+        y_N = op("ArgMax", self.real(self.target_outputs["logits"]), axis=1, keepdims=0)
+        right_N = op("Equal", state["token"], op("Gather", y_N, state["parent"]))
+        right_N = op("Or", right_N, np.arange(N) == 0)
+        wrong_NN = op("And", state["ancestor"], op("Not", right_N))
+        ok_N = op("Not", self.any(wrong_NN, 1))
+        reach_N = op("Where", ok_N, op("Add", state["depth"], [1]), [0])
+        best = op("ArgMax", self.real(reach_N), axis=0)  # i64[1]: the deepest; siblings differ
+        self.best, self.count = best, op("Gather", reach_N, best)
+        on_path_N = op("Squeeze", op("Gather", state["ancestor"], best), [0])
+        at_depth_PN = op("Equal", op("Unsqueeze", state["depth"], [0]), np.arange(P)[:, None])
+        path_PN = op("And", at_depth_PN, on_path_N)
+        path_P = op("ArgMax", self.real(path_PN), axis=1, keepdims=0)
+        self.kept_P = op("Less", np.arange(P), self.count)
+        self.bonus = op("Gather", y_N, best)
+        self.emitted_P = op("Where", self.kept_P, op("Gather", y_N, path_P), [-1])
+        is_node_N = op("GreaterOrEqual", state["token"], [0])
+        below_N = op("Equal", state["depth"], self.count)
+        below_N = op(
+            "And", below_N, op("Squeeze", op("Gather", state["ancestor"], best, axis=1), [1])
+        )
+        has_child = op("Cast", self.any(op("And", below_N, is_node_N), 0, keep=1), to=INT)
+        num_nodes = op("ReduceSum", op("Cast", is_node_N, to=INT), [0], keepdims=1)
+        self.result = op(
+            "Concat",
+            self.emitted_P,
+            op("Where", self.kept_P, path_P, [-1]),
+            has_child,
+            op("Sub", num_nodes, [1]),
+            axis=0,
+        )
+        names = ["features", *(f"taps.{tap}" for tap in taps)]
+        parts = [self.target_outputs[name] for name in names]
+        self.F = sum(_width(part) for part in parts)
+        self.features_NF = self.real(op("Concat", *parts, axis=1) if taps else parts[0])
+        self.path_features_PF = op("Gather", self.features_NF, path_P)
+        # the rows of the path stay; other nodes' slots are written again
+        ranks_N = op("CumSum", op("Cast", on_path_N, to=INT), self.edit.constant(np.array(0)))
+        fresh_N = op("Add", self.fresh, op("Sub", ranks_N, [1]))
+        self.next["slot"] = op("Where", on_path_N, fresh_N, state["slot"])
+        taken = op("ScatterElements", state["taken"], state["slot"], on_path_N, axis=0)
+        self.next["taken"] = taken
+        self.next["counts"] = op("Add", state["counts"], self.count)
+
+    def draft(self, mask_ids: Sequence[int], repeat_feature: bool) -> None:
+        """The drafter's feeds: the path's rows in a chain, then the masks."""
+        op, P, K = self.op, self.P, len(mask_ids)
+        if "input_ids" not in self.drafter_inputs:  # it keeps nothing
+            self.feed(self.drafter_inputs, features=op("Gather", self.features_NF, self.best))
+            return
+        n, P_and_masks = P + K, np.arange(P + K)
+        ids_P = op("Max", self.emitted_P, [0])
+        ahead_n = self.edit.constant(np.where(P_and_masks < P, P_and_masks, P_and_masks - P))
+        is_mask_n = self.edit.constant(P_and_masks >= P)
+        ahead_n = op("Add", ahead_n, op("Where", is_mask_n, self.count, [0]))
+        slot_n = op("Add", self.length, P_and_masks)
+        # a row sees those before it that are kept, and itself
+        seen_n = op("Or", op("Less", P_and_masks, self.count), is_mask_n)
+        seen_nn = op("Or", op("And", np.tri(n, dtype=np.bool_), seen_n), np.eye(n, dtype=np.bool_))
+        size_S = op("Squeeze", op("Shape", self.state["taken"]), [0])
+        zero, one = (self.edit.constant(np.array(value)) for value in (0, 1))
+        taken_S = op("Less", op("Range", zero, size_S, one), self.length)
+        mask_nS = op("Expand", taken_S, op("Concat", [n], op("Shape", taken_S), axis=0))
+        slot_nn = op("Expand", slot_n, [n, n])
+        mask_nS = op("ScatterElements", mask_nS, slot_nn, seen_nn, axis=1)
+        feeds = {
+            "input_ids": self.batch(op("Concat", ids_P, list(mask_ids), axis=0) if K else ids_P),
+            "position_ids": self.batch(op("Add", self.length, ahead_n)),
+            "mask": op("Unsqueeze", mask_nS, [0, 1]),
+            "logit_rows": op("Concat", op("Sub", self.count, [1]), P_and_masks[P:], axis=0)
+            if K
+            else op("Sub", self.count, [1]),
+            "slots": slot_n,
+            "seqlens_k": self.int32(op("Add", self.length, [n - 1])),
+        }
+        if "features" in self.drafter_inputs:
+            features_nF = self.path_features_PF
+            if K and repeat_feature:
+                last = op("Gather", self.features_NF, self.best)
+                features_nF = op("Concat", features_nF, *[last] * K, axis=0)
+            elif K:
+                features_nF = op("Pad", features_nF, np.array([0, 0, K, 0]))
+            feeds["features"] = self.batch(features_nF)
+        self.feed(self.drafter_inputs, **feeds)
+
+    def grow(self, paths: list[tuple[int, ...]], C: int) -> None:
+        """The next tree: the most probable of the superset's paths."""
+        op, N = self.op, self.N
+        index = {path: i for i, path in enumerate(paths)}
+        flat = [[k * C + rank for k, rank in enumerate(path)] for path in paths]
+        deepest = max(map(len, paths))
+        num_flat = deepest * C
+        # one more, of log-probability 0, behind the ends of paths
+        steps_MD = np.array([row + [num_flat] * (deepest - len(row)) for row in flat])
+        M = len(paths)
+        ancestor_MM = np.zeros((M, M), np.bool_)
+        for i, path in enumerate(paths):
+            ancestor_MM[i, [index[path[:k]] for k in range(1, len(path) + 1)]] = True
+        ids = self.drafter_outputs["guess_ids"]
+        # strictly below 0: a child never comes before its parent
+        log_probs = op(
+            "Min", self.real(self.drafter_outputs["guess_log_probs"]), np.array([-1e-4], np.float32)
+        )
+        flat_ids = op("Reshape", ids, [-1])
+        flat_log_probs = op(
+            "Concat", op("Reshape", log_probs, [-1]), np.array([0], np.float32), axis=0
+        )
+        if deepest < self.P - 1:  # so few nodes that no path can use the last guesses
+            flat_ids = op("Slice", flat_ids, [0], [num_flat])
+            flat_log_probs = op(
+                "Concat",
+                op("Slice", flat_log_probs, [0], [num_flat]),
+                np.array([0], np.float32),
+                axis=0,
+            )
+        score_M = op("ReduceSum", op("Gather", flat_log_probs, steps_MD), [1], keepdims=0)
+        _, chosen = self.outputs("TopK", score_M, [min(N - 1, M)], num_outputs=2, sorted=1, axis=0)
+        leaf_M = np.array([row[-1] for row in flat])
+        parent_M = np.array([index.get(path[:-1], -1) for path in paths])
+        depth_M = np.array([len(path) for path in paths])
+        parent = op("Gather", parent_M, chosen)
+        is_parent = op("Equal", op("Unsqueeze", parent, [1]), chosen)
+        place = op("Add", op("ArgMax", self.real(is_parent), axis=1, keepdims=0), [1])
+        place = op("Where", op("Less", parent, [0]), [0], place)
+        ancestor = op("Gather", op("Gather", ancestor_MM, chosen), chosen, axis=1)
+        tokens = op("Gather", flat_ids, op("Gather", leaf_M, chosen))
+        # fewer paths than nodes: the last ones are no nodes
+        missing = N - 1 - min(N - 1, M)
+        none = [np.full(missing, -1)] if missing else []
+        zeros = [np.zeros(missing, np.int64)] if missing else []
+        self.next["token"] = op("Concat", self.bonus, tokens, *none, axis=0)
+        self.next["parent"] = op("Concat", [0], place, *zeros, axis=0)
+        self.next["depth"] = op("Concat", [0], op("Gather", depth_M, chosen), *zeros, axis=0)
+        # the root is everyone's ancestor, and everyone their own
+        padded = op("Pad", op("Cast", ancestor, to=INT), np.array([1, 1, missing, missing]))
+        fixed_NN = np.eye(N, dtype=np.bool_)
+        fixed_NN[:, 0] = True
+        self.next["ancestor"] = op("Or", op("Cast", padded, to=BOOL), fixed_NN)
+
+    def finish(self) -> ir.Model:
+        graph, outputs = self.graph, []
+        for name, before in self.state.items():
+            outputs.append(self.named(self.next[name], f"state.{name}.out", before))
+        D = self.P - 1
+        outputs.append(self.named(self.result, "result", shape=[2 * D + 4], dtype=INT))
+        shape = [D + 1, self.F]
+        outputs.append(self.named(self.path_features_PF, "path_features", shape=shape, dtype=REAL))
+        kv = [v for v in graph.inputs if str(v.name).startswith(("kv.", f"{DRAFT}kv."))]
+        kv_out = [v for v in graph.outputs if str(v.name).startswith(("kv.", f"{DRAFT}kv."))]
+        graph.inputs[:] = [*self.state.values(), *kv]
+        graph.outputs[:] = [*outputs, *kv_out]
+        graph.sort()
+        return self.model
+
+    # ---- helpers ---------------------------------------------------------------------------------
+
+    def _take_in(self, drafter: ir.Model) -> None:
+        """The drafter's nodes, weights and cache inputs and outputs become this graph's."""
+        source = drafter.graph
+        nodes, weights = list(source), list(source.initializers.values())
+        inputs, outputs = list(source.inputs), list(source.outputs)
+        source.inputs.clear()
+        source.outputs.clear()
+        source.initializers.clear()
+        source.remove(nodes)
+        for node in nodes:
+            node.name = f"{DRAFT}{node.name}"
+        made = [value for node in nodes for value in node.outputs if value.name]
+        for value in {id(v): v for v in (*weights, *inputs, *made)}.values():
+            value.name = f"{DRAFT}{value.name}"
+        for value in weights:
+            self.graph.register_initializer(value)
+        self.graph.extend(nodes)
+        self.graph.inputs.extend(v for v in inputs if str(v.name).startswith(f"{DRAFT}kv."))
+        self.graph.outputs.extend(v for v in outputs if str(v.name).startswith(f"{DRAFT}kv."))
+        for domain, version in drafter.opset_imports.items():
+            assert self.model.opset_imports.setdefault(domain, version) == version, domain
+
+    def op(self, op_type: str, *inputs: Any, **attributes: int) -> ir.Value:
+        return self.outputs(op_type, *inputs, **attributes)[0]
+
+    def outputs(
+        self, op_type: str, *inputs: Any, num_outputs: int = 1, **attributes: int
+    ) -> Sequence[ir.Value]:
+        """A node at the end; lists and arrays become constants."""
+        values = [
+            value if isinstance(value, ir.Value) else self.edit.constant(np.asarray(value))
+            for value in inputs
+        ]
+        node = ir.node(op_type, values, attributes or None, num_outputs=num_outputs)
+        for value in node.outputs:
+            value.name = self.edit.name(op_type.lower())
+        self.graph.append(node)
+        return node.outputs
+
+    def batch(self, value: ir.Value) -> ir.Value:
+        return self.op("Unsqueeze", value, [0])
+
+    def int32(self, value: ir.Value) -> ir.Value:
+        return self.op("Cast", value, to=ir.DataType.INT32.value)
+
+    def real(self, value: ir.Value) -> ir.Value:
+        """As float32, which every provider's ArgMax takes."""
+        if value.dtype == ir.DataType.FLOAT:
+            return value
+        result = self.op("Cast", value, to=REAL)
+        result.shape = value.shape
+        return result
+
+    def any(self, value: ir.Value, axis: int, keep: int = 0) -> ir.Value:
+        most = self.op("ReduceMax", self.real(value), [axis], keepdims=keep)
+        return self.op("Cast", most, to=BOOL)
+
+    def feed(self, inputs: dict[str, ir.Value], **values: ir.Value) -> None:
+        """These values in place of the inputs of these names; they must be all but the caches."""
+        wanted = {name for name in inputs if not name.startswith("kv.")}
+        assert set(values) == wanted, (sorted(values), sorted(wanted))
+        for name, value in values.items():
+            dtype = inputs[name].dtype
+            if name == "features" and dtype not in (None, ir.DataType.FLOAT):
+                value = self.op("Cast", value, to=dtype.value)
+            inputs[name].replace_all_uses_with(value)
+
+    def named(
+        self,
+        value: ir.Value,
+        name: str,
+        like: ir.Value | None = None,
+        shape: Sequence[Any] = (),
+        dtype: int = INT,
+    ) -> ir.Value:
+        """An output of this name, behind an Identity: the value may be an output already."""
+        (result,) = self.outputs("Identity", value)
+        result.name = name
+        result.shape = ir.Shape(shape) if like is None else like.shape
+        result.type = ir.TensorType(ir.DataType(dtype)) if like is None else like.type
+        return result
+
+
+def _width(value: ir.Value) -> int:
+    size = None if value.shape is None else value.shape[1]
+    assert isinstance(size, int), value
+    return size

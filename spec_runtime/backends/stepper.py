@@ -1,0 +1,130 @@
+"""A graph that makes its own next inputs: two bindings over two sets of state, used in turn.
+
+Its KV buffers are lent by the sessions that share them. State goes in as `state.X` and comes out as
+`state.X.out`, which the next run reads in its place: never the same memory in one run, for ONNX
+Runtime does not order readers before the writer. On CUDA each binding is one captured graph. States
+of other shapes have bindings of their own. Knows nothing of what the state means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+
+from spec_runtime.backends.ort import PROVIDERS, OrtBackend, _check_signature, _open_session
+from spec_runtime.bundle import Graph
+from spec_runtime.threads import default_threads
+
+RESULT = "result"
+
+
+class _Side(NamedTuple):
+    """A binding that reads `state` and writes the other side's; its CUDA graph's id."""
+
+    binding: Any
+    state: dict[str, Any]
+    outputs: dict[str, Any]
+    graph_id: int
+
+
+class OrtStepper:
+    """lenders: the part of a KV input's name before "kv." -> the backend whose buffers they are.
+
+    `start` sets the state, `step` runs once and returns the output `result`, `fetch` another one of
+    the last run. bytes_to_host: copied by these so far.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        graph: Graph,
+        lenders: Mapping[str, OrtBackend],
+        threads: int | None = None,
+        device: str = "cpu",
+        is_captured: bool = False,
+    ) -> None:
+        self.bytes_to_host = 0
+        self._device, self._is_captured = device, is_captured
+        provider = PROVIDERS[device]
+        self._session = _open_session(path, threads or default_threads(), provider, is_captured)
+        _check_signature(self._session, graph, path)
+        self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith("state.")]
+        self._results = [
+            spec for spec in graph.outputs if "kv." not in spec.name and ".out" not in spec.name
+        ]
+        self._caches: dict[str, Any] = {}
+        for spec in graph.inputs:
+            before, found, name = spec.name.partition("kv.")
+            if found:
+                self._caches[spec.name] = lenders[before]._caches[found + name]
+        self._pairs: dict[tuple[tuple[int, ...], ...], tuple[_Side, _Side]] = {}  # by shapes
+        self._last: _Side | None = None
+        self._next: tuple[_Side, _Side] | None = None
+
+    def start(self, state: Mapping[str, np.ndarray]) -> None:
+        """The state of the next run: an array for each `state.X`, by X, as the graph has it."""
+        given = {name: np.ascontiguousarray(state[name[6:]]) for name in self._inputs}
+        assert len(given) == len(state), sorted(state)
+        key = tuple(array.shape for array in given.values())
+        if key not in self._pairs:
+            self._pairs[key] = self._bind(given)
+        self._next = self._pairs[key]
+        for name, array in given.items():
+            self._next[0].state[name].update_inplace(array)
+
+    def step(self) -> np.ndarray:
+        """One run; its `result`."""
+        assert self._next is not None, "step before start"
+        self._last, other = self._next
+        self._next = other, self._last
+        options = None
+        if self._is_captured:
+            options = ort.RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(self._last.graph_id))
+        self._session.run_with_iobinding(self._last.binding, options)
+        return self.fetch(RESULT)
+
+    def fetch(self, name: str) -> np.ndarray:
+        """A copy of this output of the last run."""
+        assert self._last is not None, "fetch before step"
+        return self._copy(self._last.outputs[name])
+
+    def state(self) -> dict[str, np.ndarray]:
+        """A copy of the state of the next run, as for `start`."""
+        assert self._next is not None, "state before start"
+        return {name[6:]: self._copy(value) for name, value in self._next[0].state.items()}
+
+    def _copy(self, value: Any) -> np.ndarray:
+        array = np.array(value.numpy())
+        self.bytes_to_host += array.nbytes
+        return array
+
+    def _bind(self, given: Mapping[str, np.ndarray]) -> tuple[_Side, _Side]:
+        first = 2 * len(self._pairs) + 1
+        sides = []
+        for graph_id in (first, first + 1):
+            # each its own memory: on the CPU a value keeps the array it is made from
+            state = {name: self._value(np.zeros_like(array)) for name, array in given.items()}
+            shapes = {spec.name: [int(size) for size in spec.shape] for spec in self._results}
+            outputs = {
+                spec.name: self._value(np.zeros(shapes[spec.name], spec.dtype))
+                for spec in self._results
+            }
+            sides.append(_Side(self._session.io_binding(), state, outputs, graph_id))
+        for side, other in (sides, sides[::-1]):
+            for name, cache in self._caches.items():
+                side.binding.bind_ortvalue_input(name, cache)
+                side.binding.bind_ortvalue_output(f"{name}.out", cache)
+            for name in given:
+                side.binding.bind_ortvalue_input(name, side.state[name])
+                side.binding.bind_ortvalue_output(f"{name}.out", other.state[name])
+            for name, value in side.outputs.items():
+                side.binding.bind_ortvalue_output(name, value)
+        return sides[0], sides[1]
+
+    def _value(self, array: np.ndarray) -> Any:
+        return ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)

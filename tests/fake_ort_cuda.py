@@ -1,0 +1,234 @@
+"""What of ONNX Runtime our CUDA backend uses, over host memory: whatever the real one leaves
+undefined, refuses or does silently wrong is an error here.
+
+Device memory is full of junk when new, and gone when nobody holds it. A session computes on the
+CPU, reading and writing at the addresses bound. It captures as ONNX Runtime 1.31 does: two runs and
+a replay within one call, by graph id and thread; a replay with other addresses or shapes, which the
+real one would ignore, is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+from fake_tensorrt import view
+
+PROVIDER = "CUDAExecutionProvider"
+
+
+class Device:
+    """The GPU: its memory, and counts of what was done on it."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, Any] = {}  # address -> memory
+        self.bytes_to_host = 0
+        self.num_eager = self.num_captured = self.num_replayed = 0
+        self.refuses_graphs = False
+        self.shapes: list[dict[str, tuple[int, ...]]] = []  # of the inputs, each time it computed
+        self.settings: list[dict[str, str]] = []  # of each session
+
+    def allocate(self, nbytes: int) -> int:
+        block = (ctypes.c_byte * nbytes)()
+        address = ctypes.addressof(block)
+        ctypes.memset(address, 0xAB, nbytes)
+        self.blocks[address] = block
+        return address
+
+    def require(self, bound: Bound) -> None:
+        """That its memory is on the device still."""
+        base, end = bound.address, bound.address + bound.nbytes
+        if base not in self.blocks:  # a view from its middle
+            base = max((b for b in self.blocks if b < bound.address), default=0)
+        assert base in self.blocks, bound
+        assert end <= base + len(self.blocks[base]), bound
+
+
+class Bound(NamedTuple):
+    """Memory as a graph is given it."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+class OrtValue:
+    """A tensor on the device; without `owner` it is a view of another's memory."""
+
+    device: Device  # of the subclass that `module` makes
+
+    def __init__(self, bound: Bound, is_owner: bool) -> None:
+        self.bound, self._is_owner = bound, is_owner
+
+    def __del__(self) -> None:
+        if self._is_owner:
+            self.device.blocks.pop(self.bound.address, None)
+
+    @classmethod
+    def ortvalue_from_shape_and_type(
+        cls, shape: Sequence[int], element_type: Any, device_type: str, device_id: int
+    ) -> OrtValue:
+        assert (device_type, device_id) == ("cuda", 0)
+        bound = Bound(0, tuple(shape), str(np.dtype(element_type)))
+        return cls(bound._replace(address=cls.device.allocate(max(bound.nbytes, 1))), True)
+
+    @classmethod
+    def ortvalue_from_numpy(cls, array: np.ndarray, device_type: str, device_id: int) -> OrtValue:
+        value = cls.ortvalue_from_shape_and_type(array.shape, array.dtype, device_type, device_id)
+        value.update_inplace(array)
+        return value
+
+    def update_inplace(self, data: np.ndarray) -> None:
+        assert data.flags.c_contiguous
+        assert (data.shape, str(data.dtype)) == self.bound[1:], (data.shape, data.dtype, self.bound)
+        self.device.require(self.bound)
+        view(*self.bound)[...] = data
+
+    def numpy(self) -> np.ndarray:
+        self.device.require(self.bound)
+        self.device.bytes_to_host += self.bound.nbytes
+        return view(*self.bound).copy()
+
+    def shape(self) -> list[int]:
+        return list(self.bound.shape)
+
+    def data_ptr(self) -> int:
+        return self.bound.address
+
+
+class IOBinding:
+    def __init__(self, session: InferenceSession) -> None:
+        self.session = session
+        self.inputs: dict[str, OrtValue] = {}
+        self.outputs: dict[str, OrtValue] = {}
+
+    def bind_ortvalue_input(self, name: str, value: OrtValue) -> None:
+        self.inputs[name] = value
+
+    def bind_ortvalue_output(self, name: str, value: OrtValue) -> None:
+        self.outputs[name] = value
+
+    def bind_output(
+        self,
+        name: str,
+        device_type: str,
+        device_id: int,
+        element_type: Any,
+        shape: Sequence[int],
+        buffer_ptr: int,
+    ) -> None:
+        assert (device_type, device_id) == ("cuda", 0)
+        assert name in self.session.output_names, name
+        bound = Bound(buffer_ptr, tuple(shape), str(np.dtype(element_type)))
+        self.outputs[name] = self.session.module.OrtValue(bound, False)
+
+    def get_outputs(self) -> list[OrtValue]:
+        return list(self.outputs.values())
+
+    @property
+    def signature(self) -> tuple[dict[str, Bound], dict[str, Bound]]:
+        return (
+            {name: value.bound for name, value in self.inputs.items()},
+            {name: value.bound for name, value in self.outputs.items()},
+        )
+
+
+class InferenceSession:
+    module: Any  # of the subclass that `module` makes
+    device: Device
+
+    def __init__(
+        self,
+        path: str,
+        options: ort.SessionOptions,
+        providers: list[str],
+        provider_options: list[dict[str, str]],
+        enable_fallback: int,
+    ) -> None:
+        assert providers == [PROVIDER]
+        assert not enable_fallback, "it would run on the CPU"
+        self._settings = {"device_id": "0", "enable_cuda_graph": "0"} | provider_options[0]
+        if self.takes_graphs and self.device.refuses_graphs:
+            raise RuntimeError(
+                "This session cannot use the CUDA Graph feature as requested by the user as all\n"
+                "the graph nodes have not been assigned to CUDAExecutionProvider"
+            )
+        self.device.settings.append(provider_options[0])
+        self._real = ort.InferenceSession(str(Path(path)), options, ["CPUExecutionProvider"])
+        self.output_names = [output.name for output in self._real.get_outputs()]
+        self._graphs: dict[tuple[int, int], Any] = {}
+
+    @property
+    def takes_graphs(self) -> bool:
+        return self._settings["enable_cuda_graph"] == "1"
+
+    def get_inputs(self) -> Any:
+        return self._real.get_inputs()
+
+    def get_outputs(self) -> Any:
+        return self._real.get_outputs()
+
+    def get_providers(self) -> list[str]:
+        return [PROVIDER, "CPUExecutionProvider"]
+
+    def get_provider_options(self) -> dict[str, dict[str, str]]:
+        return {PROVIDER: self._settings, "CPUExecutionProvider": {}}
+
+    def io_binding(self) -> IOBinding:
+        return IOBinding(self)
+
+    def run_with_iobinding(self, binding: IOBinding, run_options: ort.RunOptions) -> None:
+        assert binding.session is self
+        graph_id = int(run_options.get_run_config_entry("gpu_graph_id"))
+        assert graph_id != 0, "reserved"
+        if not self.takes_graphs or graph_id == -1:
+            self.device.num_eager += 1
+            self._compute(*binding.signature)
+            return
+        key = (threading.get_ident(), graph_id)
+        if key not in self._graphs:
+            self.device.num_captured += 1
+            self._graphs[key] = binding.signature
+            for _ in range(2):
+                self._compute(*binding.signature)
+        else:
+            self.device.num_replayed += 1
+        assert self._graphs[key] == binding.signature, "a graph replayed on other buffers"
+        self._compute(*self._graphs[key])
+
+    def _compute(self, inputs: dict[str, Bound], outputs: dict[str, Bound]) -> None:
+        assert set(inputs) == {value.name for value in self._real.get_inputs()}
+        for bound in (*inputs.values(), *outputs.values()):
+            self.device.require(bound)
+        self.device.shapes.append({name: bound.shape for name, bound in inputs.items()})
+        feeds = {name: view(*bound).copy() for name, bound in inputs.items()}
+        for name, array in zip(outputs, self._real.run(list(outputs), feeds), strict=True):
+            assert (array.shape, str(array.dtype)) == outputs[name][1:], (name, outputs[name])
+            view(*outputs[name])[...] = array
+
+
+def module() -> tuple[Any, Device]:
+    """In place of the module onnxruntime, on a fresh device."""
+    device = Device()
+    fake = SimpleNamespace(
+        __version__=ort.__version__,
+        SessionOptions=ort.SessionOptions,
+        ExecutionMode=ort.ExecutionMode,
+        RunOptions=ort.RunOptions,
+        get_available_providers=lambda: [PROVIDER, "CPUExecutionProvider"],
+    )
+    fake.OrtValue = type("OrtValue", (OrtValue,), {"device": device})
+    fake.InferenceSession = type(
+        "InferenceSession", (InferenceSession,), {"device": device, "module": fake}
+    )
+    return fake, device

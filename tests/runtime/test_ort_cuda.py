@@ -1,0 +1,489 @@
+"""ONNX Runtime's CUDA backend without a GPU: the order of its calls against tests/fake_ort_cuda.py,
+which computes on the CPU and refuses what must not happen; bundles built for CUDA, really run on
+the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_ort_cuda as fake
+import numpy as np
+import onnxruntime
+import pytest
+from workshop import Workshop
+
+import spec_runtime
+from spec_runtime import bundle as bundles
+from spec_runtime.backends import open_graph, ort
+from spec_runtime.backends.ort import OrtBackend
+from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.kv import Cache, open_cache
+from spec_runtime.target import Target
+from spec_runtime.tree import TokenTree
+
+onnx = pytest.importorskip("onnx")
+
+DRAFTERS = ("parallelspec", "hydra")  # a cache; a cache in one graph and none in the other
+PROMPTS = ("say abc, 3", "one two. one two. one")
+BUILDS = {"fp16": "slots", "fp32": "contiguous"}
+OPTIONS: Any = {"max_new_tokens": 40, "ignore_eos": True}
+SAMPLINGS: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5}, {"repetition_penalty": 1.3}, {})
+EAGER_RUNS = ort.RUNS_BEFORE_CAPTURE + 1  # of a shape, before its graph is replayed
+
+
+@pytest.fixture(scope="module")
+def folders(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A bundle for CUDA of each precision."""
+    from spec_export import make_bundle
+
+    return {
+        precision: make_bundle.build(
+            str(workshop.llama()),
+            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+            precision=precision,
+            device="cuda",
+            out=tmp_path_factory.mktemp("cuda") / precision,
+        )
+        for precision in BUILDS
+    }
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Device]:
+    """What every backend opened runs on."""
+    module, device = fake.module()
+    monkeypatch.setattr(ort, "ort", module)
+    yield device
+    gc.collect()
+    assert not device.blocks, "device memory is left"
+
+
+def load(folder: Path, backend: str = "cuda", **options: Any) -> spec_runtime.Engine:
+    return spec_runtime.load(folder, backend=backend, threads=1, **options)
+
+
+def on_cpu(folder: Path, **options: Any) -> spec_runtime.Engine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ort, "ort", onnxruntime)
+        return load(folder, "onnxruntime", **options)
+
+
+def open_target(folder: Path, how: str = "cuda", **options: Any) -> tuple[OrtBackend, Cache]:
+    opened = dataclasses.replace(bundles.read(folder), backend=how)
+    graph = opened.manifest.graphs["target"]
+    capacity = opened.manifest.target.max_length + 128
+    backend = open_graph(opened, graph, capacity, 1)
+    assert isinstance(backend, OrtBackend)
+    return backend, open_cache(graph.form, capacity)
+
+
+def step(cache: Cache, tokens: list[int], parents: list[int]) -> dict[str, np.ndarray]:
+    feeds = cache.place(np.array(parents, np.int64))
+    feeds["input_ids"] = np.array(tokens, np.int64)[None]
+    feeds["logit_rows"] = np.arange(len(tokens), dtype=np.int64)
+    return feeds
+
+
+# ---- the same tokens ----
+
+
+@pytest.mark.parametrize("precision", BUILDS)
+@pytest.mark.parametrize("name", [*DRAFTERS, "none"])
+@pytest.mark.parametrize("how", ["cuda", "cuda_eager"])
+def test_it_generates_what_the_cpu_generates(
+    folders: dict[str, Path],
+    device: fake.Device,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    name: str,
+    how: str,
+) -> None:
+    """The same graphs under both, so the same tokens, steps and accepted drafts."""
+    monkeypatch.setattr(ort, "MIN_MASK", 16)  # so that the width of masks changes on the way
+    expected = on_cpu(folders[precision], drafter=name)
+    engine = load(folders[precision], how, drafter=name)
+    for prompt, sampling in zip(PROMPTS * 2, SAMPLINGS, strict=True):
+        right = expected.generate(prompt, **OPTIONS, **sampling)
+        result = engine.generate(prompt, **OPTIONS, **sampling)
+        assert result.token_ids == right.token_ids
+        assert result.stats.steps == right.stats.steps
+    widths = {shapes["mask"][3] for shapes in device.shapes if "mask" in shapes}
+    assert len(widths) > 1 if precision == "fp16" else widths == {256 + 128}
+    if how == "cuda":
+        assert device.num_replayed > device.num_captured > 0
+    else:
+        assert device.num_replayed == device.num_captured == 0
+
+
+@pytest.mark.parametrize("precision", BUILDS)
+def test_a_bundle_for_cuda_runs_on_the_cpu(
+    folders: dict[str, Path], workshop: Workshop, precision: str
+) -> None:
+    plain = load(workshop.bundle("parallelspec", precision), "onnxruntime", drafter="none")
+    for name in (DRAFTERS[0], "none"):
+        engine = load(folders[precision], "onnxruntime", drafter=name)
+        for prompt in PROMPTS:
+            expected = plain.generate(prompt, **OPTIONS).token_ids
+            assert engine.generate(prompt, **OPTIONS).token_ids == expected
+
+
+def test_near_ties_are_redone_on_the_device(
+    folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the graph found: strict looks at the rows."""
+    monkeypatch.setattr("spec_runtime.engine.STRICT_GAPS", {"fp32": 0.05})
+    expected = on_cpu(folders["fp32"], drafter="parallelspec", strict=True)
+    engine = load(folders["fp32"], drafter="parallelspec", strict=True)
+    right = expected.generate(PROMPTS[0], **OPTIONS)
+    assert engine.generate(PROMPTS[0], **OPTIONS).token_ids == right.token_ids
+    assert engine.target.num_redone == expected.target.num_redone > 0
+    assert engine.target.num_judged == expected.target.num_judged
+
+
+# ---- what crosses to the host ----
+
+
+def test_greedy_decoding_fetches_ids_alone(folders: dict[str, Path], device: fake.Device) -> None:
+    engine = load(folders["fp16"], drafter="none")
+    before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **OPTIONS)
+    assert device.bytes_to_host - before == 8 * len(result.token_ids)
+    backend: Any = engine.target.lend()[0]
+    assert backend.bytes_to_host == device.bytes_to_host
+
+
+def test_sampling_fetches_the_rows_it_visits(
+    folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(folders["fp16"], drafter="none")
+    row = 4 * engine.target.vocab_size
+    for sampling in ({"temperature": 1.0, "seed": 1}, {"logprobs": 2}, {"logit_bias": {7: 1.0}}):
+        before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **OPTIONS, **sampling)
+        assert device.bytes_to_host - before == (8 + row) * len(result.token_ids), sampling
+
+
+def test_a_verified_tree_is_read_row_by_row(folders: dict[str, Path], device: fake.Device) -> None:
+    tree = TokenTree(np.array([5, 6, 7, 8]), np.array([0, 0, 0, 1]))
+    info = bundles.read(folders["fp16"]).manifest.target
+    verified = []
+    for how in ("onnxruntime", "cuda"):
+        with pytest.MonkeyPatch.context() as patch:
+            if how == "onnxruntime":
+                patch.setattr(ort, "ort", onnxruntime)
+            backend, cache = open_target(folders["fp16"], how)
+        target = Target(backend, cache, vocab_size=info.dims.vocab_size, max_length=info.max_length)
+        target.prefill([2, 3, 4])
+        verified.append(target.verify(tree))
+    right, got = verified
+    before = device.bytes_to_host
+    assert np.array_equal(got.row(2), right.row(2))
+    assert np.array_equal(got.row(2), right.row(2))
+    assert device.bytes_to_host - before == 4 * info.dims.vocab_size, "once"
+    assert got.argmax_N.tolist() == right.argmax_N.tolist()
+    assert device.bytes_to_host - before == 4 * info.dims.vocab_size, "the ids were there"
+    assert [got.best(node) for node in range(4)] == right.argmax_N.tolist()
+    assert right.best(0) is None
+    target.verify(tree)
+    with pytest.raises(AssertionError, match="read after the backend's next run"):
+        got.row(1)
+
+
+def test_a_bundle_not_built_for_cuda_has_its_logits_read(
+    workshop: Workshop, device: fake.Device
+) -> None:
+    """fp16 without a drafter in float32: it runs, and fetches rows."""
+    folder = workshop.bundle("parallelspec", "fp16")
+    expected = on_cpu(folder, drafter="none").generate(PROMPTS[1], **OPTIONS)
+    engine = load(folder, drafter="none")
+    before, result = device.bytes_to_host, engine.generate(PROMPTS[1], **OPTIONS)
+    assert result.token_ids == expected.token_ids
+    row = 4 * engine.target.vocab_size
+    assert device.bytes_to_host - before == row * len(result.token_ids)
+    tree = TokenTree.chain([4, 5])
+    assert engine.target.verify(tree).argmax_N.shape == (2,)
+
+
+def test_logits_that_are_not_finite_are_an_error(
+    folders: dict[str, Path], device: fake.Device
+) -> None:
+    engine = load(folders["fp16"], drafter="none")
+    backend: Any = engine.target.lend()[0]
+    engine.generate(PROMPTS[0], max_new_tokens=2)
+    cache = backend._caches["kv.0.v"]
+    cache.update_inplace(np.full(cache.shape(), np.nan, np.float16))
+    with pytest.raises(FloatingPointError, match="logits are not finite at position"):
+        engine.generate(PROMPTS[0] + "x", max_new_tokens=8)
+
+
+# ---- CUDA graphs ----
+
+
+def test_a_shape_that_comes_again_is_captured_then_replayed(
+    folders: dict[str, Path], device: fake.Device
+) -> None:
+    backend, cache = open_target(folders["fp32"])
+    counts = []
+    for tokens in ([5], [6], [7], [8, 9], [10], [11], [12, 13], [1], [2]):
+        backend.run(step(cache, tokens, [0] * len(tokens)), ["logits"])
+        cache.commit([0])
+        counts.append((device.num_eager, device.num_captured, device.num_replayed))
+    assert ort.RUNS_BEFORE_CAPTURE == 3
+    assert counts == [
+        *[(1, 0, 0), (2, 0, 0), (3, 0, 0), (4, 0, 0)],
+        *[(5, 1, 0), (5, 1, 1), (6, 1, 1), (6, 1, 2), (6, 1, 3)],
+    ]
+
+
+@pytest.mark.parametrize("precision", BUILDS)
+def test_a_capture_leaves_all_rows_as_they_are(
+    folders: dict[str, Path], device: fake.Device, precision: str
+) -> None:
+    """ONNX Runtime runs the graph three times then: rows that were to be moved must not be moved
+    from where others are by now."""
+    captured, eager = open_target(folders[precision]), open_target(folders[precision], "cuda_eager")
+    rng = np.random.default_rng(0)
+    for _ in range(3 * EAGER_RUNS):
+        tokens, path = rng.integers(2, 90, 4).tolist(), [0, 2, 3]
+        logits = []
+        for backend, cache in (captured, eager):
+            outputs = backend.run(step(cache, tokens, [0, 0, 0, 2]), ["logits", "features"])
+            logits.append((outputs["logits"], outputs["features"]))
+            cache.commit(path)
+        assert all(np.array_equal(a, b) for a, b in zip(*logits, strict=True))
+        for name, value in captured[0]._caches.items():
+            rows = eager[0]._caches[name].numpy()
+            used = slice(0, captured[1].length + 4)
+            assert np.array_equal(value.numpy()[:, :, used], rows[:, :, used]), name
+    assert device.num_captured > 0
+
+
+def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
+    folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ort, "MAX_CAPTURED_ROWS", 4)
+    monkeypatch.setattr(ort, "MAX_STEPS", 2)
+    backend, cache = open_target(folders["fp16"])
+    counts = []
+    for width in (5, 1, 2, 3):
+        for _ in range(EAGER_RUNS + 1):
+            backend.run(step(cache, [5] * width, [0] * width), ["logits"])
+        counts.append((device.num_captured, device.num_replayed))
+    assert counts == [(0, 0), (1, 1), (2, 2), (2, 2)]
+
+
+def test_every_thread_captures_its_own(folders: dict[str, Path], device: fake.Device) -> None:
+    backend, cache = open_target(folders["fp16"])
+    feeds, results = step(cache, [5, 6], [0, 0]), []
+
+    def run() -> None:
+        for _ in range(EAGER_RUNS + 2):
+            results.append(backend.run(feeds, ["logits"])["logits"])
+
+    for _ in range(2):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert (device.num_eager, device.num_captured) == (2 * EAGER_RUNS, 2)
+    assert all(np.array_equal(result, results[0]) for result in results)
+
+
+def test_a_session_that_takes_no_graphs_runs_without(
+    folders: dict[str, Path], device: fake.Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    device.refuses_graphs = True
+    with caplog.at_level(logging.WARNING, "spec_runtime"):
+        engine = load(folders["fp16"], drafter="none")
+    assert "target.onnx runs without CUDA graphs: This session cannot use" in caplog.text
+    assert engine.generate(PROMPTS[0], **OPTIONS).token_ids
+    assert device.num_captured == 0 < device.num_eager
+
+
+# ---- masks no wider than they need be ----
+
+
+def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: fake.Device) -> None:
+    widths = [ort.mask_width(n, 2176) for n in (1, 256, 257, 512, 513, 2048, 2049, 2176)]
+    assert widths == [256, 256, 512, 512, 1024, 2048, 2176, 2176]
+    assert ort.mask_width(7, 100) == 100
+    backend, cache = open_target(folders["fp16"])
+    for length in (200, 55, 1, 1):
+        backend.run(step(cache, [5] * length, [max(i - 1, 0) for i in range(length)]), [])
+        cache.commit(range(length))
+    assert [shapes["mask"][3] for shapes in device.shapes] == [256, 256, 256, 384]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_narrow_mask_changes_nothing(workshop: Workshop, precision: str) -> None:
+    """The graph itself, on the CPU: GroupQueryAttention reads fewer rows than the cache has."""
+    opened = bundles.read(workshop.bundle("parallelspec", precision))
+    graph = opened.manifest.graphs["target"]
+    wide, narrow = (OrtBackend(opened.path / graph.file, graph, 384, 1) for _ in range(2))
+    cache, names = open_cache("slots", 384), ["logits", "features"]
+    for n in (20, 4, 9, 30):
+        feeds = step(cache, list(range(2, 2 + n)), [max(i // 2 - 1, 0) for i in range(n)])
+        used = int(feeds["seqlens_k"][0]) + 1
+        expected = {name: array.copy() for name, array in wide.run(feeds, names).items()}
+        got = narrow.run(feeds | {"mask": feeds["mask"][..., :used]}, names)
+        assert all(np.array_equal(got[name], expected[name]) for name in names)
+        cache.commit([0, n // 2])
+
+
+# ---- what a build for CUDA writes ----
+
+
+def test_all_graphs_are_in_the_form_and_type_that_cuda_has_kernels_for(
+    folders: dict[str, Path],
+) -> None:
+    for precision, form in BUILDS.items():
+        manifest = bundles.read(folders[precision]).manifest
+        graphs = [manifest.graphs["target"]]
+        graphs += [graph for info in manifest.drafters for graph in info.graphs.values()]
+        cached = [graph for graph in graphs if graph.form != "stateless"]
+        assert {graph.form for graph in cached} == {form}
+        types = {s.dtype for graph in cached for s in graph.inputs if s.name.startswith("kv.")}
+        assert types == {"float16" if precision == "fp16" else "float32"}
+        assert len(cached) == 3
+        assert TensorSpec("argmax_ids", "int64", ("M",)) in graphs[0].outputs
+
+
+def test_the_default_is_for_the_cpu(workshop: Workshop) -> None:
+    manifest = bundles.read(workshop.bundle("parallelspec", "fp16")).manifest
+    assert "argmax_ids" not in [spec.name for spec in manifest.graphs["target"].outputs]
+
+
+def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
+    """And says so where there is none."""
+    import onnx_ir as ir
+
+    from spec_export.onnx_rewrite import add_argmax
+
+    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
+    graph = h.make_graph(
+        [h.make_node("Neg", ["x"], ["logits"])],
+        "negated",
+        [h.make_tensor_value_info("x", f32, ["M", 4])],
+        [h.make_tensor_value_info("logits", f32, ["M", 4])],
+    )
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
+    changed = ir.to_proto(add_argmax(ir.from_proto(model)))
+    session = onnxruntime.InferenceSession(
+        changed.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    inf, nan = np.inf, np.nan
+    x = [[3, 1, 2, 1], [0, 0, 0, 0], [1, 2, -inf, 3], [inf] * 4, [1, 2, 3, -7], [nan] * 4]
+    logits, ids = session.run(["logits", "argmax_ids"], {"x": np.array(x, np.float32)})
+    assert ids.tolist() == [1, 0, -1, -1, 3, -1]
+    assert logits.shape == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--precision", "int8"], "got precision int8 with device cuda, expected fp16, bf16 or"),
+        (["--precision", "int4"], "got precision int4 with device cuda, expected fp16, bf16 or"),
+        (["--backend", "tensorrt"], "got device cuda with backend tensorrt, expected onnxruntime"),
+        (
+            ["--precision", "fp32", "--drafter", "skip_layer"],
+            "got drafter skip_layer with fp32 on cuda, expected another one",
+        ),
+    ],
+)
+def test_what_cuda_does_not_run_is_not_built(
+    workshop: Workshop,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    from spec_export import cli
+
+    if "--drafter" in arguments:
+        arguments = [*arguments, "--drafter-checkpoint", str(workshop.drafter("skip_layer"))]
+    capsys.readouterr()
+    out = tmp_path / "bundle"
+    known = ["--model", str(workshop.llama()), "--device", "cuda", "--out", str(out)]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["build", *known, *arguments])
+    captured = capsys.readouterr()
+    assert (end.value.code, captured.out, out.exists()) == (2, "", False)
+    assert captured.err.startswith(f"error: {message}")
+    assert captured.err.count("\n") == 1
+
+
+# ---- details ----
+
+
+def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
+    """numpy has no such type; on a device as on the CPU."""
+    h = onnx.helper
+    cache = h.make_tensor_value_info("kv.0.k", onnx.TensorProto.BFLOAT16, [1, 1, "S", 3])
+    out = h.make_tensor_value_info("kv.0.k.out", onnx.TensorProto.BFLOAT16, [1, 1, "S", 3])
+    nodes = [h.make_node("Identity", ["kv.0.k"], ["kv.0.k.out"])]
+    model = h.make_model(
+        h.make_graph(nodes, "g", [cache], [out]),
+        opset_imports=[h.make_opsetid("", 24)],
+        ir_version=11,
+    )
+    onnx.save(model, tmp_path / "g.onnx")
+    specs = [TensorSpec(name, "bfloat16", (1, 1, "S", 3)) for name in ("kv.0.k", "kv.0.k.out")]
+    graph = Graph("g.onnx", "slots", (specs[0],), (specs[1],))
+    value = OrtBackend(tmp_path / "g.onnx", graph, 5, 1)._caches["kv.0.k"]
+    assert (value.data_type(), value.shape()) == ("tensor(bfloat16)", [1, 1, 5, 3])
+    assert ctypes.string_at(value.data_ptr(), 30) == bytes(30)
+
+
+def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> None:
+    """The real calls by which one row is fetched, on the CPU."""
+    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
+    values = [h.make_tensor_value_info(name, f32, ["M", 3]) for name in ("x", "logits")]
+    graph = h.make_graph([h.make_node("Neg", ["x"], ["logits"])], "g", values[:1], values[1:])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
+    onnx.save(model, tmp_path / "g.onnx")
+    x, logits = (TensorSpec(name, "float32", ("M", 3)) for name in ("x", "logits"))
+    backend = OrtBackend(tmp_path / "g.onnx", Graph("g.onnx", "stateless", (x,), (logits,)), 1, 1)
+    runs = ort._DeviceRuns(
+        backend._session, Graph("g.onnx", "stateless", (x,), (logits,)), 1, {}, "cpu"
+    )
+    array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    outputs, kept = runs.run({"x": array.copy()}, [], ["logits"])
+    rows = kept["logits"]
+    assert (outputs, rows.shape, len(rows)) == ({}, (4, 3), 4)
+    assert [rows[i].tolist() for i in (2, 0)] == [[-6, -7, -8], [0, -1, -2]]
+    assert runs.bytes_to_host == 2 * 12
+    assert np.array_equal(np.asarray(rows), -array)
+    assert runs.bytes_to_host == 2 * 12 + 48
+    assert np.array_equal(runs.run({"x": 2 * array}, ["logits"], [])[0]["logits"], -2 * array)
+    with pytest.raises(AssertionError, match="read after the backend's next run"):
+        rows[1]
+
+
+def test_the_fake_has_only_what_onnx_runtime_has() -> None:
+    for mine, real in (
+        (fake.OrtValue, onnxruntime.OrtValue),
+        (fake.IOBinding, onnxruntime.IOBinding),
+        (fake.InferenceSession, onnxruntime.InferenceSession),
+    ):
+        own = {"signature", "takes_graphs"}
+        names = [n for n, v in vars(mine).items() if not n.startswith("_") and n not in own]
+        assert len(names) >= 4
+        assert [name for name in names if not hasattr(real, name)] == []
+    module, _ = fake.module()
+    assert [name for name in vars(module) if not hasattr(onnxruntime, name)] == []
+
+
+def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
+    folders: dict[str, Path], device: fake.Device
+) -> None:
+    """See onnx_rewrite.to_slots; other graphs leave the choice to ONNX Runtime."""
+    open_target(folders["fp16"])
+    opened = dataclasses.replace(bundles.read(folders["fp16"]), backend="cuda_eager")
+    graph = dataclasses.replace(opened.manifest.graphs["target"], attention="attention")
+    open_graph(opened, graph, 384, 1)
+    assert device.settings == [{"enable_cuda_graph": "1"}, {"sdpa_kernel": "16"}]

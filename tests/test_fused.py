@@ -1,0 +1,219 @@
+"""The fused step: plain decoding's tokens, one run a step, trees as the host would grow them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+
+from workshop import Workshop  # noqa: E402
+
+import spec_runtime  # noqa: E402
+from spec_export import fuse, make_bundle  # noqa: E402
+from spec_runtime import fused  # noqa: E402
+from spec_runtime.engine import Engine  # noqa: E402
+from spec_runtime.tree import Budget, TokenTree, grow  # noqa: E402
+
+PROMPTS = ["say abc, 3", "one two. one two. one", "x", "The quick brown fox; 0123 0123"]
+FUSABLE = ("parallelspec", "amphista", "medusa")
+fusable = pytest.mark.parametrize("name", FUSABLE)
+
+
+@pytest.fixture(scope="session")
+def bundles(workshop: Workshop) -> Any:
+    made: dict[tuple[str, str], Path] = {}
+
+    def bundle(name: str, precision: str = "fp32") -> Path:
+        if (name, precision) not in made:
+            made[name, precision] = make_bundle.build(
+                str(workshop.llama()),
+                [name],
+                [workshop.drafter(name)],
+                precision,
+                max_length=160,
+                out=workshop.folder / "fused" / f"{name}-{precision}",
+                fuse=True,
+            )
+        return made[name, precision]
+
+    return bundle
+
+
+def load(path: Path, name: str, **options: Any) -> Engine:
+    return spec_runtime.load(path, name, threads=1, fused=True, **options)
+
+
+@pytest.fixture(autouse=True)
+def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks grow several times within these short contexts."""
+    monkeypatch.setattr(fused, "MIN_WIDTH", 32)
+
+
+@fusable
+def test_the_fused_step_changes_no_token(bundles: Any, name: str) -> None:
+    engine = load(bundles(name), name)
+    plain = engine.with_drafter("none")
+    assert engine.fused is not None
+    assert plain.fused is None
+    num_accepted = 0
+    for prompt in PROMPTS:
+        expected = plain.generate(prompt, max_new_tokens=60, ignore_eos=True)
+        before = engine.fused.num_steps
+        result = engine.generate(prompt, max_new_tokens=60, ignore_eos=True)
+        assert result.token_ids == expected.token_ids, prompt
+        assert engine.fused.num_steps - before == result.stats.steps, "a step was not fused"
+        num_accepted += 59 - result.stats.steps
+    assert num_accepted > 0, "no draft was ever right: nothing is tested"
+
+
+@fusable
+def test_the_trees_are_those_the_host_grows(bundles: Any, name: str) -> None:
+    """Node for node, with a budget of as many; the first fused tree is its root alone."""
+    engine = load(bundles(name), name)
+    assert engine.fused is not None
+    host = spec_runtime.load(bundles(name), name, threads=1, also="none", fused=False)
+    host.budget = Budget(max_nodes=engine.fused.num_nodes)
+    trees: list[TokenTree] = []
+    stepper = engine.fused._stepper
+    step = stepper.step
+
+    def recorded() -> np.ndarray:
+        state = stepper.state()
+        token, parent = state["token"], state["parent"]
+        trees.append(TokenTree(token[token >= 0], parent[token >= 0]))
+        return step()
+
+    stepper.step = recorded  # type: ignore[method-assign]
+    for prompt in PROMPTS:
+        trees.clear()
+        steps = [s.tokens for s in engine.steps(prompt, max_new_tokens=40, ignore_eos=True)]
+        assert steps[1] == [engine.last_result.token_ids[1]]  # type: ignore[union-attr]
+        known = engine.encode(prompt) + steps[0]
+        # more, for the host's trees are less deep near the end
+        expected = list(host.steps(known, max_new_tokens=50, ignore_eos=True))
+        assert [s.tokens for s in expected][: len(steps) - 2] == steps[1:-1]
+        assert paths(trees[0]) == set()
+        for got, s in zip(trees[1:], expected[1:], strict=False):
+            assert s.verified is not None
+            assert paths(got) == paths(s.verified.tree)
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.token_N[tree.path(n)[1:]].tolist()) for n in range(1, tree.num_nodes)}
+
+
+@fusable
+def test_a_chat_goes_on_where_the_fused_steps_left_it(bundles: Any, name: str) -> None:
+    """KV of target and drafter, and the feature at the seam, are those of a fresh start."""
+    engine = load(bundles(name), name)
+    ids = engine.encode(PROMPTS[1])
+    first = engine.generate(ids, max_new_tokens=20, ignore_eos=True)
+    longer = ids + first.token_ids[:-3] + engine.encode("0123 ", raw=True)
+    went_on = engine.generate(longer, max_new_tokens=30, ignore_eos=True)
+    assert went_on.stats.reused_tokens == len(ids) + 16
+    sampled: dict[str, Any] = {"temperature": 0.9, "seed": 3}  # these take the ordinary loop
+    longer += went_on.token_ids
+    mixed = engine.generate(longer, max_new_tokens=12, ignore_eos=True, **sampled)
+    again = load(bundles(name), name)
+    fresh = again.generate(longer[: -len(went_on.token_ids)], max_new_tokens=30, ignore_eos=True)
+    assert went_on.token_ids == fresh.token_ids
+    assert went_on.stats.steps == fresh.stats.steps, "the drafts differ: its state was not the same"
+    assert (
+        mixed.token_ids
+        == again.generate(longer, max_new_tokens=12, ignore_eos=True, **sampled).token_ids
+    )
+
+
+def test_the_end_of_the_context_and_stops_inside_a_path(bundles: Any) -> None:
+    engine = load(bundles("parallelspec"), "parallelspec")
+    plain = engine.with_drafter("none")
+    prompt = PROMPTS[0]
+    full = engine.generate(prompt, max_new_tokens=500, ignore_eos=True)
+    assert full.token_ids == plain.generate(prompt, max_new_tokens=500, ignore_eos=True).token_ids
+    assert len(full.token_ids) + full.stats.prompt_tokens == engine.target.max_length
+    for count in range(1, 25):  # each cut leaves a state to go on from
+        cut = engine.generate(prompt, max_new_tokens=count, ignore_eos=True)
+        assert cut.token_ids == full.token_ids[:count]
+    stop: dict[str, Any] = {"stop_token_ids": [full.token_ids[17]], "ignore_eos": True}
+    stopped = engine.generate(prompt, max_new_tokens=60, **stop)
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == full.token_ids[: full.token_ids.index(full.token_ids[17]) + 1]
+
+
+def test_closing_the_stream_inside_leaves_a_state_to_go_on_from(bundles: Any) -> None:
+    engine = load(bundles("amphista"), "amphista")
+    expected = engine.generate(PROMPTS[3], max_new_tokens=40, ignore_eos=True).token_ids
+    steps = engine.steps(PROMPTS[3], max_new_tokens=40, ignore_eos=True, reuse=False)
+    seen = [next(steps), next(steps), next(steps)]
+    steps.close()
+    tokens = [token for step in seen for token in step.tokens]
+    rest = engine.generate(
+        engine.encode(PROMPTS[3]) + tokens, max_new_tokens=40 - len(tokens), ignore_eos=True
+    )
+    assert rest.stats.reused_tokens > 0
+    assert tokens + rest.token_ids == expected
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp16"])
+def test_other_precisions_run_through_it(bundles: Any, precision: str) -> None:
+    engine = load(bundles("parallelspec", precision), "parallelspec")
+    result = engine.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
+    assert len(result.token_ids) == 40
+    assert result.stats.steps < 39
+
+
+def test_what_is_not_plainly_greedy_takes_the_ordinary_loop(bundles: Any) -> None:
+    engine = load(bundles("parallelspec"), "parallelspec")
+    plain = engine.with_drafter("none")
+    assert engine.fused is not None
+    requests: list[dict[str, Any]] = [
+        {"temperature": 0.8, "seed": 1},
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {40: 2.0}},
+        {"logprobs": 2},
+    ]
+    for options in requests:
+        before = engine.fused.num_steps
+        result = engine.generate(PROMPTS[2], max_new_tokens=20, ignore_eos=True, **options)
+        expected = plain.generate(PROMPTS[2], max_new_tokens=20, ignore_eos=True, **options)
+        assert result.token_ids == expected.token_ids
+        assert engine.fused.num_steps == before
+
+
+def test_the_target_s_weights_are_on_disk_once(bundles: Any) -> None:
+    path = bundles("parallelspec")
+    drafter = sum(f.stat().st_size for f in (path / "drafters").rglob("*.bin"))
+    fused = (path / "target" / "parallelspec-fused.bin").stat().st_size
+    assert fused < 2 * drafter < (path / "target" / "target.bin").stat().st_size * 4
+
+
+def test_superset_has_every_path_a_tree_can_have() -> None:
+    rng = np.random.default_rng(0)
+    for nodes, guesses, candidates in ((2, 3, 4), (9, 3, 4), (16, 5, 10), (40, 2, 3)):
+        paths = set(fuse.superset(nodes, guesses, candidates))
+        for _ in range(50):
+            log_prob_KC = np.log(np.sort(rng.dirichlet(np.ones(candidates + 2), guesses))[:, ::-1])
+            log_prob_KC = log_prob_KC[:, :candidates].astype(np.float32)
+            token_KC = np.arange(candidates)[None].repeat(guesses, 0)
+            tree = grow(0, token_KC, log_prob_KC, Budget(max_nodes=nodes))
+            for node in range(1, tree.num_nodes):
+                assert tuple(tree.token_N[tree.path(node)[1:]].tolist()) in paths
+
+
+def test_refusals(bundles: Any, workshop: Workshop, tmp_path: Path) -> None:
+    plain = workshop.bundle("parallelspec")
+    with pytest.raises(ValueError, match=r"got fused with a bundle without one .* --fuse"):
+        load(plain, "parallelspec")
+    with pytest.raises(ValueError, match="got also prompt_lookup with fused"):
+        load(bundles("parallelspec"), "parallelspec", also="prompt_lookup")
+    model, out = str(workshop.llama()), tmp_path / "out"
+    with pytest.raises(ValueError, match=r"got fuse with the contiguous form, expected slots"):
+        make_bundle.build(model, [], [workshop.drafter("medusa")], form="contiguous", fuse=True)
+    with pytest.raises(ValueError, match=r"got fuse with drafter eagle, expected one of .*medusa"):
+        make_bundle.build(model, [], [workshop.drafter("eagle")], out=out, fuse=True)
+    assert not out.exists()

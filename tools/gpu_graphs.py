@@ -1,0 +1,311 @@
+"""Graphs by themselves, for tools/gpu_check.py: random targets and drafters of any shape, feeds for
+a graph of any bundle, and the time a run takes. Knows no section and no report.
+
+A random target has one decoder layer's weights in all its layers. Its file stays small (a tensor is
+stored once), yet at the size of a 7B model every layer streams its weights from device memory: a
+layer (0.4 GB) is far larger than any L2 cache (0.05 GB). LM head and embedding are one table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_runtime import backends
+from spec_runtime import bundle as bundles
+from spec_runtime.kv import open_cache
+from spec_runtime.target import PREFILL_ROWS
+from spec_runtime.tree import chain_parents
+
+# by device: the backend that runs there, and the precision of what is made for it here
+BACKENDS = {"cpu": "onnxruntime", "cuda": "cuda"}
+PRECISIONS = {"cpu": "fp32", "cuda": "fp16"}
+SCRATCH = 128
+NUM_MASKS = 4
+WARM_UP = 6  # runs before the clock starts: kernels are chosen, a CUDA graph is captured
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama's dimensions; the drafter beside it guesses the first `draft_vocab` tokens."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    draft_vocab: int
+
+    @property
+    def dims(self) -> bundles.Dims:
+        return bundles.Dims(
+            *(self.vocab_size, self.hidden_size, self.num_layers),
+            *(self.num_heads, self.num_kv_heads, self.head_dim),
+        )
+
+
+# ---------------------------------------------------------------------------------------- feeds
+
+
+class Feeder:
+    """Random but valid feeds of one graph, over a cache of its own; each feeder of a graph gives
+    the same ones."""
+
+    def __init__(
+        self, graph: bundles.Graph, capacity: int, vocab_size: int, num_levels: int = 1
+    ) -> None:
+        self._graph, self._vocab_size, self._num_levels = graph, vocab_size, num_levels
+        self._cache = None
+        if graph.form != "stateless":
+            self._cache = open_cache(graph.form, capacity, graph.attention)
+        self._rng = np.random.default_rng(0)
+        self._level = 0
+
+    def feeds(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
+        """Of these nodes, behind what was kept. ValueError: an input of no known meaning."""
+        n = len(parent_N)
+        feeds = {} if self._cache is None else self._cache.place(parent_N)
+        for spec in self._graph.inputs:
+            if spec.name in feeds or spec.name.startswith("kv."):
+                continue
+            shape = tuple(n if isinstance(axis, str) else axis for axis in spec.shape)
+            if spec.name == "input_ids":
+                feeds[spec.name] = self._rng.integers(self._vocab_size, size=shape)
+            elif spec.name == "logit_rows":
+                feeds[spec.name] = np.arange(n, dtype=np.int64)
+            elif spec.name == "level":
+                feeds[spec.name] = np.full(shape, self._level % self._num_levels, np.int64)
+            elif spec.name in ("features", "state"):
+                feeds[spec.name] = self._rng.standard_normal(shape, np.float32)
+            else:
+                raise ValueError(f"got input {spec.name}, which this script has no feeds for")
+        self._level += 1
+        return feeds
+
+    def keep(self, path: Sequence[int]) -> None:
+        """These nodes of the last feeds, which must have been run once."""
+        if self._cache is not None:
+            self._cache.commit(path)
+
+    def prefill(self, backend: backends.Backend, num_rows: int) -> None:
+        for begin in range(0, num_rows, PREFILL_ROWS):
+            n = min(PREFILL_ROWS, num_rows - begin)
+            backend.run(self.feeds(chain_parents(n)), [])
+            self.keep(range(n))
+
+
+def random_trees(chains_only: bool = False) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Parents i64[N] and the path that is kept: a prompt, trees and single rows, and a chain of
+    which the beginning stays."""
+    rng = np.random.default_rng(1)
+    yield chain_parents(24), list(range(24))
+    for n in (8, 1, 16, 1, 12):
+        parents = [int(rng.integers(i)) for i in range(1, n)]
+        parent_N = chain_parents(n) if chains_only else np.array([0, *parents], np.int64)
+        path = [n - 1]
+        while path[0] > 0:
+            path.insert(0, int(parent_N[path[0]]))
+        yield parent_N, path
+    yield chain_parents(5), [0, 1, 2]
+
+
+def row_errors(got: np.ndarray, expected: np.ndarray) -> list[float]:
+    """Largest |Δ| of each row over the row's range (over 1, if that is less)."""
+    got, expected = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (got, expected))
+    spread = np.maximum(np.ptp(expected, axis=1), 1.0)
+    errors: list[float] = (np.abs(got - expected).max(axis=1) / spread).tolist()
+    return errors
+
+
+def milliseconds(
+    backend: backends.Backend, feeds: dict[str, np.ndarray], outputs: Sequence[str], repeats: int
+) -> float:
+    """The median of the runs, feeds to the device and these outputs back included."""
+    times = []
+    for i in range(WARM_UP + repeats):
+        begin = time.perf_counter()
+        backend.run(feeds, outputs)
+        if i >= WARM_UP:
+            times.append(time.perf_counter() - begin)
+    return 1000 * statistics.median(times)
+
+
+# --------------------------------------------------------------------------------- random graphs
+
+
+def random_backbone(shape: Shape, context: int, precision: str) -> Any:
+    """A Llama of this shape, all of whose layers are one and the same module."""
+    import torch
+
+    from spec_export import decoder
+
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(num_out: int, num_in: int) -> Any:
+        return torch.randn(num_out, num_in, dtype=dtype, generator=generator) * num_in**-0.5
+
+    def norm() -> Any:
+        return decoder.RMSNorm(torch.ones(D, dtype=dtype), config.norm_eps)
+
+    D, M, H, G = shape.hidden_size, shape.intermediate_size, shape.num_heads, shape.num_kv_heads
+    config = decoder.DecoderConfig(
+        family="llama",
+        vocab_size=shape.vocab_size,
+        hidden_size=D,
+        num_layers=shape.num_layers,
+        num_heads=H,
+        num_kv_heads=G,
+        head_dim=shape.head_dim,
+        rotary_dim=shape.head_dim,
+        norm_eps=1e-5,
+        max_length=context,
+        scratch=SCRATCH,
+        rope={"rope_type": "default", "rope_theta": 1e4},
+    )
+    qkv = decoder.Projection(weight((H + 2 * G) * shape.head_dim, D))
+    out = decoder.Projection(weight(D, H * shape.head_dim))
+    mlp = decoder.GatedMLP(decoder.Projection(weight(2 * M, D)), decoder.Projection(weight(D, M)))
+    layer = decoder.Layer(norm(), decoder.Attention(config, qkv, out), norm(), mlp)
+    tables = decoder.rotary_tables(None, config)
+    table = weight(shape.vocab_size, D)
+    layers = [layer] * shape.num_layers
+    return decoder.Backbone(config, table, layers, norm(), None, tables).eval()
+
+
+def trace_target(backbone: Any) -> Any:
+    """The backbone's graph in the contiguous form, as a build for a device traces it."""
+    from spec_export import onnx_export, onnx_rewrite
+
+    return onnx_rewrite.add_argmax(onnx_export.export_backbone(backbone))
+
+
+def write_target(traced: Any, variant: str, path: Path) -> bundles.Graph:
+    """variant: "contiguous", or one of onnx_rewrite.ATTENTIONS. `traced` is left as it is."""
+    from spec_export import onnx_rewrite
+
+    model = traced.clone()
+    if variant != "contiguous":
+        onnx_rewrite.to_slots(model, variant)
+    return _write(model, variant, path)
+
+
+def write_drafter(backbone: Any, shape: Shape, precision: str, path: Path) -> bundles.Graph:
+    """A random ParallelSpec drafter for this target, in the slots form."""
+    import torch
+
+    from spec_export import drafters, onnx_rewrite, target, tensorrt_build
+
+    definition = drafters.load("parallelspec")
+    ends = target.ends(backbone)
+    ends = dataclasses.replace(ends, cos=ends.cos.float(), sin=ends.sin.float())
+    config = definition.Config(num_masks=NUM_MASKS)
+    module = definition.Drafter(config, ends, torch.arange(shape.draft_vocab)).eval()
+    (model,) = module.export(backbone.config).values()
+    return _write(onnx_rewrite.to_slots(tensorrt_build.narrow(model, precision)), "bias", path)
+
+
+def _write(model: Any, variant: str, path: Path) -> bundles.Graph:
+    from spec_export import onnx_export
+
+    def specs(values: Any) -> tuple[bundles.TensorSpec, ...]:
+        return tuple(
+            bundles.TensorSpec(
+                value.name,
+                str(value.dtype.numpy()),
+                tuple(size if isinstance(size, int) else str(size.value) for size in value.shape),
+            )
+            for value in values
+        )
+
+    onnx_export.save(model, path)
+    form, attention = "slots", variant
+    if variant == "contiguous":
+        form, attention = variant, "bias"
+    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
+    return bundles.Graph(path.name, form, inputs, outputs, attention=attention)
+
+
+def open_alone(
+    graph: bundles.Graph, folder: Path, shape: Shape, capacity: int, device: str
+) -> backends.Backend:
+    """A graph of no bundle, run as a bundle's backend would run it."""
+    info = bundles.TargetInfo(
+        family="llama",
+        dims=shape.dims,
+        precision=PRECISIONS[device],
+        max_length=capacity,
+        scratch=SCRATCH,
+        rope={"type": "default"},
+        taps=(),
+        position_convention="absolute",
+        target_modified=False,
+    )
+    ids: dict[str, Any] = {"bos": None, "eos": [], "pad": None}
+    tokenizer = bundles.TokenizerInfo("tokenizer.json", "", shape.vocab_size, ids, None)
+    manifest = bundles.Manifest(
+        bundles.SCHEMA_VERSION, shape.name, info, {"target": graph}, (), tokenizer, {}, {}
+    )
+    return backends.open_graph(bundles.Bundle(folder, manifest, BACKENDS[device]), graph, capacity)
+
+
+# -------------------------------------------------------------------------------------- a bundle
+
+
+def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
+    """A bundle of a random target, one token a character, with two untrained drafters and their
+    fused steps."""
+    import tokenizers
+    import torch
+    import transformers
+
+    from spec_export import checkpoint, drafters, make_bundle, target
+
+    vocabulary = {"<s>": 0, "</s>": 1, **{chr(i): i - 30 for i in range(32, 126)}}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    inner.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>"
+    )
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        ends = target.ends(make_bundle.Backbone.from_transformers(model))
+        saved = []
+        for name in ("parallelspec", "medusa"):
+            definition = drafters.load(name)
+            module = definition.Drafter(definition.Config(), ends)
+            state = module.state_dict()
+            saved.append(checkpoint.save_drafter(folder / name, state, name, module.config, {}))
+    model.save_pretrained(folder / "toy")
+    tokenizer.save_pretrained(folder / "toy")
+    return make_bundle.build(
+        str(folder / "toy"),
+        drafter_checkpoints=saved,
+        precision=PRECISIONS[device],
+        device=device,
+        out=folder / "bundle",
+        fuse=True,
+    )

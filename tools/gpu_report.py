@@ -1,0 +1,175 @@
+"""What tools/gpu_check.py found, on which machine, as JSON and Markdown. Knows tables and reasons,
+not what was measured."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from spec_runtime.cli.options import write_figures
+
+T = TypeVar("T")
+Row = dict[str, Any]
+
+
+@dataclass
+class Found:
+    """What a section brought: tables by name, pieces that could not run, checks that failed.
+    deadline: of time.monotonic(), when no further piece is begun."""
+
+    deadline: float
+    tables: dict[str, list[Row]] = field(default_factory=dict)
+    missing: list[dict[str, str]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def add(self, row: Row, table: str = "measured") -> None:
+        self.tables.setdefault(table, []).append(row)
+
+    def miss(self, what: str, why: str) -> None:
+        self.missing.append({"what": what, "why": why})
+
+    def attempt(self, what: str, work: Callable[..., T], *arguments: Any) -> T | None:
+        """`work(*arguments)`; None, with the reason noted, if it raises or the time is over."""
+        if time.monotonic() > self.deadline:
+            self.miss(what, "left out: the time was over")
+            return None
+        try:
+            return work(*arguments)
+        except Exception as error:
+            self.miss(what, one_line(error))
+            return None
+
+    @property
+    def status(self) -> str:
+        if self.failures:
+            return "failed"
+        return "passed" if any(self.tables.values()) else "could not run"
+
+    def as_dict(self, seconds: float) -> Row:
+        return {
+            "status": self.status,
+            "seconds": round(seconds, 2),
+            "note": self.note,
+            "tables": self.tables,
+            "missing": self.missing,
+            "failures": self.failures,
+        }
+
+
+def left_out(why: str) -> Row:
+    """The entry of a section that was not begun."""
+    found = Found(0.0)
+    found.miss("the section", why)
+    return found.as_dict(0.0) | {"status": "left out"}
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:400]
+    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def finite(value: Any) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return float(value) if np.isfinite(value) else None
+
+
+def _gpu() -> str:
+    fields = "name,driver_version,memory.total,compute_cap"
+    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    return "; ".join(done.stdout.splitlines())
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _onnxruntime() -> str:
+    import onnxruntime
+
+    return f"{onnxruntime.__version__}: {', '.join(onnxruntime.get_available_providers())}"
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__}, CUDA {'usable' if torch.cuda.is_available() else 'not usable'}"
+
+
+MACHINE: dict[str, Callable[[], str]] = {
+    "GPU": _gpu,
+    "CPU": _cpu,
+    "python": platform.python_version,
+    "onnxruntime": _onnxruntime,
+    "torch": _torch,
+}
+
+
+def measured_on(device: str, environment: Row) -> str:
+    """The line under every heading."""
+    rows = environment["tables"].get("measured", [])
+    about = {row["what"]: row["value"] for row in rows}
+    engine = f"onnxruntime {about.get('onnxruntime', 'unknown').partition(':')[0]}"
+    if device == "cpu":
+        return f"CPU dry run: no GPU was used ({about.get('CPU', 'unknown CPU')}; {engine})"
+    return f"{about.get('GPU', 'a GPU of unknown name')}; {engine}"
+
+
+def preload() -> None:
+    """CUDA's libraries, from where the nvidia wheels and torch put them: the loader alone does not
+    look there."""
+    with contextlib.suppress(ImportError):
+        import onnxruntime
+
+        onnxruntime.preload_dlls()
+
+
+def write(figures: Row, json_file: Path, markdown_file: Path) -> None:
+    write_figures(json_file, figures)
+    temporary = markdown_file.with_name(f".{markdown_file.name}.tmp")
+    temporary.write_text(as_markdown(figures), encoding="utf-8")
+    os.replace(temporary, markdown_file)
+
+
+def as_markdown(figures: Row) -> str:
+    """A part for each section, with a line that says on what it was measured."""
+    verdict = "A check FAILED" if figures["exit_code"] else "No check failed"
+    lines = [
+        "# GPU check" + (", toy sizes" if figures["toy"] else ""),
+        "",
+        f"Bundles: {', '.join(figures['bundles'])}. {verdict}; {figures['seconds']:.0f} s in all.",
+    ]
+    for name, section in figures["sections"].items():
+        lines += ["", f"## {name}: {section['status']}", ""]
+        lines.append(f"{figures['measured_on']}. {section['seconds']:.1f} s.")
+        if section["note"]:
+            lines += ["", section["note"]]
+        for title, rows in section["tables"].items():
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            lines += ["", f"*{title}*", "", f"| {' | '.join(columns)} |"]
+            lines.append("|---" * len(columns) + "|")
+            for row in rows:
+                lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
+        if section["failures"] or section["missing"]:
+            lines.append("")
+        lines += [f"- FAILED: {failure}" for failure in section["failures"]]
+        lines += [f"- not run: {each['what']}: {each['why']}" for each in section["missing"]]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
