@@ -60,8 +60,8 @@ def build(
     """Write a bundle and return its folder (bundles/<target> by default).
 
     model: folder, hub id, GGUF file, None = the demo. drafters: names; none = the best of those
-    shipped for the demo, or prompt lookup alone for another target. drafter_checkpoints: folders `spec-export
-    train` wrote. max_length: context in tokens, 2048 or the target's own if that is less.
+    shipped for the demo, or prompt lookup alone for another target. drafter_checkpoints: folders
+    `spec-export train` wrote. max_length: context in tokens, 2048 or the target's own if less.
     draft_model: a causal LM with the target's vocabulary, given as `model` is. backend: "tensorrt"
     takes the contiguous form and adds plans for these compute capabilities, as "8.9" (none: that of
     the GPU here); plans of a bundle replaced are taken over where nothing they depend on changed.

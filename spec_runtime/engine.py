@@ -337,7 +337,7 @@ def load(
     if it was run; else the bundle's own trees. `strict`: tokens at near ties are decided by one-row
     passes, as in plain decoding (greedy; bundles of fp32 and fp16). `backend`: "cuda" runs the
     graphs on ONNX Runtime's CUDA provider, "tensorrt" the plans of a bundle that has some,
-    "tensorrt_eager" these without CUDA graphs; all three without a profile. `fused`: greedy
+    "cuda_eager" and "tensorrt_eager" without CUDA graphs; all without a profile. `fused`: greedy
     requests take the drafter's fused step, one run for draft, verify and accept, with trees of
     fixed size and no other drafter's candidates; None = on CUDA, where the bundle has one.
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spec_runtime.backends.ort import mask_width
 from spec_runtime.backends.stepper import OrtStepper
 from spec_runtime.bundle import Bundle, Graph
 from spec_runtime.generate import Limits, Step
@@ -20,7 +21,6 @@ from spec_runtime.stats import Clock, Stats
 from spec_runtime.target import Target
 
 DRAFT = "draft."  # before the names of the drafter's caches
-MIN_WIDTH = 256  # of masks; doubled as rows come
 
 
 class Follower(Protocol):
@@ -67,14 +67,14 @@ class FusedSteps:
         begin = time.perf_counter()
         self._follower.enter(token)
         stats.engine_seconds += time.perf_counter() - begin
-        width = self._width(fresh)
+        width = mask_width(self._need(fresh), cache.capacity)
         self._stepper.start(self._first_state(token, slot_N, fresh, width))
         kept = 0
         try:
             while limits.finish_reason is None and self._need(fresh) <= cache.capacity:
                 clock.start()
                 if self._need(fresh) > width:
-                    width = self._width(fresh)
+                    width = mask_width(self._need(fresh), cache.capacity)
                     state = self._stepper.state()
                     missing = width - len(state["taken"])
                     state["taken"] = np.append(state["taken"], np.zeros(missing, np.bool_))
@@ -112,14 +112,6 @@ class FusedSteps:
         """Cache rows that a step can reach: the path's new slots, and the drafter's rows, at most
         2 D + 1 behind the committed ones (fewer than `fresh`)."""
         return fresh + 2 * self.depth + 1
-
-    def _width(self, fresh: int) -> int:
-        """Of masks: attention takes longer the more rows it might see, so that they are no wider
-        than needed, but of few widths, each of which is captured."""
-        width = MIN_WIDTH
-        while width < self._need(fresh):
-            width *= 2
-        return min(width, self._cache.capacity)
 
     def _first_state(
         self, token: int, slot_N: np.ndarray, fresh: int, width: int

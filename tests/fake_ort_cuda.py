@@ -225,6 +225,7 @@ def module() -> tuple[Any, Device]:
         SessionOptions=ort.SessionOptions,
         ExecutionMode=ort.ExecutionMode,
         RunOptions=ort.RunOptions,
+        preload_dlls=lambda: None,
         get_available_providers=lambda: [PROVIDER, "CPUExecutionProvider"],
     )
     fake.OrtValue = type("OrtValue", (OrtValue,), {"device": device})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import fake_ort_cuda
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_export import fuse, make_bundle  # noqa: E402
-from spec_runtime import fused  # noqa: E402
+from spec_runtime.backends import ort  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.tree import Budget, TokenTree, grow  # noqa: E402
 
@@ -51,7 +52,7 @@ def load(path: Path, name: str, **options: Any) -> Engine:
 @pytest.fixture(autouse=True)
 def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks grow several times within these short contexts."""
-    monkeypatch.setattr(fused, "MIN_WIDTH", 32)
+    monkeypatch.setattr(ort, "MIN_MASK", 32)
 
 
 @fusable
@@ -165,6 +166,40 @@ def test_other_precisions_run_through_it(bundles: Any, precision: str) -> None:
     result = engine.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
     assert len(result.token_ids) == 40
     assert result.stats.steps < 39
+
+
+def test_on_cuda_each_side_and_width_is_one_graph(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
+    path = make_bundle.build(
+        str(workshop.llama()),
+        ["parallelspec"],
+        [workshop.drafter("parallelspec")],
+        max_length=160,
+        out=tmp_path / "bundle",
+        device="cuda",
+        fuse=True,
+    )
+    expected = load(path, "parallelspec").generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
+    module, device = fake_ort_cuda.module()
+    monkeypatch.setattr(ort, "ort", module)
+    engine = spec_runtime.load(path, backend="cuda", threads=1)
+    assert engine.fused is not None, "on CUDA it is the default"
+    assert engine.with_drafter("none").fused is None
+    result = engine.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
+    assert result.token_ids == expected.token_ids
+    assert engine.fused.num_steps == result.stats.steps == expected.stats.steps
+    stepper = engine.fused._stepper
+    assert len(stepper._pairs) > 1, "the mask never grew: nothing is tested"
+    assert device.num_captured == 2 * len(stepper._pairs)
+    assert device.num_replayed == result.stats.steps - device.num_captured
+    # a step's integers; the state where the mask grew; at the end the features of the path
+    per_step = (2 * engine.fused.depth + 4) * 8
+    left = stepper.bytes_to_host - result.stats.steps * per_step
+    left -= stepper.fetch("path_features").nbytes
+    state = sum(array.nbytes for array in stepper.state().values())
+    assert 0 < left < len(stepper._pairs) * state
 
 
 def test_what_is_not_plainly_greedy_takes_the_ordinary_loop(bundles: Any) -> None:

@@ -165,6 +165,11 @@ def _empty(shape: Sequence[int], dtype: str, device: str) -> Any:
     return ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
 
 
+def copied(array: np.ndarray, device: str) -> Any:
+    """An OrtValue of the same content; on the CPU, if it is contiguous, in the same memory."""
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), device, 0)
+
+
 # ------------------------------------------------------------------------------- on a device
 
 
@@ -316,10 +321,7 @@ class _DeviceRuns:
         specs = [self._outputs[name] for name in names]
         return _Step(
             binding,
-            {
-                name: ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(feed), self._device, 0)
-                for name, feed in feeds.items()
-            },
+            {name: copied(feed, self._device) for name, feed in feeds.items()},
             {spec.name: _empty(shape_of(spec, sizes), spec.dtype, self._device) for spec in specs},
         )
 
@@ -370,6 +372,8 @@ def _open_session(
             "place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose another "
             "--backend"
         )
+    if provider == PROVIDERS["cuda"]:
+        ort.preload_dlls()  # CUDA's libraries, if they came as wheels
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1

@@ -8,14 +8,21 @@ of other shapes have bindings of their own. Knows nothing of what the state mean
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnxruntime as ort
 
-from spec_runtime.backends.ort import PROVIDERS, OrtBackend, _check_signature, _open_session
+from spec_runtime.backends.ort import (
+    PROVIDERS,
+    OrtBackend,
+    _bind_caches,
+    _check_signature,
+    _open_session,
+    _run_options,
+    copied,
+)
 from spec_runtime.bundle import Graph
 from spec_runtime.threads import default_threads
 
@@ -23,12 +30,12 @@ RESULT = "result"
 
 
 class _Side(NamedTuple):
-    """A binding that reads `state` and writes the other side's; its CUDA graph's id."""
+    """A binding that reads `state` and writes the other side's; options that name its graph."""
 
     binding: Any
     state: dict[str, Any]
     outputs: dict[str, Any]
-    graph_id: int
+    options: Any
 
 
 class OrtStepper:
@@ -48,7 +55,7 @@ class OrtStepper:
         is_captured: bool = False,
     ) -> None:
         self.bytes_to_host = 0
-        self._device, self._is_captured = device, is_captured
+        self._device = device
         provider = PROVIDERS[device]
         self._session = _open_session(path, threads or default_threads(), provider, is_captured)
         _check_signature(self._session, graph, path)
@@ -81,11 +88,7 @@ class OrtStepper:
         assert self._next is not None, "step before start"
         self._last, other = self._next
         self._next = other, self._last
-        options = None
-        if self._is_captured:
-            options = ort.RunOptions()
-            options.add_run_config_entry("gpu_graph_id", str(self._last.graph_id))
-        self._session.run_with_iobinding(self._last.binding, options)
+        self._session.run_with_iobinding(self._last.binding, self._last.options)
         return self.fetch(RESULT)
 
     def fetch(self, name: str) -> np.ndarray:
@@ -105,20 +108,17 @@ class OrtStepper:
 
     def _bind(self, given: Mapping[str, np.ndarray]) -> tuple[_Side, _Side]:
         first = 2 * len(self._pairs) + 1
+        shapes = {spec.name: [int(size) for size in spec.shape] for spec in self._results}
         sides = []
         for graph_id in (first, first + 1):
             # each its own memory: on the CPU a value keeps the array it is made from
-            state = {name: self._value(np.zeros_like(array)) for name, array in given.items()}
-            shapes = {spec.name: [int(size) for size in spec.shape] for spec in self._results}
+            state = {name: self._zeros(array.shape, array.dtype) for name, array in given.items()}
             outputs = {
-                spec.name: self._value(np.zeros(shapes[spec.name], spec.dtype))
-                for spec in self._results
+                spec.name: self._zeros(shapes[spec.name], spec.dtype) for spec in self._results
             }
-            sides.append(_Side(self._session.io_binding(), state, outputs, graph_id))
+            binding = _bind_caches(self._session, self._caches)
+            sides.append(_Side(binding, state, outputs, _run_options(graph_id)))
         for side, other in (sides, sides[::-1]):
-            for name, cache in self._caches.items():
-                side.binding.bind_ortvalue_input(name, cache)
-                side.binding.bind_ortvalue_output(f"{name}.out", cache)
             for name in given:
                 side.binding.bind_ortvalue_input(name, side.state[name])
                 side.binding.bind_ortvalue_output(f"{name}.out", other.state[name])
@@ -126,5 +126,5 @@ class OrtStepper:
                 side.binding.bind_ortvalue_output(name, value)
         return sides[0], sides[1]
 
-    def _value(self, array: np.ndarray) -> Any:
-        return ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)
+    def _zeros(self, shape: Sequence[int], dtype: Any) -> Any:
+        return copied(np.zeros(shape, dtype), self._device)
