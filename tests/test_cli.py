@@ -61,6 +61,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         profile: bool = True,
         strict: bool = False,
         backend: str = "onnxruntime",
+        fused: bool | None = None,
     ) -> Engine:
         loaded.append(toy_engine(drafter))
         loaded[-1].target.strict_gap = 0.01 if strict else None
@@ -83,6 +84,33 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return end.value.code or 0, captured.out, captured.err
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], None), (["--fused"], True), (["--no-fused"], False)]
+)
+@pytest.mark.parametrize("words", [["generate", PROMPT], ["chat"], ["bench"]])
+def test_the_fused_step_is_asked_for(
+    run: Run,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    flags: list[str],
+    expected: bool | None,
+) -> None:
+    asked: list[object] = []
+
+    def load(*arguments: object, fused: bool | None, **options: object) -> Engine:
+        asked.append(fused)
+        raise ValueError("not here")
+
+    monkeypatch.setattr(spec_runtime, "load", load)
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    more = ["--prompts", prompts] if words == ["bench"] else []
+    code, _, err = run(*words, *more, *flags, "--bundle", folder)
+    assert (code, asked) == (2, [expected])
+    assert err.count("\n") == 1
 
 
 def test_generate_streams_text_and_ends_with_a_summary(
