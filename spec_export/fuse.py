@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.onnx_rewrite import GraphEditor
+from spec_export.onnx_rewrite import GraphEditor, _dim, _remove_dead
+from spec_runtime.bundle import DRAFT
 
-DRAFT = "draft."  # before the names of the drafter's inputs and outputs
 INT, BOOL, REAL = (kind.value for kind in (ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.FLOAT))
 
 
@@ -70,7 +70,7 @@ def fuse(
     shape = outputs["guess_ids"].shape
     num_rows = None if shape is None else shape[0]  # open: as many as rows asked for
     num_guesses = num_rows if isinstance(num_rows, int) else 1 + len(mask_ids)
-    num_candidates = _width(outputs["guess_ids"])
+    num_candidates = _dim(outputs["guess_ids"], 1)
     step.verify(num_nodes)
     step.accept(num_guesses, taps)
     step.draft(mask_ids, repeat_feature)
@@ -190,7 +190,7 @@ class _Step:
         )
         names = ["features", *(f"taps.{tap}" for tap in taps)]
         parts = [self.target_outputs[name] for name in names]
-        self.F = sum(_width(part) for part in parts)
+        self.F = sum(_dim(part, 1) for part in parts)
         self.features_NF = self.real(op("Concat", *parts, axis=1) if taps else parts[0])
         self.path_features_PF = op("Gather", self.features_NF, path_P)
         # the rows of the path stay; other nodes' slots are written again
@@ -260,18 +260,10 @@ class _Step:
         log_probs = op(
             "Min", self.real(self.drafter_outputs["guess_log_probs"]), np.array([-1e-4], np.float32)
         )
-        flat_ids = op("Reshape", ids, [-1])
-        flat_log_probs = op(
-            "Concat", op("Reshape", log_probs, [-1]), np.array([0], np.float32), axis=0
-        )
+        flat_ids, log_probs = op("Reshape", ids, [-1]), op("Reshape", log_probs, [-1])
         if deepest < self.P - 1:  # so few nodes that no path can use the last guesses
-            flat_ids = op("Slice", flat_ids, [0], [num_flat])
-            flat_log_probs = op(
-                "Concat",
-                op("Slice", flat_log_probs, [0], [num_flat]),
-                np.array([0], np.float32),
-                axis=0,
-            )
+            flat_ids, log_probs = (op("Slice", x, [0], [num_flat]) for x in (flat_ids, log_probs))
+        flat_log_probs = op("Concat", log_probs, np.array([0], np.float32), axis=0)
         score_M = op("ReduceSum", op("Gather", flat_log_probs, steps_MD), [1], keepdims=0)
         _, chosen = self.outputs("TopK", score_M, [min(N - 1, M)], num_outputs=2, sorted=1, axis=0)
         leaf_M = np.array([row[-1] for row in flat])
@@ -308,6 +300,7 @@ class _Step:
         kv_out = [v for v in graph.outputs if str(v.name).startswith(("kv.", f"{DRAFT}kv."))]
         graph.inputs[:] = [*self.state.values(), *kv]
         graph.outputs[:] = [*outputs, *kv_out]
+        _remove_dead(graph)  # what made outputs that are none here
         graph.sort()
         return self.model
 
@@ -394,9 +387,3 @@ class _Step:
         result.shape = ir.Shape(shape) if like is None else like.shape
         result.type = ir.TensorType(ir.DataType(dtype)) if like is None else like.type
         return result
-
-
-def _width(value: ir.Value) -> int:
-    size = None if value.shape is None else value.shape[1]
-    assert isinstance(size, int), value
-    return size

@@ -335,6 +335,9 @@ class Bundle:
         return self.path / relative
 
 
+DRAFT = "draft."  # in a fused step, before the names of the drafter's caches
+
+
 def fused_name(drafter: str) -> str:
     """Which of the manifest's graphs is this drafter's fused step (spec_export/fuse.py)."""
     return f"{drafter}-fused"

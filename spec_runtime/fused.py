@@ -14,13 +14,11 @@ import numpy as np
 
 from spec_runtime.backends.ort import mask_width
 from spec_runtime.backends.stepper import OrtStepper
-from spec_runtime.bundle import Bundle, Graph
+from spec_runtime.bundle import DRAFT, Bundle, Graph
 from spec_runtime.generate import Limits, Step
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.stats import Clock, Stats
 from spec_runtime.target import Target
-
-DRAFT = "draft."  # before the names of the drafter's caches
 
 
 class Follower(Protocol):

@@ -606,8 +606,6 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     if not arguments.toy and not (arguments.bundle and arguments.prompts):
         parser.error("got no --bundle or no --prompts, expected both, or --toy")
-    if arguments.device == "cuda":
-        gpu_report.preload()
     with tempfile.TemporaryDirectory(prefix="specsplit-gpu-check-") as folder:
         check = Check([], [], arguments.device, TOY if arguments.toy else REAL, Path(folder))
         try:

@@ -216,24 +216,11 @@ def write_drafter(backbone: Any, shape: Shape, precision: str, path: Path) -> bu
 
 
 def _write(model: Any, variant: str, path: Path) -> bundles.Graph:
-    from spec_export import onnx_export
+    from spec_export import make_bundle
 
-    def specs(values: Any) -> tuple[bundles.TensorSpec, ...]:
-        return tuple(
-            bundles.TensorSpec(
-                value.name,
-                str(value.dtype.numpy()),
-                tuple(size if isinstance(size, int) else str(size.value) for size in value.shape),
-            )
-            for value in values
-        )
-
-    onnx_export.save(model, path)
-    form, attention = "slots", variant
-    if variant == "contiguous":
-        form, attention = variant, "bias"
-    inputs, outputs = specs(model.graph.inputs), specs(model.graph.outputs)
-    return bundles.Graph(path.name, form, inputs, outputs, attention=attention)
+    form, attention = ("contiguous", "bias") if variant == "contiguous" else ("slots", variant)
+    graph = make_bundle._write_graph(model, form, path.parent, path.name)
+    return dataclasses.replace(graph, attention=attention)
 
 
 def open_alone(

@@ -3,7 +3,6 @@ not what was measured."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import subprocess
@@ -125,15 +124,6 @@ def measured_on(device: str, environment: Row) -> str:
     if device == "cpu":
         return f"CPU dry run: no GPU was used ({about.get('CPU', 'unknown CPU')}; {engine})"
     return f"{about.get('GPU', 'a GPU of unknown name')}; {engine}"
-
-
-def preload() -> None:
-    """CUDA's libraries, from where the nvidia wheels and torch put them: the loader alone does not
-    look there."""
-    with contextlib.suppress(ImportError):
-        import onnxruntime
-
-        onnxruntime.preload_dlls()
 
 
 def write(figures: Row, json_file: Path, markdown_file: Path) -> None:

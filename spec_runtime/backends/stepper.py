@@ -26,7 +26,7 @@ from spec_runtime.backends.ort import (
 from spec_runtime.bundle import Graph
 from spec_runtime.threads import default_threads
 
-RESULT = "result"
+RESULT, STATE = "result", "state."
 
 
 class _Side(NamedTuple):
@@ -59,7 +59,7 @@ class OrtStepper:
         provider = PROVIDERS[device]
         self._session = _open_session(path, threads or default_threads(), provider, is_captured)
         _check_signature(self._session, graph, path)
-        self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith("state.")]
+        self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith(STATE)]
         self._results = [
             spec for spec in graph.outputs if "kv." not in spec.name and ".out" not in spec.name
         ]
@@ -74,7 +74,9 @@ class OrtStepper:
 
     def start(self, state: Mapping[str, np.ndarray]) -> None:
         """The state of the next run: an array for each `state.X`, by X, as the graph has it."""
-        given = {name: np.ascontiguousarray(state[name[6:]]) for name in self._inputs}
+        given = {
+            name: np.ascontiguousarray(state[name.removeprefix(STATE)]) for name in self._inputs
+        }
         assert len(given) == len(state), sorted(state)
         key = tuple(array.shape for array in given.values())
         if key not in self._pairs:
@@ -99,7 +101,8 @@ class OrtStepper:
     def state(self) -> dict[str, np.ndarray]:
         """A copy of the state of the next run, as for `start`."""
         assert self._next is not None, "state before start"
-        return {name[6:]: self._copy(value) for name, value in self._next[0].state.items()}
+        values = self._next[0].state.items()
+        return {name.removeprefix(STATE): self._copy(value) for name, value in values}
 
     def _copy(self, value: Any) -> np.ndarray:
         array = np.array(value.numpy())

@@ -90,7 +90,7 @@ class DrafterRows:
 
     def leave(self, feature_1F: np.ndarray) -> None:
         """See fused.Follower."""
-        self.truncate(len(self.tokens) - 1)  # the root comes with `propose`
+        self.tokens.pop()  # the root comes with `propose`
         self._cache.truncate(len(self.tokens) - self._first_token)
         self._features_PF = feature_1F if self.wants_features else None
 
