@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
@@ -116,6 +117,7 @@ def by_typical(
     Example: p = (.6, .3, .1) has H = .9 and, with epsilon .2 and delta .45, the threshold .18:
     children 0 and 1 pass, child 2 does not.
     """
+    p = cache(p)  # the last node's is asked for twice
     level, best = [(0.0, 0)], 0  # (log probability of the path, node)
     while level:
         _, best = max(level, key=lambda entry: entry[0])  # the first of equals
@@ -131,6 +133,6 @@ def by_typical(
 
 
 def _typical_threshold(p_V: np.ndarray, epsilon: float, delta: float) -> float:
-    p = p_V[p_V > 0]
+    p = p_V[p_V > 0].astype(np.float32)  # ten times as fast over V as float64's log
     entropy = -float(p @ np.log(p))
     return min(epsilon, delta * math.exp(-entropy))

@@ -1,9 +1,17 @@
-"""Falls back to plain decoding while drafting does not pay, and tries again now and then.
+"""Proposers around another one that learn from what came true in this generation.
 
-A proposer around another one. It keeps exponential averages of the tokens committed a step and of
-what the step cost by the machine profile; below the speed of plain decoding it rests,
+`Controller` falls back to plain decoding while drafting does not pay, and tries again now and then.
+It keeps exponential averages of the tokens committed a step and of what the step cost by the
+machine profile; below the speed of plain decoding it rests,
 
     tokens / ms  <  1 / plain ms.
+
+`Corrector` scales what the profile's reliability says of path probabilities by
+
+    tokens accepted / tokens expected,
+
+averaged likewise: on texts harder than those of `tune`, or at a higher temperature, trees get
+smaller, on easier ones larger.
 
 All of it follows from the committed tokens and the measured costs, never from a clock, so that the
 same prompt gets the same trees again. Knows no drafter and no target.
@@ -12,10 +20,13 @@ same prompt gets the same trees again. Knows no drafter and no target.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spec_runtime import payoff
+from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.tree import Budget, TokenTree
 
 if TYPE_CHECKING:
@@ -26,6 +37,8 @@ if TYPE_CHECKING:
 WEIGHT = 1 / 16  # of the newest step in the averages
 PROBE_STEPS = 8  # speculative steps after a rest before they are judged
 FIRST_REST, LONGEST_REST = 32, 256  # plain steps; a rest after a failed probe is twice as long
+TRUST_WEIGHT = 1 / 32  # of the newest step in a Corrector's averages
+LARGEST_TRUST = 4.0  # and its inverse the smallest
 
 
 class Controller:
@@ -104,3 +117,79 @@ class Controller:
         self._is_judged = False
         self._step_ms = 0.0  # of the tree last proposed
         self._tokens, self._ms = self._first_tokens, self._first_ms
+
+
+class Corrector:
+    """Asks `proposer` for trees whose reliability is scaled by `trust`, accepted over expected.
+
+    Only budgets that have a reliability and are grown by it are changed.
+    """
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.wants_features = proposer.wants_features
+        self._proposer = proposer
+        self._tree: TokenTree | None = None  # last proposed, if it is judged
+        self._worth = 0.0  # accepted tokens expected of it, by the profile
+        self._reset()
+
+    @property
+    def run_seconds(self) -> float:
+        return self._proposer.run_seconds
+
+    @property
+    def trust(self) -> float:
+        """Accepted over expected tokens, 1 at first."""
+        return min(LARGEST_TRUST, max(1 / LARGEST_TRUST, self._accepted / self._expected))
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        self._proposer.start(prompt, features_TF, reused)
+        self._reset()
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        if not (budget.is_grown and budget.reliability) or budget.is_root_only:
+            self._tree = None
+            return self._proposer.propose(token, budget)
+        trust = self.trust
+        tree = self._tree = self._proposer.propose(token, _scaled(budget, trust))
+        assert tree.num_nodes == 1 or tree.log_prob_N is not None, "a tree without probabilities"
+        if tree.log_prob_N is None:
+            self._worth = 0.0
+        else:
+            worth_N = payoff.probabilities(tree.log_prob_N[1:], budget.reliability)
+            self._worth = float(worth_N.sum())
+        return tree
+
+    def commit(self, step: Step) -> None:
+        self._proposer.commit(step)
+        if self._tree is None or not self._worth:
+            return
+        num_accepted, node = 0, self._tree.child(0, step.tokens[0])
+        while node is not None:
+            num_accepted += 1
+            rest = step.tokens[num_accepted:]
+            node = self._tree.child(node, rest[0]) if rest else None
+        self._expected += TRUST_WEIGHT * (self._worth - self._expected)
+        self._accepted += TRUST_WEIGHT * (num_accepted - self._accepted)
+
+    def truncate(self, length: int) -> None:
+        self._proposer.truncate(length)
+
+    def _reset(self) -> None:
+        self._tree = None
+        self._expected = self._accepted = 1.0
+
+
+def corrected(proposer: Proposer) -> Proposer:
+    """With a `Corrector` around the drafter, which knows nothing of prompt lookup's candidates."""
+    if isinstance(proposer, MergedProposer):
+        return MergedProposer(Corrector(proposer.drafter), proposer.lookup_nodes)
+    return Corrector(proposer)
+
+
+def _scaled(budget: Budget, trust: float) -> Budget:
+    """Its least probability only spares nodes that can never pay: it falls where they may."""
+    return replace(
+        budget,
+        min_probability=budget.min_probability / max(1.0, trust),
+        reliability=tuple((p, min(1.0, trust * seen)) for p, seen in budget.reliability),
+    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from spec_runtime import bundle as bundles
 from spec_runtime import profile as profiles
-from spec_runtime.controller import Controller
+from spec_runtime.controller import Controller, corrected
 from spec_runtime.generate import CHAIN_LENGTH, Limits, Step, generate
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers import (
@@ -459,7 +459,7 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
         return plain._replace(taps=opened.taps)
     length, speedup = choice.pace
-    controller = Controller(opened.proposer, profile.costs, length, speedup)
+    controller = Controller(corrected(opened.proposer), profile.costs, length, speedup)
     # no warning of short accepted lengths: where they do not pay, it rests
     return opened._replace(proposer=controller, budget=choice.budget, expected_accepted_length=None)
 

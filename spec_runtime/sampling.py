@@ -288,9 +288,13 @@ class Sampler:
         if not math.isfinite(logits_V.max()):
             raise FloatingPointError(f"the target's logits are not finite at position {position}")
         ids, scaled = self.survivors(logits_V)
-        weight = np.exp(scaled - scaled.max().astype(np.float64))
+        # float32, as the logits are: ten times as fast over V as float64's exp
+        weight = np.exp(scaled - scaled.max()).astype(np.float64)
+        weight /= weight.sum()
+        if ids is None:
+            return weight
         p_V = np.zeros(len(logits_V))
-        p_V[slice(None) if ids is None else ids] = weight / weight.sum()
+        p_V[ids] = weight
         return p_V
 
     def stream(self) -> np.random.Generator:

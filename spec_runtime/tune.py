@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spec_runtime.controller import corrected
 from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
 from spec_runtime.proposers import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
@@ -285,10 +286,10 @@ def measure_verify(
 
 
 def _decoding(engine: Engine, budget: Budget | None) -> Engine:
-    """`engine` with this budget; None is plain decoding."""
+    """`engine` with this budget, as a profile's choice runs; None is plain decoding."""
     if budget is None:
         return engine.observed(lambda _: PlainProposer(), Budget(1))
-    return engine.observed(lambda proposer: proposer, budget)
+    return engine.observed(corrected, budget)
 
 
 def _recording(engine: Engine, budget: Budget) -> tuple[Engine, Recorder]:

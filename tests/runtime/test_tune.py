@@ -22,7 +22,16 @@ from toy_engine import make_engine, make_proposer, random_prompt
 import spec_runtime
 from spec_runtime import bundle, cli, payoff, profile, tune
 from spec_runtime.backends.toy import ToyTarget
-from spec_runtime.controller import FIRST_REST, LONGEST_REST, PROBE_STEPS, Controller
+from spec_runtime.controller import (
+    FIRST_REST,
+    LARGEST_TRUST,
+    LONGEST_REST,
+    PROBE_STEPS,
+    TRUST_WEIGHT,
+    Controller,
+    Corrector,
+    corrected,
+)
 from spec_runtime.engine import Engine
 from spec_runtime.generate import Step
 from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
@@ -492,6 +501,89 @@ def test_wrong_guesses_are_given_up_in_exactly_these_steps() -> None:
     assert engine.last_result is not None
     assert engine.last_result.stats.accepted_length == 1.0
     assert runs_of(sizes) == [(4, 15), (1, 32), (4, 8), (1, 64), (4, 8), (1, 12)]
+
+
+class Guesser(Script):
+    """Grows trees from the same candidates at each step: chains of 7 at .5 a token, 8 at .25."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.budgets: list[Budget] = []
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        self.budgets.append(budget)
+        tree = grow(token, np.array([[7, 8]] * 4), np.log([[0.5, 0.25]] * 4), budget)
+        self.sizes.append(tree.num_nodes)
+        return tree
+
+
+# a node more costs 1 ms on 10: of these candidates (.5, .25, .25, .125 …) three pay
+MARGINAL = Budget(
+    8, 0.02, step_ms=tuple(10.0 + n for n in range(8)), reliability=((0.5, 0.5), (1.0, 1.0))
+)
+
+
+def committed(proposer: Corrector, budget: Budget, *tokens: int) -> TokenTree:
+    tree = proposer.propose(0, budget)
+    proposer.commit(Step([*tokens, 9], len(tokens)))
+    return tree
+
+
+def test_trees_shrink_where_less_is_accepted_than_expected_and_grow_where_more() -> None:
+    script = Guesser()
+    proposer = Corrector(script)
+    tree = committed(proposer, MARGINAL)
+    assert tree.token_N.tolist() == [0, 7, 8, 7]
+    assert script.budgets == [MARGINAL]
+    # expected .5 + .25 + .25, accepted nothing
+    assert proposer.trust == pytest.approx(1 - TRUST_WEIGHT)
+    for _ in range(30):
+        committed(proposer, MARGINAL)
+    assert script.sizes[-1] == 2
+    for _ in range(300):
+        committed(proposer, MARGINAL)
+    assert proposer.trust == 1 / LARGEST_TRUST, "so that it can come back"
+    proposer.start([1], None, 0)
+    assert committed(proposer, MARGINAL, 7).num_nodes == 4, "a new generation begins anew"
+    assert proposer.trust == 1.0
+    committed(proposer, MARGINAL, 7, 7)  # two accepted, one expected
+    assert proposer.trust == pytest.approx(1 + TRUST_WEIGHT)
+    for _ in range(100):
+        committed(proposer, MARGINAL, 7, 7, 7, 7)
+    assert script.sizes[-1] > 4
+    assert script.budgets[-1].min_probability < 0.02, "what pays now may be less likely"
+    assert 1 < proposer.trust <= LARGEST_TRUST
+
+
+def test_the_accepted_path_is_that_of_the_drafters_own_tree() -> None:
+    """Prompt lookup's tokens say nothing about the drafter, whoever was asked first."""
+    proposer = Corrector(Guesser())
+    committed(proposer, MARGINAL, 3, 7, 7)  # lookup's path
+    assert proposer.trust == pytest.approx(1 - TRUST_WEIGHT)
+    proposer.start([1], None, 0)
+    committed(proposer, MARGINAL, 8, 8)  # the drafter's 8, then lookup's
+    assert proposer.trust == 1.0
+
+
+@pytest.mark.parametrize(
+    "budget", [Budget(8, 0.02), Budget(4, paths=((0,), (1,))), replace(MARGINAL, max_depth=0)]
+)
+def test_budgets_without_reliability_pass_as_they_are(budget: Budget) -> None:
+    script = Guesser()
+    proposer = Corrector(script)
+    for _ in range(3):
+        committed(proposer, budget)
+    assert all(seen is budget for seen in script.budgets)
+    assert proposer.trust == 1.0
+
+
+def test_the_drafter_is_corrected_inside_merged_trees() -> None:
+    drafter = Guesser()
+    merged = corrected(MergedProposer(drafter, 3))
+    assert isinstance(merged, MergedProposer)
+    assert merged.lookup_nodes == 3
+    assert isinstance(merged.drafter, Corrector)
+    assert isinstance(corrected(drafter), Corrector)
 
 
 # --------------------------------------------------------------------------------- the profile
