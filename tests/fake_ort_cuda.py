@@ -28,7 +28,7 @@ class Device:
 
     def __init__(self) -> None:
         self.blocks: dict[int, Any] = {}  # address -> memory
-        self.bytes_to_host = 0
+        self.bytes_to_host = self.num_to_device = 0
         self.num_eager = self.num_captured = self.num_replayed = 0
         self.refuses_graphs = False
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of the inputs, each time it computed
@@ -92,6 +92,7 @@ class OrtValue:
         assert data.flags.c_contiguous
         assert (data.shape, str(data.dtype)) == self.bound[1:], (data.shape, data.dtype, self.bound)
         self.device.require(self.bound)
+        self.device.num_to_device += 1
         view(*self.bound)[...] = data
 
     def numpy(self) -> np.ndarray:
@@ -117,6 +118,19 @@ class IOBinding:
 
     def bind_ortvalue_output(self, name: str, value: OrtValue) -> None:
         self.outputs[name] = value
+
+    def bind_input(
+        self,
+        name: str,
+        device_type: str,
+        device_id: int,
+        element_type: Any,
+        shape: Sequence[int],
+        buffer_ptr: int,
+    ) -> None:
+        assert (device_type, device_id) == ("cuda", 0)
+        bound = Bound(buffer_ptr, tuple(shape), str(np.dtype(element_type)))
+        self.inputs[name] = self.session.module.OrtValue(bound, False)
 
     def bind_output(
         self,

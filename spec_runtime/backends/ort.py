@@ -2,7 +2,7 @@
 
 Each KV buffer is one OrtValue, bound as a graph input and as the output of the node that writes it,
 so that a step writes in place. On CUDA all buffers are on the device: a run copies its feeds there
-and back what is asked for, and replays a CUDA graph for shapes that come again. Knows sessions,
+in one piece and back what is asked for, and replays a CUDA graph for shapes that come again. Knows sessions,
 buffers and the feeds that say where rows go; knows nothing of tokens.
 """
 
@@ -34,6 +34,7 @@ CUDA_SETTINGS = {"attention": {"sdpa_kernel": "16"}}
 BFLOAT16 = 16  # of onnx.TensorProto; numpy has none
 RUNS_BEFORE_CAPTURE = 3  # of a shape: a tree's width gets there at once, a prompt's length seldom
 MAX_CAPTURED_ROWS = 64  # above, kernels take longer than their launches
+ALIGNMENT = 256  # bytes, of a feed's address on a device: as its own allocation would be
 MIN_MASK = 256  # of the widths that masks are cut to, doubling from here
 
 log = logging.getLogger("spec_runtime")
@@ -203,15 +204,44 @@ class DeviceRows:
         assert self._num_runs == self._runs.num_runs, "read after the backend's next run"
 
 
+class _Packed:
+    """All feeds of a step in one buffer on the device, each at an address of its own: one copy
+    brings them there."""
+
+    def __init__(self, feeds: Mapping[str, np.ndarray], device: str) -> None:
+        first, end = {}, 0
+        for name, feed in feeds.items():
+            first[name] = end
+            end += -(-feed.nbytes // ALIGNMENT) * ALIGNMENT
+        self._bytes = np.zeros(max(end, 1), np.uint8)
+        self._value = copied(self._bytes, device)
+        self._device = device
+        self._feeds = {
+            name: self._bytes[first[name] :][: feed.nbytes].view(feed.dtype).reshape(feed.shape)
+            for name, feed in feeds.items()
+        }
+        self._first = first
+
+    def bind(self, binding: Any) -> None:
+        base = self._value.data_ptr()
+        for name, feed in self._feeds.items():
+            address = base + self._first[name]
+            binding.bind_input(name, self._device, 0, feed.dtype, feed.shape, address)
+
+    def update(self, feeds: Mapping[str, np.ndarray]) -> None:
+        for name, feed in self._feeds.items():
+            feed[...] = feeds[name]
+        self._value.update_inplace(self._bytes)
+
+
 class _Step:
     """A binding with buffers of its own for one choice of outputs and one shape of each feed.
     Addresses and shapes never change, as a CUDA graph wants."""
 
-    def __init__(self, binding: Any, feeds: dict[str, Any], outputs: dict[str, Any]) -> None:
+    def __init__(self, binding: Any, feeds: _Packed, outputs: dict[str, Any]) -> None:
         self.binding, self.feeds, self.outputs = binding, feeds, outputs
         self.num_runs = 0
-        for name, value in feeds.items():
-            binding.bind_ortvalue_input(name, value)
+        feeds.bind(binding)
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
 
@@ -310,8 +340,7 @@ class _DeviceRuns:
         return step
 
     def _start(self, step: _Step, feeds: Mapping[str, np.ndarray], options: Any) -> None:
-        for name, value in step.feeds.items():
-            value.update_inplace(np.ascontiguousarray(feeds[name]))
+        step.feeds.update(feeds)
         self._session.run_with_iobinding(step.binding, options)
 
     def _new_step(
@@ -321,7 +350,7 @@ class _DeviceRuns:
         specs = [self._outputs[name] for name in names]
         return _Step(
             binding,
-            {name: copied(feed, self._device) for name, feed in feeds.items()},
+            _Packed(feeds, self._device),
             {spec.name: _empty(shape_of(spec, sizes), spec.dtype, self._device) for spec in specs},
         )
 

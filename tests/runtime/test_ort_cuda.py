@@ -159,6 +159,20 @@ def test_greedy_decoding_fetches_ids_alone(folders: dict[str, Path], device: fak
     assert backend.bytes_to_host == device.bytes_to_host
 
 
+def test_all_feeds_of_a_run_go_to_the_device_in_one_piece(
+    folders: dict[str, Path], device: fake.Device
+) -> None:
+    backend, cache = open_target(folders["fp16"])
+    feeds = step(cache, [5, 6, 7], [0, 0, 1])
+    for _ in range(5):  # until it is captured
+        expected = backend.run(feeds, ["logits"])["logits"]
+    before = device.num_to_device
+    for _ in range(3):
+        assert np.array_equal(backend.run(feeds, ["logits"])["logits"], expected)
+    assert device.num_to_device == before + 3
+    assert len(device.shapes[-1]) > 6
+
+
 def test_sampling_fetches_the_rows_it_visits(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,6 +476,29 @@ def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> 
     assert np.array_equal(runs.run({"x": 2 * array}, ["logits"], [])[0]["logits"], -2 * array)
     with pytest.raises(AssertionError, match="read after the backend's next run"):
         rows[1]
+
+
+def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) -> None:
+    """The real calls again: x where c, else its negative; c is 5 bytes long."""
+    h, proto = onnx.helper, onnx.TensorProto
+    c = h.make_tensor_value_info("c", proto.BOOL, ["M"])
+    x, y = (h.make_tensor_value_info(name, proto.FLOAT16, ["M"]) for name in ("x", "y"))
+    nodes = [h.make_node("Neg", ["x"], ["n"]), h.make_node("Where", ["c", "x", "n"], ["y"])]
+    graph = h.make_graph(nodes, "g", [c, x], [y])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    c_M, x_M = np.array([1, 0, 0, 1, 0], np.bool_), np.arange(1, 6, dtype=np.float16)
+    packed = ort._Packed({"c": c_M, "x": x_M}, "cpu")
+    assert packed._first == {"c": 0, "x": ort.ALIGNMENT}
+    binding = session.io_binding()
+    packed.bind(binding)
+    binding.bind_output("y", "cpu")
+    for sign in (1, -1):
+        packed.update({"c": c_M, "x": sign * x_M})
+        session.run_with_iobinding(binding)
+        assert binding.get_outputs()[0].numpy().tolist() == [sign * v for v in (1, -2, -3, 4, -5)]
 
 
 def test_the_fake_has_only_what_onnx_runtime_has() -> None:
