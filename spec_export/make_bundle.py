@@ -25,7 +25,7 @@ from spec_export import drafters as drafter_files
 from spec_export import tensorrt_build as tensorrt
 from spec_export.decoder import Backbone, DecoderConfig
 from spec_export.fuse import fuse as fuse_graphs
-from spec_export.onnx_rewrite import add_argmax, to_slots
+from spec_export.onnx_rewrite import add_argmax, add_top, to_slots
 from spec_runtime import bundle as bundles
 from spec_runtime.proposers import BUILT_IN
 
@@ -66,8 +66,8 @@ def build(
     takes the contiguous form and adds plans for these compute capabilities, as "8.9" (none: that of
     the GPU here); plans of a bundle replaced are taken over where nothing they depend on changed.
     device: "cuda" is for ONNX Runtime's CUDA provider: drafters in the target's type, the argmax
-    found in the graph, and precision fp16 by default instead of fp32, which takes the contiguous
-    form there.
+    and the largest logits found in the graph, and precision fp16 by default instead of fp32, which
+    takes the contiguous form there.
     fuse: add the fused step of every one-pass drafter, see fuse.py. attention: of the graphs
     in the slots form, see onnx_rewrite.to_slots; "chain", of the target's alone, makes every tree a
     chain.
@@ -172,7 +172,7 @@ def build(
                 smooth.smooth(backbone, [ids[:length] for ids in calibration])
             exported = onnx_export.export_backbone(backbone, capacity_symbolic=plans is None)
             if device == "cuda":
-                add_argmax(exported)
+                add_top(add_argmax(exported))
             graphs = {"target": write_step(exported, "target/target.onnx", attention=attention)}
         if precision == "int8" and not reduce_range:
             probe = quantize.saturation_probe()

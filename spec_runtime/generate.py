@@ -88,6 +88,7 @@ def generate(
     target.length = prompt + tokens - 1: the last token has no row yet.
     """
     sample = Sampler(params, target.vocab_size, prompt)
+    target.wants_top = sample.reads_top
     accept, budget = _acceptance(params, sample, budget)
     clock = Clock(stats.timings)
     verified, features = target.prefill(prompt[reused:], proposer.wants_features)
@@ -137,7 +138,12 @@ class _Answers:
         self._is_argmax = sample.params.is_plainly_greedy
 
     def draw(self, node: int) -> int:
-        if self._is_argmax and (token := self._verified.best(node)) is not None:
+        token = None
+        if self._is_argmax:
+            token = self._verified.best(node)
+        elif self._sample.reads_top and (top := self._verified.top(node)) is not None:
+            token = self._sample.draw_from_top(top, self._place(node)[0])
+        if token is not None:
             return token
         return self._sample(self._verified.row(node), *self._place(node))
 

@@ -190,8 +190,20 @@ def token_logprob(logits_V: np.ndarray, token: int, num_top: int) -> TokenLogpro
     return TokenLogprob(token, float(log_prob_V[token]), top)
 
 
+class TopLogits(NamedTuple):
+    """Of a row f32[V]: ids i64[K] and values f32[K] of the largest logits, falling, and log Σ exp
+    of all V."""
+
+    id_K: np.ndarray
+    logit_K: np.ndarray
+    logsumexp: float
+
+
 _M64 = (1 << 64) - 1
 _SLACK = 1e-3  # far above the rounding of the float32 bound in `Sampler.__call__`
+# far above the rounding of cumulated float32 probabilities: where top-p cuts so close to a token,
+# all V decide
+_NEAR_CUT = 1e-5
 
 
 def _mix64(x: int) -> int:
@@ -250,13 +262,16 @@ class _Processors:
 
 class Sampler:
     """p and draws from it: `sampler(logits_V, position, path)`, position being that of the token
-    drawn, path the tokens between those committed and that one (read only if `reads_path`)."""
+    drawn, path the tokens between those committed and that one (read only if `reads_path`).
+    reads_top: the largest logits alone mostly settle a draw."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, prompt: Sequence[int] = ()) -> None:
         self.params = params
         self.reads_path = params.has_penalties
         is_processed = params.has_penalties or params.logit_bias
         self._process = _Processors(params, vocab_size, prompt) if is_processed else None
+        is_drawn = params.rule == "target_sampling" and params.logprobs is None
+        self.reads_top = is_drawn and self._process is None  # see `draw_from_top`
         if params.temperature > 0:
             self._seed = secrets.randbits(63) if params.seed is None else params.seed
             self._seed_key = _mix64((self._seed + 0x9E3779B97F4A7C15) & _M64)
@@ -278,6 +293,88 @@ class Sampler:
         if not math.isfinite(logits_V[token]):
             raise FloatingPointError(f"the target's logits are not finite at position {position}")
         return token if self.params.temperature == 0 else self._draw(logits_V, position)
+
+    def draw_from_top(self, top: TopLogits, position: int) -> int | None:
+        """What the call draws from the whole row, if its largest logits settle that, else None.
+
+        Temperature above 0, no bias and no penalties. Top-k, top-p and min-p settle it if all that
+        they leave is among the largest; without them, if the best of these outdoes the largest
+        noise of all other tokens on the smallest of these logits.
+        """
+        assert self.params.temperature > 0, self.params
+        assert self._process is None, "processors need all logits"
+        if not math.isfinite(top.logsumexp):
+            return None  # the whole row says what is wrong
+        found = self._top_survivors(top)
+        if found is None:
+            return None
+        id_C, scaled_C, is_all = found
+        bits_V = self.hash_bits(position)
+        v_C = (bits_V[id_C] + 0.5) * 2.0**-32
+        score_C = scaled_C.astype(np.float64) - np.log(-np.log1p(-v_C))
+        best = int(score_C.argmax())
+        if not is_all:
+            bits_V[id_C] = np.iinfo(np.uint32).max
+            v = (float(bits_V.min()) + 0.5) * 2.0**-32
+            if score_C[best] <= float(scaled_C[-1]) - math.log(-math.log1p(-v)):
+                return None
+        return int(id_C[best])
+
+    def _top_survivors(self, top: TopLogits) -> tuple[np.ndarray, np.ndarray, bool] | None:
+        """As `survivors`, of the largest logits alone: ids, scaled logits, and whether these are
+        all that are left; None if what is left cannot be told from them."""
+        params = self.params
+        id_C = top.id_K
+        scaled_C = top.logit_K * np.float32(1 / params.temperature)
+        is_all = len(id_C) == len(self._id_hash_V)
+        if params.top_k is not None and params.top_k < len(self._id_hash_V):
+            num_kept = int((scaled_C >= scaled_C[min(params.top_k, len(id_C)) - 1]).sum())
+            if num_kept == len(id_C) and not is_all:  # others may be as large as the last
+                return None
+            id_C, scaled_C, is_all = id_C[:num_kept], scaled_C[:num_kept], True
+        if params.top_p is not None and params.top_p < 1:
+            cut = self._nucleus(top, scaled_C, is_all, params.top_p)
+            if cut is None:
+                return None
+            id_C, scaled_C, is_all = id_C[:cut], scaled_C[:cut], True
+        if params.min_p:
+            num_kept = int((scaled_C >= scaled_C[0] + math.log(params.min_p)).sum())
+            if num_kept == len(id_C) and not is_all:
+                return None
+            id_C, scaled_C, is_all = id_C[:num_kept], scaled_C[:num_kept], True
+        return id_C, scaled_C, is_all
+
+    def _nucleus(
+        self, top: TopLogits, scaled_C: np.ndarray, is_all: bool, top_p: float
+    ) -> int | None:
+        """How many of these top-p keeps, or None if that is not clear.
+
+        The rest are n logits, none above the last of these, l, with the sum R = Σ exp(logit - l).
+        Their weight at temperature T, Σ exp((logit - l) / T), lies between R and n (R / n)^(1 / T):
+        below the former for T < 1 (each is less), above it for T > 1, and Jensen's on the other
+        side.
+        """
+        scaled = scaled_C.astype(np.float64)
+        cumulated_C = np.cumsum(np.exp(scaled - scaled[0]))
+        low = high = 0.0
+        if not is_all:
+            last, n = float(top.logit_K[-1]), len(self._id_hash_V) - len(scaled)
+            whole = math.exp(top.logsumexp - last)
+            rest = whole - float(np.exp(top.logit_K.astype(np.float64) - last).sum())
+            slack = _NEAR_CUT * whole  # for the rounding
+            sums = max(0.0, rest - slack), max(0.0, rest) + slack
+            ends = [(r, n * (r / n) ** (1 / self.params.temperature)) for r in sums]
+            weight = math.exp(scaled[-1] - scaled[0])
+            low, high = weight * min(ends[0]), weight * max(ends[1])
+        low, high = cumulated_C[-1] + low, cumulated_C[-1] + high
+        cut = int(np.searchsorted(cumulated_C / high, top_p + _NEAR_CUT)) + 1
+        if cut != int(np.searchsorted(cumulated_C / low, top_p - _NEAR_CUT)) + 1:
+            return None
+        if cut > len(scaled) or (cut == len(scaled) and not is_all):
+            return None
+        if cut < len(scaled) and scaled[cut - 1] - scaled[cut] < _NEAR_CUT:
+            return None  # near a tie
+        return cut
 
     def probabilities(
         self, logits_V: np.ndarray, position: int, path: Sequence[int] | np.ndarray = ()

@@ -13,10 +13,13 @@ import numpy as np
 
 from spec_runtime.backends import Backend, Rows, on_device
 from spec_runtime.kv import Cache
+from spec_runtime.sampling import TopLogits
 from spec_runtime.tree import TokenTree
 
 PREFILL_ROWS = 256
-ARGMAX = "argmax_ids"  # i64[M], an output of targets built for a device: see Verified
+# outputs of targets built for a device, see Verified: i64[M]; i64[M, K], f32[M, K] and f32[M]
+ARGMAX = "argmax_ids"
+TOP = TOP_IDS, TOP_LOGITS, LOGSUMEXP = "top_ids", "top_logits", "logsumexp"
 # In fp32, logits closer than this share of their row's range may change places between two forms
 # of the row: one row or many, other slots. The demo target's moved by 1.4e-6 of it at most.
 NEAR_TIE = 1e-4
@@ -40,7 +43,7 @@ def top_gap(logits_V: np.ndarray) -> float:
 class Verified:
     """What the target said about M rows of `tree` (verify: all of them), read on demand, valid
     until the target's next run. best_M: the rows' argmax, -1 where a row is not finite, if the
-    graph found it."""
+    graph found it; top: the outputs TOP, likewise."""
 
     def __init__(
         self,
@@ -48,11 +51,13 @@ class Verified:
         features: Sequence[np.ndarray],
         tree: TokenTree,
         best_M: np.ndarray | None = None,
+        top: Sequence[np.ndarray] | None = None,
     ) -> None:
         self.tree = tree
         self._logits_MV = logits_MV
         self._features = features
         self._best_M = best_M
+        self._top = top
 
     @cached_property
     def argmax_N(self) -> np.ndarray:
@@ -65,6 +70,13 @@ class Verified:
         if self._best_M is None or self._best_M[node] < 0:
             return None
         return int(self._best_M[node])
+
+    def top(self, node: int) -> TopLogits | None:
+        """The largest logits after this node if they are known without reading the others."""
+        if self._top is None:
+            return None
+        id_MK, logit_MK, logsumexp_M = self._top
+        return TopLogits(id_MK[node], logit_MK[node], float(logsumexp_M[node]))
 
     def row(self, node: int) -> np.ndarray:
         """Logits f32[V] after this node."""
@@ -138,6 +150,7 @@ class Target:
         self.redo_seconds = 0.0
         self.holder: object = None  # whose tokens the KV holds (see engine.py)
         self.run_seconds = 0.0  # spent in the backend so far
+        self.wants_top = False  # of a device: the largest logits of each row, not the argmax
         self.taps = tuple(taps)  # what features have besides the final hidden state (engine.py)
         self._backend = backend
         self._device = on_device(backend)
@@ -220,16 +233,19 @@ class Target:
         names = ["features", *(f"taps.{i}" for i in self.taps)] if features else []
         begin = time.perf_counter()
         logits_MV: np.ndarray | Rows
-        best_M = None
+        best_M = top = None
         if self._device is None:
             outputs = self._backend.run(feeds, ["logits", *names])
             logits_MV = outputs["logits"]
         else:
-            found = [ARGMAX] if self._device.has_output(ARGMAX) else []
+            wanted = TOP if self.wants_top else (ARGMAX,)
+            found = wanted if all(map(self._device.has_output, wanted)) else ()
             outputs, kept = self._device.run_keeping(feeds, [*found, *names], ["logits"])
             logits_MV, best_M = kept["logits"], outputs.get(ARGMAX)
+            if TOP_IDS in outputs:
+                top = [outputs[name] for name in TOP]
         self.run_seconds += time.perf_counter() - begin
         parts = [outputs[name] for name in names]
         if is_strict:  # reads the rows it judges
             return StrictVerified(logits_MV, parts, tree, self)
-        return Verified(logits_MV, parts, tree, best_M)
+        return Verified(logits_MV, parts, tree, best_M, top)

@@ -2,8 +2,8 @@
 
 Each KV buffer is one OrtValue, bound as a graph input and as the output of the node that writes it,
 so that a step writes in place. On CUDA all buffers are on the device: a run copies its feeds there
-in one piece and back what is asked for, and replays a CUDA graph for shapes that come again. Knows sessions,
-buffers and the feeds that say where rows go; knows nothing of tokens.
+in one piece and back what is asked for, and replays a CUDA graph for shapes that come again. Knows
+sessions, buffers and the feeds that say where rows go; knows nothing of tokens.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import gc
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from spec_runtime.backends import open_graph, ort
 from spec_runtime.backends.ort import OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
-from spec_runtime.target import Target
+from spec_runtime.target import TOP, Target
 from spec_runtime.tree import TokenTree
 
 onnx = pytest.importorskip("onnx")
@@ -178,9 +179,40 @@ def test_sampling_fetches_the_rows_it_visits(
 ) -> None:
     engine = load(folders["fp16"], drafter="none")
     row = 4 * engine.target.vocab_size
-    for sampling in ({"temperature": 1.0, "seed": 1}, {"logprobs": 2}, {"logit_bias": {7: 1.0}}):
+    for sampling in ({"logprobs": 2}, {"logit_bias": {7: 1.0}}):
         before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **OPTIONS, **sampling)
         assert device.bytes_to_host - before == (8 + row) * len(result.token_ids), sampling
+
+
+@pytest.mark.parametrize("num_top", [4, 64])
+def test_draws_mostly_fetch_the_largest_logits(
+    workshop: Workshop,
+    device: fake.Device,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    num_top: int,
+) -> None:
+    """And whole rows where those do not settle it; the tokens are those of whole rows."""
+    from spec_export import make_bundle
+
+    add_top = partial(make_bundle.add_top, most=num_top)
+    monkeypatch.setattr(make_bundle, "add_top", add_top)
+    folder = make_bundle.build(
+        str(workshop.llama()), precision="fp16", device="cuda", out=tmp_path / "bundle"
+    )
+    engine, expected = load(folder, drafter="none"), on_cpu(folder, drafter="none")
+    num_rows = num_tokens = 0
+    for seed in range(4):
+        for sampling in ({}, {"top_k": 3}, {"temperature": 0.3, "top_p": 0.5}):
+            options = OPTIONS | {"temperature": 1.0, "seed": seed} | sampling
+            before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **options)
+            assert result.token_ids == expected.generate(PROMPTS[0], **options).token_ids
+            tokens = len(result.token_ids)
+            rows = device.bytes_to_host - before - (12 * num_top + 4) * tokens
+            assert rows % (4 * engine.target.vocab_size) == 0
+            num_rows += rows // (4 * engine.target.vocab_size)
+            num_tokens += tokens
+    assert 0 < num_rows < num_tokens
 
 
 def test_a_verified_tree_is_read_row_by_row(folders: dict[str, Path], device: fake.Device) -> None:
@@ -365,6 +397,7 @@ def test_all_graphs_are_in_the_form_and_type_that_cuda_has_kernels_for(
         assert types == {"float16" if precision == "fp16" else "float32"}
         assert len(cached) == 3
         assert TensorSpec("argmax_ids", "int64", ("M",)) in graphs[0].outputs
+        assert TensorSpec("logsumexp", "float32", ("M",)) in graphs[0].outputs
 
 
 def test_the_default_is_for_the_cpu(workshop: Workshop) -> None:
@@ -395,6 +428,33 @@ def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
     logits, ids = session.run(["logits", "argmax_ids"], {"x": np.array(x, np.float32)})
     assert ids.tolist() == [1, 0, -1, -1, 3, -1]
     assert logits.shape == (6, 4)
+
+
+def test_the_graph_finds_the_largest_and_the_whole() -> None:
+    import onnx_ir as ir
+
+    from spec_export.onnx_rewrite import add_top
+
+    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
+    graph = h.make_graph(
+        [h.make_node("Neg", ["x"], ["logits"])],
+        "negated",
+        [h.make_tensor_value_info("x", f32, ["M", 4])],
+        [h.make_tensor_value_info("logits", f32, ["M", 4])],
+    )
+    for most in (2, 9):
+        model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
+        changed = ir.to_proto(add_top(ir.from_proto(model), most))
+        session = onnxruntime.InferenceSession(
+            changed.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        x = [[3, -1, 2, -4], [900, -900, 0, 0], [np.nan, 1, 2, 3], [-np.inf, 1, 2, 3]]
+        ids, top, whole = session.run(TOP, {"x": np.array(x, np.float32)})
+        assert ids.shape == top.shape == (4, min(most, 4))
+        assert ids[:2, :2].tolist() == [[3, 1], [1, 2]]
+        assert top[:2, :2].tolist() == [[4, 1], [900, 0]]
+        assert whole[:2] == pytest.approx([np.log(np.exp([-3.0, 1, -2, 4]).sum()), 900])
+        assert not np.isfinite(whole[2:]).any()
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 from spec_runtime.accept import by_target_sampling
-from spec_runtime.sampling import Sampler, SamplingParams
+from spec_runtime.sampling import Sampler, SamplingParams, TopLogits
 from spec_runtime.tree import TokenTree
 
 # the 1 - 1e-6 quantile of chi-square by degrees of freedom: seeds are fixed, so it cannot flake
@@ -135,6 +136,92 @@ def test_min_p_is_a_share_of_the_best_probability() -> None:
     assert ids.tolist() == [0, 1, 4]
     # tempered first: 0.2 / 0.5 squared is 0.16
     assert sampler(5, min_p=0.2, temperature=0.5).probabilities(logits, 0)[1] == 0
+
+
+def top_of(logits: np.ndarray, k: int) -> TopLogits:
+    """As the graph finds it, in float32."""
+    ids = np.argsort(-logits, kind="stable")[:k]
+    below = np.exp(logits - logits.max())
+    logsumexp = np.log(below.sum(dtype=np.float32)) + logits.max()
+    return TopLogits(ids, logits[ids], float(logsumexp))
+
+
+FILTERS: list[tuple[dict[str, Any], float]] = [  # and the least share that the largest settle
+    ({}, 0.1),
+    ({"temperature": 0.6}, 0.4),
+    ({"temperature": 1.6}, 0.02),
+    ({"top_k": 20}, 0.95),
+    ({"top_k": 64}, 0.0),
+    ({"top_k": 3, "temperature": 1.7}, 0.95),
+    ({"top_p": 0.9}, 0.2),
+    ({"top_p": 0.9, "temperature": 0.6}, 0.25),
+    ({"top_p": 0.5, "temperature": 1.3}, 0.04),
+    ({"min_p": 0.05}, 0.6),
+    ({"min_p": 1e-6}, 0.0),
+    ({"top_k": 30, "top_p": 0.8, "min_p": 0.02, "temperature": 0.8}, 0.75),
+]
+
+
+@pytest.mark.parametrize(("params", "least"), FILTERS)
+def test_the_largest_logits_draw_what_the_whole_row_draws(
+    params: dict[str, Any], least: float
+) -> None:
+    """Or say that they cannot; rows with ties and long tails among them."""
+    rng = np.random.default_rng(3)
+    draw = sampler(4000, **params)
+    drawn = []
+    for position in range(400):
+        logits = (rng.normal(size=4000) * rng.uniform(0.3, 5)).astype(np.float32)
+        if position % 3 == 0:
+            logits = np.round(logits * 2).astype(np.float32) / np.float32(2)
+        drawn.append(draw.draw_from_top(top_of(logits, 64), position))
+        if drawn[-1] is not None:
+            assert drawn[-1] == draw(logits, position), position
+    settled = np.mean([token is not None for token in drawn])
+    assert least <= settled
+    assert settled < 1 or "top_k" in params, "some rows are flat"
+
+
+@pytest.mark.parametrize("params", [params for params, _ in FILTERS])
+def test_all_logits_settle_every_draw_but_those_at_the_edge(params: dict[str, Any]) -> None:
+    rng = np.random.default_rng(4)
+    draw = sampler(50, **params)
+    num_open = 0
+    for position in range(300):
+        logits = (rng.normal(size=50) * 2).astype(np.float32)
+        token = draw.draw_from_top(top_of(logits, 50), position)
+        num_open += token is None
+        assert token in (None, draw(logits, position))
+    assert num_open <= (10 if "top_p" in params else 0)
+
+
+def test_what_the_largest_logits_leave_open() -> None:
+    logits = np.array([3.0, 2.0, 2.0, 1.0, 0.0, 0.0], np.float32)
+    # the third is as large as the last one known
+    assert sampler(6, top_k=2).draw_from_top(top_of(logits, 2), 0) is None
+    assert sampler(6, top_k=2).draw_from_top(top_of(logits, 4), 0) == sampler(6, top_k=2)(logits, 0)
+    # .51 + .19: the second of two equal ones would be cut off, which one cannot be told
+    assert sampler(6, top_p=0.6).draw_from_top(top_of(logits, 6), 0) is None
+    for wrong in (math.nan, math.inf):
+        top = top_of(logits, 6)._replace(logsumexp=wrong)
+        assert sampler(6).draw_from_top(top, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "reads_top"),
+    [
+        ({}, True),
+        ({"top_p": 0.9, "temperature": 0.5}, True),
+        ({"temperature": 0.0}, False),
+        ({"logprobs": 0}, False),
+        ({"logit_bias": {1: 1.0}}, False),
+        ({"presence_penalty": 0.5}, False),
+        ({"acceptance": "typical"}, False),
+        ({"acceptance": "rejection"}, False),
+    ],
+)
+def test_who_reads_all_logits(params: dict[str, Any], reads_top: bool) -> None:
+    assert sampler(8, **params).reads_top == reads_top
 
 
 def test_penalties_by_hand() -> None:
