@@ -73,6 +73,7 @@ class OpenedDrafter(NamedTuple):
     taps: tuple[int, ...] = ()
     expected_accepted_length: float | None = None
     fused: FusedSteps | None = None
+    is_tuned: bool = False
 
 
 class Engine:
@@ -90,6 +91,7 @@ class Engine:
         expected_accepted_length: float | None = None,
         open_drafter: Callable[[str | None, str | None], OpenedDrafter] | None = None,
         fused: FusedSteps | None = None,
+        is_tuned: bool = False,
     ) -> None:
         if budget.max_nodes > target.max_nodes:
             raise ValueError(
@@ -100,6 +102,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.drafter = drafter
         self.budget = budget
+        self.is_tuned = is_tuned  # by a profile of `spec-runtime tune`
         self.last_result: GenerationResult | None = None
         self._proposer = proposer
         self._taps = target.taps if taps is None else taps
@@ -457,11 +460,13 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
     if choice.budget is None:
         log.info("drafter %s: plain decoding is faster here, says the profile", opened.name)
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
-        return plain._replace(taps=opened.taps)
+        return plain._replace(taps=opened.taps, is_tuned=True)
     length, speedup = choice.pace
     controller = Controller(corrected(opened.proposer), profile.costs, length, speedup)
     # no warning of short accepted lengths: where they do not pay, it rests
-    return opened._replace(proposer=controller, budget=choice.budget, expected_accepted_length=None)
+    return opened._replace(
+        proposer=controller, budget=choice.budget, expected_accepted_length=None, is_tuned=True
+    )
 
 
 def _engine(
@@ -482,6 +487,7 @@ def _engine(
         expected_accepted_length=opened.expected_accepted_length,
         open_drafter=open_drafter,
         fused=opened.fused,
+        is_tuned=opened.is_tuned,
     )
 
 

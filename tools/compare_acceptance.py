@@ -2,8 +2,8 @@
 """Acceptance rules above temperature 0, in one run: accepted length, speed-up and what they cost.
 
 usage: compare_acceptance.py --prompts FILE.jsonl [--limit 60] [--max-new-tokens 128] [--bundle DIR]
-       [--drafter NAME] [--temperature T …] [--epsilon E …] [--rejection] [--threads N]
-       [--json OUT] [--figure OUT.svg]
+       [--drafter NAME] [--temperature T …] [--epsilon E …] [--rejection] [--no-profile]
+       [--threads N] [--json OUT] [--figure OUT.svg]
 
 Every prompt is decoded plainly, by target sampling (whose text is that of plain decoding, seed by
 seed), by typical acceptance at each epsilon with delta = sqrt(epsilon), and on demand by rejection;
@@ -43,16 +43,20 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--epsilon", type=float, nargs="+", default=EPSILONS)
     parser.add_argument("--rejection", action="store_true")
+    parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
     folder = arguments.bundle or bundle.find()
-    engine = spec_runtime.load(folder, arguments.drafter, arguments.threads, profile=False)
+    engine = spec_runtime.load(
+        folder, arguments.drafter, arguments.threads, profile=not arguments.no_profile
+    )
     prompts = bench.read_prompts(arguments.prompts, arguments.limit)
     figures: dict[str, Any] = {
         "bundle": bundle.read(folder, verify=False).manifest.name,
         "drafter": engine.drafter,
+        "tuned": engine.is_tuned,
         "threads": arguments.threads or default_threads(),
         "prompts": len(prompts),
         "max_new_tokens": arguments.max_new_tokens,

@@ -97,6 +97,7 @@ def command(
         "nodes": nodes,
         "backend": backend,
         "fused": [each.drafter for each in engines if each.fused is not None],
+        "tuned": [each.drafter for each in engines if each.is_tuned],
         "system": system,
         "sampling": settings,
     }

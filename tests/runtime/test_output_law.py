@@ -58,6 +58,9 @@ class Toy:
         self.text = [*tokens]
         return self, None
 
+    def top(self, node: int) -> None:
+        """Whole rows alone."""
+
     def verify(self, tree: TokenTree, features: bool) -> Toy:
         self.tree = tree
         return self

@@ -673,6 +673,7 @@ def test_an_engine_is_opened_as_the_profile_says(
     profile.write(some_profile(PAYING, key))
     tuned = opened_anew(toy_graphs, folder, threads=1)
     assert tuned.budget == PAYING
+    assert tuned.is_tuned
     assert isinstance(tuned.proposer, Controller)
     assert tuned.generate("hello", max_new_tokens=30).token_ids == expected
     for other in (
@@ -682,6 +683,7 @@ def test_an_engine_is_opened_as_the_profile_says(
         opened_anew(toy_graphs, folder, threads=2),
     ):
         assert other.budget != PAYING
+        assert not other.is_tuned
         assert not isinstance(other.proposer, Controller)
     profile.write(some_profile(None, key))
     plain = opened_anew(toy_graphs, folder, threads=1)
