@@ -92,12 +92,14 @@ def run(
     max_new_tokens: int = 128,
     threads: int | None = None,
     on_prompt: Callable[[str, int, int], None] = lambda drafter, done, total: None,
+    on_skip: Callable[[str], None] = lambda reason: None,
 ) -> dict[str, dict[str, Any]]:
     """Calibrate `drafter`, or every trained drafter of `bundle`, and store it in the manifest.
 
     prompts: a file as of `spec-runtime bench`, None = the sixteen shipped ones; those longer than
-    the context are left out. on_prompt: progress. Returns the calibrations by drafter, see
-    bundle.DrafterInfo. ValueError: a damaged bundle, no such drafter, no usable prompt.
+    the context are left out, with a reason to on_skip. on_prompt: progress. Returns the
+    calibrations by drafter, see bundle.DrafterInfo. ValueError: a damaged bundle, no such drafter,
+    no usable prompt.
     """
     opened = bundles.read(bundle)
     manifest = opened.manifest
@@ -115,15 +117,17 @@ def run(
     if prompts is not None:
         contents = [prompt.content for prompt in bench.read_prompts(prompts)]
     plain = load(bundle, "none", threads, verify=False, profile=False)
+    encoded = []
+    for number, content in enumerate(contents, 1):
+        try:
+            encoded.append(plain.encode(content))
+        except ValueError as error:
+            on_skip(f"prompt {number} skipped: {error}")
     found = {}
     for info in infos:
         engine, answers = plain.with_drafter(info.name, "none"), []
-        for done, content in enumerate(contents):
-            on_prompt(info.name, done, len(contents))
-            try:
-                prompt_ids = engine.encode(content)
-            except ValueError:
-                continue  # too long
+        for done, prompt_ids in enumerate(encoded):
+            on_prompt(info.name, done, len(encoded))
             answers.append(watch(engine, prompt_ids, max_new_tokens))
         found[info.name] = summarise(answers)
     drafters = tuple(

@@ -36,7 +36,10 @@ BACKENDS = ("onnxruntime", "tensorrt")
 DEVICES = ("cpu", "cuda")
 # nodes (root included), smallest path probability of a drafted node, and how many nodes prompt
 # lookup may add, by target precision: at int8 a node costs more of a step, so it must be likelier
-TREES = {"int8": {"max_nodes": 16, "min_probability": 0.04, "lookup_nodes": 8}}
+TREES = {
+    "int8": {"max_nodes": 16, "min_probability": 0.04, "lookup_nodes": 8},
+    "int4": {"max_nodes": 16, "min_probability": 0.1, "lookup_nodes": 8},
+}
 DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
 CHAIN_TREE = {"max_nodes": 16}  # of a target that takes chains only: as deep as the drafter goes
 

@@ -194,7 +194,8 @@ def test_sampling_flags_have_the_names_of_the_parameters(
     if without != "logit_bias":
         flags += ["--logit-bias", "97=2.5", "--logit-bias", "99=-1"]
         wanted["logit_bias"] = {97: 2.5, 99: -1.0}
-    more = ("--stop", "zz", "--draw-widths", "3,1", "--draw-with-replacement")
+    more = ["--stop", "zz", "--draw-widths", "3,1", "--draw-with-replacement"]
+    more += ["--stop-token-id", "9", "--stop-token-id", "8", "--ignore-eos"]
     for verb, words in (("generate", [PROMPT]), ("chat", [])):
         code, _, err = run(
             *(verb, *words, "--bundle", folder, "--max-new-tokens", 20, *flags, *more), stdin=PROMPT
@@ -209,6 +210,7 @@ def test_sampling_flags_have_the_names_of_the_parameters(
         for name in (*SAMPLING, "logit_bias"):
             assert getattr(params, name) == wanted.get(name, getattr(defaults, name)), name
         assert (params.stop, params.draw_widths) == (("zz",), (3, 1))
+        assert (params.stop_token_ids, params.ignore_eos) == ((9, 8), True)
         assert (params.max_new_tokens, params.draw_with_replacement) == (20, True)
     assert len(seen) == 2
 
@@ -222,6 +224,7 @@ def test_sampling_flags_have_the_names_of_the_parameters(
         (["--logit-bias", "999=1"], "got logit_bias for token 999, expected 0 to 257"),
         (["--min-p", "2"], "got min_p 2.0, expected 0"),
         (["--temperature", "-1"], "got temperature -1.0, expected 0"),
+        (["--stop-token-id", "-1"], "got stop_token_ids (-1,), expected token ids"),
         (["--draw-widths", "3;1"], "got --draw-widths 3;1, expected numbers"),
         (["--logprobs", "2"], "got --logprobs without --json"),
     ],

@@ -260,6 +260,39 @@ def test_parity_that_fails_is_exit_code_1(
         assert target["scores, worst"] is None
 
 
+class Shuffled(Distorted):
+    """Its largest logits come in another order behind the first, as where they are near ties."""
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Any) -> dict[str, np.ndarray]:
+        results = dict(self._inner.run(feeds, outputs))
+        if "top_ids" in results:
+            results["top_ids"] = np.roll(results["top_ids"], 1, axis=1)
+            results["top_ids"][:, 0] = results["top_ids"][:, 1]
+            results["top_logits"] = results["top_logits"] + np.float32(self._offset)
+        return results
+
+
+@pytest.mark.parametrize(("offset", "code"), [(0.0, 0), (1.0, 1)])
+def test_largest_logits_are_compared_by_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: float, code: int
+) -> None:
+    """A bundle for CUDA on the CPU."""
+    real, opened = backends.open_graph, []
+
+    def open_graph(bundle: bundles.Bundle, graph: bundles.Graph, *rest: Any) -> Any:
+        opened.append(graph)
+        backend = real(bundle, graph, *rest)
+        return Shuffled(backend, offset) if len(opened) % 2 else backend
+
+    bundle = gpu_graphs.toy_bundle(tmp_path / "cuda", gpu_check.TINY, "cuda")
+    monkeypatch.setattr(backends, "open_graph", open_graph)
+    outcome = play(tmp_path, "--bundle", bundle, "--sections", "parity")
+    assert outcome.code == code
+    (target, *_) = outcome.rows("parity")
+    assert (target["verdict"] == "ok") == (code == 0)
+    assert target["equal best"] == 1.0
+
+
 def test_a_wrong_acceptance_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def take_the_first_child(tree: Any, draw: Callable[[int], int]) -> tuple[list[int], int]:
         path = [0, *tree.children(0)[:1]]

@@ -45,7 +45,7 @@ from gpu_report import Found, Row, finite, left_out, measured_on
 import spec_runtime
 from spec_runtime import audit, backends, bench
 from spec_runtime import bundle as bundles
-from spec_runtime.target import ARGMAX, NEAR_TIE
+from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
 from spec_runtime.tree import chain_parents
 
 # Largest |difference| of a row over its range: of logits and log-probabilities, and of features and
@@ -58,8 +58,8 @@ TOLERANCES = {
     "int8": (0.1, 0.15),
     "int4": (0.1, 0.15),
 }
-SCORES = ("logits", "guess_log_probs")
-BEST = ("guess_ids", ARGMAX)  # the first of each row
+SCORES = ("logits", "guess_log_probs", TOP_LOGITS)
+BEST = ("guess_ids", ARGMAX, TOP_IDS)  # the first of each row
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,10 @@ def _compare_graph(
         backends.open_graph(replace(opened, backend=backend), graph, capacity)
         for backend in (BACKENDS[check.device], BACKENDS["cpu"])
     ]
-    outputs = [spec.name for spec in graph.outputs if not spec.name.startswith("kv.")]
+    # that sum is no row, and follows from the logits
+    outputs = [
+        s.name for s in graph.outputs if not s.name.startswith("kv.") and s.name != LOGSUMEXP
+    ]
     errors: dict[str, list[float]] = {"scores": [], "hidden": []}
     same: list[bool] = []
     for parent_N, path in gpu_graphs.random_trees(graph.attention == "chain"):

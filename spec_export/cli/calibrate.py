@@ -42,7 +42,15 @@ def command(
         progress.update(tasks[name], completed=done)
 
     try:
-        found = calibrate.run(bundle or find(), prompts, drafter, max_new_tokens, threads, show)
+        found = calibrate.run(
+            bundle or find(),
+            prompts,
+            drafter,
+            max_new_tokens,
+            threads,
+            on_prompt=show,
+            on_skip=progress.console.print,
+        )
     finally:
         if tasks:  # else an empty line would come before the error's
             progress.stop()

@@ -137,6 +137,13 @@ def sampling(
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="End before this text; repeatable")
     ] = None,
+    stop_token_id: Annotated[
+        list[int] | None,
+        typer.Option("--stop-token-id", help="End with this token, besides EOS; repeatable"),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on behind the end-of-sequence token")
+    ] = False,
     acceptance: Annotated[
         str,
         typer.Option(
@@ -181,6 +188,8 @@ def sampling(
         logit_bias=dict(_bias(entry) for entry in logit_bias or ()),
         seed=seed,
         stop=stop or (),
+        stop_token_ids=stop_token_id or (),
+        ignore_eos=ignore_eos,
         acceptance=acceptance,
         typical_epsilon=typical_epsilon,
         typical_delta=typical_delta,

@@ -222,7 +222,9 @@ def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     with pytest.raises(SystemExit) as end:
         cli.main(["calibrate", "--bundle", str(folder), *options])
     assert end.value.code == 0
-    out = " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr()
+    out, err = (" ".join(text.split()) for text in shown)
+    assert "prompt 3 skipped: got a prompt of" in err
     manifest = bundles.read(folder).manifest  # with all its hashes
     (drafter,) = manifest.drafters
     assert drafter.calibration is not None
