@@ -120,9 +120,9 @@ class Controller:
 
 
 class Corrector:
-    """Asks `proposer` for trees whose reliability is scaled by `trust`, accepted over expected.
+    """Asks `proposer` for trees whose nodes' worth is scaled by `trust`, accepted over expected.
 
-    Only budgets that have a reliability and are grown by it are changed.
+    Only budgets of grown trees that have a reliability are changed.
     """
 
     def __init__(self, proposer: Proposer) -> None:
@@ -187,7 +187,10 @@ def corrected(proposer: Proposer) -> Proposer:
 
 
 def _scaled(budget: Budget, trust: float) -> Budget:
-    """Its least probability only spares nodes that can never pay: it falls where they may."""
+    """Where times decide, the least probability only spares nodes that can never pay: it falls
+    where they may. Else it decides itself: what it asks for is a worth."""
+    if not budget.step_ms:
+        return replace(budget, min_probability=min(1.0, budget.min_probability / trust))
     return replace(
         budget,
         min_probability=budget.min_probability / max(1.0, trust),

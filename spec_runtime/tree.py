@@ -213,6 +213,7 @@ class Budget:
             self._check_paths(self.paths)
         if self.step_ms:
             self._check_times()
+        self._check_reliability()
 
     def _check_times(self) -> None:
         if len(self.step_ms) < self.max_nodes or min(self.step_ms) <= 0 or self.level_ms < 0:
@@ -220,6 +221,8 @@ class Budget:
                 f"got {len(self.step_ms)} step times from {min(self.step_ms)} ms and level_ms "
                 f"{self.level_ms}, expected positive ones for 1 to {self.max_nodes} nodes"
             )
+
+    def _check_reliability(self) -> None:
         for (x, y), (next_x, next_y) in itertools.pairwise(((0.0, 0.0), *self.reliability)):
             if not (x < next_x <= 1 and y <= next_y <= 1):
                 raise ValueError(

@@ -435,10 +435,12 @@ def _candidates(curve: Curve, costs: Costs, limit: int, lookup_nodes: int) -> li
         if points:
             best = max(points, key=lambda point: point.speedup)
             room = min(limit, best.budget.max_nodes + lookup_nodes)
+            # of grown trees, for the Corrector
+            reliability = monotone(curve.reliability) if best.budget.is_grown else ()
             found.append(
                 Candidate(
                     name,
-                    replace(best.budget, max_nodes=room),
+                    replace(best.budget, max_nodes=room, reliability=reliability),
                     round(best.nodes, 2),
                     expected_speedup=round(best.speedup, 4),
                     accepted_length=round(best.accepted_length, 4),

@@ -166,6 +166,7 @@ def test_step_times_are_validated() -> None:
         {"step_ms": (1.0, 1.0, 1.0), "level_ms": -1.0},
         {"step_ms": (1.0, 1.0, 1.0), "reliability": ((0.5, 0.4), (0.4, 0.5))},
         {"step_ms": (1.0, 1.0, 1.0), "reliability": ((0.4, 0.5), (0.5, 0.4))},
+        {"reliability": ((0.4, 0.5), (0.5, 1.4))},
     ):
         with pytest.raises(ValueError, match="expected"):
             Budget(3, **bad)  # type: ignore[arg-type]
@@ -357,8 +358,10 @@ def test_the_bundles_calibration_comes_first(clock: Clock) -> None:
     static = by_name["static"]
     assert static.budget is not None
     assert static.budget.max_nodes == 8, "up to where verify steps"
-    assert by_name["paying"].budget is not None
-    assert by_name["paying"].budget.reliability == ((0.1, 0.05), (0.4, 0.3), (0.9, 0.8))
+    for name in ("paying", "dynamic"):
+        grown = by_name[name].budget
+        assert grown is not None
+        assert grown.reliability == ((0.1, 0.05), (0.4, 0.3), (0.9, 0.8))
     assert tune.tune(engine, PROMPTS[:1], KEY, None, quick=True).profile.curve == "run"
 
 
@@ -553,6 +556,29 @@ def test_trees_shrink_where_less_is_accepted_than_expected_and_grow_where_more()
     assert script.sizes[-1] > 4
     assert script.budgets[-1].min_probability < 0.02, "what pays now may be less likely"
     assert 1 < proposer.trust <= LARGEST_TRUST
+
+
+def test_a_least_probability_is_that_of_the_worth() -> None:
+    """What the drafter says is worth half here, and `tune` found .1 to pay."""
+    script = Guesser()
+    proposer = Corrector(script)
+    budget = Budget(64, 0.1, reliability=((0.5, 0.25), (1.0, 0.5)))
+    committed(proposer, budget, 7)
+    # .5 .25 .25 .125 and so on: 6 nodes of at least .1, worth half of 1.375
+    assert script.sizes == [7]
+    expected = 1 + TRUST_WEIGHT * (1.375 / 2 - 1)
+    assert proposer.trust == pytest.approx(1 / expected)
+    for _ in range(20):
+        committed(proposer, budget)
+    assert 0.125 < script.budgets[-1].min_probability < 0.25
+    assert script.sizes[-1] == 4
+    for _ in range(100):
+        committed(proposer, budget, 7, 7, 7, 7)
+    assert script.budgets[-1].min_probability < 0.05
+    assert script.sizes[-1] > 7
+    for _ in range(300):
+        committed(proposer, budget)
+    assert script.budgets[-1].min_probability == 0.4
 
 
 def test_the_accepted_path_is_that_of_the_drafters_own_tree() -> None:
