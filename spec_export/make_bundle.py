@@ -116,12 +116,14 @@ def build(
     saved = [] if none_saved else _checkpoints(source, names, drafter_checkpoints)
     if fuse:
         _require_fusable(form, [drafter.name for drafter in saved])
-    if (backend == "tensorrt" or is_wide) and "skip_layer" in [drafter.name for drafter in saved]:
+    if backend == "tensorrt" or is_wide:
         got = "the tensorrt backend" if backend == "tensorrt" else "fp32 on cuda"
-        raise ValueError(
-            f"got drafter skip_layer with {got}, expected another one: it shares the target's "
-            "cache, which the contiguous form does not allow"
-        )
+        for drafter in saved:
+            if hasattr(drafter_files.load(drafter.name).Drafter, "export_from_target"):
+                raise ValueError(
+                    f"got drafter {drafter.name} with {got}, expected another one: it shares the "
+                    "target's cache, which the contiguous form does not allow"
+                )
     plans = None
     if backend == "tensorrt":
         plans = tensorrt.Builder(compute_capabilities, _plans_in(out))

@@ -204,6 +204,7 @@ _SLACK = 1e-3  # far above the rounding of the float32 bound in `Sampler.__call_
 # far above the rounding of cumulated float32 probabilities: where top-p cuts so close to a token,
 # all V decide
 _NEAR_CUT = 1e-5
+_FAR = 600.0  # nats whose exp is still a number
 
 
 def _mix64(x: int) -> int:
@@ -359,6 +360,8 @@ class Sampler:
         low = high = 0.0
         if not is_all:
             last, n = float(top.logit_K[-1]), len(self._id_hash_V) - len(scaled)
+            if not top.logsumexp - last < _FAR:
+                return None
             whole = math.exp(top.logsumexp - last)
             rest = whole - float(np.exp(top.logit_K.astype(np.float64) - last).sum())
             slack = _NEAR_CUT * whole  # for the rounding

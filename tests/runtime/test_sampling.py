@@ -202,6 +202,10 @@ def test_what_the_largest_logits_leave_open() -> None:
     assert sampler(6, top_k=2).draw_from_top(top_of(logits, 4), 0) == sampler(6, top_k=2)(logits, 0)
     # .51 + .19: the second of two equal ones would be cut off, which one cannot be told
     assert sampler(6, top_p=0.6).draw_from_top(top_of(logits, 6), 0) is None
+    far = np.array([1000.0, 0.0, 0.0, -np.inf], np.float32)
+    for k in (2, 3, 4):
+        assert sampler(4, top_p=0.9).draw_from_top(top_of(far, k), 0) == (0 if k == 4 else None)
+        assert sampler(4).draw_from_top(top_of(far, k), 0) == 0
     for wrong in (math.nan, math.inf):
         top = top_of(logits, 6)._replace(logsumexp=wrong)
         assert sampler(6).draw_from_top(top, 0) is None
