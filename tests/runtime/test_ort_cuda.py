@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -405,24 +405,25 @@ def test_the_default_is_for_the_cpu(workshop: Workshop) -> None:
     assert "argmax_ids" not in [spec.name for spec in manifest.graphs["target"].outputs]
 
 
-def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
-    """And says so where there is none."""
+def negating(change: Callable[[Any], Any]) -> Any:
+    """A session whose `logits` f32[M, 4] are those fed as `x`, negated, after a change to it."""
     import onnx_ir as ir
 
-    from spec_export.onnx_rewrite import add_argmax
-
     h, f32 = onnx.helper, onnx.TensorProto.FLOAT
-    graph = h.make_graph(
-        [h.make_node("Neg", ["x"], ["logits"])],
-        "negated",
-        [h.make_tensor_value_info("x", f32, ["M", 4])],
-        [h.make_tensor_value_info("logits", f32, ["M", 4])],
-    )
+    x, logits = (h.make_tensor_value_info(name, f32, ["M", 4]) for name in ("x", "logits"))
+    graph = h.make_graph([h.make_node("Neg", ["x"], ["logits"])], "negated", [x], [logits])
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
-    changed = ir.to_proto(add_argmax(ir.from_proto(model)))
-    session = onnxruntime.InferenceSession(
+    changed = ir.to_proto(change(ir.from_proto(model)))
+    return onnxruntime.InferenceSession(
         changed.SerializeToString(), providers=["CPUExecutionProvider"]
     )
+
+
+def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
+    """And says so where there is none."""
+    from spec_export.onnx_rewrite import add_argmax
+
+    session = negating(add_argmax)
     inf, nan = np.inf, np.nan
     x = [[3, 1, 2, 1], [0, 0, 0, 0], [1, 2, -inf, 3], [inf] * 4, [1, 2, 3, -7], [nan] * 4]
     logits, ids = session.run(["logits", "argmax_ids"], {"x": np.array(x, np.float32)})
@@ -431,23 +432,10 @@ def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
 
 
 def test_the_graph_finds_the_largest_and_the_whole() -> None:
-    import onnx_ir as ir
-
     from spec_export.onnx_rewrite import add_top
 
-    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
-    graph = h.make_graph(
-        [h.make_node("Neg", ["x"], ["logits"])],
-        "negated",
-        [h.make_tensor_value_info("x", f32, ["M", 4])],
-        [h.make_tensor_value_info("logits", f32, ["M", 4])],
-    )
     for most in (2, 9):
-        model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
-        changed = ir.to_proto(add_top(ir.from_proto(model), most))
-        session = onnxruntime.InferenceSession(
-            changed.SerializeToString(), providers=["CPUExecutionProvider"]
-        )
+        session = negating(partial(add_top, most=most))
         x = [[3, -1, 2, -4], [900, -900, 0, 0], [np.nan, 1, 2, 3], [-np.inf, 1, 2, 3]]
         ids, top, whole = session.run(TOP, {"x": np.array(x, np.float32)})
         assert ids.shape == top.shape == (4, min(most, 4))
