@@ -27,45 +27,31 @@ import numpy as np
 from spec_export import reference
 from spec_runtime import bench, load
 from spec_runtime import bundle as bundles
+from spec_runtime.proposers.around import Around
 from spec_runtime.tree import Budget, TokenTree
 
 if TYPE_CHECKING:
     from spec_runtime.engine import Engine
-    from spec_runtime.generate import Step
     from spec_runtime.proposers import Proposer
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # trees whose accepted length is stored
 NUM_OCTAVES = 12  # of path probability, a row of reliability each; the last has all below
 
 
-class _Onlooker:
+class _Onlooker(Around):
     """Plain decoding past a drafter: keeps its trees, one a position, and proposes the root.
 
     budget_at: from the position and the budget decoding would have there."""
 
     def __init__(self, drafter: Proposer, budget_at: Callable[[int, Budget], Budget]) -> None:
-        self.wants_features = drafter.wants_features
+        super().__init__(drafter)
         self.trees: list[TokenTree] = []
-        self._drafter = drafter
         self._budget_at = budget_at
-
-    @property
-    def run_seconds(self) -> float:
-        return self._drafter.run_seconds
-
-    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._drafter.start(prompt, features_TF, reused)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         budget = self._budget_at(len(self.trees), budget)
-        self.trees.append(self._drafter.propose(token, budget))
+        self.trees.append(super().propose(token, budget))
         return TokenTree.root(token)
-
-    def commit(self, step: Step) -> None:
-        self._drafter.commit(step)
-
-    def truncate(self, length: int) -> None:
-        self._drafter.truncate(length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +145,7 @@ def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
     truths = [tokens[position + 1 :] for position in range(len(list(same)) - 1)]
     nodes, predicted, observed = [], [np.zeros(0)], [np.zeros(0, np.bool_)]
     for tree, truth in zip(grown, truths, strict=False):
-        nodes.append(_nodes_along(tree, truth))
+        nodes.append(tree.follow(truth))
         if tree.num_nodes == 1:
             continue
         assert tree.log_prob_N is not None, "a tree without probabilities"
@@ -175,16 +161,6 @@ def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
         np.concatenate(observed),
         max((len(tree.children(0)) for tree, _ in pairs), default=0),
     )
-
-
-def _nodes_along(tree: TokenTree, truth: Sequence[int]) -> list[int]:
-    nodes: list[int] = []
-    for token in truth:
-        node = tree.child(nodes[-1] if nodes else 0, token)
-        if node is None:
-            break
-        nodes.append(node)
-    return nodes
 
 
 def _ranks_along(tree: TokenTree, truth: Sequence[int]) -> list[int | None]:

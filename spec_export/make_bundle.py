@@ -35,7 +35,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BACKENDS = ("onnxruntime", "tensorrt")
 DEVICES = ("cpu", "cuda")
 # nodes (root included), smallest path probability of a drafted node, and how many nodes prompt
-# lookup may add, by target precision: at int8 a node costs more of a step, so it must be likelier
+# lookup may add, by target precision: where a node costs more of a step, it must be likelier
 TREES = {
     "int8": {"max_nodes": 16, "min_probability": 0.04, "lookup_nodes": 8},
     "int4": {"max_nodes": 16, "min_probability": 0.1, "lookup_nodes": 8},

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spec_runtime import payoff
+from spec_runtime.proposers.around import Around
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.tree import Budget, TokenTree
 
@@ -41,7 +42,7 @@ TRUST_WEIGHT = 1 / 32  # of the newest step in a Corrector's averages
 LARGEST_TRUST = 4.0  # and its inverse the smallest
 
 
-class Controller:
+class Controller(Around):
     """Speculates with `proposer`, or proposes roots alone.
 
     `accepted_length` and `speedup`: what `tune` saw, where the averages begin each generation.
@@ -51,8 +52,7 @@ class Controller:
     def __init__(
         self, proposer: Proposer, costs: Costs, accepted_length: float, speedup: float
     ) -> None:
-        self.wants_features = proposer.wants_features
-        self._proposer = proposer
+        super().__init__(proposer)
         self._costs = costs
         self._first_tokens = accepted_length
         self._first_ms = accepted_length * costs.plain / speedup
@@ -60,20 +60,16 @@ class Controller:
         self._reset()
 
     @property
-    def run_seconds(self) -> float:
-        return self._proposer.run_seconds
-
-    @property
     def is_resting(self) -> bool:
         return self._rest > 0
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._proposer.start(prompt, features_TF, reused)
+        super().start(prompt, features_TF, reused)
         self._reset()
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         self._is_judged = not (self.is_resting or budget.is_root_only)
-        tree = self._proposer.propose(token, budget.within(0) if self.is_resting else budget)
+        tree = super().propose(token, budget.within(0) if self.is_resting else budget)
         if self._is_judged:
             # where nothing was found, or nothing paid, one level has been drafted all the same
             num_levels = max(1, int(tree.depth_N.max()))
@@ -81,7 +77,7 @@ class Controller:
         return tree
 
     def commit(self, step: Step) -> None:
-        self._proposer.commit(step)
+        super().commit(step)
         if self._rest:
             self._rest -= 1
             if not self._rest:
@@ -91,9 +87,6 @@ class Controller:
             self._tokens += WEIGHT * (len(step.tokens) - self._tokens)
             self._ms += WEIGHT * (self._step_ms - self._ms)
             self._judge()
-
-    def truncate(self, length: int) -> None:
-        self._proposer.truncate(length)
 
     def _judge(self) -> None:
         if self._probe:
@@ -119,22 +112,17 @@ class Controller:
         self._tokens, self._ms = self._first_tokens, self._first_ms
 
 
-class Corrector:
+class Corrector(Around):
     """Asks `proposer` for trees whose nodes' worth is scaled by `trust`, accepted over expected.
 
     Only budgets of grown trees that have a reliability are changed.
     """
 
     def __init__(self, proposer: Proposer) -> None:
-        self.wants_features = proposer.wants_features
-        self._proposer = proposer
+        super().__init__(proposer)
         self._tree: TokenTree | None = None  # last proposed, if it is judged
         self._worth = 0.0  # accepted tokens expected of it, by the profile
         self._reset()
-
-    @property
-    def run_seconds(self) -> float:
-        return self._proposer.run_seconds
 
     @property
     def trust(self) -> float:
@@ -142,15 +130,15 @@ class Corrector:
         return min(LARGEST_TRUST, max(1 / LARGEST_TRUST, self._accepted / self._expected))
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._proposer.start(prompt, features_TF, reused)
+        super().start(prompt, features_TF, reused)
         self._reset()
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         if not (budget.is_grown and budget.reliability) or budget.is_root_only:
             self._tree = None
-            return self._proposer.propose(token, budget)
+            return super().propose(token, budget)
         trust = self.trust
-        tree = self._tree = self._proposer.propose(token, _scaled(budget, trust))
+        tree = self._tree = super().propose(token, _scaled(budget, trust))
         assert tree.num_nodes == 1 or tree.log_prob_N is not None, "a tree without probabilities"
         if tree.log_prob_N is None:
             self._worth = 0.0
@@ -160,19 +148,12 @@ class Corrector:
         return tree
 
     def commit(self, step: Step) -> None:
-        self._proposer.commit(step)
+        super().commit(step)
         if self._tree is None or not self._worth:
             return
-        num_accepted, node = 0, self._tree.child(0, step.tokens[0])
-        while node is not None:
-            num_accepted += 1
-            rest = step.tokens[num_accepted:]
-            node = self._tree.child(node, rest[0]) if rest else None
+        num_accepted = len(self._tree.follow(step.tokens))
         self._expected += TRUST_WEIGHT * (self._worth - self._expected)
         self._accepted += TRUST_WEIGHT * (num_accepted - self._accepted)
-
-    def truncate(self, length: int) -> None:
-        self._proposer.truncate(length)
 
     def _reset(self) -> None:
         self._tree = None

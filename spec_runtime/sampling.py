@@ -224,6 +224,13 @@ def _mix32(x: np.ndarray) -> np.ndarray:
     return x
 
 
+def _gumbel(bits: np.ndarray) -> np.ndarray:
+    """f64 noise -log E of u32 bits, E = -log(1 - v) exponential, v uniform."""
+    v = (bits + 0.5) * 2.0**-32
+    noise: np.ndarray = -np.log(-np.log1p(-v))
+    return noise
+
+
 class _Processors:
     """Bias and penalties on raw logits, with the counts they need of the text so far."""
 
@@ -311,13 +318,11 @@ class Sampler:
             return None
         id_C, scaled_C, is_all = found
         bits_V = self.hash_bits(position)
-        v_C = (bits_V[id_C] + 0.5) * 2.0**-32
-        score_C = scaled_C.astype(np.float64) - np.log(-np.log1p(-v_C))
+        score_C = scaled_C.astype(np.float64) + _gumbel(bits_V[id_C])
         best = int(score_C.argmax())
         if not is_all:
             bits_V[id_C] = np.iinfo(np.uint32).max
-            v = (float(bits_V.min()) + 0.5) * 2.0**-32
-            if score_C[best] <= float(scaled_C[-1]) - math.log(-math.log1p(-v)):
+            if score_C[best] <= scaled_C[-1].astype(np.float64) + _gumbel(bits_V.min()):
                 return None
         return int(id_C[best])
 
@@ -448,8 +453,7 @@ class Sampler:
         bound = scaled - np.log((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32))
 
         def score(index: np.ndarray) -> np.ndarray:
-            v = (bits[index] + 0.5) * 2.0**-32
-            return scaled[index].astype(np.float64) - np.log(-np.log1p(-v))
+            return scaled[index].astype(np.float64) + _gumbel(bits[index])
 
         best = score(bound.argmax(keepdims=True))[0]
         rivals = np.flatnonzero(bound >= best - _SLACK)

@@ -166,6 +166,16 @@ class TokenTree:
         """The child of `node` that carries `token`, or None."""
         return self._children[node].get(token)
 
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes below the root that carry these tokens, down to the first that none does."""
+        nodes: list[int] = []
+        for token in tokens:
+            node = self.child(nodes[-1] if nodes else 0, token)
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
+
     def path(self, node: int) -> list[int]:
         """Node ids from the root to `node`, both included."""
         path = [node]

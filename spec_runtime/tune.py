@@ -23,6 +23,7 @@ import numpy as np
 from spec_runtime.controller import corrected
 from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
 from spec_runtime.proposers import PlainProposer, Proposer
+from spec_runtime.proposers.around import Around
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.stats import Stats
 from spec_runtime.tree import Budget, TokenTree, chain_parents
@@ -98,27 +99,19 @@ class Report:
     sweep: list[dict[str, float]]
 
 
-class Recorder:
+class Recorder(Around):
     """A proposer that notes each tree of `proposer`, the time it took and the path in it that came
     true; not where only the root was asked for."""
 
     def __init__(self, proposer: Proposer) -> None:
-        self.wants_features = proposer.wants_features
+        super().__init__(proposer)
         self.seen: list[tuple[TokenTree, list[int]]] = []
         self.seconds: list[float] = []
-        self._proposer = proposer
         self._tree: TokenTree | None = None
-
-    @property
-    def run_seconds(self) -> float:
-        return self._proposer.run_seconds
-
-    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._proposer.start(prompt, features_TF, reused)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         begin = time.perf_counter()
-        tree = self._proposer.propose(token, budget)
+        tree = super().propose(token, budget)
         self._tree = None if budget.is_root_only else tree
         if self._tree is not None:
             self.seconds.append(time.perf_counter() - begin)
@@ -126,17 +119,8 @@ class Recorder:
 
     def commit(self, step: Step) -> None:
         if self._tree is not None:
-            path: list[int] = [0]
-            for token in step.tokens:
-                child = self._tree.child(path[-1], token)
-                if child is None:
-                    break
-                path.append(child)
-            self.seen.append((self._tree, path))
-        self._proposer.commit(step)
-
-    def truncate(self, length: int) -> None:
-        self._proposer.truncate(length)
+            self.seen.append((self._tree, [0, *self._tree.follow(step.tokens)]))
+        super().commit(step)
 
 
 def observed_curve(seen: Sequence[tuple[TokenTree, list[int]]]) -> Curve:

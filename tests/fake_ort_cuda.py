@@ -119,32 +119,25 @@ class IOBinding:
     def bind_ortvalue_output(self, name: str, value: OrtValue) -> None:
         self.outputs[name] = value
 
-    def bind_input(
-        self,
-        name: str,
-        device_type: str,
-        device_id: int,
-        element_type: Any,
-        shape: Sequence[int],
-        buffer_ptr: int,
-    ) -> None:
-        assert (device_type, device_id) == ("cuda", 0)
-        bound = Bound(buffer_ptr, tuple(shape), str(np.dtype(element_type)))
-        self.inputs[name] = self.session.module.OrtValue(bound, False)
+    def bind_input(self, name: str, *memory: Any) -> None:
+        self.inputs[name] = self._view(*memory)
 
-    def bind_output(
+    def bind_output(self, name: str, *memory: Any) -> None:
+        assert name in self.session.output_names, name
+        self.outputs[name] = self._view(*memory)
+
+    def _view(
         self,
-        name: str,
         device_type: str,
         device_id: int,
         element_type: Any,
         shape: Sequence[int],
         buffer_ptr: int,
-    ) -> None:
+    ) -> OrtValue:
         assert (device_type, device_id) == ("cuda", 0)
-        assert name in self.session.output_names, name
         bound = Bound(buffer_ptr, tuple(shape), str(np.dtype(element_type)))
-        self.outputs[name] = self.session.module.OrtValue(bound, False)
+        value: OrtValue = self.session.module.OrtValue(bound, False)
+        return value
 
     def get_outputs(self) -> list[OrtValue]:
         return list(self.outputs.values())

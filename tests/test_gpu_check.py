@@ -234,18 +234,25 @@ class Distorted:
         return results
 
 
-@pytest.mark.parametrize(("offset", "code"), [(1e-5, 0), (0.1, 1), (float("nan"), 1)])
-def test_parity_that_fails_is_exit_code_1(
-    run: Run, monkeypatch: pytest.MonkeyPatch, offset: float, code: int
+def distort_the_device(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Distorted], offset: float
 ) -> None:
+    """Of each pair of backends that parity opens, the first is the device's."""
     real, opened = backends.open_graph, []
 
     def open_graph(bundle: bundles.Bundle, graph: bundles.Graph, *rest: Any) -> Any:
         opened.append(graph)
         backend = real(bundle, graph, *rest)
-        return Distorted(backend, offset) if len(opened) % 2 else backend  # the device's
+        return kind(backend, offset) if len(opened) % 2 else backend
 
     monkeypatch.setattr(backends, "open_graph", open_graph)
+
+
+@pytest.mark.parametrize(("offset", "code"), [(1e-5, 0), (0.1, 1), (float("nan"), 1)])
+def test_parity_that_fails_is_exit_code_1(
+    run: Run, monkeypatch: pytest.MonkeyPatch, offset: float, code: int
+) -> None:
+    distort_the_device(monkeypatch, Distorted, offset)
     outcome = run("environment", "parity")
     assert outcome.code == code
     assert outcome.status()["parity"] == ("failed" if code else "passed")
@@ -277,15 +284,8 @@ def test_largest_logits_are_compared_by_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: float, code: int
 ) -> None:
     """A bundle for CUDA on the CPU."""
-    real, opened = backends.open_graph, []
-
-    def open_graph(bundle: bundles.Bundle, graph: bundles.Graph, *rest: Any) -> Any:
-        opened.append(graph)
-        backend = real(bundle, graph, *rest)
-        return Shuffled(backend, offset) if len(opened) % 2 else backend
-
     bundle = gpu_graphs.toy_bundle(tmp_path / "cuda", gpu_check.TINY, "cuda")
-    monkeypatch.setattr(backends, "open_graph", open_graph)
+    distort_the_device(monkeypatch, Shuffled, offset)
     outcome = play(tmp_path, "--bundle", bundle, "--sections", "parity")
     assert outcome.code == code
     (target, *_) = outcome.rows("parity")

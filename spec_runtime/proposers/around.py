@@ -1,0 +1,38 @@
+"""A proposer around another one, which does all that a subclass does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spec_runtime.tree import Budget, TokenTree
+
+if TYPE_CHECKING:
+    from spec_runtime.generate import Step
+    from spec_runtime.proposers import Proposer
+
+
+class Around:
+    """See Proposer; a subclass extends some of these by way of `super()`."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.wants_features = proposer.wants_features
+        self._proposer = proposer
+
+    @property
+    def run_seconds(self) -> float:
+        return self._proposer.run_seconds
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        self._proposer.start(prompt, features_TF, reused)
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        return self._proposer.propose(token, budget)
+
+    def commit(self, step: Step) -> None:
+        self._proposer.commit(step)
+
+    def truncate(self, length: int) -> None:
+        self._proposer.truncate(length)
