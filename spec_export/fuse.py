@@ -24,7 +24,9 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.onnx_rewrite import GraphEditor, _dim, _remove_dead
-from spec_runtime.bundle import DRAFT
+from spec_runtime.bundle import BANK, DRAFT, FEATURE_ROWS
+
+BUFFERS = ("kv.", BANK)
 
 INT, BOOL, REAL = (kind.value for kind in (ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.FLOAT))
 
@@ -58,8 +60,9 @@ def fuse(
         raise ValueError(f"got trees of {num_nodes} node to fuse, expected at least 2")
     inputs = {str(value.name) for value in drafter.graph.inputs}
     outputs = {str(value.name): value for value in drafter.graph.outputs}
-    extra = {name for name in inputs if not name.startswith("kv.")} - {
-        *("input_ids", "features", "position_ids", "mask", "logit_rows", "slots", "seqlens_k")
+    extra = {name for name in inputs if not name.startswith(BUFFERS)} - {
+        *("input_ids", "features", "position_ids", "mask", "logit_rows", "slots", "seqlens_k"),
+        FEATURE_ROWS,
     }
     if extra or not {"guess_ids", "guess_log_probs"} <= set(outputs):
         raise ValueError(
@@ -192,6 +195,7 @@ class _Step:
         parts = [self.target_outputs[name] for name in names]
         self.F = sum(_dim(part, 1) for part in parts)
         self.features_NF = self.real(op("Concat", *parts, axis=1) if taps else parts[0])
+        self.path_P = path_P
         self.path_features_PF = op("Gather", self.features_NF, path_P)
         # the rows of the path stay; other nodes' slots are written again
         ranks_N = op("CumSum", op("Cast", on_path_N, to=INT), self.edit.constant(np.array(0)))
@@ -204,8 +208,16 @@ class _Step:
     def draft(self, mask_ids: Sequence[int], repeat_feature: bool) -> None:
         """The drafter's feeds: the path's rows in a chain, then the masks."""
         op, P, K = self.op, self.P, len(mask_ids)
+        banks = {name for name in self.drafter_inputs if name.startswith(BANK)}
+        for name in banks:  # as the target leaves them
+            self.drafter_inputs[name].replace_all_uses_with(self.target_outputs[f"{name}.out"])
+        best_slot = op("Gather", self.state["slot"], self.best)
         if "input_ids" not in self.drafter_inputs:  # it keeps nothing
-            self.feed(self.drafter_inputs, features=op("Gather", self.features_NF, self.best))
+            features = op("Gather", self.features_NF, self.best)
+            self.feed(
+                self.drafter_inputs,
+                **({FEATURE_ROWS: best_slot} if banks else {"features": features}),
+            )
             return
         n, P_and_masks = P + K, np.arange(P + K)
         ids_P = op("Max", self.emitted_P, [0])
@@ -232,6 +244,10 @@ class _Step:
             "slots": slot_n,
             "seqlens_k": self.int32(op("Add", self.length, [n - 1])),
         }
+        if banks:
+            behind = [best_slot] * K if repeat_feature else [np.full(K, -1)] if K else []
+            slot_P = op("Gather", self.state["slot"], self.path_P)
+            feeds[FEATURE_ROWS] = op("Concat", slot_P, *behind, axis=0) if K else slot_P
         if "features" in self.drafter_inputs:
             features_nF = self.path_features_PF
             if K and repeat_feature:
@@ -296,8 +312,9 @@ class _Step:
         outputs.append(self.named(self.result, "result", shape=[2 * D + 4], dtype=INT))
         shape = [D + 1, self.F]
         outputs.append(self.named(self.path_features_PF, "path_features", shape=shape, dtype=REAL))
-        kv = [v for v in graph.inputs if str(v.name).startswith(("kv.", f"{DRAFT}kv."))]
-        kv_out = [v for v in graph.outputs if str(v.name).startswith(("kv.", f"{DRAFT}kv."))]
+        ours = (*BUFFERS, f"{DRAFT}kv.")
+        kv = [v for v in graph.inputs if str(v.name).startswith(ours)]
+        kv_out = [v for v in graph.outputs if str(v.name).startswith(ours)]
         graph.inputs[:] = [*self.state.values(), *kv]
         graph.outputs[:] = [*outputs, *kv_out]
         _remove_dead(graph)  # what made outputs that are none here
@@ -364,8 +381,8 @@ class _Step:
         return self.op("Cast", most, to=BOOL)
 
     def feed(self, inputs: dict[str, ir.Value], **values: ir.Value) -> None:
-        """These values in place of the inputs of these names; they must be all but the caches."""
-        wanted = {name for name in inputs if not name.startswith("kv.")}
+        """These values in place of the inputs of these names; they must be all but the buffers."""
+        wanted = {name for name in inputs if not name.startswith(BUFFERS)}
         assert set(values) == wanted, (sorted(values), sorted(wanted))
         for name, value in values.items():
             dtype = inputs[name].dtype

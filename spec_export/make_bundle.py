@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from spec_export import drafters as drafter_files
 from spec_export import tensorrt_build as tensorrt
 from spec_export.decoder import Backbone, DecoderConfig
 from spec_export.fuse import fuse as fuse_graphs
-from spec_export.onnx_rewrite import add_argmax, add_top, to_slots
+from spec_export.onnx_device import add_argmax, add_top, keep_drafter, keep_target
+from spec_export.onnx_rewrite import to_slots
 from spec_runtime import bundle as bundles
 from spec_runtime.proposers import BUILT_IN
 
@@ -158,12 +160,15 @@ def build(
         file: str,
         lender: str | None = None,
         attention: str = drafters_attention,
+        keep: Callable[[ir.Model], ir.Model] | None = None,
     ) -> bundles.Graph:
         has_cache = any(value.name == "position_ids" for value in graph.graph.inputs)
         if device == "cuda":
             tensorrt.narrow(graph, precision)
         if has_cache and form == "slots":
             to_slots(graph, attention)
+        if device == "cuda" and form == "slots" and keep is not None:
+            keep(graph)
         if plans is not None:
             tensorrt.adapt(graph, precision)
         quantize.quantize(graph, precision, reduce_range)
@@ -175,10 +180,11 @@ def build(
             if precision == "int8":
                 calibration = [reference.encode(tokenizer, text) for text in reference.prompts()]
                 smooth.smooth(backbone, [ids[:length] for ids in calibration])
-            exported = onnx_export.export_backbone(backbone, capacity_symbolic=plans is None)
+            traced = onnx_export.export_backbone(backbone, capacity_symbolic=plans is None)
             if device == "cuda":
-                add_top(add_argmax(exported))
-            graphs = {"target": write_step(exported, "target/target.onnx", attention=attention)}
+                add_top(add_argmax(traced))
+            file = "target/target.onnx"
+            graphs = {"target": write_step(traced, file, attention=attention, keep=keep_target)}
         if precision == "int8" and not reduce_range:
             probe = quantize.saturation_probe()
             graphs["probe"] = _write_graph(probe, "stateless", temporary, "probe/probe.onnx")
@@ -193,8 +199,12 @@ def build(
                         for role, exported in module.export_from_target(backbone).items()
                     }
                 else:
+                    taps = module.runtime_config()["taps"]
+                    keep = partial(keep_drafter, target=traced, taps=taps)
                     parts = {
-                        role: write_step(exported, f"drafters/{drafter.name}/{role}.onnx")
+                        role: write_step(
+                            exported, f"drafters/{drafter.name}/{role}.onnx", keep=keep
+                        )
                         for role, exported in module.export(
                             backbone.config, capacity_symbolic=plans is None
                         ).items()

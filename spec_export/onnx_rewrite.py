@@ -15,10 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_runtime.bundle import ATTENTIONS as ATTENTIONS
-from spec_runtime.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
 
 MS = "com.microsoft"
-MOST_TOP = 128  # logits of a row that add_top keeps
 # finite, because a row of −inf only would be NaN; far below any logit in fp16 too
 MASKED = {ir.DataType.FLOAT: -1e9, ir.DataType.FLOAT16: -6e4, ir.DataType.BFLOAT16: -1e9}
 
@@ -148,55 +146,6 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     for value in (inputs["mask"], slots, seqlens):
         if not value.uses():
             graph.inputs.remove(value)
-    graph.sort()
-    return model
-
-
-def add_argmax(model: ir.Model) -> ir.Model:
-    """Add the output `argmax_ids` i64[M] to a target's graph, in place: the argmax of each row of
-    `logits` f32[M, V], the first of equals; -1 where it is not finite, which hides no NaN."""
-    graph, edit = model.graph, GraphEditor(model, "argmax")
-    logits = next(value for value in graph.outputs if value.name == "logits")
-    assert logits.dtype == ir.DataType.FLOAT, logits  # CUDA's ArgMax has no bfloat16
-    before = list(graph)[-1]
-    (ids,) = edit.add(before, "ArgMax", [logits], axis=1, keepdims=1)
-    (best,) = edit.add(before, "GatherElements", [logits, ids], axis=1)
-    (zero,) = edit.add(before, "Sub", [best, best])  # NaN for NaN and for an infinity
-    (is_finite,) = edit.add(before, "Equal", [zero, edit.constant(np.zeros(1, np.float32))])
-    (ids,) = edit.add(before, "Where", [is_finite, ids, edit.constant(np.array([-1]))])
-    (ids,) = edit.add(before, "Squeeze", [ids, edit.constant(np.array([1]))])
-    ids.name, ids.type = ARGMAX, ir.TensorType(ir.DataType.INT64)
-    ids.shape = ir.Shape(["M"])
-    graph.outputs.append(ids)
-    graph.sort()
-    return model
-
-
-def add_top(model: ir.Model, most: int = MOST_TOP) -> ir.Model:
-    """Add what a sampler mostly needs of each row of `logits` f32[M, V], in place: `top_ids` i64
-    and `top_logits` f32[M, K], the K = `most` largest (all V, if fewer), falling, and `logsumexp`
-    f32[M] of the whole row, which is not finite where a logit is NaN or +inf."""
-    graph, edit = model.graph, GraphEditor(model, "top")
-    logits = next(value for value in graph.outputs if value.name == "logits")
-    K = min(most, _dim(logits, 1))
-    before, last = list(graph)[-1], edit.constant(np.array([1]))
-    size = edit.constant(np.array([K]))
-    top, ids = edit.add(before, "TopK", [logits, size], axis=1, num_outputs=2)
-    (largest,) = edit.add(before, "ReduceMax", [logits, last], keepdims=1)
-    (below,) = edit.add(before, "Sub", [logits, largest])
-    (weight,) = edit.add(before, "Exp", [below])
-    (total,) = edit.add(before, "ReduceSum", [weight, last], keepdims=1)
-    (log_total,) = edit.add(before, "Log", [total])
-    (whole,) = edit.add(before, "Add", [log_total, largest])
-    (whole,) = edit.add(before, "Squeeze", [whole, last])
-    ids.shape, top.shape, whole.shape = ir.Shape(["M", K]), ir.Shape(["M", K]), ir.Shape(["M"])
-    for value, name, dtype in (
-        (ids, TOP_IDS, ir.DataType.INT64),
-        (top, TOP_LOGITS, ir.DataType.FLOAT),
-        (whole, LOGSUMEXP, ir.DataType.FLOAT),
-    ):
-        value.name, value.type = name, ir.TensorType(dtype)
-        graph.outputs.append(value)
     graph.sort()
     return model
 

@@ -137,6 +137,9 @@ class Graph:
                     f"expected {', '.join(self.free_axes) or 'none'}",
                 )
 
+    def has_input(self, name: str) -> bool:
+        return any(spec.name == name for spec in self.inputs)
+
     @property
     def free_axes(self) -> tuple[str, ...]:
         """The names of the inputs' free dimensions, each once."""
@@ -335,6 +338,10 @@ class Bundle:
         return self.path / relative
 
 
+# of graphs built for a device, see spec_export/onnx_device.py: before the names of buffers of rows
+# that stay there; which rows a run writes, and which features and states it reads
+BANK = "bank."
+BANK_ROWS, FEATURE_ROWS, STATE_ROWS = "bank_rows", "feature_rows", "state_rows"
 DRAFT = "draft."  # in a fused step, before the names of the drafter's caches
 
 

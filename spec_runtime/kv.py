@@ -88,6 +88,11 @@ class SlotCache:
         assert 0 < first <= len(self._placed_N), (first, len(self._placed_N))
         self._placed_N = self._placed_N[:first]
 
+    def slots(self, begin: int, end: int) -> np.ndarray:
+        """Of committed rows begin … end - 1, i64[end - begin]."""
+        assert 0 <= begin <= end <= self.length, (begin, end, self.length)
+        return self._slot_S[begin:end]
+
     @property
     def taken_S(self) -> np.ndarray:
         """bool[S]: slots of committed rows; not to be changed."""

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from spec_runtime.backends import Backend, Rows, on_device
-from spec_runtime.kv import Cache
+from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
 from spec_runtime.tree import TokenTree
 
@@ -165,6 +165,12 @@ class Target:
         """Backend and cache, for a drafter that is a part of the target: it may run nodes on the
         cache, but not commit them."""
         return self._backend, self._cache
+
+    def feature_rows(self, begin: int, end: int) -> np.ndarray:
+        """Which rows i64[end - begin] of its banks hold the features of these committed positions,
+        if its graph keeps them there (spec_export/onnx_device.py)."""
+        assert isinstance(self._cache, SlotCache), self._cache
+        return self._cache.slots(begin, end)
 
     def prefill(
         self, tokens: Sequence[int], features: bool = False

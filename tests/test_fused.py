@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,24 @@ from spec_runtime.tree import Budget, TokenTree, grow  # noqa: E402
 PROMPTS = ["say abc, 3", "one two. one two. one", "x", "The quick brown fox; 0123 0123"]
 FUSABLE = ("parallelspec", "amphista", "medusa")
 fusable = pytest.mark.parametrize("name", FUSABLE)
+# in fp16 on "cuda": with banks, see spec_export/onnx_device.py; run on the CPU
+everywhere = pytest.mark.parametrize("device", ["cpu", "cuda"])
 
 
 @pytest.fixture(scope="session")
 def bundles(workshop: Workshop) -> Any:
-    made: dict[tuple[str, str], Path] = {}
-
-    def bundle(name: str, precision: str = "fp32") -> Path:
-        if (name, precision) not in made:
-            made[name, precision] = make_bundle.build(
-                str(workshop.llama()),
-                [name],
-                [workshop.drafter(name)],
-                precision,
-                max_length=160,
-                out=workshop.folder / "fused" / f"{name}-{precision}",
-                fuse=True,
-            )
-        return made[name, precision]
+    @cache
+    def bundle(name: str, precision: str | None = None, device: str = "cpu") -> Path:
+        return make_bundle.build(
+            str(workshop.llama()),
+            [name],
+            [workshop.drafter(name)],
+            precision,
+            max_length=160,
+            out=workshop.folder / "fused" / f"{name}-{precision}-{device}",
+            device=device,
+            fuse=True,
+        )
 
     return bundle
 
@@ -56,8 +57,9 @@ def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @fusable
-def test_the_fused_step_changes_no_token(bundles: Any, name: str) -> None:
-    engine = load(bundles(name), name)
+@everywhere
+def test_the_fused_step_changes_no_token(bundles: Any, name: str, device: str) -> None:
+    engine = load(bundles(name, device=device), name)
     plain = engine.with_drafter("none")
     assert engine.fused is not None
     assert plain.fused is None
@@ -73,13 +75,18 @@ def test_the_fused_step_changes_no_token(bundles: Any, name: str) -> None:
 
 
 @fusable
-def test_the_trees_are_those_the_host_grows(bundles: Any, name: str) -> None:
-    """Node for node, with a budget of as many; the first fused tree is its root alone."""
-    engine = load(bundles(name), name)
+@everywhere
+def test_the_trees_are_those_the_host_grows(bundles: Any, name: str, device: str) -> None:
+    """Node for node, with a budget of as many; the first fused tree is its root alone. In fp16 two
+    paths of nearly equal probability may change places."""
+    engine = load(bundles(name, device=device), name)
     assert engine.fused is not None
-    host = spec_runtime.load(bundles(name), name, threads=1, also="none", fused=False)
+    host = spec_runtime.load(
+        bundles(name, device=device), name, threads=1, also="none", fused=False
+    )
     host.budget = Budget(max_nodes=engine.fused.num_nodes)
     trees: list[TokenTree] = []
+    differing: list[int] = []
     stepper = engine.fused._stepper
     step = stepper.step
 
@@ -101,7 +108,9 @@ def test_the_trees_are_those_the_host_grows(bundles: Any, name: str) -> None:
         assert paths(trees[0]) == set()
         for got, s in zip(trees[1:], expected[1:], strict=False):
             assert s.verified is not None
-            assert paths(got) == paths(s.verified.tree)
+            differing.append(len(paths(got) ^ paths(s.verified.tree)))
+    assert max(differing) <= (0 if device == "cpu" else 4), differing
+    assert differing.count(0) > 0.8 * len(differing), differing
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
@@ -109,9 +118,10 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 
 
 @fusable
-def test_a_chat_goes_on_where_the_fused_steps_left_it(bundles: Any, name: str) -> None:
+@everywhere
+def test_a_chat_goes_on_where_the_fused_steps_left_it(bundles: Any, name: str, device: str) -> None:
     """KV of target and drafter, and the feature at the seam, are those of a fresh start."""
-    engine = load(bundles(name), name)
+    engine = load(bundles(name, device=device), name)
     ids = engine.encode(PROMPTS[1])
     first = engine.generate(ids, max_new_tokens=20, ignore_eos=True)
     longer = ids + first.token_ids[:-3] + engine.encode("0123 ", raw=True)
@@ -120,7 +130,7 @@ def test_a_chat_goes_on_where_the_fused_steps_left_it(bundles: Any, name: str) -
     sampled: dict[str, Any] = {"temperature": 0.9, "seed": 3}  # these take the ordinary loop
     longer += went_on.token_ids
     mixed = engine.generate(longer, max_new_tokens=12, ignore_eos=True, **sampled)
-    again = load(bundles(name), name)
+    again = load(bundles(name, device=device), name)
     fresh = again.generate(longer[: -len(went_on.token_ids)], max_new_tokens=30, ignore_eos=True)
     assert went_on.token_ids == fresh.token_ids
     assert went_on.stats.steps == fresh.stats.steps, "the drafts differ: its state was not the same"
@@ -169,18 +179,10 @@ def test_other_precisions_run_through_it(bundles: Any, precision: str) -> None:
 
 
 def test_on_cuda_each_side_and_width_is_one_graph(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bundles: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
-    path = make_bundle.build(
-        str(workshop.llama()),
-        ["parallelspec"],
-        [workshop.drafter("parallelspec")],
-        max_length=160,
-        out=tmp_path / "bundle",
-        device="cuda",
-        fuse=True,
-    )
+    path = bundles("parallelspec", device="cuda")
     expected = load(path, "parallelspec").generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     module, device = fake_ort_cuda.module()
     monkeypatch.setattr(ort, "ort", module)

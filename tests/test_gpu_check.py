@@ -222,8 +222,8 @@ def test_what_was_found_outlives_a_crash(
 class Distorted:
     """A backend whose logits are off."""
 
-    def __init__(self, inner: backends.Backend, offset: float) -> None:
-        self.form, self.capacity = inner.form, inner.capacity
+    def __init__(self, inner: Any, offset: float) -> None:
+        self.form, self.capacity, self._caches = inner.form, inner.capacity, inner._caches
         self._inner, self._offset = inner, offset
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Any) -> dict[str, np.ndarray]:

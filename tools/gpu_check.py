@@ -45,6 +45,7 @@ from gpu_report import Found, Row, finite, left_out, measured_on
 import spec_runtime
 from spec_runtime import audit, backends, bench
 from spec_runtime import bundle as bundles
+from spec_runtime.backends.tensorrt import is_cache
 from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
 from spec_runtime.tree import chain_parents
 
@@ -226,9 +227,9 @@ def _compare_graph(
         for backend in (BACKENDS[check.device], BACKENDS["cpu"])
     ]
     # that sum is no row, and follows from the logits
-    outputs = [
-        s.name for s in graph.outputs if not s.name.startswith("kv.") and s.name != LOGSUMEXP
-    ]
+    outputs = [s.name for s in graph.outputs if not is_cache(s) and s.name != LOGSUMEXP]
+    for backend in both:
+        gpu_graphs.fill_banks(backend, graph)
     errors: dict[str, list[float]] = {"scores": [], "hidden": []}
     same: list[bool] = []
     for parent_N, path in gpu_graphs.random_trees(graph.attention == "chain"):
@@ -238,6 +239,9 @@ def _compare_graph(
             for backend in both
         )
         feeder.keep(path)
+        kept = (gpu_graphs.written_rows(backend, graph, feeds) for backend in both)
+        for pair in zip(*kept, strict=True):
+            errors["hidden"] += gpu_graphs.row_errors(*pair)
         for name in outputs:
             if name in BEST:
                 pairs = (x.reshape(len(x), -1)[:, 0] for x in (got[name], expected[name]))
@@ -551,8 +555,8 @@ def _shape(check: Check, found: Found, shape: Shape) -> None:
         return [milliseconds(backend, each, outputs, sizes.repeats) for each in feeds]
 
     def time_drafter() -> float:
-        path = folder / "drafter.onnx"
-        graph = gpu_graphs.write_drafter(backbone, shape, PRECISIONS[check.device], path)
+        path, precision = folder / "drafter.onnx", PRECISIONS[check.device]
+        graph = gpu_graphs.write_drafter(backbone, traced, shape, precision, path)
         (ms,) = time_runs(graph, [sizes.draft_rows], ["guess_ids", "guess_log_probs"])
         return ms
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from spec_runtime import backends
 from spec_runtime import bundle as bundles
+from spec_runtime.backends.tensorrt import is_cache
 from spec_runtime.kv import open_cache
 from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.tree import chain_parents
@@ -65,6 +66,7 @@ class Feeder:
         self, graph: bundles.Graph, capacity: int, vocab_size: int, num_levels: int = 1
     ) -> None:
         self._graph, self._vocab_size, self._num_levels = graph, vocab_size, num_levels
+        self._capacity = capacity
         self._cache = None
         if graph.form != "stateless":
             self._cache = open_cache(graph.form, capacity, graph.attention)
@@ -76,7 +78,7 @@ class Feeder:
         n = len(parent_N)
         feeds = {} if self._cache is None else self._cache.place(parent_N)
         for spec in self._graph.inputs:
-            if spec.name in feeds or spec.name.startswith("kv."):
+            if spec.name in feeds or is_cache(spec):
                 continue
             shape = tuple(n if isinstance(axis, str) else axis for axis in spec.shape)
             if spec.name == "input_ids":
@@ -85,6 +87,13 @@ class Feeder:
                 feeds[spec.name] = np.arange(n, dtype=np.int64)
             elif spec.name == "level":
                 feeds[spec.name] = np.full(shape, self._level % self._num_levels, np.int64)
+            elif spec.name == bundles.BANK_ROWS:
+                feeds[spec.name] = np.arange(shape[0], dtype=np.int64)
+            elif spec.name in (bundles.FEATURE_ROWS, bundles.STATE_ROWS):
+                # never rows that it writes: a captured run is run three times
+                feeds[spec.name] = self._rng.integers(n, self._capacity, size=shape)
+                if spec.name == bundles.FEATURE_ROWS:  # one of its own, or zeros
+                    feeds[spec.name][-1] = -1 - n
             elif spec.name in ("features", "state"):
                 feeds[spec.name] = self._rng.standard_normal(shape, np.float32)
             else:
@@ -102,6 +111,31 @@ class Feeder:
             n = min(PREFILL_ROWS, num_rows - begin)
             backend.run(self.feeds(chain_parents(n)), [])
             self.keep(range(n))
+
+
+def banks_of(graph: bundles.Graph) -> list[bundles.TensorSpec]:
+    """Those that numpy can read and write: it has no bfloat16."""
+    specs = (spec for spec in graph.inputs if spec.name.startswith(bundles.BANK))
+    return [spec for spec in specs if spec.dtype != "bfloat16"]
+
+
+def fill_banks(backend: Any, graph: bundles.Graph) -> None:
+    """With random rows, the same in every backend of a graph."""
+    rng = np.random.default_rng(2)
+    for spec in banks_of(graph):
+        bank = backend._caches[spec.name]
+        bank.update_inplace(rng.standard_normal(bank.shape(), np.float32).astype(spec.dtype))
+
+
+def written_rows(
+    backend: Any, graph: bundles.Graph, feeds: dict[str, np.ndarray]
+) -> Iterator[np.ndarray]:
+    """What a run with these feeds has left in each bank that the graph writes, [R, W]."""
+    outputs = {spec.name for spec in graph.outputs}
+    row_R = feeds.get(bundles.BANK_ROWS, feeds.get("slots"))
+    for spec in banks_of(graph):
+        if f"{spec.name}.out" in outputs:
+            yield backend._caches[spec.name].numpy()[row_R]
 
 
 def random_trees(chains_only: bool = False) -> Iterator[tuple[np.ndarray, list[int]]]:
@@ -185,26 +219,29 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
 
 def trace_target(backbone: Any) -> Any:
     """The backbone's graph in the contiguous form, as a build for a device traces it."""
-    from spec_export import onnx_export, onnx_rewrite
+    from spec_export import onnx_device, onnx_export
 
-    return onnx_rewrite.add_argmax(onnx_export.export_backbone(backbone))
+    return onnx_device.add_argmax(onnx_export.export_backbone(backbone))
 
 
 def write_target(traced: Any, variant: str, path: Path) -> bundles.Graph:
     """variant: "contiguous", or one of onnx_rewrite.ATTENTIONS. `traced` is left as it is."""
-    from spec_export import onnx_rewrite
+    from spec_export import onnx_device, onnx_rewrite
 
     model = traced.clone()
     if variant != "contiguous":
-        onnx_rewrite.to_slots(model, variant)
+        onnx_device.keep_target(onnx_rewrite.to_slots(model, variant))
     return _write(model, variant, path)
 
 
-def write_drafter(backbone: Any, shape: Shape, precision: str, path: Path) -> bundles.Graph:
-    """A random ParallelSpec drafter for this target, in the slots form."""
+def write_drafter(
+    backbone: Any, traced: Any, shape: Shape, precision: str, path: Path
+) -> bundles.Graph:
+    """A random ParallelSpec drafter for this target, in the slots form, as a build for a device
+    writes it."""
     import torch
 
-    from spec_export import drafters, onnx_rewrite, target, tensorrt_build
+    from spec_export import drafters, onnx_device, onnx_rewrite, target, tensorrt_build
 
     definition = drafters.load("parallelspec")
     ends = target.ends(backbone)
@@ -212,7 +249,8 @@ def write_drafter(backbone: Any, shape: Shape, precision: str, path: Path) -> bu
     config = definition.Config(num_masks=NUM_MASKS)
     module = definition.Drafter(config, ends, torch.arange(shape.draft_vocab)).eval()
     (model,) = module.export(backbone.config).values()
-    return _write(onnx_rewrite.to_slots(tensorrt_build.narrow(model, precision)), "bias", path)
+    model = onnx_rewrite.to_slots(tensorrt_build.narrow(model, precision))
+    return _write(onnx_device.keep_drafter(model, traced), "bias", path)
 
 
 def _write(model: Any, variant: str, path: Path) -> bundles.Graph:

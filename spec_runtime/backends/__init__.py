@@ -57,9 +57,11 @@ def open_graph(
     capacity: int,
     threads: int | None = None,
     share: Backend | None = None,
+    banks: Backend | None = None,
 ) -> Backend:
-    """The bundle's backend over one of its graphs, on the KV buffers of `share` that have the names
-    of its own. ValueError: a file this machine's runtime cannot load."""
+    """The bundle's backend over one of its graphs, on the KV buffers of `share` and the banks of
+    `banks` that have the names of its own. ValueError: a file this machine's runtime cannot
+    load."""
     if bundle.backend.startswith("tensorrt"):
         from spec_runtime.backends.tensorrt import open_plan
 
@@ -68,6 +70,7 @@ def open_graph(
     from spec_runtime.backends.ort import OrtBackend
 
     assert share is None or isinstance(share, OrtBackend), share
+    assert banks is None or isinstance(banks, OrtBackend), banks
     if bundle.backend.startswith("cuda"):
         _require_cuda_kernels(bundle.manifest.target.precision, graph)
         return OrtBackend(
@@ -78,11 +81,12 @@ def open_graph(
             share,
             "cuda",
             is_captured=bundle.backend == "cuda",
+            banks=banks,
         )
     probe = bundle.manifest.graphs.get("probe")
     if probe is not None and graph is bundle.manifest.graphs["target"]:
         _require_exact_int8(OrtBackend(bundle.path / probe.file, probe, 1, 1))
-    return OrtBackend(bundle.path / graph.file, graph, capacity, threads, share)
+    return OrtBackend(bundle.path / graph.file, graph, capacity, threads, share, banks=banks)
 
 
 def _require_cuda_kernels(precision: str, graph: Graph) -> None:

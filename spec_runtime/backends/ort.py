@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.tensorrt import MAX_STEPS, Recent, axis_sizes, is_cache, shape_of
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle import BANK, Graph, TensorSpec
 from spec_runtime.threads import default_threads
 
 try:
@@ -41,9 +41,10 @@ log = logging.getLogger("spec_runtime")
 
 
 class OrtBackend:
-    """One session with its KV buffers, [1, G, capacity, Dh] each, zero-initialised (0 · NaN would
-    poison a row). Buffers that `share` has by the same name are not made but shared with it.
-    `device`: cpu or cuda; `is_captured`: with CUDA graphs."""
+    """One session with its KV buffers, [1, G, capacity, Dh] each, and banks [capacity, W],
+    zero-initialised (0 · NaN would poison a row). KV buffers that `share` has by the same name are
+    not made but shared with it, banks with `banks`. `device`: cpu or cuda; `is_captured`: with CUDA
+    graphs."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class OrtBackend:
         share: OrtBackend | None = None,
         device: str = "cpu",
         is_captured: bool = False,
+        banks: OrtBackend | None = None,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
         self._device = device
@@ -63,11 +65,17 @@ class OrtBackend:
         )
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         _check_signature(self._session, graph, path)
-        self._cache_names = [spec.name for spec in graph.inputs if spec.name.startswith("kv.")]
-        self._feed_names = [spec.name for spec in graph.inputs if not spec.name.startswith("kv.")]
-        lent: dict[str, Any] = {} if share is None else share._caches
+        self._feed_names = [spec.name for spec in graph.inputs if not is_cache(spec)]
+        lenders = {"kv.": share, BANK: banks}
+        lent = {
+            name: cache
+            for prefix, lender in lenders.items()
+            for name, cache in (() if lender is None else lender._caches.items())
+            if name.startswith(prefix)
+        }
         self._caches: dict[str, Any] = {
-            name: lent[name] if name in lent else self._zeros(name) for name in self._cache_names
+            spec.name: lent[spec.name] if spec.name in lent else self._zeros(spec.name)
+            for spec in filter(is_cache, graph.inputs)
         }
         for name, cache in self._caches.items():
             assert cache.shape() == self._cache_shape(name), (name, cache.shape())
@@ -150,13 +158,16 @@ class OrtBackend:
 
 
 def _bind_caches(session: Any, caches: Mapping[str, Any]) -> Any:
-    """A new binding with every KV buffer in place."""
+    """A new binding with every KV buffer and bank in place; a bank may be read alone."""
     binding = session.io_binding()
+    outputs = {value.name for value in session.get_outputs()}
+    written = {name: cache for name, cache in caches.items() if f"{name}.out" in outputs}
     for name, cache in caches.items():
         binding.bind_ortvalue_input(name, cache)
+    for name, cache in written.items():
         binding.bind_ortvalue_output(f"{name}.out", cache)
-    bound = zip(binding.get_outputs(), caches.values(), strict=True)
-    assert all(a.data_ptr() == b.data_ptr() for a, b in bound), "a KV buffer is not bound in place"
+    bound = zip(binding.get_outputs(), written.values(), strict=True)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in bound), "a buffer is not bound in place"
     return binding
 
 

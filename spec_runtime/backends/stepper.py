@@ -39,7 +39,8 @@ class _Side(NamedTuple):
 
 
 class OrtStepper:
-    """lenders: the part of a KV input's name before "kv." -> the backend whose buffers they are.
+    """lenders: how names of KV buffers and banks begin -> the backend whose buffers they are, under
+    the rest of the name.
 
     `start` sets the state, `step` runs once and returns the output `result`, `fetch` another one of
     the last run. bytes_to_host: copied by these so far.
@@ -60,14 +61,12 @@ class OrtStepper:
         self._session = _open_session(path, threads or default_threads(), provider, is_captured)
         _check_signature(self._session, graph, path)
         self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith(STATE)]
-        self._results = [
-            spec for spec in graph.outputs if "kv." not in spec.name and ".out" not in spec.name
-        ]
+        self._results = [spec for spec in graph.outputs if not spec.name.endswith(".out")]
         self._caches: dict[str, Any] = {}
         for spec in graph.inputs:
-            before, found, name = spec.name.partition("kv.")
-            if found:
-                self._caches[spec.name] = lenders[before]._caches[found + name]
+            if not spec.name.startswith(STATE):
+                before = max((b for b in lenders if spec.name.startswith(b)), key=len)
+                self._caches[spec.name] = lenders[before]._caches[spec.name.removeprefix(before)]
         self._pairs: dict[tuple[tuple[int, ...], ...], tuple[_Side, _Side]] = {}  # by shapes
         self._last: _Side | None = None
         self._next: tuple[_Side, _Side] | None = None

@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from spec_runtime.bundle import FLAVOURS, Bundle, Graph, Plan, TensorSpec
+from spec_runtime.bundle import BANK, FLAVOURS, Bundle, Graph, Plan, TensorSpec
 
 # flavour -> its Python module and our extra that brings it
 PACKAGES = {
@@ -213,8 +213,8 @@ def choose_plan(plans: Sequence[Plan], flavour: str, version: str, compute_capab
 
 
 def is_cache(spec: TensorSpec) -> bool:
-    """Whether it is a KV buffer, before or after a step."""
-    return spec.name.startswith("kv.")
+    """Whether it is a KV buffer or a bank (bundle.BANK), before or after a step."""
+    return spec.name.startswith(("kv.", BANK))
 
 
 def axis_sizes(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from spec_runtime.bundle import BundleError, require_config
-from spec_runtime.kv import open_cache
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.tree import Budget, TokenTree, TreeBuilder, grow_by_levels
 
@@ -31,11 +30,12 @@ class DraftModelProposer:
     on. num_guesses: levels; max_width: nodes expanded a level.
     """
 
-    wants_features = False
+    reads_features = False
     first_token = 0
 
     def __init__(self, rows: DrafterRows, *, num_guesses: int, max_width: int) -> None:
-        assert rows.wants_features == self.wants_features, rows.wants_features
+        assert rows.wants_features <= self.reads_features, rows.wants_features
+        self.wants_features = rows.wants_features
         self._rows = rows
         self._num_guesses = num_guesses
         self._max_width = max_width
@@ -44,8 +44,6 @@ class DraftModelProposer:
     def open(
         cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
     ) -> Self:
-        from spec_runtime.backends import open_graph  # here: it may pull in an engine
-
         info = require_config(info, ("num_guesses", "max_width"), ("drafter",))
         num_guesses, max_width = info.config["num_guesses"], info.config["max_width"]
         sizes = bundle.manifest.target
@@ -55,11 +53,12 @@ class DraftModelProposer:
                 f"drafter {info.name!r}: got {num_guesses} levels of {max_width} nodes, expected "
                 f"fewer than the bundle's scratch of {sizes.scratch} behind the first"
             )
-        capacity, graph = sizes.max_length + sizes.scratch, info.graphs["drafter"]
-        rows = DrafterRows(
-            open_graph(bundle, graph, capacity, threads),
-            open_cache(graph.form, capacity),
-            wants_features=cls.wants_features,
+        rows = DrafterRows.open(
+            bundle,
+            info.graphs["drafter"],
+            threads,
+            target,
+            wants_features=cls.reads_features,
             first_token=cls.first_token,
         )
         return cls(rows, num_guesses=num_guesses, max_width=max_width)

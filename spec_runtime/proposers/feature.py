@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from spec_runtime.bundle import FEATURE_ROWS
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.tree import TreeBuilder
 
@@ -22,18 +23,22 @@ class FeatureProposer(DraftModelProposer):
     is expanded, x, is a row (hidden of the pair, x) at position 3, and so on.
     """
 
-    wants_features = True
+    reads_features = True
     first_token = 1
 
     _hidden_NF: np.ndarray  # of the level last run, whose first node is `_first`
     _first: int
 
     def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
-        features_NF = None
+        parent_N = np.array(nodes.parents[first:])
+        outputs = ["guess_ids", "guess_log_probs"]
+        if not self.wants_features:  # they are in banks: row i of its own is node i's
+            result = self._rows.run_level(outputs, nodes, first, {FEATURE_ROWS: -1 - parent_N})
+            return result["guess_ids"], result["guess_log_probs"]
+        features = None
         if first:  # the parents of a level's nodes are in the level before it
-            features_NF = self._hidden_NF[np.array(nodes.parents[first:]) - self._first]
-        outputs = ("guess_ids", "guess_log_probs", "hidden")
-        result = self._rows.run_level(outputs, nodes, first, features_NF)
+            features = {"features": self._hidden_NF[None, parent_N - self._first]}
+        result = self._rows.run_level([*outputs, "hidden"], nodes, first, features)
         # a view of what the next run overwrites, which has read it by then
         self._hidden_NF, self._first = result["hidden"], first
         return result["guess_ids"], result["guess_log_probs"]

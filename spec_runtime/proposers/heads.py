@@ -6,7 +6,6 @@ behind them, committed rows alone, or only the last feature. Knows no network.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,8 +13,7 @@ import numpy as np
 
 from spec_runtime.backends import Backend
 from spec_runtime.bundle import require_config
-from spec_runtime.kv import open_cache
-from spec_runtime.proposers.rows import DrafterRows
+from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.tree import Budget, TokenTree, grow
 
 if TYPE_CHECKING:
@@ -44,14 +42,12 @@ class OnePassProposer:
     def open(
         cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
     ) -> OnePassProposer:
-        from spec_runtime.backends import open_graph  # here: it may pull in an engine
-
         info = require_config(info, ("num_masks", "mask_token_base", "inputs"), ("drafter",))
-        capacity = bundle.manifest.target.max_length + bundle.manifest.target.scratch
-        graph = info.graphs["drafter"]
-        rows = DrafterRows(
-            open_graph(bundle, graph, capacity, threads),
-            open_cache(graph.form, capacity),
+        rows = DrafterRows.open(
+            bundle,
+            info.graphs["drafter"],
+            threads,
+            target,
             wants_features=info.config["inputs"] != "tokens",
             repeat_feature=info.config.get("mask_feature") == "anchor",
         )
@@ -87,12 +83,9 @@ class LastFeatureProposer:
     """A drafter without a cache (Medusa): its graph reads `features` f32[1, F] of the last
     committed position and guesses what follows the root."""
 
-    wants_features = True
-
-    def __init__(self, backend: Backend) -> None:
-        self.run_seconds = 0.0
-        self._backend = backend
-        self._feature_1F: np.ndarray | None = None
+    def __init__(self, last: LastFeature) -> None:
+        self.wants_features = last.wants_features
+        self._last = last
 
     def fusable(self) -> tuple[Follower, Backend | None]:
         """See OnePassProposer.fusable."""
@@ -106,38 +99,33 @@ class LastFeatureProposer:
 
     def leave(self, feature_1F: np.ndarray) -> None:
         """See fused.Follower."""
-        self._feature_1F = feature_1F
+        self._last.start(feature_1F)
 
     @classmethod
     def open(
         cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
     ) -> LastFeatureProposer:
-        from spec_runtime.backends import open_graph  # here: it may pull in an engine
-
         info = require_config(info, (), ("drafter",))
-        return cls(open_graph(bundle, info.graphs["drafter"], 1, threads))
+        return cls(LastFeature.open(bundle, info.graphs["drafter"], threads, target))
+
+    @property
+    def run_seconds(self) -> float:
+        return self._last.run_seconds
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        assert features_TF is not None, "no features"
-        self._feature_1F = features_TF[-1:]
+        self._last.start(features_TF)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         if budget.is_root_only:
             return TokenTree.root(token)
-        assert self._feature_1F is not None, "propose before start"
-        begin = time.perf_counter()
-        guesses = self._backend.run(
-            {"features": self._feature_1F}, ["guess_ids", "guess_log_probs"]
-        )
-        self.run_seconds += time.perf_counter() - begin
+        guesses = self._last.run(["guess_ids", "guess_log_probs"])
         return grow(token, guesses["guess_ids"], guesses["guess_log_probs"], budget)
 
     def commit(self, step: Step) -> None:
-        assert step.features is not None, "no features"
-        self._feature_1F = step.features[-1:]
+        self._last.start(step.features)
 
     def truncate(self, length: int) -> None:
-        self._feature_1F = None  # `start` brings the next one
+        self._last.truncate()
 
 
 def open_by_form(

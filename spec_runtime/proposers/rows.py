@@ -1,4 +1,5 @@
-"""The committed rows of a drafter with a key/value cache, and the ones still to be run.
+"""What a drafter reads of the target: the committed rows of one with a key/value cache, and the
+ones still to be run; the last feature alone of one without.
 
 A drafter that reads features takes pairs: row t holds (feature of position t, token t + 1), so the
 row of the last committed position waits for the root. One that reads tokens alone, a draft model,
@@ -8,26 +9,88 @@ has row t = token t. This file knows rows, not what the network makes of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spec_runtime.backends import Backend
-from spec_runtime.kv import Cache, SlotCache
+from spec_runtime.bundle import BANK_ROWS, FEATURE_ROWS
+from spec_runtime.kv import Cache, SlotCache, open_cache
 from spec_runtime.tree import TreeBuilder, chain_parents
 
 if TYPE_CHECKING:
+    from spec_runtime.bundle import Bundle, Graph
     from spec_runtime.generate import Step
+    from spec_runtime.target import Target
 
 CHUNK_ROWS = 256
+
+
+class LastFeature:
+    """What a graph without a cache reads: the feature of the last committed position, `features`
+    f32[1, F], or its row in the banks of `bank`, the target; row 0 of its own banks is written."""
+
+    def __init__(self, backend: Backend, bank: Target | None = None) -> None:
+        self.wants_features = bank is None
+        self.run_seconds = 0.0
+        self._backend = backend
+        self._bank = bank
+        self._feature_1F: np.ndarray | None = None
+
+    @classmethod
+    def open(cls, bundle: Bundle, graph: Graph, threads: int | None, target: Target) -> LastFeature:
+        """Of one graph of the bundle."""
+        return cls(*open_reader(bundle, graph, 1, threads, target))
+
+    @property
+    def backend(self) -> Backend:
+        return self._backend
+
+    def start(self, features_TF: np.ndarray | None) -> None:
+        """See Proposer.start."""
+        if self.wants_features:
+            assert features_TF is not None, "no features"
+            self._feature_1F = features_TF[-1:].copy()  # not to hold the whole prompt
+
+    def truncate(self) -> None:
+        self._feature_1F = None  # `start` brings the next one
+
+    def run(self, outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """One run on the position last committed."""
+        if self._bank is None:
+            assert self._feature_1F is not None, "run before start"
+            feeds = {"features": self._feature_1F}
+        else:
+            length = self._bank.length
+            row = self._bank.feature_rows(length - 1, length)
+            feeds = {FEATURE_ROWS: row, BANK_ROWS: np.zeros(1, np.int64)}
+        begin = time.perf_counter()
+        result = self._backend.run(feeds, outputs)
+        self.run_seconds += time.perf_counter() - begin
+        return result
+
+
+def open_reader(
+    bundle: Bundle, graph: Graph, capacity: int, threads: int | None, target: Target
+) -> tuple[Backend, Target | None]:
+    """A drafter's graph, and the target if the graph reads its banks, which fix the capacity."""
+    from spec_runtime.backends import open_graph  # here: it may pull in an engine
+
+    if not graph.has_input(FEATURE_ROWS):
+        return open_graph(bundle, graph, capacity, threads), None
+    lender = target.lend()[0]
+    return open_graph(bundle, graph, lender.capacity, threads, banks=lender), target
 
 
 class DrafterRows:
     """Keeps one drafter's cache in step with the target's committed tokens.
 
     first_token: the token that row 0 carries, 1 for pairs and 0 for a draft model. repeat_feature:
-    extra rows (see `run`) have the features of the last row kept, not zeros. The graph's own
+    extra rows (see `run`) have the features of the last row kept, not zeros. bank: the target,
+    whose banks the graph reads features from (spec_export/onnx_device.py); `wants_features` is then
+    of the host alone. In the drafter's own banks, the M rows of logits of a run that is kept are 0
+    to M - 1, and node k of the forest behind them (see `run_nodes`) is 1 + k. The graph's own
     outputs are the caller's; this class only feeds it.
     """
 
@@ -39,16 +102,42 @@ class DrafterRows:
         wants_features: bool,
         first_token: int = 1,
         repeat_feature: bool = False,
+        bank: Target | None = None,
     ) -> None:
-        self.wants_features = wants_features
+        self.wants_features = wants_features and bank is None
         self.run_seconds = 0.0
         self.tokens: list[int] = []
         self._backend = backend
         self._cache = cache
         self._first_token = first_token
         self._repeat_feature = repeat_feature
+        self._bank = bank
         # of the positions from cache.length on, whose rows are still to be run
         self._features_PF: np.ndarray | None = None
+
+    @classmethod
+    def open(
+        cls,
+        bundle: Bundle,
+        graph: Graph,
+        threads: int | None,
+        target: Target,
+        *,
+        wants_features: bool,
+        first_token: int = 1,
+        repeat_feature: bool = False,
+    ) -> DrafterRows:
+        """Of one graph of the bundle."""
+        capacity = bundle.manifest.target.max_length + bundle.manifest.target.scratch
+        backend, bank = open_reader(bundle, graph, capacity, threads, target)
+        return cls(
+            backend,
+            open_cache(graph.form, capacity),
+            wants_features=wants_features,
+            first_token=first_token,
+            repeat_feature=repeat_feature,
+            bank=bank,
+        )
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         """See Proposer.start; runs all rows that the prompt completes."""
@@ -111,18 +200,20 @@ class DrafterRows:
         token_N: np.ndarray,
         parent_N: np.ndarray,
         first: int,
-        features_NF: np.ndarray | None = None,
+        features: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         """Runs nodes `first` … N-1 of a forest behind the committed rows; nothing is kept.
 
         `parent_N` i64[N] as in kv.Cache.place, over all nodes; those before `first` were run by
-        the calls before. token_N i64 and features_NF f32 are of the new nodes only.
+        the calls before. token_N i64 is of the new nodes only, and so is what `features` feeds:
+        "features" f32[1, N, F], or "feature_rows" i64[N] of the banks.
         """
         feeds = self._cache.place(parent_N, first)
         feeds["input_ids"] = token_N[None]
         feeds["logit_rows"] = np.arange(len(token_N), dtype=np.int64)
-        if features_NF is not None:
-            feeds["features"] = features_NF[None]
+        if self._bank is not None:
+            feeds[BANK_ROWS] = 1 + first + feeds["logit_rows"]
+        feeds.update(features or {})
         return self._timed_run(feeds, outputs)
 
     def run_level(
@@ -130,12 +221,12 @@ class DrafterRows:
         outputs: Sequence[str],
         nodes: TreeBuilder,
         first: int,
-        features_NF: np.ndarray | None = None,
+        features: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
         """Runs nodes `first` … of a tree grown level by level (tree.grow_by_levels).
 
         The root is the last of the waiting rows, which are run and kept; the nodes below it are a
-        forest behind them. features_NF f32 of the new nodes; the root brings its own.
+        forest behind them. features: as for `run_nodes`; the root brings its own.
         """
         if first == 0:
             return self.run(outputs)
@@ -143,7 +234,7 @@ class DrafterRows:
         # without the root: node i is the forest's i - 1, and the root's children are its roots
         parent_N = np.array(nodes.parents[1:], np.int64) - 1
         parent_N = np.where(parent_N < 0, np.arange(len(parent_N)), parent_N)
-        return self.run_nodes(outputs, token_N, parent_N, first - 1, features_NF)
+        return self.run_nodes(outputs, token_N, parent_N, first - 1, features)
 
     def _take(self, features_PF: np.ndarray | None) -> None:
         if self._features_PF is None:
@@ -170,6 +261,12 @@ class DrafterRows:
         feeds = self._cache.place(chain_parents(n))
         feeds["input_ids"] = token_N[None]
         feeds["logit_rows"] = np.arange(c - 1, n, dtype=np.int64)
+        if self._bank is not None:
+            length = self._cache.length
+            row_c = self._bank.feature_rows(length, length + c)
+            last = row_c[-1] if self._repeat_feature else -1
+            feeds[FEATURE_ROWS] = np.append(row_c, np.full(n - c, last))
+            feeds[BANK_ROWS] = feeds["logit_rows"] - (c - 1)
         if self.wants_features:
             waiting_PF = self._features_PF
             assert waiting_PF is not None, "no features"

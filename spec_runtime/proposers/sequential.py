@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from spec_runtime.backends import Backend
-from spec_runtime.bundle import require_config
-from spec_runtime.kv import open_cache
-from spec_runtime.proposers.rows import DrafterRows
+from spec_runtime.bundle import BANK_ROWS, STATE_ROWS, require_config
+from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.tree import Budget, TokenTree, TreeBuilder, grow_by_levels
 
 if TYPE_CHECKING:
@@ -28,51 +27,57 @@ if TYPE_CHECKING:
 class _Start(Protocol):
     """Where the root's parent state comes from."""
 
+    wants_features: bool
+
     @property
     def run_seconds(self) -> float: ...
 
+    @property
+    def backend(self) -> Backend: ...
+
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None: ...
 
-    def state(self, token: int) -> np.ndarray:
-        """f32[1, W] before the root `token`, the last committed token."""
+    def run(self, token: int, outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """The graph's outputs before the root `token`, the last committed token."""
 
     def skip(self, token: int) -> None:
-        """As `state`, when no state is needed."""
+        """As `run`, when no state is needed."""
 
     def commit(self, step: Step) -> None: ...
 
     def truncate(self, length: int) -> None: ...
 
 
-class LastFeature:
+class LastFeatureStart:
     """The start graph reads the last committed position's feature alone: `features` f32[1, F] ->
     `state` f32[1, W]."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.run_seconds = 0.0
-        self._backend = backend
-        self._feature_1F: np.ndarray | None = None
+    def __init__(self, last: LastFeature) -> None:
+        self.wants_features = last.wants_features
+        self._last = last
+
+    @property
+    def run_seconds(self) -> float:
+        return self._last.run_seconds
+
+    @property
+    def backend(self) -> Backend:
+        return self._last.backend
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        assert features_TF is not None, "no features"
-        self._feature_1F = features_TF[-1:].copy()  # not to hold the whole prompt
+        self._last.start(features_TF)
 
-    def state(self, token: int) -> np.ndarray:
-        assert self._feature_1F is not None, "state before start"
-        begin = time.perf_counter()
-        result = self._backend.run({"features": self._feature_1F}, ["state"])
-        self.run_seconds += time.perf_counter() - begin
-        return result["state"]
+    def run(self, token: int, outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        return self._last.run(outputs)
 
     def skip(self, token: int) -> None:
         pass
 
     def commit(self, step: Step) -> None:
-        assert step.features is not None, "no features"
-        self._feature_1F = step.features[-1:].copy()
+        self._last.start(step.features)
 
     def truncate(self, length: int) -> None:
-        self._feature_1F = None  # `start` brings the next one
+        self._last.truncate()
 
 
 class CachedPairs:
@@ -80,18 +85,23 @@ class CachedPairs:
     one."""
 
     def __init__(self, rows: DrafterRows) -> None:
+        self.wants_features = rows.wants_features
         self._rows = rows
 
     @property
     def run_seconds(self) -> float:
         return self._rows.run_seconds
 
+    @property
+    def backend(self) -> Backend:
+        return self._rows.backend
+
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         self._rows.start(prompt, features_TF, reused)
 
-    def state(self, token: int) -> np.ndarray:
+    def run(self, token: int, outputs: Sequence[str]) -> dict[str, np.ndarray]:
         self._rows.tokens.append(token)
-        return self._rows.run(["state"])["state"]
+        return self._rows.run(outputs)
 
     def skip(self, token: int) -> None:
         self._rows.tokens.append(token)
@@ -106,12 +116,24 @@ class CachedPairs:
 class SequentialProposer:
     """Level by level: the step graph takes a level's nodes, `input_ids` i64[N], each with its
     parent's `state` f32[N, W], at `level` i64[1] (0 for the root), and gives `guess_ids` i64[N, C],
-    `guess_log_probs` f32[N, C] and the nodes' own states, `state.out` f32[N, W]."""
+    `guess_log_probs` f32[N, C] and the nodes' own states, `state.out` f32[N, W].
 
-    wants_features = True
+    is_banked: the states stay in a bank that both graphs share, row 0 for the root's parent and
+    row i + 1 for node i; `state_rows` i64[N] and `bank_rows` i64[N] say which are read and written.
+    """
 
-    def __init__(self, start: _Start, step: Backend, *, num_guesses: int, max_width: int) -> None:
+    def __init__(
+        self,
+        start: _Start,
+        step: Backend,
+        *,
+        num_guesses: int,
+        max_width: int,
+        is_banked: bool = False,
+    ) -> None:
+        self.wants_features = start.wants_features
         self._start = start
+        self._is_banked = is_banked
         self._backend = step
         self._num_guesses = num_guesses
         self._max_width = max_width
@@ -124,21 +146,21 @@ class SequentialProposer:
         from spec_runtime.backends import open_graph  # here: it may pull in an engine
 
         info = require_config(info, ("num_guesses", "max_width"), ("start", "step"))
-        capacity = bundle.manifest.target.max_length + bundle.manifest.target.scratch
-        graph = info.graphs["start"]
-        backend = open_graph(bundle, graph, capacity, threads)
+        first, step = info.graphs["start"], info.graphs["step"]
         start: _Start = (
-            LastFeature(backend)
-            if graph.form == "stateless"
-            else CachedPairs(
-                DrafterRows(backend, open_cache(graph.form, capacity), wants_features=True)
-            )
+            LastFeatureStart(LastFeature.open(bundle, first, threads, target))
+            if first.form == "stateless"
+            else CachedPairs(DrafterRows.open(bundle, first, threads, target, wants_features=True))
         )
+        is_banked = step.has_input(STATE_ROWS)
         return cls(
             start,
-            open_graph(bundle, info.graphs["step"], 1, threads),
+            open_graph(bundle, step, start.backend.capacity, threads, banks=start.backend)
+            if is_banked
+            else open_graph(bundle, step, 1, threads),
             num_guesses=info.config["num_guesses"],
             max_width=info.config["max_width"],
+            is_banked=is_banked,
         )
 
     @property
@@ -152,7 +174,11 @@ class SequentialProposer:
         if budget.is_root_only:
             self._start.skip(token)
             return TokenTree.root(token)
-        state_NW = self._start.state(token)  # of all nodes run so far, the root's parent first
+        # of all nodes run so far, the root's parent first; None: they are in the bank
+        state_NW = self._start.run(token, [] if self._is_banked else ["state"]).get("state")
+        outputs = ["guess_ids", "guess_log_probs"]
+        if not self._is_banked:
+            outputs.append("state.out")
         level = 0
 
         def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
@@ -161,13 +187,18 @@ class SequentialProposer:
             rows = [parent + 1 for parent in nodes.parents[first:]] if first else [0]
             feeds = {
                 "input_ids": np.array(nodes.tokens[first:], np.int64),
-                "state": state_NW[rows],
                 "level": np.array([level], np.int64),
             }
+            if state_NW is None:
+                feeds[STATE_ROWS] = np.array(rows, np.int64)
+                feeds[BANK_ROWS] = np.arange(first, len(nodes.tokens), dtype=np.int64) + 1
+            else:
+                feeds["state"] = state_NW[rows]
             begin = time.perf_counter()
-            result = self._backend.run(feeds, ["guess_ids", "guess_log_probs", "state.out"])
+            result = self._backend.run(feeds, outputs)
             self._step_seconds += time.perf_counter() - begin
-            state_NW = np.concatenate([state_NW, result["state.out"]])
+            if state_NW is not None:
+                state_NW = np.concatenate([state_NW, result["state.out"]])
             level += 1
             return result["guess_ids"], result["guess_log_probs"]
 

@@ -27,12 +27,15 @@ from spec_runtime.backends import open_graph, ort
 from spec_runtime.backends.ort import OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
+from spec_runtime.proposers.around import Around
 from spec_runtime.target import TOP, Target
-from spec_runtime.tree import TokenTree
+from spec_runtime.tree import Budget, TokenTree
 
 onnx = pytest.importorskip("onnx")
 
-DRAFTERS = ("parallelspec", "hydra")  # a cache; a cache in one graph and none in the other
+# a cache; a cache in one graph and none in the other; a cache and features of its own; no cache in
+# one graph, in two
+DRAFTERS = ("parallelspec", "hydra", "eagle", "medusa", "semi_autoregressive")
 PROMPTS = ("say abc, 3", "one two. one two. one")
 BUILDS = {"fp16": "slots", "fp32": "contiguous"}
 OPTIONS: Any = {"max_new_tokens": 40, "ignore_eos": True}
@@ -268,6 +271,74 @@ def test_logits_that_are_not_finite_are_an_error(
         engine.generate(PROMPTS[0] + "x", max_new_tokens=8)
 
 
+class Watched(Around):
+    """Keeps tokens and parents of each tree."""
+
+    def __init__(self, proposer: Any) -> None:
+        super().__init__(proposer)
+        self.trees: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        tree = super().propose(token, budget)
+        self.trees.append((tree.token_N.tolist(), tree.parent_N.tolist()))
+        return tree
+
+
+def keep_nothing(model: Any, *rest: Any, **named: Any) -> Any:
+    return model
+
+
+@pytest.fixture(scope="module")
+def without_banks(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle for CUDA whose features and states go by the host."""
+    from spec_export import make_bundle
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("keep_target", "keep_drafter"):
+            patch.setattr(make_bundle, name, keep_nothing)
+        return make_bundle.build(
+            str(workshop.llama()),
+            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+            device="cuda",
+            out=tmp_path_factory.mktemp("cuda") / "without",
+        )
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_features_and_states_stay_on_the_device(
+    folders: dict[str, Path],
+    without_banks: Path,
+    device: fake.Device,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+) -> None:
+    """And what is guessed with them is what is guessed by way of the host, over several requests
+    of which the second goes on from the first."""
+    real, fetched = ort._DeviceRuns.run, set()
+
+    def run(self: Any, feeds: Any, outputs: Any, kept: Any) -> Any:
+        fetched.update(outputs)
+        assert "features" not in feeds
+        assert "state" not in feeds
+        return real(self, feeds, outputs, kept)
+
+    by_host, banked = on_cpu(without_banks, drafter=name), load(folders["fp16"], drafter=name)
+    assert by_host.proposer.wants_features
+    assert not banked.proposer.wants_features
+    expected, engine = by_host.observed(Watched), banked.observed(Watched)
+    monkeypatch.setattr(ort._DeviceRuns, "run", run)
+    prompt = PROMPTS[0]
+    for _ in range(3):
+        right, result = (each.generate(prompt, **OPTIONS) for each in (expected, engine))
+        assert result.token_ids == right.token_ids
+        assert result.stats.reused_tokens == right.stats.reused_tokens
+        prompt += right.text + PROMPTS[1]
+    assert engine.proposer.trees == expected.proposer.trees  # type: ignore[attr-defined]
+    assert max(len(tokens) for tokens, _ in engine.proposer.trees) > 4  # type: ignore[attr-defined]
+    assert right.stats.reused_tokens > 0
+    assert fetched == {"argmax_ids", "guess_ids", "guess_log_probs"}
+
+
 # ---- CUDA graphs ----
 
 
@@ -305,8 +376,9 @@ def test_a_capture_leaves_all_rows_as_they_are(
         assert all(np.array_equal(a, b) for a, b in zip(*logits, strict=True))
         for name, value in captured[0]._caches.items():
             rows = eager[0]._caches[name].numpy()
-            used = slice(0, captured[1].length + 4)
-            assert np.array_equal(value.numpy()[:, :, used], rows[:, :, used]), name
+            n = captured[1].length + 4
+            used = np.s_[:, :, :n] if name.startswith("kv.") else np.s_[:n]
+            assert np.array_equal(value.numpy()[used], rows[used]), name
     assert device.num_captured > 0
 
 
@@ -395,7 +467,7 @@ def test_all_graphs_are_in_the_form_and_type_that_cuda_has_kernels_for(
         assert {graph.form for graph in cached} == {form}
         types = {s.dtype for graph in cached for s in graph.inputs if s.name.startswith("kv.")}
         assert types == {"float16" if precision == "fp16" else "float32"}
-        assert len(cached) == 3
+        assert len(cached) == 4
         assert TensorSpec("argmax_ids", "int64", ("M",)) in graphs[0].outputs
         assert TensorSpec("logsumexp", "float32", ("M",)) in graphs[0].outputs
 
@@ -421,7 +493,7 @@ def negating(change: Callable[[Any], Any]) -> Any:
 
 def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
     """And says so where there is none."""
-    from spec_export.onnx_rewrite import add_argmax
+    from spec_export.onnx_device import add_argmax
 
     session = negating(add_argmax)
     inf, nan = np.inf, np.nan
@@ -432,7 +504,7 @@ def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
 
 
 def test_the_graph_finds_the_largest_and_the_whole() -> None:
-    from spec_export.onnx_rewrite import add_top
+    from spec_export.onnx_device import add_top
 
     for most in (2, 9):
         session = negating(partial(add_top, most=most))

@@ -65,7 +65,7 @@ def test_levels_of_a_tree_behind_the_committed_rows(form: str, pairs: bool) -> N
             ["guess_ids"],
             nodes_of(tokens[:end], parents[:end]),
             first,
-            feature[first - 1 : end - 1] if pairs and first else None,
+            {"features": feature[None, first - 1 : end - 1]} if pairs and first else None,
         )
     prompt, root, *levels = graph.calls
     done = 2 if pairs else 3  # rows of the prompt; the root's comes next

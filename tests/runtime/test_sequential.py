@@ -14,8 +14,8 @@ import pytest
 
 from spec_runtime.generate import Step
 from spec_runtime.kv import SlotCache
-from spec_runtime.proposers.rows import DrafterRows
-from spec_runtime.proposers.sequential import CachedPairs, LastFeature, SequentialProposer
+from spec_runtime.proposers.rows import DrafterRows, LastFeature
+from spec_runtime.proposers.sequential import CachedPairs, LastFeatureStart, SequentialProposer
 from spec_runtime.tree import Budget, TokenTree
 
 WIDTH = 8  # of a state: the feature it began with, then the path's tokens in order
@@ -98,7 +98,7 @@ def make_proposer(
 ) -> tuple[SequentialProposer, StepGraph, Start]:
     start, step = Start(), StepGraph(**graph)
     proposer = SequentialProposer(
-        LastFeature(start), step, num_guesses=num_guesses, max_width=max_width
+        LastFeatureStart(LastFeature(start)), step, num_guesses=num_guesses, max_width=max_width
     )
     return proposer, step, start
 
@@ -233,7 +233,7 @@ def test_each_step_begins_at_the_last_committed_feature() -> None:
     proposer.commit(Step([4], num_accepted=0, features=features_of([16])))
     assert begins_with(4) == 16
     proposer.truncate(2)
-    with pytest.raises(AssertionError, match="state before start"):
+    with pytest.raises(AssertionError, match="run before start"):
         proposer.propose(4, Budget(4))
     proposer.start([7, 8, 9], features_of([30]), 2)
     assert begins_with(5) == 30

@@ -1,0 +1,183 @@
+"""What graphs built for a device have besides: tokens chosen, the largest logits and banks, so that
+few numbers cross to the host.
+
+A bank is a buffer f[S, W] of rows that one graph writes in place and others, or the next run of the
+same one, read: features of the target by the slot of their KV row, states and hidden rows of a
+drafter by node. Knows outputs' and inputs' names, not what a drafter makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from spec_export.onnx_rewrite import GraphEditor, _dim
+from spec_runtime.bundle import BANK, BANK_ROWS, FEATURE_ROWS, STATE_ROWS
+from spec_runtime.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
+
+MOST_TOP = 128  # logits of a row that add_top keeps
+
+
+def add_argmax(model: ir.Model) -> ir.Model:
+    """Add the output `argmax_ids` i64[M] to a target's graph, in place: the argmax of each row of
+    `logits` f32[M, V], the first of equals; -1 where it is not finite, which hides no NaN."""
+    graph, edit = model.graph, GraphEditor(model, "argmax")
+    logits = next(value for value in graph.outputs if value.name == "logits")
+    assert logits.dtype == ir.DataType.FLOAT, logits  # CUDA's ArgMax has no bfloat16
+    before = list(graph)[-1]
+    (ids,) = edit.add(before, "ArgMax", [logits], axis=1, keepdims=1)
+    (best,) = edit.add(before, "GatherElements", [logits, ids], axis=1)
+    (zero,) = edit.add(before, "Sub", [best, best])  # NaN for NaN and for an infinity
+    (is_finite,) = edit.add(before, "Equal", [zero, edit.constant(np.zeros(1, np.float32))])
+    (ids,) = edit.add(before, "Where", [is_finite, ids, edit.constant(np.array([-1]))])
+    (ids,) = edit.add(before, "Squeeze", [ids, edit.constant(np.array([1]))])
+    ids.name, ids.type = ARGMAX, ir.TensorType(ir.DataType.INT64)
+    ids.shape = ir.Shape(["M"])
+    graph.outputs.append(ids)
+    graph.sort()
+    return model
+
+
+def add_top(model: ir.Model, most: int = MOST_TOP) -> ir.Model:
+    """Add what a sampler mostly needs of each row of `logits` f32[M, V], in place: `top_ids` i64
+    and `top_logits` f32[M, K], the K = `most` largest (all V, if fewer), falling, and `logsumexp`
+    f32[M] of the whole row, which is not finite where a logit is NaN or +inf."""
+    graph, edit = model.graph, GraphEditor(model, "top")
+    logits = next(value for value in graph.outputs if value.name == "logits")
+    K = min(most, _dim(logits, 1))
+    before, last = list(graph)[-1], edit.constant(np.array([1]))
+    size = edit.constant(np.array([K]))
+    top, ids = edit.add(before, "TopK", [logits, size], axis=1, num_outputs=2)
+    (largest,) = edit.add(before, "ReduceMax", [logits, last], keepdims=1)
+    (below,) = edit.add(before, "Sub", [logits, largest])
+    (weight,) = edit.add(before, "Exp", [below])
+    (total,) = edit.add(before, "ReduceSum", [weight, last], keepdims=1)
+    (log_total,) = edit.add(before, "Log", [total])
+    (whole,) = edit.add(before, "Add", [log_total, largest])
+    (whole,) = edit.add(before, "Squeeze", [whole, last])
+    ids.shape, top.shape, whole.shape = ir.Shape(["M", K]), ir.Shape(["M", K]), ir.Shape(["M"])
+    for value, name, dtype in (
+        (ids, TOP_IDS, ir.DataType.INT64),
+        (top, TOP_LOGITS, ir.DataType.FLOAT),
+        (whole, LOGSUMEXP, ir.DataType.FLOAT),
+    ):
+        value.name, value.type = name, ir.TensorType(dtype)
+        graph.outputs.append(value)
+    graph.sort()
+    return model
+
+
+def write_banks(model: ir.Model, outputs: Sequence[str], rows: str = BANK_ROWS) -> ir.Model:
+    """Each of these outputs `X` [R, W], in place, is also written to rows `rows` i64[R] (an input,
+    new if there is none of this name) of the bank `bank.X` [S, W], which comes out as
+    `bank.X.out`; a name's own `.out` is left out."""
+    graph, edit = model.graph, GraphEditor(model, "banks")
+    inputs = {value.name: value for value in graph.inputs}
+    values = {value.name: value for value in graph.outputs}
+    for output in outputs:
+        value, name = values[output], f"{BANK}{output.removesuffix('.out')}"
+        assert value.shape is not None, output
+        if rows not in inputs:
+            inputs[rows] = _input(graph, rows, ir.DataType.INT64, [value.shape[0]])
+        bank = inputs.get(name) or _bank(graph, name, value, _dim(value, 1))
+        before = list(graph)[-1]
+        (index,) = edit.add(before, "Unsqueeze", [inputs[rows], edit.constant(np.array([1]))])
+        (written,) = edit.add(before, "ScatterND", [bank, index, value])
+        written.name, written.shape, written.type = f"{name}.out", bank.shape, bank.type
+        graph.outputs.append(written)
+    graph.sort()
+    return model
+
+
+def read_features(model: ir.Model, target: ir.Model, taps: Sequence[int] = ()) -> ir.Model:
+    """A drafter's graph with the input `feature_rows` i64[N] instead of `features` [1, N, F] (or
+    [1, F], with N = 1), in place: r >= 0 is row r of the target's banks of the final hidden state
+    and these taps; r < 0 is row -1 - r of `hidden`, which the drafter's graph wrote before, or
+    zeros if it has no such output."""
+    graph, edit = model.graph, GraphEditor(model, "bank_features")
+    old = next(value for value in graph.inputs if value.name == "features")
+    assert old.shape is not None
+    assert old.dtype is not None
+    rows = _input(graph, FEATURE_ROWS, ir.DataType.INT64, [old.shape[-2]])
+    kept = {value.name: value for value in target.graph.outputs}
+    before = next(iter(graph))
+    parts = []
+    for name in ("features", *(f"taps.{tap}" for tap in taps)):
+        bank = _bank(graph, f"{BANK}{name}", kept[name], _dim(kept[name], 1))
+        parts += edit.add(before, "Gather", [bank, rows], axis=0)
+    read = parts[0] if len(parts) == 1 else edit.add(before, "Concat", parts, axis=1)[0]
+    (read,) = edit.add(before, "Cast", [read], to=old.dtype.value)
+    own = edit.constant(np.zeros(1, old.dtype.numpy()))
+    if hidden := [value for value in graph.outputs if value.name == "hidden"]:
+        write_banks(model, ["hidden"])
+        bank = next(value for value in graph.inputs if value.name == f"{BANK}hidden")
+        # -S to -1 of what is not the drafter's own: rows that nobody reads
+        (row,) = edit.add(before, "Sub", [edit.constant(np.array([-1])), rows])
+        (own,) = edit.add(before, "Gather", [bank, row], axis=0)
+        if hidden[0].dtype != old.dtype:
+            (own,) = edit.add(before, "Cast", [own], to=old.dtype.value)
+    (is_own,) = edit.add(before, "Less", [rows, edit.constant(np.zeros(1, np.int64))])
+    (is_own,) = edit.add(before, "Unsqueeze", [is_own, edit.constant(np.array([1]))])
+    (read,) = edit.add(before, "Where", [is_own, own, read])
+    if old.shape.rank() == 3:
+        (read,) = edit.add(before, "Unsqueeze", [read, edit.constant(np.array([0]))])
+    old.replace_all_uses_with(read)
+    graph.inputs.remove(old)
+    graph.sort()
+    return model
+
+
+def read_states(model: ir.Model) -> ir.Model:
+    """The step graph of a sequential drafter with the input `state_rows` i64[N], rows of the bank
+    of states, instead of `state` [N, W]; its own states are written there. In place."""
+    graph, edit = model.graph, GraphEditor(model, "bank_states")
+    old = next(value for value in graph.inputs if value.name == "state")
+    assert old.shape is not None
+    rows = _input(graph, STATE_ROWS, ir.DataType.INT64, [old.shape[0]])
+    bank = _bank(graph, f"{BANK}state", old, _dim(old, 1))
+    (read,) = edit.add(next(iter(graph)), "Gather", [bank, rows], axis=0)
+    old.replace_all_uses_with(read)
+    graph.inputs.remove(old)
+    graph.sort()
+    return write_banks(model, ["state.out"])
+
+
+def keep_target(model: ir.Model) -> ir.Model:
+    """A target's graph, in the slots form, with its features in banks: that of the token in KV slot
+    s in row s. In place."""
+    outputs = [str(value.name) for value in model.graph.outputs]
+    return write_banks(
+        model, [name for name in outputs if name == "features" or name.startswith("taps.")], "slots"
+    )
+
+
+def keep_drafter(model: ir.Model, target: ir.Model, taps: Sequence[int] = ()) -> ir.Model:
+    """Any graph of a drafter with features and states in banks; in place."""
+    inputs = {value.name for value in model.graph.inputs}
+    outputs = {value.name for value in model.graph.outputs}
+    if "features" in inputs:
+        read_features(model, target, taps)
+    if "state" in inputs:
+        read_states(model)
+    if "state" in outputs:
+        write_banks(model, ["state"])
+    return model
+
+
+def _bank(graph: ir.Graph, name: str, like: ir.Value, width: int) -> ir.Value:
+    assert like.dtype is not None
+    return _input(graph, name, like.dtype, ["S", width])
+
+
+def _input(
+    graph: ir.Graph,
+    name: str,
+    dtype: ir.DataType,
+    shape: Sequence[int | str | ir.SymbolicDim | None],
+) -> ir.Value:
+    """A new input of the graph."""
+    value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+    graph.inputs.append(value)
+    return value
