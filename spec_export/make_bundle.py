@@ -199,8 +199,12 @@ def build(
                         for role, exported in module.export_from_target(backbone).items()
                     }
                 else:
-                    taps = module.runtime_config()["taps"]
-                    keep = partial(keep_drafter, target=traced, taps=taps)
+                    keep = partial(
+                        keep_drafter,
+                        target=traced,
+                        config=module.runtime_config(),
+                        scratch=backbone.config.scratch,
+                    )
                     parts = {
                         role: write_step(
                             exported, f"drafters/{drafter.name}/{role}.onnx", keep=keep

@@ -1,14 +1,15 @@
 """What graphs built for a device have besides: tokens chosen, the largest logits and banks, so that
 few numbers cross to the host.
 
-A bank is a buffer f[S, W] of rows that one graph writes in place and others, or the next run of the
-same one, read: features of the target by the slot of their KV row, states and hidden rows of a
-drafter by node. Knows outputs' and inputs' names, not what a drafter makes of them.
+A bank is a buffer [R, W] of rows that one graph writes in place and others, or the next run of the
+same one, read: features of the target by the slot of their KV row (R = S), states and hidden rows
+of a drafter by node. Knows outputs' and inputs' names, not what a drafter makes of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -69,9 +70,11 @@ def add_top(model: ir.Model, most: int = MOST_TOP) -> ir.Model:
     return model
 
 
-def write_banks(model: ir.Model, outputs: Sequence[str], rows: str = BANK_ROWS) -> ir.Model:
-    """Each of these outputs `X` [R, W], in place, is also written to rows `rows` i64[R] (an input,
-    new if there is none of this name) of the bank `bank.X` [S, W], which comes out as
+def write_banks(
+    model: ir.Model, outputs: Sequence[str], num_rows: int | str, rows: str = BANK_ROWS
+) -> ir.Model:
+    """Each of these outputs `X` [N, W], in place, is also written to rows `rows` i64[N] (an input,
+    new if there is none of this name) of the bank `bank.X` [num_rows, W], which comes out as
     `bank.X.out`; a name's own `.out` is left out."""
     graph, edit = model.graph, GraphEditor(model, "banks")
     inputs = {value.name: value for value in graph.inputs}
@@ -81,7 +84,7 @@ def write_banks(model: ir.Model, outputs: Sequence[str], rows: str = BANK_ROWS) 
         assert value.shape is not None, output
         if rows not in inputs:
             inputs[rows] = _input(graph, rows, ir.DataType.INT64, [value.shape[0]])
-        bank = inputs.get(name) or _bank(graph, name, value, _dim(value, 1))
+        bank = inputs.get(name) or _bank(graph, name, value, num_rows)
         before = list(graph)[-1]
         (index,) = edit.add(before, "Unsqueeze", [inputs[rows], edit.constant(np.array([1]))])
         (written,) = edit.add(before, "ScatterND", [bank, index, value])
@@ -91,34 +94,37 @@ def write_banks(model: ir.Model, outputs: Sequence[str], rows: str = BANK_ROWS) 
     return model
 
 
-def read_features(model: ir.Model, target: ir.Model, taps: Sequence[int] = ()) -> ir.Model:
+def read_features(
+    model: ir.Model, target: ir.Model, taps: Sequence[int] = (), num_rows: int = 1
+) -> ir.Model:
     """A drafter's graph with the input `feature_rows` i64[N] instead of `features` [1, N, F] (or
     [1, F], with N = 1), in place: r >= 0 is row r of the target's banks of the final hidden state
-    and these taps; r < 0 is row -1 - r of `hidden`, which the drafter's graph wrote before, or
-    zeros if it has no such output."""
+    and these taps; r < 0 is row -1 - r of the bank of `hidden` [num_rows, F], which an earlier run
+    wrote, or zeros if the graph has no such output."""
     graph, edit = model.graph, GraphEditor(model, "bank_features")
     old = next(value for value in graph.inputs if value.name == "features")
     assert old.shape is not None
     assert old.dtype is not None
     rows = _input(graph, FEATURE_ROWS, ir.DataType.INT64, [old.shape[-2]])
     kept = {value.name: value for value in target.graph.outputs}
-    before = next(iter(graph))
-    parts = []
+    before, parts = next(iter(graph)), []
+    zero, last = (edit.constant(np.array([row])) for row in (0, -1))
+    (theirs,) = edit.add(before, "Max", [rows, zero])
     for name in ("features", *(f"taps.{tap}" for tap in taps)):
-        bank = _bank(graph, f"{BANK}{name}", kept[name], _dim(kept[name], 1))
-        parts += edit.add(before, "Gather", [bank, rows], axis=0)
+        bank = _bank(graph, f"{BANK}{name}", kept[name], "S")
+        parts += edit.add(before, "Gather", [bank, theirs], axis=0)
     read = parts[0] if len(parts) == 1 else edit.add(before, "Concat", parts, axis=1)[0]
     (read,) = edit.add(before, "Cast", [read], to=old.dtype.value)
     own = edit.constant(np.zeros(1, old.dtype.numpy()))
     if hidden := [value for value in graph.outputs if value.name == "hidden"]:
-        write_banks(model, ["hidden"])
+        write_banks(model, ["hidden"], num_rows)
         bank = next(value for value in graph.inputs if value.name == f"{BANK}hidden")
-        # -S to -1 of what is not the drafter's own: rows that nobody reads
-        (row,) = edit.add(before, "Sub", [edit.constant(np.array([-1])), rows])
+        (row,) = edit.add(before, "Sub", [last, rows])
+        (row,) = edit.add(before, "Max", [row, zero])
         (own,) = edit.add(before, "Gather", [bank, row], axis=0)
         if hidden[0].dtype != old.dtype:
             (own,) = edit.add(before, "Cast", [own], to=old.dtype.value)
-    (is_own,) = edit.add(before, "Less", [rows, edit.constant(np.zeros(1, np.int64))])
+    (is_own,) = edit.add(before, "Less", [rows, zero])
     (is_own,) = edit.add(before, "Unsqueeze", [is_own, edit.constant(np.array([1]))])
     (read,) = edit.add(before, "Where", [is_own, own, read])
     if old.shape.rank() == 3:
@@ -129,46 +135,51 @@ def read_features(model: ir.Model, target: ir.Model, taps: Sequence[int] = ()) -
     return model
 
 
-def read_states(model: ir.Model) -> ir.Model:
+def read_states(model: ir.Model, num_rows: int) -> ir.Model:
     """The step graph of a sequential drafter with the input `state_rows` i64[N], rows of the bank
-    of states, instead of `state` [N, W]; its own states are written there. In place."""
+    of states [num_rows, W], instead of `state` [N, W]; its own states are written there. In
+    place."""
     graph, edit = model.graph, GraphEditor(model, "bank_states")
     old = next(value for value in graph.inputs if value.name == "state")
     assert old.shape is not None
     rows = _input(graph, STATE_ROWS, ir.DataType.INT64, [old.shape[0]])
-    bank = _bank(graph, f"{BANK}state", old, _dim(old, 1))
+    bank = _bank(graph, f"{BANK}state", old, num_rows)
     (read,) = edit.add(next(iter(graph)), "Gather", [bank, rows], axis=0)
     old.replace_all_uses_with(read)
     graph.inputs.remove(old)
     graph.sort()
-    return write_banks(model, ["state.out"])
+    return write_banks(model, ["state.out"], num_rows)
 
 
 def keep_target(model: ir.Model) -> ir.Model:
     """A target's graph, in the slots form, with its features in banks: that of the token in KV slot
     s in row s. In place."""
     outputs = [str(value.name) for value in model.graph.outputs]
-    return write_banks(
-        model, [name for name in outputs if name == "features" or name.startswith("taps.")], "slots"
-    )
+    features = [name for name in outputs if name == "features" or name.startswith("taps.")]
+    return write_banks(model, features, "S", "slots")
 
 
-def keep_drafter(model: ir.Model, target: ir.Model, taps: Sequence[int] = ()) -> ir.Model:
-    """Any graph of a drafter with features and states in banks; in place."""
+def keep_drafter(
+    model: ir.Model, target: ir.Model, config: Mapping[str, Any], scratch: int
+) -> ir.Model:
+    """Any graph of a drafter with features and states in banks; in place. config: as in its
+    manifest entry; scratch: the most nodes of a given tree."""
+    # the root, its parent, and the nodes expanded of a tree, grown or given
+    num_rows = 2 + max(scratch, config.get("num_guesses", 1) * config.get("max_width", 1))
     inputs = {value.name for value in model.graph.inputs}
     outputs = {value.name for value in model.graph.outputs}
     if "features" in inputs:
-        read_features(model, target, taps)
+        read_features(model, target, config["taps"], num_rows)
     if "state" in inputs:
-        read_states(model)
+        read_states(model, num_rows)
     if "state" in outputs:
-        write_banks(model, ["state"])
+        write_banks(model, ["state"], num_rows)
     return model
 
 
-def _bank(graph: ir.Graph, name: str, like: ir.Value, width: int) -> ir.Value:
+def _bank(graph: ir.Graph, name: str, like: ir.Value, num_rows: int | str) -> ir.Value:
     assert like.dtype is not None
-    return _input(graph, name, like.dtype, ["S", width])
+    return _input(graph, name, like.dtype, [num_rows, _dim(like, 1)])
 
 
 def _input(

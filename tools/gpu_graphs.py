@@ -66,7 +66,6 @@ class Feeder:
         self, graph: bundles.Graph, capacity: int, vocab_size: int, num_levels: int = 1
     ) -> None:
         self._graph, self._vocab_size, self._num_levels = graph, vocab_size, num_levels
-        self._capacity = capacity
         self._cache = None
         if graph.form != "stateless":
             self._cache = open_cache(graph.form, capacity, graph.attention)
@@ -91,7 +90,7 @@ class Feeder:
                 feeds[spec.name] = np.arange(shape[0], dtype=np.int64)
             elif spec.name in (bundles.FEATURE_ROWS, bundles.STATE_ROWS):
                 # never rows that it writes: a captured run is run three times
-                feeds[spec.name] = self._rng.integers(n, self._capacity, size=shape)
+                feeds[spec.name] = n + self._rng.integers(SCRATCH // 2, size=shape)
                 if spec.name == bundles.FEATURE_ROWS:  # one of its own, or zeros
                     feeds[spec.name][-1] = -1 - n
             elif spec.name in ("features", "state"):
@@ -250,7 +249,8 @@ def write_drafter(
     module = definition.Drafter(config, ends, torch.arange(shape.draft_vocab)).eval()
     (model,) = module.export(backbone.config).values()
     model = onnx_rewrite.to_slots(tensorrt_build.narrow(model, precision))
-    return _write(onnx_device.keep_drafter(model, traced), "bias", path)
+    onnx_device.keep_drafter(model, traced, module.runtime_config(), SCRATCH)
+    return _write(model, "bias", path)
 
 
 def _write(model: Any, variant: str, path: Path) -> bundles.Graph:
