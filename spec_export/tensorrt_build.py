@@ -23,12 +23,12 @@ import onnx_ir as ir
 
 from spec_export.half import to_half
 from spec_export.onnx_rewrite import MASKED, GraphEditor
+from spec_runtime.backends.cuda import open_cuda
 from spec_runtime.backends.tensorrt import (
     DTYPES,
     TensorRT,
     import_tensorrt,
     is_cache,
-    open_cuda,
     shape_of,
 )
 from spec_runtime.bundle import Graph, Plan, TensorSpec, sha256

@@ -2,9 +2,10 @@
 undefined, refuses or does silently wrong is an error here.
 
 Device memory is full of junk when new, and gone when nobody holds it. A session computes on the
-CPU, reading and writing at the addresses bound. It captures as ONNX Runtime 1.31 does: two runs and
-a replay within one call, by graph id and thread; a replay with other addresses or shapes, which the
-real one would ignore, is refused.
+CPU, reading and writing at the addresses bound; on a stream of ours (fake_tensorrt.Runtime), whose
+work is done when it is waited for, so that nothing may be read or written too early. It captures as
+ONNX Runtime 1.31 does: two runs and a replay within one call, by graph id and thread; a replay with
+other addresses or shapes, which the real one would ignore, is refused.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import fake_tensorrt
 import numpy as np
 import onnxruntime as ort
 from fake_tensorrt import view
+
+from spec_runtime.backends.cuda import TYPES, Cuda, StreamCopies
 
 PROVIDER = "CUDAExecutionProvider"
 
@@ -27,10 +31,11 @@ class Device:
     """The GPU: its memory, and counts of what was done on it."""
 
     def __init__(self) -> None:
-        self.blocks: dict[int, Any] = {}  # address -> memory
-        self.bytes_to_host = self.num_to_device = 0
+        self.runtime = Runtime(self)
+        self.blocks = self.runtime.device  # address -> memory
+        self.bytes_to_host = self.num_to_device = self.num_waits = 0
         self.num_eager = self.num_captured = self.num_replayed = 0
-        self.refuses_graphs = False
+        self.is_shared = self.refuses_graphs = False
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of the inputs, each time it computed
         self.settings: list[dict[str, str]] = []  # of each session
 
@@ -48,6 +53,27 @@ class Device:
             base = max((b for b in self.blocks if b < bound.address), default=0)
         assert base in self.blocks, bound
         assert end <= base + len(self.blocks[base]), bound
+
+
+class Runtime(fake_tensorrt.Runtime):
+    """The same memory for cuda.bindings; counts for the device."""
+
+    def __init__(self, counts: Device) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def cudaMemcpyAsync(
+        self, to: int, source: int, nbytes: int, kind: int, stream: int
+    ) -> tuple[int]:
+        if kind == self.cudaMemcpyKind.cudaMemcpyDeviceToHost:
+            self._counts.bytes_to_host += nbytes
+        else:
+            self._counts.num_to_device += 1
+        return super().cudaMemcpyAsync(to, source, nbytes, kind, stream)
+
+    def cudaStreamSynchronize(self, stream: int) -> tuple[int]:
+        self._counts.num_waits += 1
+        return super().cudaStreamSynchronize(stream)
 
 
 class Bound(NamedTuple):
@@ -92,13 +118,19 @@ class OrtValue:
         assert data.flags.c_contiguous
         assert (data.shape, str(data.dtype)) == self.bound[1:], (data.shape, data.dtype, self.bound)
         self.device.require(self.bound)
+        assert not self.device.runtime.is_busy, "it would not wait for our stream"
         self.device.num_to_device += 1
         view(*self.bound)[...] = data
 
     def numpy(self) -> np.ndarray:
         self.device.require(self.bound)
+        assert not self.device.runtime.is_busy, "it would not wait for our stream"
         self.device.bytes_to_host += self.bound.nbytes
         return view(*self.bound).copy()
+
+    def data_type(self) -> str:
+        names = {name: kind for kind, name in TYPES.items()}
+        return names[self.bound.dtype]
 
     def shape(self) -> list[int]:
         return list(self.bound.shape)
@@ -200,18 +232,37 @@ class InferenceSession:
         assert graph_id != 0, "reserved"
         if not self.takes_graphs or graph_id == -1:
             self.device.num_eager += 1
-            self._compute(*binding.signature)
+            self._enqueue(binding.signature, run_options)
             return
         key = (threading.get_ident(), graph_id)
         if key not in self._graphs:
             self.device.num_captured += 1
             self._graphs[key] = binding.signature
+            assert self._waits(run_options), "not while it captures"
             for _ in range(2):
-                self._compute(*binding.signature)
+                self._enqueue(binding.signature, run_options)
         else:
             self.device.num_replayed += 1
         assert self._graphs[key] == binding.signature, "a graph replayed on other buffers"
-        self._compute(*self._graphs[key])
+        self._enqueue(self._graphs[key], run_options)
+
+    def _waits(self, run_options: ort.RunOptions) -> bool:
+        try:
+            said = run_options.get_run_config_entry("disable_synchronize_execution_providers")
+        except RuntimeError:  # it has no such entry
+            said = "0"
+        return bool(said != "1")
+
+    def _enqueue(
+        self, bound: tuple[dict[str, Bound], dict[str, Bound]], run_options: ort.RunOptions
+    ) -> None:
+        if self._settings.get("user_compute_stream") != str(fake_tensorrt.STREAM):
+            assert self._waits(run_options), "who shares no stream has to wait"
+            self._compute(*bound)
+            return
+        self.device.runtime.put(lambda: self._compute(*bound))
+        if self._waits(run_options):
+            self.device.runtime.cudaStreamSynchronize(fake_tensorrt.STREAM)
 
     def _compute(self, inputs: dict[str, Bound], outputs: dict[str, Bound]) -> None:
         assert set(inputs) == {value.name for value in self._real.get_inputs()}
@@ -222,6 +273,10 @@ class InferenceSession:
         for name, array in zip(outputs, self._real.run(list(outputs), feeds), strict=True):
             assert (array.shape, str(array.dtype)) == outputs[name][1:], (name, outputs[name])
             view(*outputs[name])[...] = array
+
+
+def stream_copies(device: Device) -> StreamCopies:
+    return StreamCopies(Cuda(device.runtime))
 
 
 def module() -> tuple[Any, Device]:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.backends.tensorrt import DTYPES, Cuda, TensorRT, shape_of
+from spec_runtime.backends.cuda import Cuda
+from spec_runtime.backends.tensorrt import DTYPES, TensorRT, shape_of
 from spec_runtime.bundle import Graph, Plan
 
 FLAVOUR, VERSION, CAPABILITY = "tensorrt_rtx", "1.7.1.116", "8.9"
@@ -41,6 +42,11 @@ class Runtime:
         self.num_captured = self.num_launched = self.num_enqueued = 0
         self.recorded: list[Callable[[], object]] | None = None  # while capturing
         self._queue: list[Callable[[], object]] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether work is on the stream that nobody has waited for."""
+        return bool(self._queue)
 
     def put(self, work: Callable[[], object]) -> None:
         """On the stream, or into the graph being captured."""

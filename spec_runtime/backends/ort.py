@@ -11,12 +11,14 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from spec_runtime.backends.cuda import Copies, open_copies
 from spec_runtime.backends.tensorrt import MAX_STEPS, Recent, axis_sizes, is_cache, shape_of
 from spec_runtime.bundle import BANK, Graph, TensorSpec
 from spec_runtime.threads import default_threads
@@ -59,7 +61,12 @@ class OrtBackend:
     ) -> None:
         self.form, self.capacity = graph.form, capacity
         self._device = device
-        settings = {} if device == "cpu" else CUDA_SETTINGS.get(graph.attention, {})
+        partner = share if banks is None else banks
+        # sessions that share buffers are on one stream
+        self._copies: Copies = open_copies(device) if partner is None else partner._copies
+        settings = dict(self._copies.settings)
+        if device != "cpu":
+            settings |= CUDA_SETTINGS.get(graph.attention, {})
         self._session = _open_session(
             path, threads or default_threads(), PROVIDERS[device], is_captured, settings
         )
@@ -83,7 +90,11 @@ class OrtBackend:
         self._buffers: dict[str, np.ndarray] = {}
         self._runs: _DeviceRuns | None = None
         if device != "cpu":
-            self._runs = _DeviceRuns(self._session, graph, capacity, self._caches, device)
+            self._runs = _DeviceRuns(
+                self._session, graph, capacity, self._caches, device, self._copies
+            )
+            # nothing may be on its way when memory goes
+            weakref.finalize(self, self._copies.settle).atexit = False
 
     @property
     def is_on_device(self) -> bool:
@@ -219,14 +230,15 @@ class _Packed:
     """All feeds of a step in one buffer on the device, each at an address of its own: one copy
     brings them there."""
 
-    def __init__(self, feeds: Mapping[str, np.ndarray], device: str) -> None:
+    def __init__(self, feeds: Mapping[str, np.ndarray], device: str, copies: Copies) -> None:
         first, end = {}, 0
         for name, feed in feeds.items():
             first[name] = end
             end += -(-feed.nbytes // ALIGNMENT) * ALIGNMENT
-        self._bytes = np.zeros(max(end, 1), np.uint8)
-        self._value = copied(self._bytes, device)
-        self._device = device
+        self._bytes = copies.host(max(end, 1))
+        self._value = _empty(self._bytes.shape, "uint8", device)
+        self._ticket = -1
+        self._device, self._copies = device, copies
         self._feeds = {
             name: self._bytes[first[name] :][: feed.nbytes].view(feed.dtype).reshape(feed.shape)
             for name, feed in feeds.items()
@@ -240,9 +252,10 @@ class _Packed:
             binding.bind_input(name, self._device, 0, feed.dtype, feed.shape, address)
 
     def update(self, feeds: Mapping[str, np.ndarray]) -> None:
+        self._copies.claim(self._ticket)
         for name, feed in self._feeds.items():
             feed[...] = feeds[name]
-        self._value.update_inplace(self._bytes)
+        self._ticket = self._copies.send(self._bytes, self._value)
 
 
 class _Step:
@@ -252,6 +265,7 @@ class _Step:
     def __init__(self, binding: Any, feeds: _Packed, outputs: dict[str, Any]) -> None:
         self.binding, self.feeds, self.outputs = binding, feeds, outputs
         self.num_runs = 0
+        self.landing: dict[int, np.ndarray] = {}
         feeds.bind(binding)
         for name, value in outputs.items():
             binding.bind_ortvalue_output(name, value)
@@ -260,8 +274,9 @@ class _Step:
 class _Here(threading.local):
     """What one thread has: ONNX Runtime keeps CUDA graphs by thread."""
 
-    def __init__(self) -> None:
-        self.recent: Recent[_Step] = Recent(MAX_STEPS, lambda step: None)
+    def __init__(self, copies: Copies) -> None:
+        # no step goes whose memory is still on its way
+        self.recent: Recent[_Step] = Recent(MAX_STEPS, lambda step: copies.settle())
         # with the options that replay it; never dropped, as ONNX Runtime cannot forget a graph
         self.captured: dict[Hashable, tuple[_Step, Any]] = {}
 
@@ -283,6 +298,7 @@ class _DeviceRuns:
         capacity: int,
         caches: Mapping[str, Any],
         device: str,
+        copies: Copies,
     ) -> None:
         self.num_runs = self.bytes_to_host = 0
         self._session, self._graph, self._capacity = session, graph, capacity
@@ -290,10 +306,11 @@ class _DeviceRuns:
         self._is_captured = takes_cuda_graphs(session)
         self._inputs = [spec.name for spec in graph.inputs if not is_cache(spec)]
         self._outputs = {spec.name: spec for spec in graph.outputs}
-        self._here = _Here()
+        self._copies = copies
+        self._here = _Here(copies)
         self._ids = itertools.count(1)  # 0 is ONNX Runtime's own
         self._num_graphs = 0
-        self._eager = _run_options(-1)
+        self._eager = _run_options(-1, copies.waits)
         self._peek = session.io_binding()  # never run: it makes views of rows
 
     def run(
@@ -307,13 +324,16 @@ class _DeviceRuns:
         self.num_runs += 1
         step = self._run(feeds, tuple(dict.fromkeys((*outputs, *kept))))
         values = step.outputs
+        fetched = self._copies.fetch([values[name] for name in outputs], step.landing)
+        self.bytes_to_host += sum(array.nbytes for array in fetched)
         return (
-            {name: self.fetch(values[name]) for name in outputs},
+            dict(zip(outputs, fetched, strict=True)),
             {name: DeviceRows(values[name], self._outputs[name], self) for name in kept},
         )
 
     def fetch(self, value: Any) -> np.ndarray:
         """All of an OrtValue, on the host."""
+        self._copies.settle()
         array: np.ndarray = value.numpy()
         self.bytes_to_host += array.nbytes
         return array
@@ -344,9 +364,9 @@ class _DeviceRuns:
             and self._num_graphs < MAX_STEPS
         ):
             # one call: warm-up runs, the capture and a first replay
-            options = _run_options(next(self._ids))
-            self._start(step, repeated(feeds), options)
-            here.captured[key] = step, options
+            graph_id = next(self._ids)
+            self._start(step, repeated(feeds), _run_options(graph_id))
+            here.captured[key] = step, _run_options(graph_id, self._copies.waits)
             self._num_graphs += 1
         return step
 
@@ -361,7 +381,7 @@ class _DeviceRuns:
         specs = [self._outputs[name] for name in names]
         return _Step(
             binding,
-            _Packed(feeds, self._device),
+            _Packed(feeds, self._device, self._copies),
             {spec.name: _empty(shape_of(spec, sizes), spec.dtype, self._device) for spec in specs},
         )
 
@@ -387,10 +407,12 @@ def repeated(feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return feeds | {"src": feeds["write_index"] + landed}
 
 
-def _run_options(graph_id: int) -> Any:
-    """graph_id: -1 = neither capture nor replay."""
+def _run_options(graph_id: int, waits: bool = True) -> Any:
+    """graph_id: -1 = neither capture nor replay. waits: a run returns when its work is done."""
     options = ort.RunOptions()
     options.add_run_config_entry("gpu_graph_id", str(graph_id))
+    if not waits:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
 
 

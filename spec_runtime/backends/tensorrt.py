@@ -9,7 +9,6 @@ TensorRT-RTX have the same interface and are one code path. spec_export builds w
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
 import math
@@ -22,6 +21,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from spec_runtime.backends.cuda import Cuda, open_cuda
 from spec_runtime.bundle import BANK, FLAVOURS, Bundle, Graph, Plan, TensorSpec
 
 # flavour -> its Python module and our extra that brings it
@@ -89,110 +89,6 @@ def _logger(module: Any) -> Any:
                 self.errors.append(" ".join(message.split()))
 
     return Logger()
-
-
-class Cuda:
-    """The few calls of CUDA's runtime API we need, on one stream of the first device.
-
-    api: cuda.bindings.runtime. ValueError: there is no device. RuntimeError: a call failed.
-    """
-
-    def __init__(self, api: Any) -> None:
-        self._api = api
-        error, count = api.cudaGetDeviceCount()
-        if int(error) or not count:
-            reason = f" ({self._explain(error)})" if int(error) else ""
-            raise ValueError(
-                f"got no CUDA device{reason}, expected an NVIDIA GPU and its driver: install "
-                "them, or choose --backend onnxruntime"
-            )
-        kinds = api.cudaDeviceAttr
-        major, minor = (
-            self._call("cudaDeviceGetAttribute", kind, 0)
-            for kind in (
-                kinds.cudaDevAttrComputeCapabilityMajor,
-                kinds.cudaDevAttrComputeCapabilityMinor,
-            )
-        )
-        self.compute_capability = f"{major}.{minor}"
-        # not the default stream, on which nothing can be captured
-        self._stream = self._call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
-        self.stream = int(self._stream)
-
-    @classmethod
-    def open(cls) -> Cuda:
-        """On the real API. ValueError: it is not installed, or there is no device."""
-        try:
-            from cuda.bindings import runtime
-        except ImportError as error:
-            raise ValueError(
-                f"CUDA's Python bindings are not installed ({error}): run "
-                "pip install 'specsplit[tensorrt]' or pip install cuda-bindings"
-            ) from None
-        return cls(runtime)
-
-    def malloc(self, nbytes: int) -> int:
-        """The address of device memory."""
-        return int(self._call("cudaMalloc", nbytes))
-
-    def free(self, address: int) -> None:
-        self._call("cudaFree", address)
-
-    def pinned(self, nbytes: int) -> np.ndarray:
-        """Pinned host memory i8[nbytes], freed with the last view of it."""
-        address = int(self._call("cudaMallocHost", nbytes))
-        memory = (ctypes.c_byte * nbytes).from_address(address)
-        weakref.finalize(memory, self._call, "cudaFreeHost", address)
-        return np.ctypeslib.as_array(memory)
-
-    def zero(self, address: int, nbytes: int) -> None:
-        self._call("cudaMemsetAsync", address, 0, nbytes, self._stream)
-
-    def to_device(self, device: int, host: int, nbytes: int) -> None:
-        kind = self._api.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self._call("cudaMemcpyAsync", device, host, nbytes, kind, self._stream)
-
-    def to_host(self, host: int, device: int, nbytes: int) -> None:
-        kind = self._api.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._call("cudaMemcpyAsync", host, device, nbytes, kind, self._stream)
-
-    def wait(self) -> None:
-        """Until everything on the stream is done."""
-        self._call("cudaStreamSynchronize", self._stream)
-
-    def capture(self, enqueue: Callable[[], None]) -> Any:
-        """What `enqueue` puts on the stream, as an executable graph; it is not run."""
-        mode = self._api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        self._call("cudaStreamBeginCapture", self._stream, mode)
-        try:
-            enqueue()
-        finally:
-            graph = self._call("cudaStreamEndCapture", self._stream)
-        executable = self._call("cudaGraphInstantiate", graph, 0)
-        self._call("cudaGraphDestroy", graph)
-        return executable
-
-    def launch(self, executable: Any) -> None:
-        self._call("cudaGraphLaunch", executable, self._stream)
-
-    def destroy(self, executable: Any) -> None:
-        self._call("cudaGraphExecDestroy", executable)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        error, *values = getattr(self._api, name)(*arguments)
-        if int(error):
-            raise RuntimeError(f"{name}: {self._explain(error)}")
-        return values[0] if values else None
-
-    def _explain(self, error: Any) -> str:
-        text = self._api.cudaGetErrorString(error)[1]
-        return text.decode() if isinstance(text, bytes) else str(text)
-
-
-@cache
-def open_cuda() -> Cuda:
-    """One for the whole process: all graphs run on its stream."""
-    return Cuda.open()
 
 
 # ------------------------------------------------------------------------------- pure decisions

@@ -24,6 +24,7 @@ from workshop import Workshop
 import spec_runtime
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import open_graph, ort
+from spec_runtime.backends.cuda import Copies
 from spec_runtime.backends.ort import OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
@@ -60,14 +61,27 @@ def folders(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> dic
     }
 
 
+both = pytest.mark.parametrize("device", ["stream", "no stream"], indirect=True)
+
+
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Device]:
-    """What every backend opened runs on."""
+def device(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[fake.Device]:
+    """What every backend opened runs on: with CUDA's Python bindings, and without."""
     module, device = fake.module()
     monkeypatch.setattr(ort, "ort", module)
+    device.is_shared = getattr(request, "param", "stream") == "stream"
+    if device.is_shared:
+        copies = partial(fake.stream_copies, device)
+        monkeypatch.setattr(
+            ort, "open_copies", lambda kind: copies() if kind == "cuda" else Copies()
+        )
     yield device
     gc.collect()
     assert not device.blocks, "device memory is left"
+    assert not device.runtime.host, "pinned memory is left"
+    assert not device.runtime.is_busy
 
 
 def load(folder: Path, backend: str = "cuda", **options: Any) -> spec_runtime.Engine:
@@ -139,6 +153,7 @@ def test_a_bundle_for_cuda_runs_on_the_cpu(
             assert engine.generate(prompt, **OPTIONS).token_ids == expected
 
 
+@both
 def test_near_ties_are_redone_on_the_device(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +170,7 @@ def test_near_ties_are_redone_on_the_device(
 # ---- what crosses to the host ----
 
 
+@both
 def test_greedy_decoding_fetches_ids_alone(folders: dict[str, Path], device: fake.Device) -> None:
     engine = load(folders["fp16"], drafter="none")
     before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **OPTIONS)
@@ -163,6 +179,7 @@ def test_greedy_decoding_fetches_ids_alone(folders: dict[str, Path], device: fak
     assert backend.bytes_to_host == device.bytes_to_host
 
 
+@both
 def test_all_feeds_of_a_run_go_to_the_device_in_one_piece(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
@@ -177,6 +194,36 @@ def test_all_feeds_of_a_run_go_to_the_device_in_one_piece(
     assert len(device.shapes[-1]) > 6
 
 
+def test_the_host_waits_only_for_what_it_reads(
+    folders: dict[str, Path], device: fake.Device
+) -> None:
+    """And is done with memory before it is written again."""
+    rng = np.random.default_rng(3)
+    chunks = [rng.integers(2, 90, 4).tolist() for _ in range(2 * EAGER_RUNS)]
+    logits = []
+    for how in ("cuda", "cuda_eager"):
+        backend, cache = open_target(folders["fp16"], how)
+        before = device.num_waits, device.num_captured
+        for tokens in chunks:
+            backend.run(step(cache, tokens, [0, 0, 1, 2]), [])
+            cache.commit(range(4))
+            if how == "cuda_eager":
+                backend._copies.settle()
+        # before feeds are written again that may still be on their way, and to capture
+        assert device.num_waits - before[0] >= len(chunks) - 1
+        logits.append(backend.run(step(cache, [7], [0]), ["logits"])["logits"].copy())
+    assert np.array_equal(logits[0], logits[1])
+
+    engine = load(folders["fp16"], drafter="hydra")
+    engine.generate(PROMPTS[0], **OPTIONS)
+    engine.generate(PROMPTS[0], **OPTIONS)  # captures the shapes that came again
+    before = device.num_waits, device.num_to_device
+    result = engine.generate(PROMPTS[0], **OPTIONS)
+    waits, runs = device.num_waits - before[0], device.num_to_device - before[1]
+    assert runs - waits > result.stats.steps / 2, "the start graph's runs are not waited for"
+
+
+@both
 def test_sampling_fetches_the_rows_it_visits(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,6 +389,7 @@ def test_features_and_states_stay_on_the_device(
 # ---- CUDA graphs ----
 
 
+@both
 def test_a_shape_that_comes_again_is_captured_then_replayed(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
@@ -358,6 +406,7 @@ def test_a_shape_that_comes_again_is_captured_then_replayed(
     ]
 
 
+@both
 @pytest.mark.parametrize("precision", BUILDS)
 def test_a_capture_leaves_all_rows_as_they_are(
     folders: dict[str, Path], device: fake.Device, precision: str
@@ -434,6 +483,7 @@ def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: f
     for length in (200, 55, 1, 1):
         backend.run(step(cache, [5] * length, [max(i - 1, 0) for i in range(length)]), [])
         cache.commit(range(length))
+    backend._copies.settle()
     assert [shapes["mask"][3] for shapes in device.shapes] == [256, 256, 256, 384]
 
 
@@ -583,7 +633,7 @@ def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> 
     x, logits = (TensorSpec(name, "float32", ("M", 3)) for name in ("x", "logits"))
     backend = OrtBackend(tmp_path / "g.onnx", Graph("g.onnx", "stateless", (x,), (logits,)), 1, 1)
     runs = ort._DeviceRuns(
-        backend._session, Graph("g.onnx", "stateless", (x,), (logits,)), 1, {}, "cpu"
+        backend._session, Graph("g.onnx", "stateless", (x,), (logits,)), 1, {}, "cpu", Copies()
     )
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     outputs, kept = runs.run({"x": array.copy()}, [], ["logits"])
@@ -610,7 +660,7 @@ def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) ->
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
     c_M, x_M = np.array([1, 0, 0, 1, 0], np.bool_), np.arange(1, 6, dtype=np.float16)
-    packed = ort._Packed({"c": c_M, "x": x_M}, "cpu")
+    packed = ort._Packed({"c": c_M, "x": x_M}, "cpu", Copies())
     assert packed._first == {"c": 0, "x": ort.ALIGNMENT}
     binding = session.io_binding()
     packed.bind(binding)
@@ -643,4 +693,6 @@ def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
     opened = dataclasses.replace(bundles.read(folders["fp16"]), backend="cuda_eager")
     graph = dataclasses.replace(opened.manifest.graphs["target"], attention="attention")
     open_graph(opened, graph, 384, 1)
+    for settings in device.settings:
+        assert settings.pop("user_compute_stream")
     assert device.settings == [{"enable_cuda_graph": "1"}, {"sdpa_kernel": "16"}]

@@ -25,6 +25,7 @@ from spec_runtime import bundle as bundles
 from spec_runtime import cli
 from spec_runtime.backends import BACKENDS, open_graph
 from spec_runtime.backends import tensorrt as backend
+from spec_runtime.backends.cuda import Cuda
 from spec_runtime.backends.tensorrt import Recent, TensorRT, TensorRTBackend
 from spec_runtime.bundle import BundleError, Graph, Plan, TensorSpec
 from spec_runtime.kv import open_cache
@@ -376,7 +377,7 @@ def test_cuda_python_that_is_not_installed(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: fake.tensorrt())
-    monkeypatch.setattr(backend, "open_cuda", backend.Cuda.open)
+    monkeypatch.setattr(backend, "open_cuda", Cuda.open)
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     message = refusal(["--bundle", str(folder), "--backend", "tensorrt"], capsys)
     assert "CUDA's Python bindings are not installed" in message
@@ -434,7 +435,7 @@ def test_the_real_cuda_has_the_names_we_use() -> None:
 
 def cuda_refusal() -> str:
     with pytest.raises(ValueError, match="got no CUDA device") as error:
-        backend.Cuda.open()
+        Cuda.open()
     return str(error.value)
 
 
