@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fake_tensorrt
 import numpy as np
 import pytest
 from small import toy_engine
@@ -18,6 +19,8 @@ from small import toy_engine
 import spec_runtime
 from spec_runtime import backends, bench, generate
 from spec_runtime import bundle as bundles
+from spec_runtime.backends import ort
+from spec_runtime.backends.cuda import Copies, StreamCopies
 from spec_runtime.backends.stepper import OrtStepper
 from spec_runtime.backends.toy import ToyTarget
 
@@ -332,14 +335,15 @@ def check(whole: tuple[Outcome, Path], tmp_path: Path) -> Any:
     return gpu_check.Check(opened, prompts, "cuda", gpu_check.TOY, tmp_path)
 
 
-@pytest.mark.parametrize("is_same", [True, False])
+@pytest.mark.parametrize("other", [None, "cuda_eager", gpu_check.OWN_STREAMS])
 def test_captured_tokens_are_the_eager_ones(
-    check: Any, monkeypatch: pytest.MonkeyPatch, is_same: bool
+    check: Any, monkeypatch: pytest.MonkeyPatch, other: str | None
 ) -> None:
-    engines = {"cuda": toy_engine("none"), "cuda_eager": toy_engine("none")}
-    if not is_same:
-        eager: Any = engines["cuda_eager"].target.lend()[0]
-        eager.table_VV = np.roll(eager.table_VV, 1, axis=0)
+    kinds = ("cuda", "cuda_eager", gpu_check.OWN_STREAMS)
+    engines = {kind: toy_engine("none") for kind in kinds}
+    if other is not None:
+        backend: Any = engines[other].target.lend()[0]
+        backend.table_VV = np.roll(backend.table_VV, 1, axis=0)
 
     def engine(self: Any, opened: Any, name: str, backend: str = "cuda") -> spec_runtime.Engine:
         if name == "medusa":
@@ -352,8 +356,26 @@ def test_captured_tokens_are_the_eager_ones(
     rows = found.tables["measured"]
     assert [row["drafter"] for row in rows] == ["none", *(n for n in NAMES if n != "medusa")]
     assert [each["what"] for each in found.missing] == ["toy fp32, medusa"]
-    assert {row["identical"] for row in rows} == {float(is_same)}
-    assert found.status == ("passed" if is_same else "failed")
+    assert {row["identical"] for row in rows} == {1.0 if other is None else 0.5}
+    assert found.status == ("passed" if other is None else "failed")
+
+
+def test_engines_on_streams_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, whole: tuple[Outcome, Path], tmp_path: Path
+) -> None:
+    opened = [bundles.read(whole[1])]
+    check = gpu_check.Check(opened, [], "cpu", gpu_check.TOY, tmp_path)
+    kinds = []
+
+    def loaded(*rest: Any, backend: str, **named: Any) -> spec_runtime.Engine:
+        kinds.append((backend, type(ort.open_copies("cuda"))))
+        return toy_engine("none")
+
+    monkeypatch.setattr(spec_runtime, "load", loaded)
+    monkeypatch.setattr(ort, "open_copies", lambda device: StreamCopies(fake_tensorrt.cuda()[0]))
+    for backend in ("cuda", gpu_check.OWN_STREAMS, "cuda_eager"):
+        check.engine(opened[0], "none", backend)
+    assert kinds == [("cuda", StreamCopies), ("cuda", Copies), ("cuda_eager", StreamCopies)]
 
 
 def test_bytes_to_the_host_are_those_of_a_step(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:

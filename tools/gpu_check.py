@@ -27,11 +27,12 @@ tokens) failed, else 0. `--device cpu` is a dry run: it shows that the script ru
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,8 @@ from gpu_report import Found, Row, finite, left_out, measured_on
 import spec_runtime
 from spec_runtime import audit, backends, bench
 from spec_runtime import bundle as bundles
+from spec_runtime.backends import ort
+from spec_runtime.backends.cuda import Copies
 from spec_runtime.backends.tensorrt import is_cache
 from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
 from spec_runtime.tree import chain_parents
@@ -59,6 +62,7 @@ TOLERANCES = {
     "int8": (0.1, 0.15),
     "int4": (0.1, 0.15),
 }
+OWN_STREAMS = "cuda, own streams"  # in place of a backend, see `own_streams`
 SCORES = ("logits", "guess_log_probs", TOP_LOGITS)
 BEST = ("guess_ids", ARGMAX, TOP_IDS)  # the first of each row
 
@@ -132,17 +136,18 @@ class Check:
         key = (opened.path, name, backend)
         if key not in self._engines:
             drafter, is_fused = name.removeprefix("fused "), name.startswith("fused ")
-            if is_fused or name == "none":
-                self._engines[key] = spec_runtime.load(
-                    opened.path,
-                    drafter,
-                    verify=False,
-                    profile=False,
-                    backend=backend,
-                    fused=is_fused,
-                )
-            else:
-                self._engines[key] = self.engine(opened, "none", backend).with_drafter(drafter)
+            with own_streams() if backend == OWN_STREAMS else contextlib.nullcontext():
+                if is_fused or name == "none":
+                    self._engines[key] = spec_runtime.load(
+                        opened.path,
+                        drafter,
+                        verify=False,
+                        profile=False,
+                        backend="cuda" if backend == OWN_STREAMS else backend,
+                        fused=is_fused,
+                    )
+                else:
+                    self._engines[key] = self.engine(opened, "none", backend).with_drafter(drafter)
         return self._engines[key]
 
     def close(self, backend: str) -> None:
@@ -154,6 +159,17 @@ class Check:
     def generating(self) -> Any:
         """Options of a greedy generation."""
         return {"max_new_tokens": self.sizes.max_new_tokens}
+
+
+@contextlib.contextmanager
+def own_streams() -> Iterator[None]:
+    """Sessions opened meanwhile have a stream each, and ONNX Runtime copies for them."""
+    opener = ort.open_copies
+    ort.open_copies = lambda device: Copies()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        ort.open_copies = opener
 
 
 def label(opened: bundles.Bundle) -> str:
@@ -357,7 +373,8 @@ def _first(divergences: Sequence[Row]) -> str | None:
 
 
 def capture(check: Check, found: Found) -> None:
-    """CUDA graphs captured and not: the same tokens, and how much faster."""
+    """CUDA graphs captured and not, one stream and several: the same tokens, and how much
+    faster."""
     if check.device != "cuda":
         raise ValueError("got --device cpu, expected cuda: CUDA graphs need a GPU")
     for opened in check.opened:
@@ -366,23 +383,29 @@ def capture(check: Check, found: Found) -> None:
             if row is not None:
                 _judge(found, f"{label(opened)}, {name}, captured against eager", row)
                 found.add({"bundle": label(opened), "drafter": name, **row})
-        check.close("cuda_eager")
+        for backend in ("cuda_eager", OWN_STREAMS):
+            check.close(backend)
 
 
 def _capture(check: Check, opened: bundles.Bundle, name: str) -> Row:
-    engines = [check.engine(opened, name, backend) for backend in ("cuda", "cuda_eager")]
+    kinds = ("cuda", "cuda_eager", OWN_STREAMS)
+    engines = [check.engine(opened, name, backend) for backend in kinds]
     prompts = check.prompts[: check.sizes.num_audited]
-    one, other = _race(engines, prompts, check.sizes.max_new_tokens)
+    one, *others = _race(engines, prompts, check.sizes.max_new_tokens)
     partings: list[Row] = []
-    for a, b in zip(one.pairs, other.pairs, strict=True):
-        ids, texts = engines[0].encode(a.prompt.content), (a.speculative, b.speculative)
-        partings += _part(check, opened, a.prompt.id, ids, *(text.token_ids for text in texts))
-    captured, eager = (bench.summarise(report)["overall"] for report in (one, other))
+    for other in others:
+        for a, b in zip(one.pairs, other.pairs, strict=True):
+            ids, texts = engines[0].encode(a.prompt.content), (a.speculative, b.speculative)
+            partings += _part(check, opened, a.prompt.id, ids, *(text.token_ids for text in texts))
+    captured, eager, own = (
+        bench.summarise(report)["overall"]["tokens_per_second"] for report in (one, *others)
+    )
     return {
-        "captured tokens/s": captured["tokens_per_second"],
-        "eager tokens/s": eager["tokens_per_second"],
-        "captured / eager": captured["tokens_per_second"] / eager["tokens_per_second"],
-        "identical": 1 - len(partings) / len(one.pairs),
+        "captured tokens/s": captured,
+        "eager tokens/s": eager,
+        "captured / eager": captured / eager,
+        "one stream / own streams": captured / own,
+        "identical": 1 - len(partings) / (len(others) * len(one.pairs)),
         "real": sum(parting["class"] == "real" for parting in partings),
     }
 
