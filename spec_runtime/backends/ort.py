@@ -30,6 +30,7 @@ except ImportError as error:
 
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+EXACT = {"use_tf32": "0"}  # float32 products in float32, as fp32's promise is about them
 # by a graph's attention. Attention-24 with a mask: the memory-efficient kernel would first copy all
 # key/value rows once per query head; 16 is AttentionBackend::MATH, the unfused kernels alone
 CUDA_SETTINGS = {"attention": {"sdpa_kernel": "16"}}
@@ -66,7 +67,7 @@ class OrtBackend:
         self._copies: Copies = open_copies(device) if partner is None else partner._copies
         settings = dict(self._copies.settings)
         if device != "cpu":
-            settings |= CUDA_SETTINGS.get(graph.attention, {})
+            settings |= EXACT | CUDA_SETTINGS.get(graph.attention, {})
         self._session = _open_session(
             path, threads or default_threads(), PROVIDERS[device], is_captured, settings
         )

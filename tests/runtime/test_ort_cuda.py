@@ -695,4 +695,5 @@ def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
     open_graph(opened, graph, 384, 1)
     for settings in device.settings:
         assert settings.pop("user_compute_stream")
+        assert settings.pop("use_tf32") == "0"
     assert device.settings == [{"enable_cuda_graph": "1"}, {"sdpa_kernel": "16"}]
