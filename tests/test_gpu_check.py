@@ -29,7 +29,9 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 gpu_check: Any = __import__("gpu_check")
 gpu_graphs, gpu_report = gpu_check.gpu_graphs, gpu_check.gpu_report
 
-NAMES = ["parallelspec", "medusa", "prompt_lookup", "fused parallelspec", "fused medusa"]
+NAMES = [*gpu_graphs.TOY_DRAFTERS, "prompt_lookup", "fused parallelspec", "fused medusa"]
+GRAPHS = ["target", "parallelspec drafter", "medusa drafter", "eagle drafter"]
+GRAPHS += ["hydra start", "hydra step"]
 
 
 @dataclass
@@ -104,10 +106,10 @@ def test_a_dry_run_has_every_section(whole: tuple[Outcome, Path]) -> None:
 def test_all_graphs_and_drafters_are_there(whole: tuple[Outcome, Path]) -> None:
     outcome = whole[0]
     rows = {row["graph"]: row for row in outcome.rows("parity")}
-    assert list(rows) == ["target", "parallelspec drafter", "medusa drafter"]
+    assert list(rows) == GRAPHS
     assert rows["target"]["rows"] == 24 + 8 + 1 + 16 + 1 + 12 + 5
     assert {row["verdict"] for row in rows.values()} == {"ok"}
-    assert {row["equal best"] for row in rows.values()} == {1.0}
+    assert {row["equal best"] for name, row in rows.items() if name != "hydra start"} == {1.0}
     assert len(outcome.missing("parity")) == 2  # the fused steps, judged by their texts
     assert [row["drafter"] for row in outcome.rows("losslessness")] == NAMES
     for row in outcome.rows("losslessness"):
@@ -169,7 +171,8 @@ def test_a_broken_piece_is_reported_and_the_rest_goes_on(
     outcome = run("parity", "losslessness", "bench")
     assert outcome.code == 0
     assert outcome.missing("parity")["toy fp32, medusa drafter"] == "got a truncated file"
-    assert [row["graph"] for row in outcome.rows("parity")] == ["target", "parallelspec drafter"]
+    left = [name for name in GRAPHS if "medusa" not in name]
+    assert [row["graph"] for row in outcome.rows("parity")] == left
     left = [name for name in NAMES if "medusa" not in name]
     for section in ("losslessness", "bench"):
         assert outcome.missing(section)["toy fp32, medusa"] == "got a truncated file"
@@ -188,7 +191,7 @@ def test_a_missing_package_costs_its_sections_alone(
     assert [outcome.status()[name] for name in ("attention", "shapes")] == ["could not run"] * 2
     assert "ModuleNotFoundError" in outcome.missing("environment")["torch"]
     assert "toy" in outcome.missing("shapes")
-    assert len(outcome.rows("parity")) == 3
+    assert len(outcome.rows("parity")) == len(GRAPHS)
 
 
 def test_time_that_is_over_and_sections_not_asked_for_are_reported(
@@ -262,7 +265,7 @@ def test_parity_that_fails_is_exit_code_1(
     failures = outcome.figures["sections"]["parity"]["failures"]
     assert len(failures) == code
     target, *others = outcome.rows("parity")
-    assert [row["verdict"] for row in others] == ["ok", "ok"]
+    assert [row["verdict"] for row in others] == ["ok"] * 5
     if code:
         assert failures[0].startswith("toy fp32, target: scores differ by ")
         assert f"- FAILED: {failures[0]}" in outcome.markdown
@@ -291,8 +294,10 @@ def test_largest_logits_are_compared_by_value(
     distort_the_device(monkeypatch, Shuffled, offset)
     outcome = play(tmp_path, "--bundle", bundle, "--sections", "parity")
     assert outcome.code == code
-    (target, *_) = outcome.rows("parity")
+    target, *others = outcome.rows("parity")
     assert (target["verdict"] == "ok") == (code == 0)
+    assert [row["verdict"] for row in others] == ["ok"] * 5
+    assert all(row["rows"] > 0 for row in others)
     assert target["equal best"] == 1.0
 
 

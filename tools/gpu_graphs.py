@@ -30,6 +30,8 @@ BACKENDS = {"cpu": "onnxruntime", "cuda": "cuda"}
 PRECISIONS = {"cpu": "fp32", "cuda": "fp16"}
 SCRATCH = 128
 NUM_MASKS = 4
+# a cache, none, features of its own, states of its own
+TOY_DRAFTERS = ("parallelspec", "medusa", "eagle", "hydra")
 WARM_UP = 6  # runs before the clock starts: kernels are chosen, a CUDA graph is captured
 
 
@@ -288,8 +290,8 @@ def open_alone(
 
 
 def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
-    """A bundle of a random target, one token a character, with two untrained drafters and their
-    fused steps."""
+    """A bundle of a random target, one token a character, with untrained drafters of each kind and
+    the fused steps of those that guess in one pass."""
     import tokenizers
     import torch
     import transformers
@@ -319,7 +321,7 @@ def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
         model = transformers.LlamaForCausalLM(config)
         ends = target.ends(make_bundle.Backbone.from_transformers(model))
         saved = []
-        for name in ("parallelspec", "medusa"):
+        for name in TOY_DRAFTERS:
             definition = drafters.load(name)
             module = definition.Drafter(definition.Config(), ends)
             state = module.state_dict()
