@@ -37,6 +37,7 @@ CUDA_SETTINGS = {"attention": {"sdpa_kernel": "16"}}
 BFLOAT16 = 16  # of onnx.TensorProto; numpy has none
 RUNS_BEFORE_CAPTURE = 3  # of a shape: a tree's width gets there at once, a prompt's length seldom
 MAX_CAPTURED_ROWS = 64  # above, kernels take longer than their launches
+WIDTHS = (1, 4, 8, 16, 24, 32, 48, MAX_CAPTURED_ROWS)  # of what is captured
 ALIGNMENT = 256  # bytes, of a feed's address on a device: as its own allocation would be
 MIN_MASK = 256  # of the widths that masks are cut to, doubling from here
 
@@ -198,11 +199,12 @@ def copied(array: np.ndarray, device: str) -> Any:
 
 
 class DeviceRows:
-    """An output [R, W] left on the device. Rows are copied to the host when first read, all of them
-    by `np.asarray`; valid until the next run of the backend it came from."""
+    """The first `num_rows` rows of an output [R, W] left on the device. Rows are copied to the host
+    when first read, all of them by `np.asarray`; valid until the next run of the backend it came
+    from."""
 
-    def __init__(self, value: Any, spec: TensorSpec, runs: _DeviceRuns) -> None:
-        self.shape = tuple(value.shape())
+    def __init__(self, value: Any, num_rows: int, spec: TensorSpec, runs: _DeviceRuns) -> None:
+        self.shape = (num_rows, *value.shape()[1:])
         self._value, self._spec, self._runs = value, spec, runs
         self._num_runs = runs.num_runs
         self._row_W: dict[int, np.ndarray] = {}
@@ -220,7 +222,7 @@ class DeviceRows:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         self._require_current()
-        array = self._runs.fetch(self._value)
+        array = self._runs.fetch(self._value)[: len(self)]
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def _require_current(self) -> None:
@@ -289,7 +291,9 @@ class _DeviceRuns:
     GroupQueryAttention works over the mask's width (attention "attention" needs all of it, "chain"
     none). With CUDA graphs, shapes that come again are captured, MAX_STEPS of them at most; the
     others run as they are, in the same session and on the same stream, and share with the captured
-    ones the KV buffers alone.
+    ones the KV buffers alone. So that they come again, rows are filled up to the next of WIDTHS by
+    repeating the last one, which writes the same to the same slot (not where rows have to follow
+    one another: the contiguous form and attention "chain").
     """
 
     def __init__(
@@ -305,6 +309,10 @@ class _DeviceRuns:
         self._session, self._graph, self._capacity = session, graph, capacity
         self._caches, self._device = caches, device
         self._is_captured = takes_cuda_graphs(session)
+        # rows may be written twice
+        self._is_padded = (
+            self._is_captured and graph.form != "contiguous" and graph.attention != "chain"
+        )
         self._inputs = [spec.name for spec in graph.inputs if not is_cache(spec)]
         self._outputs = {spec.name: spec for spec in graph.outputs}
         self._copies = copies
@@ -319,18 +327,35 @@ class _DeviceRuns:
     ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
         """The outputs copied to the host, and those kept."""
         feeds = {name: feeds[name] for name in self._inputs}
+        sizes = axis_sizes(self._graph, {name: feed.shape for name, feed in feeds.items()})
+        wider = {axis: self._padded(size) for axis, size in sizes.items() if axis != "S"}
         if self._graph.form == "slots" and self._graph.attention == "bias":
-            width = mask_width(int(feeds["seqlens_k"][0]) + 1, self._capacity)
-            feeds["mask"] = feeds["mask"][..., :width]
+            # never fewer slots to read than rows to write
+            top = max(int(feeds["seqlens_k"][0]), wider["N"] - 1)
+            feeds["seqlens_k"] = np.array([top], np.int32)
+            feeds["mask"] = feeds["mask"][..., : mask_width(top + 1, self._capacity)]
+            wider["S"] = feeds["mask"].shape[-1]
+        elif "S" in sizes:
+            wider["S"] = sizes["S"]
+        for spec in self._graph.inputs:
+            if spec.name in feeds:
+                feeds[spec.name] = _repeat_last(feeds[spec.name], shape_of(spec, wider))
         self.num_runs += 1
-        step = self._run(feeds, tuple(dict.fromkeys((*outputs, *kept))))
+        step = self._run(feeds, wider, tuple(dict.fromkeys((*outputs, *kept))))
         values = step.outputs
         fetched = self._copies.fetch([values[name] for name in outputs], step.landing)
         self.bytes_to_host += sum(array.nbytes for array in fetched)
+        specs = self._outputs
+        count = {name: shape_of(specs[name], sizes)[0] for name in values}
         return (
-            dict(zip(outputs, fetched, strict=True)),
-            {name: DeviceRows(values[name], self._outputs[name], self) for name in kept},
+            {n: array[: count[n]] for n, array in zip(outputs, fetched, strict=True)},
+            {n: DeviceRows(values[n], count[n], specs[n], self) for n in kept},
         )
+
+    def _padded(self, num_rows: int) -> int:
+        """The least of WIDTHS that holds so many rows, if one does and the cache holds it."""
+        widths = (width for width in WIDTHS if num_rows <= width <= self._capacity)
+        return next(widths, num_rows) if self._is_padded else num_rows
 
     def fetch(self, value: Any) -> np.ndarray:
         """All of an OrtValue, on the host."""
@@ -347,8 +372,9 @@ class _DeviceRuns:
         (view,) = self._peek.get_outputs()
         return self.fetch(view)[0]
 
-    def _run(self, feeds: dict[str, np.ndarray], names: tuple[str, ...]) -> _Step:
-        sizes = axis_sizes(self._graph, {name: feed.shape for name, feed in feeds.items()})
+    def _run(
+        self, feeds: dict[str, np.ndarray], sizes: Mapping[str, int], names: tuple[str, ...]
+    ) -> _Step:
         key, here = (names, *sorted(sizes.items())), self._here
         if key in here.captured:
             step, options = here.captured[key]
@@ -385,6 +411,15 @@ class _DeviceRuns:
             _Packed(feeds, self._device, self._copies),
             {spec.name: _empty(shape_of(spec, sizes), spec.dtype, self._device) for spec in specs},
         )
+
+
+def _repeat_last(feed: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """The feed with the last entry of each axis repeated up to this shape."""
+    for axis, size in enumerate(shape):
+        n = feed.shape[axis]
+        if n < size:
+            feed = feed.take(np.minimum(np.arange(size), n - 1), axis=axis)
+    return feed
 
 
 def mask_width(num_slots: int, capacity: int) -> int:

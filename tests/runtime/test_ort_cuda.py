@@ -412,23 +412,44 @@ def test_a_capture_leaves_all_rows_as_they_are(
     folders: dict[str, Path], device: fake.Device, precision: str
 ) -> None:
     """ONNX Runtime runs the graph three times then: rows that were to be moved must not be moved
-    from where others are by now."""
+    from where others are by now. Nor may a row that fills a tree up to a width be anything new."""
     captured, eager = open_target(folders[precision]), open_target(folders[precision], "cuda_eager")
     rng = np.random.default_rng(0)
     for _ in range(3 * EAGER_RUNS):
-        tokens, path = rng.integers(2, 90, 4).tolist(), [0, 2, 3]
+        tokens, path = rng.integers(2, 90, 6).tolist(), [0, 2, 3, 5]
         logits = []
         for backend, cache in (captured, eager):
-            outputs = backend.run(step(cache, tokens, [0, 0, 0, 2]), ["logits", "features"])
+            outputs = backend.run(step(cache, tokens, [0, 0, 0, 2, 3, 3]), ["logits", "features"])
             logits.append((outputs["logits"], outputs["features"]))
             cache.commit(path)
         assert all(np.array_equal(a, b) for a, b in zip(*logits, strict=True))
         for name, value in captured[0]._caches.items():
             rows = eager[0]._caches[name].numpy()
-            n = captured[1].length + 4
+            n = captured[1].length + 6
             used = np.s_[:, :, :n] if name.startswith("kv.") else np.s_[:n]
             assert np.array_equal(value.numpy()[used], rows[used]), name
     assert device.num_captured > 0
+
+
+def test_few_shapes_are_captured_however_wide_the_trees_are(
+    folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so most runs are replays; in the same number of steps."""
+    replayed = []
+    for widths in (ort.WIDTHS, tuple(range(1, 65))):
+        monkeypatch.setattr(ort, "WIDTHS", widths)
+        device.shapes.clear()
+        before = device.num_replayed, device.num_eager
+        engine = load(folders["fp16"], drafter="eagle")
+        results = [engine.generate(prompt, **OPTIONS) for prompt in PROMPTS]
+        replays, eager = device.num_replayed - before[0], device.num_eager - before[1]
+        replayed.append(replays / (replays + eager))
+        rows = {shapes["input_ids"][1] for shapes in device.shapes}
+        assert {n for n in rows if n <= 64} <= set(widths)
+        replayed.append(sum(result.stats.steps for result in results))
+    few, steps, many, same_steps = replayed
+    assert steps == same_steps
+    assert few > many + 0.1, replayed
 
 
 def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
@@ -436,6 +457,7 @@ def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
 ) -> None:
     monkeypatch.setattr(ort, "MAX_CAPTURED_ROWS", 4)
     monkeypatch.setattr(ort, "MAX_STEPS", 2)
+    monkeypatch.setattr(ort, "WIDTHS", (1, 2, 3, 4))
     backend, cache = open_target(folders["fp16"])
     counts = []
     for width in (5, 1, 2, 3):
