@@ -35,7 +35,7 @@ EXACT = {"use_tf32": "0"}  # float32 products in float32, as fp32's promise is a
 # key/value rows once per query head; 16 is AttentionBackend::MATH, the unfused kernels alone
 CUDA_SETTINGS = {"attention": {"sdpa_kernel": "16"}}
 BFLOAT16 = 16  # of onnx.TensorProto; numpy has none
-RUNS_BEFORE_CAPTURE = 3  # of a shape: a tree's width gets there at once, a prompt's length seldom
+RUNS_BEFORE_CAPTURE = 1  # of a shape: what comes twice comes often, as there are few
 MAX_CAPTURED_ROWS = 64  # above, kernels take longer than their launches
 WIDTHS = (1, 4, 8, 16, 24, 32, 48, MAX_CAPTURED_ROWS)  # of what is captured
 ALIGNMENT = 256  # bytes, of a feed's address on a device: as its own allocation would be

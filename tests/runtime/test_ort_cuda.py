@@ -399,10 +399,10 @@ def test_a_shape_that_comes_again_is_captured_then_replayed(
         backend.run(step(cache, tokens, [0] * len(tokens)), ["logits"])
         cache.commit([0])
         counts.append((device.num_eager, device.num_captured, device.num_replayed))
-    assert ort.RUNS_BEFORE_CAPTURE == 3
+    assert ort.RUNS_BEFORE_CAPTURE == 1
     assert counts == [
-        *[(1, 0, 0), (2, 0, 0), (3, 0, 0), (4, 0, 0)],
-        *[(5, 1, 0), (5, 1, 1), (6, 1, 1), (6, 1, 2), (6, 1, 3)],
+        *[(1, 0, 0), (2, 1, 0), (2, 1, 1), (3, 1, 1)],
+        *[(3, 1, 2), (3, 1, 3), (4, 2, 3), (4, 2, 4), (4, 2, 5)],
     ]
 
 
@@ -449,7 +449,7 @@ def test_few_shapes_are_captured_however_wide_the_trees_are(
         replayed.append(sum(result.stats.steps for result in results))
     few, steps, many, same_steps = replayed
     assert steps == same_steps
-    assert few > many + 0.1, replayed
+    assert 1 - few < 0.6 * (1 - many), "not fewer eager runs"
 
 
 def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
