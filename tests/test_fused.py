@@ -178,14 +178,17 @@ def test_other_precisions_run_through_it(bundles: Any, precision: str) -> None:
     assert result.stats.steps < 39
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
 def test_on_cuda_each_side_and_width_is_one_graph(
-    bundles: Any, monkeypatch: pytest.MonkeyPatch
+    bundles: Any, monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
     """Against tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
     path = bundles("parallelspec", device="cuda")
     expected = load(path, "parallelspec").generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     module, device = fake_ort_cuda.module()
     monkeypatch.setattr(ort, "ort", module)
+    if is_shared:  # the stream of target and drafter
+        monkeypatch.setattr(ort, "open_copies", lambda _: fake_ort_cuda.stream_copies(device))
     engine = spec_runtime.load(path, backend="cuda", threads=1)
     assert engine.fused is not None, "on CUDA it is the default"
     assert engine.with_drafter("none").fused is None

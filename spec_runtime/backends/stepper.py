@@ -82,10 +82,10 @@ class OrtStepper:
         }
         assert len(given) == len(state), sorted(state)
         key = tuple(array.shape for array in given.values())
+        self._copies.settle()
         if key not in self._pairs:
             self._pairs[key] = self._bind(given)
         self._next = self._pairs[key]
-        self._copies.settle()
         for name, array in given.items():
             self._next[0].state[name].update_inplace(array)
 
