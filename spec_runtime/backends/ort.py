@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.cuda import Copies, open_copies
+from spec_runtime.backends.fill import WIDTHS, filled
 from spec_runtime.backends.tensorrt import MAX_STEPS, Recent, axis_sizes, is_cache, shape_of
 from spec_runtime.bundle import BANK, Graph, TensorSpec
 from spec_runtime.threads import default_threads
@@ -36,8 +37,7 @@ EXACT = {"use_tf32": "0"}  # float32 products in float32, as fp32's promise is a
 CUDA_SETTINGS = {"attention": {"sdpa_kernel": "16"}}
 BFLOAT16 = 16  # of onnx.TensorProto; numpy has none
 RUNS_BEFORE_CAPTURE = 1  # of a shape: what comes twice comes often, as there are few
-MAX_CAPTURED_ROWS = 64  # above, kernels take longer than their launches
-WIDTHS = (1, 4, 8, 16, 24, 32, 48, MAX_CAPTURED_ROWS)  # of what is captured
+MAX_CAPTURED_ROWS = WIDTHS[-1]  # above, kernels take longer than their launches
 ALIGNMENT = 256  # bytes, of a feed's address on a device: as its own allocation would be
 MIN_MASK = 256  # of the widths that masks are cut to, doubling from here
 
@@ -291,9 +291,7 @@ class _DeviceRuns:
     GroupQueryAttention works over the mask's width (attention "attention" needs all of it, "chain"
     none). With CUDA graphs, shapes that come again are captured, MAX_STEPS of them at most; the
     others run as they are, in the same session and on the same stream, and share with the captured
-    ones the KV buffers alone. So that they come again, rows are filled up to the next of WIDTHS by
-    repeating the last one, which writes the same to the same slot (not where rows have to follow
-    one another: the contiguous form and attention "chain").
+    ones the KV buffers alone. So that they come again, rows are filled up, see fill.py.
     """
 
     def __init__(
@@ -309,10 +307,6 @@ class _DeviceRuns:
         self._session, self._graph, self._capacity = session, graph, capacity
         self._caches, self._device = caches, device
         self._is_captured = takes_cuda_graphs(session)
-        # rows may be written twice
-        self._is_padded = (
-            self._is_captured and graph.form != "contiguous" and graph.attention != "chain"
-        )
         self._inputs = [spec.name for spec in graph.inputs if not is_cache(spec)]
         self._outputs = {spec.name: spec for spec in graph.outputs}
         self._copies = copies
@@ -328,18 +322,13 @@ class _DeviceRuns:
         """The outputs copied to the host, and those kept."""
         feeds = {name: feeds[name] for name in self._inputs}
         sizes = axis_sizes(self._graph, {name: feed.shape for name, feed in feeds.items()})
-        wider = {axis: self._padded(size) for axis, size in sizes.items() if axis != "S"}
+        wider = sizes
+        if self._is_captured:
+            feeds, wider = filled(self._graph, feeds, sizes, self._capacity)
         if self._graph.form == "slots" and self._graph.attention == "bias":
-            # never fewer slots to read than rows to write
-            top = max(int(feeds["seqlens_k"][0]), wider["N"] - 1)
-            feeds["seqlens_k"] = np.array([top], np.int32)
-            feeds["mask"] = feeds["mask"][..., : mask_width(top + 1, self._capacity)]
-            wider["S"] = feeds["mask"].shape[-1]
-        elif "S" in sizes:
-            wider["S"] = sizes["S"]
-        for spec in self._graph.inputs:
-            if spec.name in feeds:
-                feeds[spec.name] = _repeat_last(feeds[spec.name], shape_of(spec, wider))
+            width = mask_width(int(feeds["seqlens_k"][0]) + 1, self._capacity)
+            feeds["mask"] = feeds["mask"][..., :width]
+            wider = wider | {"S": width}
         self.num_runs += 1
         step = self._run(feeds, wider, tuple(dict.fromkeys((*outputs, *kept))))
         values = step.outputs
@@ -351,11 +340,6 @@ class _DeviceRuns:
             {n: array[: count[n]] for n, array in zip(outputs, fetched, strict=True)},
             {n: DeviceRows(values[n], count[n], specs[n], self) for n in kept},
         )
-
-    def _padded(self, num_rows: int) -> int:
-        """The least of WIDTHS that holds so many rows, if one does and the cache holds it."""
-        widths = (width for width in WIDTHS if num_rows <= width <= self._capacity)
-        return next(widths, num_rows) if self._is_padded else num_rows
 
     def fetch(self, value: Any) -> np.ndarray:
         """All of an OrtValue, on the host."""
@@ -411,15 +395,6 @@ class _DeviceRuns:
             _Packed(feeds, self._device, self._copies),
             {spec.name: _empty(shape_of(spec, sizes), spec.dtype, self._device) for spec in specs},
         )
-
-
-def _repeat_last(feed: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """The feed with the last entry of each axis repeated up to this shape."""
-    for axis, size in enumerate(shape):
-        n = feed.shape[axis]
-        if n < size:
-            feed = feed.take(np.minimum(np.arange(size), n - 1), axis=axis)
-    return feed
 
 
 def mask_width(num_slots: int, capacity: int) -> int:

@@ -22,6 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from spec_runtime.backends.cuda import Cuda, open_cuda
+from spec_runtime.backends.fill import filled
 from spec_runtime.bundle import BANK, FLAVOURS, Bundle, Graph, Plan, TensorSpec
 
 # flavour -> its Python module and our extra that brings it
@@ -275,8 +276,10 @@ class TensorRTBackend:
         again. ValueError: shapes no profile holds."""
         sizes = axis_sizes(self._graph, {name: feeds[name].shape for name in self._inputs})
         profile = choose_profile(self._profiles, sizes)
+        most = {axis: three[-1] for axis, three in self._profiles[profile].items()}
+        feeds, wider = filled(self._graph, feeds, sizes, self.capacity, most)
         step = self._steps.get(
-            (profile, *sorted(sizes.items())), lambda: self._new_step(profile, sizes)
+            (profile, *sorted(wider.items())), lambda: self._new_step(profile, wider)
         )
         for name in self._inputs:
             buffer, feed = self._buffers[name], feeds[name]
@@ -287,6 +290,7 @@ class TensorRTBackend:
         results = {}
         for name in outputs:
             buffer, shape = self._buffers[name], shape_of(self._outputs[name], sizes)
+            # the first rows of what was computed
             flat = buffer.host[: math.prod(shape)]
             self._cuda.to_host(flat.ctypes.data, buffer.device, flat.nbytes)
             results[name] = flat.reshape(shape)

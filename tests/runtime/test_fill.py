@@ -1,0 +1,145 @@
+"""Rows filled up: the same new rows in the same places, and nothing that anybody reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spec_runtime.backends import fill
+from spec_runtime.backends.fill import filled
+from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.kv import ContiguousCache, open_cache
+from spec_runtime.tree import chain_parents
+
+CAPACITY = 40
+SHAPES: dict[str, tuple[str, tuple[int | str, ...]]] = {
+    "input_ids": ("int64", (1, "N")),
+    "position_ids": ("int64", (1, "N")),
+    "mask": ("bool", (1, 1, "N", "S")),
+    "logit_rows": ("int64", ("M",)),
+    "features": ("float32", (1, "N", 2)),
+    "slots": ("int64", ("N",)),
+    "seqlens_k": ("int32", (1,)),
+    "write_index": ("int64", (1,)),
+    "src": ("int64", ("A",)),
+    "perm": ("int64", ("A+N",)),
+}
+COMMON = ("input_ids", "position_ids", "logit_rows", "features")
+OWN = {
+    ("slots", "bias"): ("mask", "slots", "seqlens_k"),
+    ("slots", "attention"): ("mask", "slots"),
+    ("slots", "chain"): ("seqlens_k",),
+    ("contiguous", "bias"): ("mask", "write_index", "src", "perm"),
+}
+forms = pytest.mark.parametrize(("form", "attention"), OWN)
+
+
+def graph_of(form: str, attention: str = "bias") -> Graph:
+    inputs = tuple(TensorSpec(n, *SHAPES[n]) for n in (*COMMON, *OWN[form, attention]))
+    return Graph("g.onnx", form, inputs, (), attention=attention)
+
+
+def feeds_of(graph: Graph, cache: Any, parent_N: np.ndarray) -> tuple[Any, dict[str, int]]:
+    n = len(parent_N)
+    feeds = cache.place(parent_N)
+    feeds["input_ids"] = np.arange(n)[None] + 5
+    feeds["logit_rows"] = np.arange(n)
+    feeds["features"] = np.arange(2 * n, dtype=np.float32).reshape(1, n, 2)
+    sizes = {"N": n, "M": n, "S": CAPACITY}
+    if graph.form == "contiguous":
+        sizes |= {"A": len(feeds["src"]), "A+N": len(feeds["perm"])}
+    if graph.attention == "chain":
+        del sizes["S"]
+    return feeds, sizes
+
+
+def written(feeds: Any, rows_S: np.ndarray, attention: str) -> np.ndarray:
+    """The cache as a run would leave it, each row a token."""
+    rows_S, new_N = rows_S.copy(), feeds["input_ids"][0]
+    if "perm" in feeds:
+        rows = np.concatenate([rows_S[feeds["src"]], new_N])[feeds["perm"]]
+        begin = int(feeds["write_index"][0])
+        rows_S[begin : begin + len(rows)] = rows
+    elif attention == "chain":
+        end = int(feeds["seqlens_k"][0]) + 1
+        rows_S[end - len(new_N) : end] = new_N
+    else:
+        rows_S[feeds["slots"]] = new_N
+    return rows_S
+
+
+@forms
+def test_new_rows_and_those_kept_are_where_they_were(form: str, attention: str) -> None:
+    graph, cache = graph_of(form, attention), open_cache(form, CAPACITY, attention)
+    rng, exact_S, filled_S = np.random.default_rng(0), np.zeros(CAPACITY), np.zeros(CAPACITY)
+    for n in (3, 6, 1, 2, 5, 1):
+        parents = [int(rng.integers(i)) for i in range(1, n)]
+        parent_N = chain_parents(n) if attention == "chain" else np.array([0, *parents])
+        feeds, sizes = feeds_of(graph, cache, parent_N)
+        got, wider = filled(graph, feeds, sizes, CAPACITY)
+        assert (wider["N"], wider["M"]) == (fill._width(n, 64), fill._width(n, 64))
+        for name in OWN[form, attention] + COMMON:
+            axes = SHAPES[name][1]
+            expected = [wider[axis] if isinstance(axis, str) else axis for axis in axes]
+            assert list(got[name].shape) == expected, name
+        exact_S, filled_S = (
+            written(each, rows, attention) for each, rows in ((feeds, exact_S), (got, filled_S))
+        )
+        end = n - 1
+        assert (got["features"][0, end:] == feeds["features"][0, end]).all()
+        path = [n - 1]
+        while path[0] > 0:
+            path.insert(0, int(parent_N[path[0]]))
+        kept = cache.length
+        cache.commit(path)
+        if "mask" in got:
+            attended = got["mask"][0, 0].any(axis=0)
+            assert (exact_S[attended] == filled_S[attended]).all()
+            assert (got["mask"][0, 0, :n] == feeds["mask"][0, 0]).all()
+        else:
+            used = kept + n
+            assert (exact_S[:used] == filled_S[:used]).all()
+
+
+def test_the_example() -> None:
+    cache = ContiguousCache(CAPACITY)
+    graph = graph_of("contiguous")
+    feeds_of(graph, cache, chain_parents(9))
+    cache.commit(range(8))
+    feeds_of(graph, cache, np.array([0, 0]))
+    cache.commit([1])
+    feeds, sizes = feeds_of(graph, cache, chain_parents(5))
+    assert (feeds["src"].tolist(), feeds["perm"].tolist()) == ([9], [0, 1, 2, 3, 4, 5])
+    got, _ = filled(graph, feeds, sizes, CAPACITY)
+    assert (got["src"].tolist(), got["perm"].tolist()) == ([9], [0, 1, 2, 3, 4, 5, 6, 7, 8])
+    moved, _ = filled(graph, feeds | {"src": np.array([9, 11])}, sizes | {"A": 2}, CAPACITY)
+    assert moved["src"].tolist() == [9, 11, 11, 11]
+
+
+@forms
+def test_what_has_no_room_stays_as_it_is(form: str, attention: str) -> None:
+    graph, cache = graph_of(form, attention), open_cache(form, CAPACITY, attention)
+    feeds_of(graph, cache, chain_parents(33))
+    cache.commit(range(33))
+    feeds, sizes = feeds_of(graph, cache, chain_parents(5))
+    got, wider = filled(graph, feeds, sizes, CAPACITY)
+    fits = form == "slots" and attention != "chain"  # the same slots again
+    assert wider["N"] == (8 if fits else 5)
+    assert fits or all((got[name] == feeds[name]).all() for name in feeds)
+    _, wider = filled(graph, feeds, sizes, CAPACITY, {"N": 6, "M": 8})
+    assert wider["N"] == 5
+    wide, _ = filled(
+        graph, *feeds_of(graph, open_cache(form, 99, attention), chain_parents(70)), 99
+    )
+    assert wide["input_ids"].shape == (1, 70)
+
+
+def test_a_graph_without_a_cache() -> None:
+    inputs = (TensorSpec("state", "float32", ("N", 3)), TensorSpec("level", "int64", (1,)))
+    graph = Graph("g.onnx", "stateless", inputs, ())
+    feeds = {"state": np.arange(6.0).reshape(2, 3), "level": np.array([2])}
+    got, wider = filled(graph, feeds, {"N": 2}, 1)
+    assert got["state"].tolist() == [[0, 1, 2], [3, 4, 5], [3, 4, 5], [3, 4, 5]]
+    assert (got["level"].tolist(), wider) == ([2], {"N": 4})
