@@ -10,6 +10,15 @@ if TYPE_CHECKING:
     from workshop import Workshop
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have to show, by `record_property("shown", …)`: a worker's own output is lost."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "shown":
+                terminalreporter.section(report.nodeid)
+                terminalreporter.write_line(str(text))
+
+
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Tiny targets, drafters and bundles."""

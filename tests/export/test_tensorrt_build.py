@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -433,7 +434,11 @@ def test_what_tensorrt_cannot_parse_is_one_line(
 
 @pytest.mark.slow
 def test_target_and_all_drafters_are_built_for_three_gpus(
-    rtx: Any, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rtx: Any,
+    workshop: Workshop,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
     names = [name for name in drafters.trainable() if name != SHARED_CACHE]
     out = built(
@@ -444,8 +449,7 @@ def test_target_and_all_drafters_are_built_for_three_gpus(
     for name, each in plans.items():
         assert [plan.compute_capability for plan in each] == list(CAPABILITIES), name
     table = capsys.readouterr().err
-    with capsys.disabled():
-        print(table[table.index("┏") :])
+    record_property("shown", table[table.index("┏") :])
     for name in plans:
         row = rf"│ {name} +│ (?:8\.0|8\.9|12\.0) +│ +\d+\.\d +│ +\d+\.\d +│"
         assert len(re.findall(row, table)) == 3, name
