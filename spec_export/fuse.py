@@ -245,7 +245,7 @@ class _Step:
             "seqlens_k": self.int32(op("Add", self.length, [n - 1])),
         }
         if banks:
-            behind = [best_slot] * K if repeat_feature else [np.full(K, -1)] if K else []
+            behind = [best_slot] * K if repeat_feature else [np.full(K, -1)]
             slot_P = op("Gather", self.state["slot"], self.path_P)
             feeds[FEATURE_ROWS] = op("Concat", slot_P, *behind, axis=0) if K else slot_P
         if "features" in self.drafter_inputs:
