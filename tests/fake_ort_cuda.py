@@ -35,7 +35,7 @@ class Device:
         self.blocks = self.runtime.device  # address -> memory
         self.bytes_to_host = self.num_to_device = self.num_waits = 0
         self.num_eager = self.num_captured = self.num_replayed = 0
-        self.is_shared = self.refuses_graphs = False
+        self.refuses_graphs = False
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of the inputs, each time it computed
         self.settings: list[dict[str, str]] = []  # of each session
 

@@ -45,7 +45,7 @@ log = logging.getLogger("spec_runtime")
 
 
 class OrtBackend:
-    """One session with its KV buffers, [1, G, capacity, Dh] each, and banks [capacity, W],
+    """One session with its KV buffers, [1, G, capacity, Dh] each, and banks [R, W],
     zero-initialised (0 · NaN would poison a row). KV buffers that `share` has by the same name are
     not made but shared with it, banks with `banks`. `device`: cpu or cuda; `is_captured`: with CUDA
     graphs."""

@@ -71,7 +71,7 @@ class DraftModelProposer:
         self._rows.start(prompt, features_TF, reused)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        self._rows.tokens.append(token)
+        self._rows.add(token)
         return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
 
     def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:

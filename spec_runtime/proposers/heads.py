@@ -66,7 +66,7 @@ class OnePassProposer:
         self._rows.start(prompt, features_TF, reused)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        self._rows.tokens.append(token)
+        self._rows.add(token)
         if budget.is_root_only:
             return TokenTree.root(token)
         guesses = self._rows.run(["guess_ids", "guess_log_probs"], self._mask_ids)
@@ -99,7 +99,7 @@ class LastFeatureProposer:
 
     def leave(self, feature_1F: np.ndarray) -> None:
         """See fused.Follower."""
-        self._last.start(feature_1F)
+        self._last.take(feature_1F)
 
     @classmethod
     def open(
@@ -113,7 +113,7 @@ class LastFeatureProposer:
         return self._last.run_seconds
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._last.start(features_TF)
+        self._last.start(prompt, features_TF, reused)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         if budget.is_root_only:
@@ -122,10 +122,10 @@ class LastFeatureProposer:
         return grow(token, guesses["guess_ids"], guesses["guess_log_probs"], budget)
 
     def commit(self, step: Step) -> None:
-        self._last.start(step.features)
+        self._last.commit(step)
 
     def truncate(self, length: int) -> None:
-        self._last.truncate()
+        self._last.truncate(length)
 
 
 def open_by_form(

@@ -47,13 +47,23 @@ class LastFeature:
     def backend(self) -> Backend:
         return self._backend
 
-    def start(self, features_TF: np.ndarray | None) -> None:
-        """See Proposer.start."""
+    def take(self, features_PF: np.ndarray | None) -> None:
+        """Features of committed positions, of which the last is kept."""
         if self.wants_features:
-            assert features_TF is not None, "no features"
-            self._feature_1F = features_TF[-1:].copy()  # not to hold the whole prompt
+            assert features_PF is not None, "no features"
+            self._feature_1F = features_PF[-1:].copy()  # not to hold the whole prompt
 
-    def truncate(self) -> None:
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        """See Proposer.start."""
+        self.take(features_TF)
+
+    def add(self, token: int) -> None:
+        """The root: nothing is read of it."""
+
+    def commit(self, step: Step) -> None:
+        self.take(step.features)
+
+    def truncate(self, length: int) -> None:
         self._feature_1F = None  # `start` brings the next one
 
     def run(self, outputs: Sequence[str]) -> dict[str, np.ndarray]:
@@ -146,6 +156,10 @@ class DrafterRows:
         self._take(features_TF)
         self._catch_up(most_waiting=0)
 
+    def add(self, token: int) -> None:
+        """The root, whose row is waiting from now on."""
+        self.tokens.append(token)
+
     def commit(self, step: Step) -> None:
         """The tokens of a step, but the last, which comes as the next root."""
         self.tokens += step.tokens[:-1]
@@ -166,7 +180,7 @@ class DrafterRows:
 
     def enter(self, token: int) -> None:
         """See fused.Follower."""
-        self.tokens.append(token)
+        self.add(token)
         self._catch_up(most_waiting=0)
 
     def follow(self, tokens: list[int]) -> None:

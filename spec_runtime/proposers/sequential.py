@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,99 +24,11 @@ if TYPE_CHECKING:
     from spec_runtime.target import Target
 
 
-class _Start(Protocol):
-    """Where the root's parent state comes from."""
-
-    wants_features: bool
-
-    @property
-    def run_seconds(self) -> float: ...
-
-    @property
-    def backend(self) -> Backend: ...
-
-    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None: ...
-
-    def run(self, token: int, outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """The graph's outputs before the root `token`, the last committed token."""
-
-    def skip(self, token: int) -> None:
-        """As `run`, when no state is needed."""
-
-    def commit(self, step: Step) -> None: ...
-
-    def truncate(self, length: int) -> None: ...
-
-
-class LastFeatureStart:
-    """The start graph reads the last committed position's feature alone: `features` f32[1, F] ->
-    `state` f32[1, W]."""
-
-    def __init__(self, last: LastFeature) -> None:
-        self.wants_features = last.wants_features
-        self._last = last
-
-    @property
-    def run_seconds(self) -> float:
-        return self._last.run_seconds
-
-    @property
-    def backend(self) -> Backend:
-        return self._last.backend
-
-    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._last.start(features_TF)
-
-    def run(self, token: int, outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        return self._last.run(outputs)
-
-    def skip(self, token: int) -> None:
-        pass
-
-    def commit(self, step: Step) -> None:
-        self._last.start(step.features)
-
-    def truncate(self, length: int) -> None:
-        self._last.truncate()
-
-
-class CachedPairs:
-    """The start graph has a cache and takes pairs, see DrafterRows; `state` f32[M, W] of the last
-    one."""
-
-    def __init__(self, rows: DrafterRows) -> None:
-        self.wants_features = rows.wants_features
-        self._rows = rows
-
-    @property
-    def run_seconds(self) -> float:
-        return self._rows.run_seconds
-
-    @property
-    def backend(self) -> Backend:
-        return self._rows.backend
-
-    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._rows.start(prompt, features_TF, reused)
-
-    def run(self, token: int, outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        self._rows.tokens.append(token)
-        return self._rows.run(outputs)
-
-    def skip(self, token: int) -> None:
-        self._rows.tokens.append(token)
-
-    def commit(self, step: Step) -> None:
-        self._rows.commit(step)
-
-    def truncate(self, length: int) -> None:
-        self._rows.truncate(length)
-
-
 class SequentialProposer:
     """Level by level: the step graph takes a level's nodes, `input_ids` i64[N], each with its
     parent's `state` f32[N, W], at `level` i64[1] (0 for the root), and gives `guess_ids` i64[N, C],
-    `guess_log_probs` f32[N, C] and the nodes' own states, `state.out` f32[N, W].
+    `guess_log_probs` f32[N, C] and the nodes' own states, `state.out` f32[N, W]. The start graph
+    gives the root's parent's `state` f32[1, W], of the last committed position's feature or pair.
 
     is_banked: the states stay in a bank that both graphs share, row 0 for the root's parent and
     row i + 1 for node i; `state_rows` i64[N] and `bank_rows` i64[N] say which are read and written.
@@ -124,7 +36,7 @@ class SequentialProposer:
 
     def __init__(
         self,
-        start: _Start,
+        start: LastFeature | DrafterRows,
         step: Backend,
         *,
         num_guesses: int,
@@ -147,10 +59,10 @@ class SequentialProposer:
 
         info = require_config(info, ("num_guesses", "max_width"), ("start", "step"))
         first, step = info.graphs["start"], info.graphs["step"]
-        start: _Start = (
-            LastFeatureStart(LastFeature.open(bundle, first, threads, target))
+        start: LastFeature | DrafterRows = (
+            LastFeature.open(bundle, first, threads, target)
             if first.form == "stateless"
-            else CachedPairs(DrafterRows.open(bundle, first, threads, target, wants_features=True))
+            else DrafterRows.open(bundle, first, threads, target, wants_features=True)
         )
         is_banked = step.has_input(STATE_ROWS)
         return cls(
@@ -171,11 +83,11 @@ class SequentialProposer:
         self._start.start(prompt, features_TF, reused)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
+        self._start.add(token)
         if budget.is_root_only:
-            self._start.skip(token)
             return TokenTree.root(token)
         # of all nodes run so far, the root's parent first; None: they are in the bank
-        state_NW = self._start.run(token, [] if self._is_banked else ["state"]).get("state")
+        state_NW = self._start.run([] if self._is_banked else ["state"]).get("state")
         outputs = ["guess_ids", "guess_log_probs"]
         if not self._is_banked:
             outputs.append("state.out")

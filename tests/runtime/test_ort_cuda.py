@@ -71,8 +71,7 @@ def device(
     """What every backend opened runs on: with CUDA's Python bindings, and without."""
     module, device = fake.module()
     monkeypatch.setattr(ort, "ort", module)
-    device.is_shared = getattr(request, "param", "stream") == "stream"
-    if device.is_shared:
+    if getattr(request, "param", "stream") == "stream":
         copies = partial(fake.stream_copies, device)
         monkeypatch.setattr(
             ort, "open_copies", lambda kind: copies() if kind == "cuda" else Copies()

@@ -15,7 +15,7 @@ import pytest
 from spec_runtime.generate import Step
 from spec_runtime.kv import SlotCache
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
-from spec_runtime.proposers.sequential import CachedPairs, LastFeatureStart, SequentialProposer
+from spec_runtime.proposers.sequential import SequentialProposer
 from spec_runtime.tree import Budget, TokenTree
 
 WIDTH = 8  # of a state: the feature it began with, then the path's tokens in order
@@ -98,7 +98,7 @@ def make_proposer(
 ) -> tuple[SequentialProposer, StepGraph, Start]:
     start, step = Start(), StepGraph(**graph)
     proposer = SequentialProposer(
-        LastFeatureStart(LastFeature(start)), step, num_guesses=num_guesses, max_width=max_width
+        LastFeature(start), step, num_guesses=num_guesses, max_width=max_width
     )
     return proposer, step, start
 
@@ -246,7 +246,7 @@ def test_pairs_wait_in_a_cached_start() -> None:
     """Every pair goes through the start graph once, in order, also past steps without a draft."""
     start, step = PairStart(), StepGraph()
     rows = DrafterRows(start, SlotCache(start.capacity), wants_features=True)
-    proposer = SequentialProposer(CachedPairs(rows), step, num_guesses=2, max_width=2)
+    proposer = SequentialProposer(rows, step, num_guesses=2, max_width=2)
     proposer.start([50, 51, 52], features_of([0, 1, 2]), 0)
     tree = proposer.propose(9, Budget(6))
     assert set(tree.token_N[tree.parent_N == 0][1:]) <= set(step.guesses(2, [9])[0])
