@@ -25,14 +25,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spec_export import reference
-from spec_runtime import bench, load
 from spec_runtime import bundle as bundles
-from spec_runtime.proposers.around import Around
-from spec_runtime.tree import Budget, TokenTree
+from spec_runtime import load
+from spec_runtime.measure.prompts import read_prompts
+from spec_runtime.proposers.wrapper import Around
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
     from spec_runtime.engine import Engine
-    from spec_runtime.proposers import Proposer
+    from spec_runtime.proposers.base import Proposer
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # trees whose accepted length is stored
 NUM_OCTAVES = 12  # of path probability, a row of reliability each; the last has all below
@@ -101,7 +103,7 @@ def run(
         )
     contents: list[Any] = list(reference.prompts())
     if prompts is not None:
-        contents = [prompt.content for prompt in bench.read_prompts(prompts)]
+        contents = [prompt.content for prompt in read_prompts(prompts)]
     plain = load(bundle, "none", threads, verify=False, profile=False)
     encoded = []
     for number, content in enumerate(contents, 1):

@@ -27,7 +27,7 @@ from spec_runtime.kv import Cache, open_cache
 from spec_runtime.stats import Stats
 from spec_runtime.target import Target
 from spec_runtime.text import Tokenizer, encode_prompt
-from spec_runtime.tree import TokenTree, is_chain
+from spec_runtime.trees.tree import TokenTree, is_chain
 
 NUM_TREES, TREE_NODES = 6, 12
 TREE_CONTEXT = 40  # tokens in front of the first random tree
@@ -377,7 +377,7 @@ def _tokenizer_row(name: str, tokenizer: Tokenizer, hf_tokenizer: Any) -> CheckR
 
 
 def _accepted_length_rows(name: str, opened: bundles.Bundle) -> list[CheckRow]:
-    from spec_runtime.engine import load
+    from spec_runtime.load import load
 
     expected = {each.name: each.expected_accepted_length for each in opened.manifest.drafters}
     if not expected:

@@ -21,13 +21,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from spec_export import checkpoint, onnx_export, quantize, recipe, reference, smooth, target
 from spec_export import drafters as drafter_files
-from spec_export import tensorrt_build as tensorrt
+from spec_export import reference, target
 from spec_export.decoder import Backbone, DecoderConfig
-from spec_export.fuse import fuse as fuse_graphs
-from spec_export.onnx_device import add_argmax, add_top, keep_drafter, keep_target
-from spec_export.onnx_rewrite import to_slots
+from spec_export.graphs import quantize, smooth, tensorrt
+from spec_export.graphs import trace as onnx_export
+from spec_export.graphs.banks import add_argmax, add_top, keep_drafter, keep_target
+from spec_export.graphs.fused_step import fuse as fuse_graphs
+from spec_export.graphs.slots import to_slots
+from spec_export.training import checkpoint, recipe
 from spec_runtime import bundle as bundles
 from spec_runtime.proposers import BUILT_IN
 

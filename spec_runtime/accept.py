@@ -17,7 +17,7 @@ from functools import cache
 
 import numpy as np
 
-from spec_runtime.tree import TokenTree
+from spec_runtime.trees.tree import TokenTree
 
 
 def by_target_sampling(tree: TokenTree, draw: Callable[[int], int]) -> tuple[list[int], int]:

@@ -338,7 +338,7 @@ class Bundle:
         return self.path / relative
 
 
-# of graphs built for a device, see spec_export/onnx_device.py: before the names of buffers of rows
+# of graphs built for a device, see spec_export/graphs/banks.py: before the names of buffers of rows
 # that stay there; which rows a run writes, and which features and states it reads
 BANK = "bank."
 BANK_ROWS, FEATURE_ROWS, STATE_ROWS = "bank_rows", "feature_rows", "state_rows"
@@ -346,7 +346,7 @@ DRAFT = "draft."  # in a fused step, before the names of the drafter's caches
 
 
 def fused_name(drafter: str) -> str:
-    """Which of the manifest's graphs is this drafter's fused step (spec_export/fuse.py)."""
+    """Names this drafter's fused step among the manifest's graphs (graphs/fused_step.py)."""
     return f"{drafter}-fused"
 
 

@@ -1,4 +1,4 @@
-"""Steps of the fused graph (spec_export/fuse.py): one run verifies, accepts and drafts.
+"""Runs the fused graph (graphs/fused_step.py): one run verifies, accepts and drafts.
 
 Only for greedy requests without penalties, bias or logprobs. The graph keeps tree and slots; this
 file mirrors what became of them in the caches, so that the ordinary loop can go on at any step.
@@ -15,9 +15,9 @@ import numpy as np
 from spec_runtime.backends.ort import mask_width
 from spec_runtime.backends.stepper import OrtStepper
 from spec_runtime.bundle import DRAFT, Bundle, Graph
-from spec_runtime.generate import Limits, Step
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.stats import Clock, Stats
+from spec_runtime.step import Limits, Step
 from spec_runtime.target import Target
 
 

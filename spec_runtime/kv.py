@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from spec_runtime.tree import ancestors, depths, is_chain
+from spec_runtime.trees.tree import ancestors, depths, is_chain
 
 
 class Cache(Protocol):

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from spec_runtime import bundle as bundles
-from spec_runtime.threads import default_threads
-from spec_runtime.tree import Budget
+from spec_runtime.backends.threads import default_threads
+from spec_runtime.trees.budget import Budget
 
 PLAIN = "plain"  # the candidate that is plain decoding
 

@@ -14,7 +14,7 @@ import numpy as np
 from spec_runtime.backends import Backend, Rows, on_device
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
-from spec_runtime.tree import TokenTree
+from spec_runtime.trees.tree import TokenTree
 
 PREFILL_ROWS = 256
 # outputs of targets built for a device, see Verified: i64[M]; i64[M, K], f32[M, K] and f32[M]
@@ -168,7 +168,7 @@ class Target:
 
     def feature_rows(self, begin: int, end: int) -> np.ndarray:
         """Which rows i64[end - begin] of its banks hold the features of these committed positions,
-        if its graph keeps them there (spec_export/onnx_device.py)."""
+        if its graph keeps them there (spec_export/graphs/banks.py)."""
         assert isinstance(self._cache, SlotCache), self._cache
         return self._cache.slots(begin, end)
 

@@ -3,8 +3,9 @@
 import dataclasses
 from pathlib import Path
 
+from toy_backend import ByteTokenizer, ToyTarget
+
 from spec_runtime import bundle
-from spec_runtime.backends.toy import ByteTokenizer, ToyTarget
 from spec_runtime.bundle import (
     Dims,
     DrafterInfo,
@@ -16,7 +17,7 @@ from spec_runtime.bundle import (
 )
 from spec_runtime.engine import DEFAULT_BUDGET, Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
-from spec_runtime.proposers import PlainProposer, Proposer
+from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.target import Target
 from spec_runtime.text import ChatTemplate

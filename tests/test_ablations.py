@@ -14,7 +14,9 @@ pytest.importorskip("torch")
 
 from workshop import RECIPE, Workshop
 
-from spec_export import checkpoint, drafters, recipe, train
+from spec_export import drafters
+from spec_export.training import checkpoint, recipe
+from spec_export.training import run as train
 
 FILE = Path(__file__).parents[1] / "tools" / "ablations.py"
 spec = importlib.util.spec_from_file_location("ablations", FILE)

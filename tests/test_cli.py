@@ -12,8 +12,10 @@ from small import CONTEXT, toy_engine, write_small_bundle
 
 import spec_runtime
 from spec_export import cli as export_cli
-from spec_runtime import Engine, audit, bench, generate
+from spec_runtime import Engine, generate
 from spec_runtime import cli as runtime_cli
+from spec_runtime.measure import audit, bench
+from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingParams
 
 PROMPT = "abcabcabc"
@@ -436,7 +438,7 @@ def test_bench_rotates_who_goes_first() -> None:
             order.append(self.inner.drafter)
             return self.inner.generate(prompt, **options)
 
-    prompts = [bench.Prompt(i, "all", "abcabc") for i in range(4)]
+    prompts = [BenchPrompt(i, "all", "abcabc") for i in range(4)]
     recorders: Any = [Recorder(engine), Recorder(engine.with_drafter("lookahead"))]
     reports = bench.run(recorders, prompts, max_new_tokens=4)
     assert [len(report.pairs) for report in reports] == [4, 4]
@@ -472,14 +474,14 @@ def test_prompt_files(tmp_path: Path) -> None:
         {"messages": messages, "category": "chat", "id": "m"},
     ]
     path.write_text("\n\n".join(json.dumps(row) for row in rows))
-    assert bench.read_prompts(path) == [
-        bench.Prompt(1, "all", "text"),
-        bench.Prompt("m", "chat", messages),
+    assert read_prompts(path) == [
+        BenchPrompt(1, "all", "text"),
+        BenchPrompt("m", "chat", messages),
     ]
     write_prompts(path)
 
     def chosen(limit: int | None, per_category: int | None) -> list[str | int]:
-        return [prompt.id for prompt in bench.read_prompts(path, limit, per_category)]
+        return [prompt.id for prompt in read_prompts(path, limit, per_category)]
 
     assert chosen(None, None) == [1, 2, 3, 4]
     assert chosen(None, 1) == [1, 3]

@@ -18,9 +18,10 @@ pytest.importorskip("onnxruntime")
 from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import checkpoint, drafters, make_bundle, target  # noqa: E402
+from spec_export import drafters, make_bundle, target  # noqa: E402
 from spec_export.decoder import Backbone  # noqa: E402
 from spec_export.drafters.layers import Batch  # noqa: E402
+from spec_export.training import checkpoint  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 
 PROMPTS = ["say abc, 3", "one two. one two. one", "x", "The quick brown fox; 0123 0123"]

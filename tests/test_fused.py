@@ -16,15 +16,18 @@ pytest.importorskip("onnxruntime")
 from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import fuse, make_bundle  # noqa: E402
+from spec_export import make_bundle  # noqa: E402
+from spec_export.graphs import fused_step as fuse  # noqa: E402
 from spec_runtime.backends import ort  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
-from spec_runtime.tree import Budget, TokenTree, grow  # noqa: E402
+from spec_runtime.trees.budget import Budget  # noqa: E402
+from spec_runtime.trees.grow import grow  # noqa: E402
+from spec_runtime.trees.tree import TokenTree  # noqa: E402
 
 PROMPTS = ["say abc, 3", "one two. one two. one", "x", "The quick brown fox; 0123 0123"]
 FUSABLE = ("parallelspec", "amphista", "medusa")
 fusable = pytest.mark.parametrize("name", FUSABLE)
-# in fp16 on "cuda": with banks, see spec_export/onnx_device.py; run on the CPU
+# in fp16 on "cuda": with banks, see spec_export/graphs/banks.py; run on the CPU
 everywhere = pytest.mark.parametrize("device", ["cpu", "cuda"])
 
 

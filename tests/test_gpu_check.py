@@ -15,14 +15,15 @@ import fake_tensorrt
 import numpy as np
 import pytest
 from small import toy_engine
+from toy_backend import ToyTarget
 
 import spec_runtime
-from spec_runtime import backends, bench, generate
+from spec_runtime import backends, generate
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import ort
 from spec_runtime.backends.cuda import Copies, StreamCopies
 from spec_runtime.backends.stepper import OrtStepper
-from spec_runtime.backends.toy import ToyTarget
+from spec_runtime.measure.prompts import BenchPrompt
 
 pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
@@ -184,7 +185,7 @@ def test_a_broken_piece_is_reported_and_the_rest_goes_on(
 def test_a_missing_package_costs_its_sections_alone(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "spec_export.onnx_rewrite", None)
+    monkeypatch.setitem(sys.modules, "spec_export.graphs.slots", None)
     monkeypatch.setitem(sys.modules, "torch", None)
     outcome = run("environment", "attention", "shapes", "parity")
     assert outcome.code == 0
@@ -336,7 +337,7 @@ def test_a_wrong_fused_step_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def check(whole: tuple[Outcome, Path], tmp_path: Path) -> Any:
     opened = [bundles.read(whole[1])]
-    prompts = [bench.Prompt(i, "all", text) for i, text in enumerate(("abcabc", "bcbcbc"))]
+    prompts = [BenchPrompt(i, "all", text) for i, text in enumerate(("abcabc", "bcbcbc"))]
     return gpu_check.Check(opened, prompts, "cuda", gpu_check.TOY, tmp_path)
 
 

@@ -13,7 +13,7 @@ from small import toy_engine, write_small_bundle
 
 import spec_runtime
 from spec_runtime.stats import Stats
-from spec_runtime.tree import Budget
+from spec_runtime.trees.budget import Budget
 
 FILE = Path(__file__).parents[1] / "tools" / "sweep_budgets.py"
 spec = importlib.util.spec_from_file_location("sweep_budgets", FILE)

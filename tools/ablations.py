@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_export import checkpoint, recipe, train
+from spec_export.training import checkpoint, recipe
+from spec_export.training import run as train
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
 

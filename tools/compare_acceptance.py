@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import spec_runtime
-from spec_runtime import bench, bundle, quality
+from spec_runtime import bundle
+from spec_runtime.backends.threads import default_threads
 from spec_runtime.cli.options import write_figures
+from spec_runtime.measure import quality
+from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingOptions
 from spec_runtime.stats import Stats
-from spec_runtime.threads import default_threads
 
 TEMPERATURES = (1.0, 0.7)
 EPSILONS = (0.01, 0.03, 0.05, 0.09, 0.15, 0.25)
@@ -52,7 +54,7 @@ def main() -> None:
     engine = spec_runtime.load(
         folder, arguments.drafter, arguments.threads, profile=not arguments.no_profile
     )
-    prompts = bench.read_prompts(arguments.prompts, arguments.limit)
+    prompts = read_prompts(arguments.prompts, arguments.limit)
     figures: dict[str, Any] = {
         "bundle": bundle.read(folder, verify=False).manifest.name,
         "drafter": engine.drafter,
@@ -81,7 +83,7 @@ def main() -> None:
 
 def compare(
     engine: spec_runtime.Engine,
-    prompts: list[bench.Prompt],
+    prompts: list[BenchPrompt],
     temperature: float,
     max_new_tokens: int,
     rules: dict[str, SamplingOptions],

@@ -24,9 +24,10 @@ from typing import IO, Any
 
 import spec_runtime
 from spec_export import target
-from spec_export.distill_engines import save_dequantized
-from spec_runtime import bench, bundle
-from spec_runtime.threads import default_threads
+from spec_export.distill.engines import save_dequantized
+from spec_runtime import bundle
+from spec_runtime.backends.threads import default_threads
+from spec_runtime.measure.prompts import read_prompts
 
 # Runs in the other environment: a prompt's ids a line in, its tokens and seconds a line out.
 WORKER = """
@@ -114,7 +115,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     manifest = bundle.read(folder).manifest
     if manifest.target.precision != "fp32":
         raise ValueError(f"got a bundle of {manifest.target.precision}, expected fp32")
-    prompts = bench.read_prompts(args.prompts, args.limit)
+    prompts = read_prompts(args.prompts, args.limit)
     model = build(args.genai_python, target.resolve(args.model), args.work, threads)
     engine = spec_runtime.load(folder, "none", threads=threads, verify=False)
     genai = Genai(args.genai_python, model)

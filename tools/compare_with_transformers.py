@@ -23,12 +23,13 @@ from rich.progress import Progress
 
 import spec_runtime
 from spec_export import target
-from spec_runtime import bench, bundle
-from spec_runtime.audit import first_difference
+from spec_runtime import bundle
+from spec_runtime.measure.audit import first_difference
+from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.proposers import BUILT_IN
 
 
-def evenly(prompts: list[bench.Prompt], num: int) -> list[bench.Prompt]:
+def evenly(prompts: list[BenchPrompt], num: int) -> list[BenchPrompt]:
     """`num` of them with evenly spaced places in the order of ids: of 480, 20 are 0, 24, 48, ..."""
     ordered = sorted(prompts, key=lambda prompt: prompt.id)
     num = min(num, len(ordered))
@@ -63,7 +64,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     drafters = args.drafter or [*(drafter.name for drafter in manifest.drafters), *BUILT_IN]
     engines = {name: engine.with_drafter(name) for name in drafters}
     model, tokenizer = target.load(target.resolve(args.model))
-    prompts = evenly(bench.read_prompts(args.prompts), args.num)
+    prompts = evenly(read_prompts(args.prompts), args.num)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in drafters}
     tokens = 0
     with Progress(console=Console(stderr=True), transient=True) as progress:

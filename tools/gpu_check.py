@@ -10,7 +10,7 @@ Sections, in this order:
 
 environment    GPU, driver, versions, providers
 parity         every graph of every bundle, random but valid feeds, device against CPU provider
-losslessness   every drafter against plain decoding on the device (spec_runtime/audit.py)
+losslessness   every drafter against plain decoding on the device (spec_runtime/measure/audit.py)
 capture        CUDA graphs on (backend cuda) and off (cuda_eager): same tokens, ratio of speeds
 attention      milliseconds of four layers with each form of attention, by context and rows
 bench          every drafter, prompt lookup and the fused step: accepted length, tokens/s, speed-up
@@ -44,13 +44,15 @@ from gpu_graphs import BACKENDS, PRECISIONS, Feeder, Shape, milliseconds
 from gpu_report import Found, Row, finite, left_out, measured_on
 
 import spec_runtime
-from spec_runtime import audit, backends, bench
+from spec_runtime import backends
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import ort
 from spec_runtime.backends.cuda import Copies
 from spec_runtime.backends.tensorrt import is_cache
+from spec_runtime.measure import audit, bench
+from spec_runtime.measure.prompts import NO_CATEGORY, BenchPrompt, read_prompts
 from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
-from spec_runtime.tree import chain_parents
+from spec_runtime.trees.tree import chain_parents
 
 # Largest |difference| of a row over its range: of logits and log-probabilities, and of features and
 # other hidden rows. Of the worst row at fp32 (TF32 products would show), of the mean row elsewhere,
@@ -119,7 +121,7 @@ class Check:
     row, by bundle. lengths: accepted length and nodes, by drafter. attention: of the 7B shapes."""
 
     opened: list[bundles.Bundle]
-    prompts: list[bench.Prompt]
+    prompts: list[BenchPrompt]
     device: str
     sizes: Sizes
     work: Path
@@ -411,7 +413,7 @@ def _capture(check: Check, opened: bundles.Bundle, name: str) -> Row:
 
 
 def _race(
-    engines: Sequence[spec_runtime.Engine], prompts: Sequence[bench.Prompt], max_new_tokens: int
+    engines: Sequence[spec_runtime.Engine], prompts: Sequence[BenchPrompt], max_new_tokens: int
 ) -> list[bench.Report]:
     """A report for each, CUDA graphs captured before the clock starts."""
     bench.run(engines, prompts[:1], max_new_tokens)
@@ -426,7 +428,7 @@ def _race(
 
 def attention(check: Check, found: Found) -> None:
     """A few layers with wide heads, with each form of attention."""
-    from spec_export.onnx_rewrite import ATTENTIONS
+    from spec_export.graphs.slots import ATTENTIONS
 
     sizes, precision = check.sizes, PRECISIONS[check.device]
     shape = sizes.attention
@@ -641,9 +643,9 @@ def main(words: Sequence[str] | None = None) -> int:
         try:
             if arguments.prompts is None:
                 texts = enumerate(TOY_PROMPTS, 1)
-                check.prompts = [bench.Prompt(i, bench.NO_CATEGORY, text) for i, text in texts]
+                check.prompts = [BenchPrompt(i, NO_CATEGORY, text) for i, text in texts]
             else:
-                check.prompts = bench.read_prompts(arguments.prompts, check.sizes.num_prompts)
+                check.prompts = read_prompts(arguments.prompts, check.sizes.num_prompts)
             paths = arguments.bundle or [gpu_graphs.toy_bundle(check.work, TINY, check.device)]
             check.opened = [bundles.read(path) for path in paths]
         except (OSError, ValueError) as error:

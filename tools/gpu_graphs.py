@@ -23,7 +23,7 @@ from spec_runtime import bundle as bundles
 from spec_runtime.backends.tensorrt import is_cache
 from spec_runtime.kv import open_cache
 from spec_runtime.target import PREFILL_ROWS
-from spec_runtime.tree import chain_parents
+from spec_runtime.trees.tree import chain_parents
 
 # by device: the backend that runs there, and the precision of what is made for it here
 BACKENDS = {"cpu": "onnxruntime", "cuda": "cuda"}
@@ -220,14 +220,16 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
 
 def trace_target(backbone: Any) -> Any:
     """The backbone's graph in the contiguous form, as a build for a device traces it."""
-    from spec_export import onnx_device, onnx_export
+    from spec_export.graphs import banks as onnx_device
+    from spec_export.graphs import trace as onnx_export
 
     return onnx_device.add_argmax(onnx_export.export_backbone(backbone))
 
 
 def write_target(traced: Any, variant: str, path: Path) -> bundles.Graph:
     """variant: "contiguous", or one of onnx_rewrite.ATTENTIONS. `traced` is left as it is."""
-    from spec_export import onnx_device, onnx_rewrite
+    from spec_export.graphs import banks as onnx_device
+    from spec_export.graphs import slots as onnx_rewrite
 
     model = traced.clone()
     if variant != "contiguous":
@@ -242,7 +244,10 @@ def write_drafter(
     writes it."""
     import torch
 
-    from spec_export import drafters, onnx_device, onnx_rewrite, target, tensorrt_build
+    from spec_export import drafters, target
+    from spec_export.graphs import banks as onnx_device
+    from spec_export.graphs import slots as onnx_rewrite
+    from spec_export.graphs import tensorrt as tensorrt_build
 
     definition = drafters.load("parallelspec")
     ends = target.ends(backbone)
@@ -296,7 +301,8 @@ def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
     import torch
     import transformers
 
-    from spec_export import checkpoint, drafters, make_bundle, target
+    from spec_export import drafters, make_bundle, target
+    from spec_export.training import checkpoint
 
     vocabulary = {"<s>": 0, "</s>": 1, **{chr(i): i - 30 for i in range(32, 126)}}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import spec_runtime
-from spec_runtime import bench, bundle
+from spec_runtime import bundle
+from spec_runtime.backends.threads import default_threads
 from spec_runtime.cli.options import write_figures
+from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import Stats
-from spec_runtime.threads import default_threads
-from spec_runtime.tree import Budget
+from spec_runtime.trees.budget import Budget
 
 NODES = (2, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.03, 0.1, 0.2, 0.3)
@@ -52,7 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.bundle or bundle.find()
     engines = contenders(folder, arguments.threads, arguments.nodes, arguments.threshold)
-    prompts = bench.read_prompts(arguments.prompts, arguments.limit)
+    prompts = read_prompts(arguments.prompts, arguments.limit)
     runs = race(engines, prompts, arguments.repeats, arguments.max_new_tokens)
     manifest = bundle.read(folder, verify=False).manifest
     figures: dict[str, Any] = {
@@ -95,7 +96,7 @@ def contenders(
 
 def race(
     engines: Mapping[str, spec_runtime.Engine],
-    prompts: Sequence[bench.Prompt],
+    prompts: Sequence[BenchPrompt],
     repeats: int,
     max_new_tokens: int,
 ) -> Runs:

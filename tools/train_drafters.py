@@ -16,7 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
-from spec_export import recipe, train
+from spec_export.training import recipe
+from spec_export.training import run as train
 
 SHARD_BYTES = 15 << 20
 

@@ -74,7 +74,7 @@ def _accuracy_table(name: str, calibration: dict[str, Any]) -> Table:
 
 
 def _length_table(calibration: dict[str, Any]) -> Table:
-    from spec_runtime.tree_templates import expected_accepted_length, searched
+    from spec_runtime.trees.templates import expected_accepted_length, searched
 
     accuracy = calibration["accuracy"]
     table = Table(title="accepted length by nodes of a tree, root included")

@@ -45,7 +45,7 @@ def command(
     ] = True,
 ) -> None:
     """Let the target answer prompts and keep the answers as training data."""
-    from spec_export import distill
+    from spec_export.distill import answers as distill
 
     result = distill.run(
         distill.DistillConfig(

@@ -32,6 +32,6 @@ def command(
     ] = None,
 ) -> None:
     """Train a drafter: checkpoints, curves and accuracy per position."""
-    from spec_export import train
+    from spec_export.training import run as train
 
     train.run(recipe, set_ or [], out, resume, cache, init)

@@ -32,7 +32,7 @@ from spec_export.drafters.layers import (
     as_traceable,
     fusion,
 )
-from spec_export.onnx_export import GraphInput, export, step_inputs
+from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 STAGES = {"none": 0, "one": 1, "two": 2}
 

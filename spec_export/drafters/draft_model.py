@@ -34,8 +34,8 @@ from spec_export.drafters.layers import (
     TargetEnds,
     as_traceable,
 )
-from spec_export.losses import IGNORED, head_cross_entropy
-from spec_export.onnx_export import export, step_inputs
+from spec_export.drafters.losses import IGNORED, head_cross_entropy
+from spec_export.graphs.trace import export, step_inputs
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ from spec_export.drafters.layers import (
     fusion,
     rotate,
 )
-from spec_export.losses import IGNORED, feature_regression, head_cross_entropy
-from spec_export.onnx_export import GraphInput, export, step_inputs
+from spec_export.drafters.losses import IGNORED, feature_regression, head_cross_entropy
+from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 
 @dataclass(frozen=True)

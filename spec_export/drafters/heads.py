@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
-from spec_export.losses import IGNORED, head_cross_entropy, trained_head_cross_entropy
+from spec_export.drafters.losses import IGNORED, head_cross_entropy, trained_head_cross_entropy
 
 HEADS = ("own", "shared")
 

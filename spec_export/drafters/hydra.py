@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from spec_export import decoder
 from spec_export.drafters.layers import Batch, DecoderLayer, TargetEnds, as_traceable
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
-from spec_export.onnx_export import GraphInput, export, step_inputs
+from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
-from spec_export.losses import IGNORED
+from spec_export.drafters.losses import IGNORED
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from spec_export import decoder
 from spec_export.drafters.heads import HEADS, HeadsDrafter
 from spec_export.drafters.layers import Batch, TargetEnds
-from spec_export.losses import position_weights
-from spec_export.onnx_export import GraphInput, export
+from spec_export.drafters.losses import position_weights
+from spec_export.graphs.trace import GraphInput, export
 
 
 @dataclass(frozen=True)

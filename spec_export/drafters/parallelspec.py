@@ -35,13 +35,13 @@ from spec_export.drafters.layers import (
     fusion,
     rotate,
 )
-from spec_export.losses import (
+from spec_export.drafters.losses import (
     IGNORED,
     feature_regression,
     head_cross_entropy,
     position_weights,
 )
-from spec_export.onnx_export import GraphInput, export, step_inputs
+from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 STYLES = ("medusa", "eagle")
 INPUTS = ("tokens", "features+tokens")

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from spec_export import decoder
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
-from spec_export.losses import IGNORED, head_cross_entropy
-from spec_export.onnx_export import GraphInput, export
+from spec_export.drafters.losses import IGNORED, head_cross_entropy
+from spec_export.graphs.trace import GraphInput, export
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from spec_export import decoder
 from spec_export.drafters.heads import ResidualBlock
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
-from spec_export.losses import IGNORED, head_cross_entropy
-from spec_export.onnx_export import export, step_inputs
+from spec_export.drafters.losses import IGNORED, head_cross_entropy
+from spec_export.graphs.trace import export, step_inputs
 
 HEADS = ("target", "trained")
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.cuda import Copies, open_copies
-from spec_runtime.backends.fill import WIDTHS, filled
+from spec_runtime.backends.pad_rows import WIDTHS, filled
 from spec_runtime.backends.tensorrt import MAX_STEPS, Recent, axis_sizes, is_cache, shape_of
+from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import BANK, Graph, TensorSpec
-from spec_runtime.threads import default_threads
 
 try:
     import onnxruntime as ort

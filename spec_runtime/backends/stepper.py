@@ -23,8 +23,8 @@ from spec_runtime.backends.ort import (
     _run_options,
     copied,
 )
+from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import Graph
-from spec_runtime.threads import default_threads
 
 RESULT, STATE = "result", "state."
 

@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from spec_runtime.backends.cuda import Cuda, open_cuda
-from spec_runtime.backends.fill import filled
+from spec_runtime.backends.pad_rows import filled
 from spec_runtime.bundle import BANK, FLAVOURS, Bundle, Graph, Plan, TensorSpec
 
 # flavour -> its Python module and our extra that brings it

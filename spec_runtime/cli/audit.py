@@ -12,8 +12,9 @@ from rich.table import Table
 from spec_runtime.cli import options
 
 if TYPE_CHECKING:
-    from spec_runtime import Engine, law
-    from spec_runtime.bench import Prompt
+    from spec_runtime import Engine
+    from spec_runtime.measure import distribution_test as law
+    from spec_runtime.measure.prompts import BenchPrompt
     from spec_runtime.sampling import SamplingOptions
 
 ACCEPTANCES = ("target_sampling", "rejection")
@@ -55,11 +56,12 @@ def command(
     """Check speculative decoding against plain decoding, token by token; the bundle's own trees are
     used, whatever `tune` found. Exit code 1 if a difference is neither a near tie nor rounding."""
     import spec_runtime
-    from spec_runtime import bench, quality
     from spec_runtime import bundle as bundles
+    from spec_runtime.measure import quality
+    from spec_runtime.measure.prompts import read_prompts
 
     _check(acceptance, temperature, strict, reference)
-    chosen = bench.read_prompts(prompts, limit)
+    chosen = read_prompts(prompts, limit)
     if out is not None:  # found out now, not after the audit
         out.parent.mkdir(parents=True, exist_ok=True)
     folder = bundle or bundles.find()
@@ -119,12 +121,12 @@ def _check(acceptance: str, temperature: float, strict: bool, reference: Path | 
 
 def _audit(
     engine: "Engine",
-    prompts: "list[Prompt]",
+    prompts: "list[BenchPrompt]",
     settings: "SamplingOptions",
     precision: str,
     reference: "Engine | None",
 ) -> dict[str, Any]:
-    from spec_runtime import audit
+    from spec_runtime.measure import audit
 
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("auditing", total=len(prompts))
@@ -140,8 +142,8 @@ def _audit(
     return audit.summarise(report)
 
 
-def _law(engine: "Engine", prompt: "Prompt", settings: "SamplingOptions", draws: int) -> "law.Law":
-    from spec_runtime import law
+def _law(engine: "Engine", prompt: "BenchPrompt", settings: "SamplingOptions", draws: int) -> "law.Law":
+    from spec_runtime.measure import distribution_test as law
 
     prompt_ids = engine.encode(prompt.content)
     with Progress(console=Console(stderr=True), transient=True) as progress:

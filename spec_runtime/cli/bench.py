@@ -50,12 +50,13 @@ def command(
     system: options.System = None,
 ) -> None:
     """Compare plain and speculative decoding of one bundle, prompt by prompt."""
-    from spec_runtime import bench
     from spec_runtime import bundle as bundles
-    from spec_runtime.threads import default_threads
-    from spec_runtime.tree import Budget
+    from spec_runtime.backends.threads import default_threads
+    from spec_runtime.measure import bench
+    from spec_runtime.measure.prompts import read_prompts
+    from spec_runtime.trees.budget import Budget
 
-    chosen = bench.read_prompts(prompts, limit, per_category)
+    chosen = read_prompts(prompts, limit, per_category)
     if out is not None:  # found out now, not after the measurement
         out.parent.mkdir(parents=True, exist_ok=True)
     folder = bundle or bundles.find()

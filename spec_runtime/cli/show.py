@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_runtime import bundle as bundles
-from spec_runtime import drawing, tree_templates
 from spec_runtime.cli import options
 from spec_runtime.proposers import BUILT_IN
+from spec_runtime.trees import drawing
+from spec_runtime.trees import templates as tree_templates
 
 
 def command(

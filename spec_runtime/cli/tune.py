@@ -14,8 +14,8 @@ from spec_runtime.cli import options
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
+    from spec_runtime.measure.tune import Report
     from spec_runtime.profile import Profile
-    from spec_runtime.tune import Report
 
 
 def command(
@@ -43,7 +43,8 @@ def command(
 ) -> None:
     """Measure this machine and choose the budget that is fastest on it."""
     from spec_runtime import bundle as bundles
-    from spec_runtime import profile, tune
+    from spec_runtime import profile
+    from spec_runtime.measure import tune
 
     if figure is not None:  # found out now, not after the measurement
         if figure.suffix not in (".svg", ".png", ".pdf"):
@@ -84,11 +85,12 @@ def command(
 
 def _encode(engine: "Engine", prompts: Path | None, console: Console) -> list[list[int]]:
     """Token ids of the prompts that fit the context."""
-    from spec_runtime import bench, tune
+    from spec_runtime.measure import tune
+    from spec_runtime.measure.prompts import read_prompts
 
     contents: list[Any] = list(tune.PROMPTS)
     if prompts is not None:
-        contents = [prompt.content for prompt in bench.read_prompts(prompts)]
+        contents = [prompt.content for prompt in read_prompts(prompts)]
     found = []
     for content in contents:
         try:

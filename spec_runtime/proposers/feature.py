@@ -11,7 +11,7 @@ import numpy as np
 
 from spec_runtime.bundle import FEATURE_ROWS
 from spec_runtime.proposers.draft_model import DraftModelProposer
-from spec_runtime.tree import TreeBuilder
+from spec_runtime.trees.grow import TreeBuilder
 
 
 class FeatureProposer(DraftModelProposer):

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_runtime.tree import Budget, TokenTree, TreeBuilder
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import TreeBuilder
+from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from spec_runtime.generate import Step
+    from spec_runtime.step import Step
 
 LEVEL, WINDOW, POOL = 5, 7, 7
 NUM_NODES = (WINDOW + POOL) * (LEVEL - 1)  # of a full tree, root included

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_runtime.tree import Budget, TokenTree, TreeBuilder
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import TreeBuilder
+from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from spec_runtime.generate import Step
+    from spec_runtime.step import Step
 
 # One more match is worth as much as this many more tokens of the match before it (on 300 answers
 # of the demo target: accepted length 1.50 with one match, 1.55 to 1.56 with four at 4, 2 or 1).

@@ -17,11 +17,12 @@ import numpy as np
 from spec_runtime.backends import Backend
 from spec_runtime.bundle import BANK_ROWS, FEATURE_ROWS
 from spec_runtime.kv import Cache, SlotCache, open_cache
-from spec_runtime.tree import TreeBuilder, chain_parents
+from spec_runtime.trees.grow import TreeBuilder
+from spec_runtime.trees.tree import chain_parents
 
 if TYPE_CHECKING:
     from spec_runtime.bundle import Bundle, Graph
-    from spec_runtime.generate import Step
+    from spec_runtime.step import Step
     from spec_runtime.target import Target
 
 CHUNK_ROWS = 256
@@ -98,8 +99,8 @@ class DrafterRows:
 
     first_token: the token that row 0 carries, 1 for pairs and 0 for a draft model. repeat_feature:
     extra rows (see `run`) have the features of the last row kept, not zeros. bank: the target,
-    whose banks the graph reads features from (spec_export/onnx_device.py); `wants_features` is then
-    of the host alone. In the drafter's own banks, the M rows of logits of a run that is kept are 0
+    whose banks the graph reads features from (graphs/banks.py); `wants_features` is then of
+    the host alone. In the drafter's own banks, the M rows of logits of a run that is kept are 0
     to M - 1, and node k of the forest behind them (see `run_nodes`) is 1 + k. The graph's own
     outputs are the caller's; this class only feeds it.
     """

@@ -16,11 +16,13 @@ import numpy as np
 from spec_runtime.backends import Backend
 from spec_runtime.bundle import BANK_ROWS, STATE_ROWS, require_config
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
-from spec_runtime.tree import Budget, TokenTree, TreeBuilder, grow_by_levels
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
+from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
     from spec_runtime.bundle import Bundle, DrafterInfo
-    from spec_runtime.generate import Step
+    from spec_runtime.step import Step
     from spec_runtime.target import Target
 
 

@@ -16,11 +16,13 @@ import numpy as np
 from spec_runtime.backends import Backend
 from spec_runtime.bundle import BundleError, require_config
 from spec_runtime.kv import Cache
-from spec_runtime.tree import Budget, TokenTree, TreeBuilder, grow_by_levels
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
+from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
     from spec_runtime.bundle import Bundle, DrafterInfo
-    from spec_runtime.generate import Step
+    from spec_runtime.step import Step
     from spec_runtime.target import Target
 
 

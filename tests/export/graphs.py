@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.onnx_export import save
+from spec_export.graphs.trace import save
 from spec_runtime.backends.ort import OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import open_cache

@@ -21,8 +21,8 @@ from torch import Tensor
 from spec_export import target
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
-from spec_export.onnx_rewrite import to_slots
-from spec_export.quantize import quantize
+from spec_export.graphs.quantize import quantize
+from spec_export.graphs.slots import to_slots
 
 TOLERANCE = 1e-4
 D = HEADS * HEAD_DIM

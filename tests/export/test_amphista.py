@@ -23,12 +23,13 @@ from torch.nn import functional as F
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import checkpoint, make_bundle, target
+from spec_export import make_bundle, target
 from spec_export.decoder import Backbone
 from spec_export.drafters.amphista import Config, Drafter
 from spec_export.drafters.layers import Batch
-from spec_export.onnx_rewrite import to_slots
-from spec_export.quantize import quantize
+from spec_export.graphs.quantize import quantize
+from spec_export.graphs.slots import to_slots
+from spec_export.training import checkpoint
 from spec_runtime.proposers.heads import LastFeatureProposer
 
 TOLERANCE = 1e-4

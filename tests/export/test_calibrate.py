@@ -18,10 +18,12 @@ from small import toy_engine, write_small_bundle
 from spec_export import calibrate, cli
 from spec_runtime import bundle as bundles
 from spec_runtime.engine import Engine
-from spec_runtime.generate import Step
-from spec_runtime.proposers import PlainProposer
+from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.stats import Stats
-from spec_runtime.tree import Budget, TokenTree, TreeBuilder, grow, grow_by_levels
+from spec_runtime.step import Step
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
+from spec_runtime.trees.tree import TokenTree
 
 NUM_LEVELS, NUM_CANDIDATES = 3, 4
 PROMPTS = [list(b"abcab"), list(b"x"), list(b"hello, world")]

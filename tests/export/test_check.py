@@ -13,8 +13,10 @@ import pytest
 from tiny_target import make_tokenizer, save_llama
 from workshop import Workshop
 
-from spec_export import check, make_bundle, onnx_export, onnx_rewrite, reference, target
+from spec_export import check, make_bundle, reference, target
 from spec_export.decoder import Backbone
+from spec_export.graphs import slots as onnx_rewrite
+from spec_export.graphs import trace as onnx_export
 from spec_runtime import bundle as bundles
 
 SCRIPTS = {"chunks of 1", "chunks of 7", "chunks of 64", "chain decode", "random trees"}

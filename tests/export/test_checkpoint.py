@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
-from spec_export import checkpoint  # noqa: E402 (needs torch)
-from spec_export.checkpoint import CheckpointError  # noqa: E402
+from spec_export.training import checkpoint  # noqa: E402 (needs torch)
+from spec_export.training.checkpoint import CheckpointError  # noqa: E402
 
 
 class Run:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tiny_target import make_tokenizer
 
-from spec_export import data
-from spec_export.data import DataError, Example
+from spec_export.training import data
+from spec_export.training.data import DataError, Example
 
 
 def write(path: Path, *rows: object) -> Path:

@@ -13,9 +13,12 @@ from tiny_target import make_tokenizer, save_llama
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from spec_export import data, distill, distill_engines, target  # noqa: E402 (needs torch)
-from spec_export.distill import DistillConfig, DistillError  # noqa: E402
-from spec_export.distill_engines import EngineError, GenerationParams  # noqa: E402
+from spec_export import target  # noqa: E402 (needs torch)
+from spec_export.distill import answers as distill  # noqa: E402 (needs torch)
+from spec_export.distill import engines as distill_engines  # noqa: E402
+from spec_export.distill.answers import DistillConfig, DistillError  # noqa: E402
+from spec_export.distill.engines import EngineError, GenerationParams  # noqa: E402
+from spec_export.training import data  # noqa: E402 (needs torch)
 
 
 @pytest.fixture(scope="module")

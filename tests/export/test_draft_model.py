@@ -30,7 +30,7 @@ from spec_export.drafters.draft_model import (
     require_same_tokens,
 )
 from spec_export.drafters.layers import Batch
-from spec_export.onnx_rewrite import to_slots
+from spec_export.graphs.slots import to_slots
 
 TOLERANCE = 1e-4
 SIZES: dict[str, Any] = {

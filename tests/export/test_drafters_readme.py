@@ -59,7 +59,7 @@ def test_the_example_meets_the_contract(
 
 def test_the_example_trains(name: str, workshop: Workshop) -> None:
     """Its two steps moved every matrix: each guess has a loss."""
-    from spec_export import checkpoint
+    from spec_export.training import checkpoint
 
     saved = checkpoint.load_drafter(workshop.drafter(name))
     assert saved.config["num_guesses"] == 3

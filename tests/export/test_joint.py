@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import spec_runtime
-from spec_export import joint, make_bundle, recipe, target, train
+from spec_export import make_bundle, target
 from spec_export.decoder import Backbone
 from spec_export.drafters import skip_layer
 from spec_export.drafters.layers import Batch
+from spec_export.training import joint, recipe
+from spec_export.training import run as train
 
 RECIPE = """
 [target]

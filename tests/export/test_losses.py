@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_export import losses
-from spec_export.losses import feature_regression, head_cross_entropy, position_weights
+from spec_export.drafters import losses
+from spec_export.drafters.losses import feature_regression, head_cross_entropy, position_weights
 
 R, D, V = 11, 6, 17
 

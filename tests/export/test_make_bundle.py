@@ -19,7 +19,8 @@ from tiny_target import save_llama
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import checkpoint, make_bundle, target
+from spec_export import make_bundle, target
+from spec_export.training import checkpoint
 from spec_runtime import bundle as bundles
 from spec_runtime import cli as runtime_cli
 from spec_runtime.bundle import BundleError

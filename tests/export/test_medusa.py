@@ -22,11 +22,12 @@ from torch.nn import functional as F
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import drafters, recipe, target
+from spec_export import drafters, target
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
 from spec_export.drafters.medusa import Config, Drafter
-from spec_export.quantize import quantize
+from spec_export.graphs.quantize import quantize
+from spec_export.training import recipe
 from spec_runtime import bundle as bundles
 from spec_runtime.backends.ort import OrtBackend
 
@@ -136,7 +137,7 @@ def test_many_rows_go_through_a_head_in_chunks(
     batch = make_batch((40,))
     results = []
     for rows in (1000, 1):  # chunks of four times as many
-        monkeypatch.setattr("spec_export.losses.CHUNK_ROWS", rows)
+        monkeypatch.setattr("spec_export.drafters.losses.CHUNK_ROWS", rows)
         drafter.zero_grad()
         loss, counts = drafter.loss(batch)
         loss.backward()

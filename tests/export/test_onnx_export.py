@@ -29,7 +29,7 @@ from test_decoder import (
 from torch import Tensor
 
 from spec_export.decoder import FAMILIES, Backbone
-from spec_export.onnx_export import GraphInput, export, export_backbone, save
+from spec_export.graphs.trace import GraphInput, export, export_backbone, save
 
 RELATIVE_TOLERANCE = 1e-5
 LAYERS = 2

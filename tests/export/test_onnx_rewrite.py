@@ -28,8 +28,8 @@ from test_decoder import (
 )
 
 from spec_export.decoder import Backbone
-from spec_export.onnx_export import export_backbone, save
-from spec_export.onnx_rewrite import ATTENTIONS, MS, to_slots
+from spec_export.graphs.slots import ATTENTIONS, MS, to_slots
+from spec_export.graphs.trace import export_backbone, save
 from spec_runtime.kv import open_cache
 
 TOLERANCE = 2e-5

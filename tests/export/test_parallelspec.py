@@ -23,7 +23,7 @@ from spec_export import target
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
 from spec_export.drafters.parallelspec import Config, Drafter
-from spec_export.onnx_rewrite import to_slots
+from spec_export.graphs.slots import to_slots
 
 TOLERANCE = 1e-4
 D = HEADS * HEAD_DIM

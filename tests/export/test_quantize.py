@@ -17,9 +17,9 @@ import pytest
 from graphs import Runner
 from test_decoder import backbone_of, chain, random_tokens, tiny
 
-from spec_export.onnx_export import export_backbone
-from spec_export.onnx_rewrite import MS, to_slots
-from spec_export.quantize import BLOCK, quantize, saturation_probe
+from spec_export.graphs.quantize import BLOCK, quantize, saturation_probe
+from spec_export.graphs.slots import MS, to_slots
+from spec_export.graphs.trace import export_backbone
 
 K, N, V = 64, 96, 100
 SAME_INTEGERS = 2e-6

@@ -6,8 +6,8 @@ from typing import Literal
 
 import pytest
 
-from spec_export import recipe
-from spec_export.recipe import RecipeError
+from spec_export.training import recipe
+from spec_export.training.recipe import RecipeError
 
 TEXT = """
 [target]

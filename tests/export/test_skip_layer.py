@@ -16,13 +16,14 @@ import onnx  # noqa: E402
 from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import checkpoint, make_bundle, target  # noqa: E402
+from spec_export import make_bundle, target  # noqa: E402
 from spec_export.decoder import Backbone  # noqa: E402
 from spec_export.drafters.layers import Batch  # noqa: E402
 from spec_export.drafters.skip_layer import Config, Drafter  # noqa: E402
+from spec_export.training import checkpoint  # noqa: E402
 from spec_runtime import bundle as bundles  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
-from spec_runtime.tree import TreeBuilder  # noqa: E402
+from spec_runtime.trees.grow import TreeBuilder  # noqa: E402
 
 NAME = "skip_layer"
 

@@ -10,7 +10,7 @@ import torch
 from test_decoder import Decoder, backbone_of, chain, random_tokens, tiny
 
 from spec_export.decoder import FAMILIES, Layer
-from spec_export.smooth import _largest_inputs, smooth
+from spec_export.graphs.smooth import _largest_inputs, smooth
 
 OPTIONS = {"llama": {"mlp_bias": True, "attention_bias": True}}
 

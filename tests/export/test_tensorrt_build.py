@@ -19,10 +19,12 @@ from graphs import Runner, graph_of
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import checkpoint, cli, drafters, make_bundle, onnx_export, target
-from spec_export import tensorrt_build as build
+from spec_export import cli, drafters, make_bundle, target
 from spec_export.decoder import Backbone
-from spec_export.half import to_half
+from spec_export.graphs import tensorrt as build
+from spec_export.graphs import trace as onnx_export
+from spec_export.graphs.half import to_half
+from spec_export.training import checkpoint
 from spec_runtime import bundle as bundles
 from spec_runtime.backends.tensorrt import import_tensorrt
 from spec_runtime.bundle import Bundle, Graph, TensorSpec

@@ -17,9 +17,11 @@ import pytest
 import torch
 from tiny_target import save_llama
 
-from spec_export import checkpoint, features, target, train
-from spec_export.data import Example
-from spec_runtime.tree import Budget
+from spec_export import target
+from spec_export.training import checkpoint, features
+from spec_export.training import run as train
+from spec_export.training.data import Example
+from spec_runtime.trees.budget import Budget
 
 NUM_ROWS = 14
 RECIPE = """

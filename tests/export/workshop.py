@@ -8,7 +8,8 @@ from pathlib import Path
 
 from tiny_target import save_llama
 
-from spec_export import make_bundle, train
+from spec_export import make_bundle
+from spec_export.training import run as train
 
 WORDS = ("abc, ", "one two. ", "xyz", "0123 ")
 RECIPE = """

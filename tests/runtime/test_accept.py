@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
-from spec_runtime.tree import Draws, TokenTree
+from spec_runtime.trees.tree import Draws, TokenTree
 
 # 5 ─┬─ 7 ── 9
 #    └─ 8

@@ -13,17 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 from small import small_manifest, write_small_bundle
+from toy_backend import ByteTokenizer, ToyTarget
 from toy_engine import make_proposer, random_prompt
 
 import spec_runtime
-from spec_runtime import audit, bundle, generate, law, quality
-from spec_runtime.backends.toy import ByteTokenizer, ToyTarget
-from spec_runtime.bench import Prompt
+from spec_runtime import bundle, generate
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
+from spec_runtime.measure import audit, quality
+from spec_runtime.measure import distribution_test as law
+from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
 from spec_runtime.target import NEAR_TIE, Target, top_gap
-from spec_runtime.tree import Budget, TokenTree
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.tree import TokenTree
 
 GREEDY: SamplingOptions = {"max_new_tokens": 48, "ignore_eos": True}
 FORMS = ["slots", "contiguous"]
@@ -89,9 +92,9 @@ def noisy_engine(amplitude: float, form: str = "slots", **options: Any) -> Engin
     return make_engine(NoisyTarget(amplitude, vocab_size=vocab_size, form=form), **options)
 
 
-def prompts(number: int = 4) -> list[Prompt]:
+def prompts(number: int = 4) -> list[BenchPrompt]:
     contents: list[Any] = [random_prompt(i) for i in range(number)]
-    return [Prompt(i, "all", content) for i, content in enumerate(contents)]
+    return [BenchPrompt(i, "all", content) for i, content in enumerate(contents)]
 
 
 def figures(
@@ -434,7 +437,7 @@ def test_prompts_that_do_not_fit_are_skipped() -> None:
     reasons: list[str] = []
     report = audit.run(
         engine,
-        [Prompt(i, "all", content) for i, content in enumerate(contents)],
+        [BenchPrompt(i, "all", content) for i, content in enumerate(contents)],
         GREEDY,
         "fp32",
         on_skip=reasons.append,

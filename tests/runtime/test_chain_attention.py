@@ -15,17 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 from test_load import write_bundle
+from toy_backend import ToyDrafter, ToyTarget
 
 import spec_runtime
 from spec_runtime import backends, bundle
-from spec_runtime.backends.toy import ToyDrafter, ToyTarget
 from spec_runtime.engine import Engine
 from spec_runtime.kv import ChainCache, SlotCache, open_cache
-from spec_runtime.proposers import Proposer
+from spec_runtime.measure.tune import tune
+from spec_runtime.proposers.base import Proposer
 from spec_runtime.target import NEAR_TIE, Target
-from spec_runtime.tree import Budget, TokenTree, chain_parents, is_chain
-from spec_runtime.tree_templates import EAGLE26, from_counts
-from spec_runtime.tune import tune
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.templates import EAGLE26, from_counts
+from spec_runtime.trees.tree import TokenTree, chain_parents, is_chain
 
 DRAFTERS = ("parallelspec", "prompt_lookup")
 PROMPTS = ("hello hello hello", "abcabcab", "x")

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_backend import ByteTokenizer, ToyTarget
 from toy_engine import random_prompt
 
-from spec_runtime.backends.toy import ByteTokenizer, ToyTarget
 from spec_runtime.engine import Engine
-from spec_runtime.generate import Step
 from spec_runtime.kv import open_cache
-from spec_runtime.proposers import PlainProposer, Proposer
+from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.rows import DrafterRows
+from spec_runtime.step import Step
 from spec_runtime.target import Target
-from spec_runtime.tree import Budget
+from spec_runtime.trees.budget import Budget
 
 VOCAB, MAX_LENGTH, SCRATCH = 64, 160, 32
 

@@ -16,8 +16,9 @@ from small import write_small_bundle
 from test_tree_templates import ACCURACY, CALIBRATION
 
 from spec_runtime import bundle as bundles
-from spec_runtime import cli, drawing
-from spec_runtime.tree_templates import RankPath, cartesian, parse_tree, searched
+from spec_runtime import cli
+from spec_runtime.trees import drawing
+from spec_runtime.trees.templates import RankPath, cartesian, parse_tree, searched
 
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 Show = Callable[..., tuple[int, str, str]]

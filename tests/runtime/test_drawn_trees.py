@@ -7,15 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from spec_runtime.tree import (
-    Budget,
-    DrawRule,
-    TokenTree,
-    TreeBuilder,
-    grow,
-    grow_by_levels,
-    merge,
-)
+from spec_runtime.trees.budget import Budget, DrawRule
+from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels, merge
+from spec_runtime.trees.tree import TokenTree
 
 IDS, PROBABILITIES = np.array([7, 8, 9]), np.array([0.4, 0.2, 0.1])  # the best of more
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from test_text import CHATML
+from toy_backend import ByteTokenizer
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
-from spec_runtime.backends.toy import ByteTokenizer
 from spec_runtime.engine import Engine
-from spec_runtime.generate import Step
+from spec_runtime.step import Step
 from spec_runtime.text import ChatTemplate
-from spec_runtime.tree import Budget
+from spec_runtime.trees.budget import Budget
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 

@@ -13,11 +13,11 @@ from small import small_manifest
 from test_rows import features_of
 
 from spec_runtime.bundle import Bundle, BundleError
-from spec_runtime.generate import Step
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers.feature import FeatureProposer
 from spec_runtime.proposers.rows import DrafterRows
-from spec_runtime.tree import Budget
+from spec_runtime.step import Step
+from spec_runtime.trees.budget import Budget
 
 
 class Successor:

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_runtime.backends import fill
-from spec_runtime.backends.fill import filled
+from spec_runtime.backends import pad_rows as fill
+from spec_runtime.backends.pad_rows import filled
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import ContiguousCache, open_cache
-from spec_runtime.tree import chain_parents
+from spec_runtime.trees.tree import chain_parents
 
 CAPACITY = 40
 SHAPES: dict[str, tuple[str, tuple[int | str, ...]]] = {

@@ -11,11 +11,12 @@ from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import generate
 from spec_runtime.engine import Engine
-from spec_runtime.generate import Limits, Step
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import Sampler
 from spec_runtime.stats import Stats
-from spec_runtime.tree import Budget, TokenTree
+from spec_runtime.step import Limits, Step
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.tree import TokenTree
 
 SPECULATIVE = [name for name in DRAFTERS if name != "none"]
 # short loops, so that prompt lookup finds something, and drafts that are right half the time

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from toy_backend import ToyDrafter, ToyTarget
 from toy_engine import make_engine, make_proposer, random_prompt
 
-from spec_runtime.backends.toy import ToyDrafter, ToyTarget
-from spec_runtime.generate import Step
 from spec_runtime.kv import SlotCache
 from spec_runtime.proposers import rows
 from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.rows import DrafterRows
-from spec_runtime.tree import Budget
+from spec_runtime.step import Step
+from spec_runtime.trees.budget import Budget
 
 MASK = 900
 

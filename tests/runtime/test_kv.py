@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spec_runtime.kv import Cache, ContiguousCache, SlotCache, open_cache
-from spec_runtime.tree import TokenTree, ancestors, chain_parents, depths
+from spec_runtime.trees.tree import TokenTree, ancestors, chain_parents, depths
 
 CAPACITY = 48
 

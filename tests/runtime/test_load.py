@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from test_text import CHATML
+from toy_backend import FEATURE_WIDTH, ToyDrafter, ToyTarget
 
 import spec_runtime
 from spec_runtime import backends, bundle
-from spec_runtime.backends.toy import FEATURE_WIDTH, ToyDrafter, ToyTarget
-from spec_runtime.tree import Budget
+from spec_runtime.trees.budget import Budget
 
 tokenizers = pytest.importorskip("tokenizers")
 

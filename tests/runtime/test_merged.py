@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_runtime.generate import Step
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.tree import Budget, TokenTree
+from spec_runtime.step import Step
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.tree import TokenTree
 
 
 class Fixed:

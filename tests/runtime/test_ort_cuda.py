@@ -23,14 +23,16 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_runtime import bundle as bundles
-from spec_runtime.backends import fill, open_graph, ort
+from spec_runtime.backends import open_graph, ort
+from spec_runtime.backends import pad_rows as fill
 from spec_runtime.backends.cuda import Copies
 from spec_runtime.backends.ort import OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
-from spec_runtime.proposers.around import Around
+from spec_runtime.proposers.wrapper import Around
 from spec_runtime.target import TOP, Target
-from spec_runtime.tree import Budget, TokenTree
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.tree import TokenTree
 
 onnx = pytest.importorskip("onnx")
 
@@ -157,7 +159,7 @@ def test_near_ties_are_redone_on_the_device(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the graph found: strict looks at the rows."""
-    monkeypatch.setattr("spec_runtime.engine.STRICT_GAPS", {"fp32": 0.05})
+    monkeypatch.setitem(STRICT_GAPS, "fp32", 0.05)
     expected = on_cpu(folders["fp32"], drafter="parallelspec", strict=True)
     engine = load(folders["fp32"], drafter="parallelspec", strict=True)
     right = expected.generate(PROMPTS[0], **OPTIONS)
@@ -564,7 +566,7 @@ def negating(change: Callable[[Any], Any]) -> Any:
 
 def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
     """And says so where there is none."""
-    from spec_export.onnx_device import add_argmax
+    from spec_export.graphs.banks import add_argmax
 
     session = negating(add_argmax)
     inf, nan = np.inf, np.nan
@@ -575,7 +577,7 @@ def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
 
 
 def test_the_graph_finds_the_largest_and_the_whole() -> None:
-    from spec_export.onnx_device import add_top
+    from spec_export.graphs.banks import add_top
 
     for most in (2, 9):
         session = negating(partial(add_top, most=most))

@@ -16,18 +16,12 @@ import pytest
 
 from spec_runtime import generate
 from spec_runtime.accept import _pick
-from spec_runtime.generate import Limits, Step
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.stats import Stats
-from spec_runtime.tree import (
-    Budget,
-    DrawRule,
-    Draws,
-    TokenTree,
-    TreeBuilder,
-    grow,
-    grow_by_levels,
-)
+from spec_runtime.step import Limits, Step
+from spec_runtime.trees.budget import Budget, DrawRule
+from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
+from spec_runtime.trees.tree import Draws, TokenTree
 
 V, C = 4, 3  # tokens; candidates of the drafter
 NUM_TOKENS = 4  # whose law is tested

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from spec_runtime.generate import Step
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers.rows import DrafterRows
-from spec_runtime.tree import TreeBuilder
+from spec_runtime.step import Step
+from spec_runtime.trees.grow import TreeBuilder
 
 
 class Recorder:

@@ -10,7 +10,7 @@ import pytest
 
 from spec_runtime.accept import by_target_sampling
 from spec_runtime.sampling import Sampler, SamplingParams, TopLogits
-from spec_runtime.tree import TokenTree
+from spec_runtime.trees.tree import TokenTree
 
 # the 1 - 1e-6 quantile of chi-square by degrees of freedom: seeds are fixed, so it cannot flake
 CHI_SQUARE = {5: 35.9, 7: 40.5, 15: 56.5, 35: 88.4}

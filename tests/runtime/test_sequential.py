@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_runtime.generate import Step
 from spec_runtime.kv import SlotCache
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.proposers.sequential import SequentialProposer
-from spec_runtime.tree import Budget, TokenTree
+from spec_runtime.step import Step
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.tree import TokenTree
 
 WIDTH = 8  # of a state: the feature it began with, then the path's tokens in order
 

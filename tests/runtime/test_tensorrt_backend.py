@@ -175,7 +175,8 @@ def test_manifests_without_plans_are_as_before() -> None:
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float32 bundle made for TensorRT, whose plans are a few bytes."""
-    from spec_export import make_bundle, tensorrt_build
+    from spec_export import make_bundle
+    from spec_export.graphs import tensorrt as tensorrt_build
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensorrt_build, "import_tensorrt", fake.tensorrt)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from toy_backend import ByteTokenizer
 
-from spec_runtime.backends.toy import ByteTokenizer
 from spec_runtime.text import ChatTemplate, TextStream, encode_prompt
 
 CHATML = (

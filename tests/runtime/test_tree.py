@@ -7,16 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from spec_runtime.tree import (
-    Budget,
-    TokenTree,
-    TreeBuilder,
-    ancestors,
-    depths,
-    grow,
-    grow_by_levels,
-    merge,
-)
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels, merge
+from spec_runtime.trees.tree import TokenTree, ancestors, depths
 
 
 def tree_of(tokens: list[int], parents: list[int]) -> TokenTree:

@@ -12,8 +12,8 @@ import pytest
 from small import small_manifest
 
 from spec_runtime.bundle import BundleError, DrafterInfo
-from spec_runtime.engine import _budget
-from spec_runtime.tree_templates import (
+from spec_runtime.load import _budget
+from spec_runtime.trees.templates import (
     DEFAULT_NODES,
     RankPath,
     cartesian,

@@ -17,12 +17,15 @@ import numpy as np
 import pytest
 from test_load import toy_graphs, write_bundle  # noqa: F401  (a fixture)
 from test_tree import Table, paths
+from toy_backend import ToyTarget
 from toy_engine import make_engine, make_proposer, random_prompt
 
 import spec_runtime
-from spec_runtime import bundle, cli, payoff, profile, tune
-from spec_runtime.backends.toy import ToyTarget
-from spec_runtime.controller import (
+from spec_runtime import bundle, cli, profile
+from spec_runtime.engine import Engine
+from spec_runtime.measure import tune
+from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
+from spec_runtime.proposers.adaptive import (
     FIRST_REST,
     LARGEST_TRUST,
     LONGEST_REST,
@@ -32,12 +35,13 @@ from spec_runtime.controller import (
     Corrector,
     corrected,
 )
-from spec_runtime.engine import Engine
-from spec_runtime.generate import Step
-from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
-from spec_runtime.proposers import PlainProposer
+from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.tree import Budget, TokenTree, grow, grow_by_levels
+from spec_runtime.step import Step
+from spec_runtime.trees import payoff
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import grow, grow_by_levels
+from spec_runtime.trees.tree import TokenTree
 
 KEY = Key("0" * 64, "some cpu", 2, "int8", "parallelspec")
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from toy_backend import ByteTokenizer, ToyDrafter, ToyTarget
 
-from spec_runtime.backends.toy import ByteTokenizer, ToyDrafter, ToyTarget
 from spec_runtime.engine import Engine
 from spec_runtime.kv import open_cache
-from spec_runtime.proposers import PlainProposer, Proposer
+from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.lookahead import LookaheadProposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.target import Target
-from spec_runtime.tree import Budget
+from spec_runtime.trees.budget import Budget
 
 DRAFTERS = ("none", "prompt_lookup", "lookahead", "parallelspec")
 

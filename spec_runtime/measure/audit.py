@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from spec_runtime import quality
+from spec_runtime.measure import quality
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
 from spec_runtime.stats import Stats
 from spec_runtime.target import NEAR_TIE, Target
-from spec_runtime.tree import TokenTree
+from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from spec_runtime.bench import Prompt
     from spec_runtime.engine import Engine
+    from spec_runtime.measure.prompts import BenchPrompt
 
 SAMPLED_ROWS = 16  # of each answer, compared with those of plain decoding
 CHAIN_ROWS = 16  # of each answer's end, for the calibration
@@ -175,7 +175,7 @@ def scores(sampler: Sampler, logits_V: np.ndarray, position: int) -> np.ndarray:
 
 def run(
     engine: Engine,
-    prompts: Iterable[Prompt],
+    prompts: Iterable[BenchPrompt],
     options: SamplingOptions,
     precision: str,
     reference: Engine | None = None,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.onnx_rewrite import GraphEditor, _dim
+from spec_export.graphs.slots import GraphEditor, _dim
 from spec_runtime.bundle import BANK, BANK_ROWS, FEATURE_ROWS, STATE_ROWS
 from spec_runtime.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
 

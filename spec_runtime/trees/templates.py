@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spec_runtime.bundle import BundleError
-from spec_runtime.tree import Budget, grow
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import grow
 
 if TYPE_CHECKING:
     from spec_runtime.bundle import DrafterInfo

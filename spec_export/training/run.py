@@ -29,11 +29,14 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from spec_export import checkpoint, data, drafters, features, recipe, target
-from spec_export.allocator import keep_big_blocks
+from spec_export import drafters, target
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
-from spec_runtime.tree import Budget, TokenTree, grow
+from spec_export.training import checkpoint, data, features, recipe
+from spec_export.training.allocator import keep_big_blocks
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import grow
+from spec_runtime.trees.tree import TokenTree
 
 console = Console(stderr=True)
 VALIDATION_BUDGET = Budget(max_nodes=16)
@@ -146,7 +149,7 @@ def run(
         del model
         trainer = Trainer(plan, drafter, stored, len(training), out, about, accelerator)
     else:
-        from spec_export import joint  # here: it imports this file
+        from spec_export.training import joint  # here: it imports this file
 
         about["target_modified"] = True
         trainer = joint.JointTrainer(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spec_runtime.target import Target
-from spec_runtime.tree import TokenTree
+from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
     from spec_runtime.bundle import Manifest

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.onnx_rewrite import MS, GraphEditor
+from spec_export.graphs.slots import MS, GraphEditor
 
 BLOCK = 32
 FULL, REDUCED = 127, 63  # largest int8 weight

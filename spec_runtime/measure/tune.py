@@ -20,18 +20,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from spec_runtime.controller import corrected
 from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
-from spec_runtime.proposers import PlainProposer, Proposer
-from spec_runtime.proposers.around import Around
+from spec_runtime.proposers.adaptive import corrected
+from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
+from spec_runtime.proposers.wrapper import Around
 from spec_runtime.stats import Stats
-from spec_runtime.tree import Budget, TokenTree, chain_parents
-from spec_runtime.tree_templates import path_probabilities, searched
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.templates import path_probabilities, searched
+from spec_runtime.trees.tree import TokenTree, chain_parents
 
 if TYPE_CHECKING:
     from spec_runtime.engine import Engine
-    from spec_runtime.generate import Step
+    from spec_runtime.step import Step
     from spec_runtime.target import Target
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)

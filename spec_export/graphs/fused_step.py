@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.onnx_rewrite import GraphEditor, _dim, _remove_dead
+from spec_export.graphs.slots import GraphEditor, _dim, _remove_dead
 from spec_runtime.bundle import BANK, DRAFT, FEATURE_ROWS
 
 BUFFERS = ("kv.", BANK)

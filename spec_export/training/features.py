@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_export.data import Example
+from spec_export.training.data import Example
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # padded tokens of one forward pass
 BLOCK = 256  # sequences between two progress marks

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_runtime.tree import Budget, TokenTree
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from spec_runtime.generate import Step
-    from spec_runtime.proposers import Proposer
+    from spec_runtime.proposers.base import Proposer
+    from spec_runtime.step import Step
 
 
 class Around:

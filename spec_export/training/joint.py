@@ -33,11 +33,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from spec_export import recipe
 from spec_export import target as target_files
-from spec_export.data import Example
 from spec_export.drafters.layers import Batch
-from spec_export.train import Trainer, Validation, console
+from spec_export.training import recipe
+from spec_export.training.data import Example
+from spec_export.training.run import Trainer, Validation, console
 
 CHUNK_ROWS = 512  # rows whose [rows, V] logits exist at once
 

@@ -25,15 +25,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_runtime import payoff
-from spec_runtime.proposers.around import Around
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.tree import Budget, TokenTree
+from spec_runtime.proposers.wrapper import Around
+from spec_runtime.trees import payoff
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from spec_runtime.generate import Step
     from spec_runtime.profile import Costs
-    from spec_runtime.proposers import Proposer
+    from spec_runtime.proposers.base import Proposer
+    from spec_runtime.step import Step
 
 WEIGHT = 1 / 16  # of the newest step in the averages
 PROBE_STEPS = 8  # speculative steps after a rest before they are judged

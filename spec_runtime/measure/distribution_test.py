@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from spec_runtime.audit import replay
+from spec_runtime.measure.audit import replay
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
 
 if TYPE_CHECKING:

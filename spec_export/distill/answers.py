@@ -19,9 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from spec_export import data, target
-from spec_export.checkpoint import collect_provenance
-from spec_export.distill_engines import (
+from spec_export import target
+from spec_export.distill.engines import (
     ENGINES,
     PRECISIONS,
     Engine,
@@ -29,6 +28,8 @@ from spec_export.distill_engines import (
     choose,
     open_engine,
 )
+from spec_export.training import data
+from spec_export.training.checkpoint import collect_provenance
 
 # How prompts are sampled: the target's own distribution, without its improbable tail.
 PROMPT_TEMPERATURE = 1.0

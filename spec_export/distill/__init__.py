@@ -1,0 +1,1 @@
+"""Generates training data: prompts answered by the target itself."""

@@ -1,0 +1,1 @@
+"""Trains drafters from recipes, alone or together with an adapter on their target."""

@@ -1,0 +1,1 @@
+"""Holds the draft as a token tree, and everything that shapes one: budgets, growth, templates."""

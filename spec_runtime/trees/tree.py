@@ -1,0 +1,145 @@
+"""The draft as a tree of tokens, and the ways to make one.
+
+Node 0 is the root, the last committed token, whose target row is not computed yet. Parents come
+before their children. This file knows nothing of caches, models or acceptance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+
+def chain_parents(num_nodes: int) -> np.ndarray:
+    """Parents of a chain, i64[N]: 4 -> [0, 0, 1, 2]."""
+    parent_N = np.arange(-1, num_nodes - 1, dtype=np.int64)
+    parent_N[:1] = 0
+    return parent_N
+
+
+def is_chain(parent_N: np.ndarray) -> bool:
+    return bool((parent_N[1:] == np.arange(len(parent_N) - 1)).all())
+
+
+def depths(parent_N: np.ndarray) -> np.ndarray:
+    """Depth of each node, i64[N]: [0, 0, 0, 1] -> [0, 1, 1, 2]. A node that is its own parent is a
+    root: [0, 1, 1] -> [0, 0, 1]."""
+    if is_chain(parent_N):
+        return np.arange(len(parent_N), dtype=np.int64)
+    depth = [0] * len(parent_N)
+    for node, parent in enumerate(parent_N.tolist()[1:], 1):
+        if parent != node:
+            depth[node] = depth[parent] + 1
+    return np.array(depth, dtype=np.int64)
+
+
+def ancestors(parent_N: np.ndarray) -> np.ndarray:
+    """bool[N, N]: row i is True at i and at every ancestor of i.
+
+    parents [0, 0, 0, 1] ->  1 . . .
+                             1 1 . .
+                             1 . 1 .
+                             1 1 . 1
+    """
+    n = len(parent_N)
+    if is_chain(parent_N):
+        return np.tri(n, dtype=np.bool_)
+    ancestor_NN = np.eye(n, dtype=np.bool_)
+    for node, parent in enumerate(parent_N.tolist()[1:], 1):
+        ancestor_NN[node] |= ancestor_NN[parent]
+    return ancestor_NN
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """How the children of a node were drawn: from `q_C` f64[C] over tokens `id_C` i64[C], in this
+    order of candidates.
+
+    Example: ids [4, 9], q [.7, .3], order (0, 0, 1) with replacement: 4, 4 again, then 9. The
+    two 4s are one child.
+    """
+
+    id_C: np.ndarray
+    q_C: np.ndarray
+    order: tuple[int, ...]
+    with_replacement: bool
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """`token_N` i64[N] and `parent_N` i64[N]; the root is its own parent.
+
+    Example: tokens [5, 7, 8, 9] with parents [0, 0, 0, 1] is root 5 with children 7 and 8, and 9
+    below 7. Siblings carry different tokens. `log_prob_N` f64[N]: of the path to each node, where
+    the tree was grown by them. `draws`: of the nodes whose children were drawn.
+    """
+
+    token_N: np.ndarray
+    parent_N: np.ndarray
+    log_prob_N: np.ndarray | None = None
+    draws: Mapping[int, Draws] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        n = len(self.token_N)
+        assert n >= 1, "a tree has a root"
+        assert self.parent_N.shape == self.token_N.shape == (n,), (n, self.parent_N.shape)
+        # parents first: this is what lets one forward sweep fill depths and ancestors
+        parents = self.parent_N.tolist()
+        assert parents[0] == 0, "the root is its own parent"
+        assert all(parent < node for node, parent in enumerate(parents[1:], 1)), parents
+
+    @classmethod
+    def root(cls, token: int) -> TokenTree:
+        return cls(np.array([token], dtype=np.int64), np.zeros(1, dtype=np.int64))
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int] | np.ndarray) -> TokenTree:
+        return cls(np.asarray(tokens, dtype=np.int64), chain_parents(len(tokens)))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.token_N)
+
+    @cached_property
+    def depth_N(self) -> np.ndarray:
+        return depths(self.parent_N)
+
+    @cached_property
+    def ancestor_NN(self) -> np.ndarray:
+        return ancestors(self.parent_N)
+
+    @cached_property
+    def _children(self) -> list[dict[int, int]]:
+        """Per node: token -> child. Of equal siblings the first counts."""
+        children: list[dict[int, int]] = [{} for _ in range(self.num_nodes)]
+        pairs = zip(self.parent_N.tolist()[1:], self.token_N.tolist()[1:], strict=True)
+        for node, (parent, token) in enumerate(pairs, 1):
+            children[parent].setdefault(token, node)
+        return children
+
+    def children(self, node: int) -> list[int]:
+        return list(self._children[node].values())
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` that carries `token`, or None."""
+        return self._children[node].get(token)
+
+    def follow(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes below the root that carry these tokens, down to the first that none does."""
+        nodes: list[int] = []
+        for token in tokens:
+            node = self.child(nodes[-1] if nodes else 0, token)
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
+
+    def path(self, node: int) -> list[int]:
+        """Node ids from the root to `node`, both included."""
+        path = [node]
+        while path[-1] != 0:
+            path.append(int(self.parent_N[path[-1]]))
+        return path[::-1]
