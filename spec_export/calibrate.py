@@ -11,7 +11,7 @@ Then the answer is known, and it shows its candidates along it (Budget.truth):
     a_k^(r) = share of positions where the answer's token k + 1 behind is the r-th guess, of those
               where the tokens before it were among the guesses           (Medusa's tree search)
 
-Needs no torch. Knows nothing of networks, nor of what is made of these figures (tree_templates.py).
+Needs no torch. Knows nothing of networks, nor of what is made of these figures (templates.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spec_export import reference
 from spec_runtime import bundle as bundles
 from spec_runtime import load
 from spec_runtime.measure.prompts import read_prompts
-from spec_runtime.proposers.wrapper import Around
+from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
 
@@ -40,7 +40,7 @@ SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # trees whose accepted length is s
 NUM_OCTAVES = 12  # of path probability, a row of reliability each; the last has all below
 
 
-class _Onlooker(Around):
+class _Onlooker(ProposerWrapper):
     """Plain decoding past a drafter: keeps its trees, one a position, and proposes the root.
 
     budget_at: from the position and the budget decoding would have there."""
@@ -113,7 +113,7 @@ def run(
             on_skip(f"prompt {number} skipped: {error}")
     found = {}
     for info in infos:
-        engine, answers = plain.with_drafter(info.name, "none"), []
+        engine, answers = plain.with_drafter(info.name, lookup=False), []
         for done, prompt_ids in enumerate(encoded):
             on_prompt(info.name, done, len(encoded))
             answers.append(watch(engine, prompt_ids, max_new_tokens))

@@ -31,6 +31,7 @@ from spec_export.graphs.fused_step import fuse as fuse_graphs
 from spec_export.graphs.slots import to_slots
 from spec_export.training import checkpoint, recipe
 from spec_runtime import bundle as bundles
+from spec_runtime.files import sha256
 from spec_runtime.proposers import BUILT_IN
 
 console = Console(stderr=True)
@@ -261,11 +262,7 @@ def _plans_in(folder: Path) -> dict[str, Path]:
     except (bundles.BundleError, OSError):
         return {}
     named = {name: folder / name for name in manifest.files if name.endswith(".plan")}
-    return {
-        path.name: path
-        for name, path in named.items()
-        if bundles.sha256(path) == manifest.files[name]
-    }
+    return {path.name: path for name, path in named.items() if sha256(path) == manifest.files[name]}
 
 
 def _with_plans(

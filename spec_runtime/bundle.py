@@ -6,9 +6,7 @@ drafter. Every mistake a user can make with a bundle ends here as a one-line ``B
 """
 
 import dataclasses
-import hashlib
 import json
-import os
 import re
 import types
 import typing
@@ -16,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from spec_runtime.files import sha256, write_atomically
+
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 FORMS = ("slots", "contiguous", "stateless")
-ATTENTIONS = ("bias", "attention", "chain")  # of a graph in the slots form, see Graph
+ATTENTIONS = ("bias", "full_buffer", "chain")  # of a graph in the slots form, see Graph
 DTYPES = (
     *("float32", "float16", "bfloat16"),
     *("int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"),
@@ -99,8 +99,8 @@ class Graph:
     made from it.
 
     attention, in the slots form: how rows read the cache. "bias": rows up to the highest in use, by
-    a mask; "attention": whole buffers, by a mask; "chain": all rows up to their own, so that every
-    tree has to be a chain.
+    a mask; "full_buffer": whole buffers, by a mask; "chain": all rows up to their own, so that
+    every tree has to be a chain.
     """
 
     file: str
@@ -425,12 +425,6 @@ def _kind(data: Any) -> str:
     return "null" if data is None else f"{type(data).__name__} {str(data)[:40]!r}"
 
 
-def sha256(path: str | Path) -> str:
-    """The sha256 of a file, in hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read(path: str | Path, verify: bool = True) -> Bundle:
     """The bundle in the folder ``path``; with ``verify`` every file's sha256 is checked.
 
@@ -518,19 +512,16 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
     ``manifest.files`` and ``manifest.tokenizer.sha256`` are replaced by what is on disk.
     """
     folder = Path(path)
-    temporary = folder / f".{MANIFEST}.tmp"
-    own = (MANIFEST, temporary.name)
     files = {
         name: sha256(file)
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and (name := file.relative_to(folder).as_posix()) not in own
+        if file.is_file() and (name := file.relative_to(folder).as_posix()) != MANIFEST
     }
     for name in _named_files(manifest):
         _require(name in files, f"{folder / name}: missing, cannot write a manifest that names it")
     tokenizer = dataclasses.replace(manifest.tokenizer, sha256=files[manifest.tokenizer.file])
     complete = dataclasses.replace(manifest, files=files, tokenizer=tokenizer)
-    temporary.write_text(json.dumps(to_json(complete), indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / MANIFEST)
+    write_atomically(folder / MANIFEST, json.dumps(to_json(complete), indent=2) + "\n")
 
 
 def find(root: str | Path = "bundles") -> Path:

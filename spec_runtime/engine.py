@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 DEFAULT_BUDGET = Budget(max_nodes=12)
 DEFAULT_LOOKUP_NODES = 6
-ALSO = ("prompt_lookup", "none")
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 
 log = logging.getLogger("spec_runtime")
@@ -78,7 +77,7 @@ class Engine:
         budget: Budget = DEFAULT_BUDGET,
         taps: tuple[int, ...] | None = None,
         expected_accepted_length: float | None = None,
-        open_drafter: Callable[[str | None, str | None], OpenedDrafter] | None = None,
+        open_drafter: Callable[[str | None, bool | None], OpenedDrafter] | None = None,
         fused: FusedSteps | None = None,
         is_tuned: bool = False,
     ) -> None:
@@ -101,16 +100,16 @@ class Engine:
         self._run_id = object()
         self._held: list[int] = []  # tokens whose KV the target has, if its holder is our run
 
-    def with_drafter(self, name: str | None, also: str | None = None) -> Engine:
+    def with_drafter(self, name: str | None, lookup: bool | None = None) -> Engine:
         """An engine on the same target and tokenizer with another drafter ("none" = plain).
 
-        `also`: see `load`.
+        `lookup`: see `load`.
         """
         if self._open_drafter is None:
             raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
         from spec_runtime.load import _engine
 
-        return _engine(self.target, self.tokenizer, self._open_drafter, name, also)
+        return _engine(self.target, self.tokenizer, self._open_drafter, name, lookup)
 
     @property
     def proposer(self) -> Proposer:

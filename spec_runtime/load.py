@@ -10,10 +10,10 @@ from typing import Any
 
 from spec_runtime import bundle as bundles
 from spec_runtime import profile as profiles
-from spec_runtime.engine import ALSO, DEFAULT_BUDGET, DEFAULT_LOOKUP_NODES, Engine, OpenedDrafter
+from spec_runtime.engine import DEFAULT_BUDGET, DEFAULT_LOOKUP_NODES, Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
-from spec_runtime.proposers.adaptive import Controller, corrected
+from spec_runtime.proposers.adaptive import DraftPauser, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.target import STRICT_GAPS, Target
@@ -29,7 +29,7 @@ def load(
     drafter: str | None = None,
     threads: int | None = None,
     verify: bool = True,
-    also: str | None = None,
+    lookup: bool | None = None,
     profile: bool = True,
     strict: bool = False,
     backend: str = "onnxruntime",
@@ -57,8 +57,6 @@ def load(
     known = _drafter_names(opened)
     if drafter is not None and drafter not in known:  # before anything slow
         raise ValueError(_unknown(drafter, known))
-    if also is not None and also not in ALSO:
-        raise ValueError(f"got also {also!r}, expected one of {', '.join(ALSO)}")
     if strict and info.precision not in STRICT_GAPS:
         raise ValueError(
             f"got strict with {info.precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
@@ -84,16 +82,16 @@ def load(
 
     is_fused = backend.startswith("cuda") if fused is None else fused
 
-    def open_tuned(name: str | None, also: str | None) -> OpenedDrafter:
-        if is_fused and (opened_fused := open_fused(name, also)) is not None:
+    def open_tuned(name: str | None, lookup: bool | None) -> OpenedDrafter:
+        if is_fused and (opened_fused := open_fused(name, lookup)) is not None:
             return opened_fused
-        drafter = open_drafter(name, also)
+        drafter = open_drafter(name, lookup)
         if not profile or drafter.name == "none" or backend != "onnxruntime":
             return drafter
         found = profiles.find(profiles.key_of(opened, drafter.name, threads))
         return drafter if found is None else _tuned(drafter, found)
 
-    def open_drafter(name: str | None, also: str | None) -> OpenedDrafter:
+    def open_drafter(name: str | None, lookup: bool | None) -> OpenedDrafter:
         name = known[0] if name is None else name
         if name not in known:
             raise ValueError(_unknown(name, known))
@@ -109,15 +107,13 @@ def load(
             )
         proposer = PROPOSERS[name](opened, entry, threads, target)
         if entry is None:
-            if also == "prompt_lookup":
-                raise ValueError(
-                    f"got also prompt_lookup with drafter {name}, expected a trained one"
-                )
+            if lookup:
+                raise ValueError(f"got lookup with drafter {name}, expected a trained one")
             num_nodes = BUILT_IN_NODES.get(name, DEFAULT_BUDGET.max_nodes)
             return OpenedDrafter(name, proposer, Budget(min(num_nodes, target.max_nodes)))
         budget, lookup_nodes = _budget(entry)
-        if also is not None:
-            lookup_nodes = (lookup_nodes or DEFAULT_LOOKUP_NODES) if also != "none" else 0
+        if lookup is not None:
+            lookup_nodes = (lookup_nodes or DEFAULT_LOOKUP_NODES) if lookup else 0
         if target.chains_only and lookup_nodes:
             raise ValueError(
                 f"got prompt lookup beside drafter {name}, expected one of them: merged they are a "
@@ -128,12 +124,12 @@ def load(
         taps = tuple(entry.config.get("taps", info.taps))
         return OpenedDrafter(name, proposer, budget, taps, entry.expected_accepted_length)
 
-    def open_fused(name: str | None, also: str | None) -> OpenedDrafter | None:
+    def open_fused(name: str | None, lookup: bool | None) -> OpenedDrafter | None:
         """None: there is no such step, and it was not asked for."""
         from spec_runtime.fused import open_steps  # here: it may pull in an engine
 
         name = known[0] if name is None else name
-        if name == "none" or (fused is None and also == "prompt_lookup"):
+        if name == "none" or (fused is None and lookup):
             return None  # plain decoding stays the measure of all
         graph = opened.manifest.graphs.get(bundles.fused_name(name))
         if graph is None or backend.startswith("tensorrt"):
@@ -144,16 +140,16 @@ def load(
                 f"got fused with {got}, expected onnxruntime or cuda and a bundle built with "
                 f"--fuse --drafter {name}"
             )
-        if also == "prompt_lookup":
+        if lookup:
             raise ValueError(
-                "got also prompt_lookup with fused, expected one of them: the fused step's trees "
+                "got lookup with fused, expected one of them: the fused step's trees "
                 "are the drafter's alone"
             )
-        plain = open_drafter(name, "none")
+        plain = open_drafter(name, False)
         steps = open_steps(opened, graph, target, plain.proposer, threads)
         return plain._replace(fused=steps, budget=Budget(min(steps.num_nodes, target.max_nodes)))
 
-    return _engine(target, tokenizer, open_tuned, drafter, also)
+    return _engine(target, tokenizer, open_tuned, drafter, lookup)
 
 
 def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
@@ -164,7 +160,7 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
         return plain._replace(taps=opened.taps, is_tuned=True)
     length, speedup = choice.pace
-    controller = Controller(corrected(opened.proposer), profile.costs, length, speedup)
+    controller = DraftPauser(scale_probabilities(opened.proposer), profile.costs, length, speedup)
     # no warning of short accepted lengths: where they do not pay, it rests
     return opened._replace(
         proposer=controller, budget=choice.budget, expected_accepted_length=None, is_tuned=True
@@ -176,9 +172,9 @@ def _engine(
     tokenizer: Codec,
     open_drafter: Callable[[str | None, str | None], OpenedDrafter],
     name: str | None,
-    also: str | None,
+    lookup: bool | None,
 ) -> Engine:
-    opened = open_drafter(name, also)
+    opened = open_drafter(name, lookup)
     return Engine(
         target,
         tokenizer,
@@ -201,7 +197,7 @@ def _drafter_names(opened: bundles.Bundle) -> list[str]:
 def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
     """The tree budget a bundle gives its drafter, and how many nodes lookup may add to it.
 
-    Keys left out keep their defaults; "paths" or "template" is a static tree, see tree_templates.
+    Keys left out keep their defaults; "paths" or "template" is a static tree, see templates.
     """
     paths = paths_of(entry, DEFAULT_BUDGET.max_nodes)
     max_nodes = DEFAULT_BUDGET.max_nodes if paths is None else 1 + len(paths)

@@ -21,6 +21,7 @@ import numpy as np
 
 from spec_runtime import bundle as bundles
 from spec_runtime.backends.threads import default_threads
+from spec_runtime.files import sha256, write_atomically
 from spec_runtime.trees.budget import Budget
 
 PLAIN = "plain"  # the candidate that is plain decoding
@@ -118,7 +119,7 @@ class Profile:
 
 def key_of(opened: bundles.Bundle, drafter: str, threads: int | None) -> Key:
     """For this machine."""
-    manifest = bundles.sha256(opened.path / bundles.MANIFEST)
+    manifest = sha256(opened.path / bundles.MANIFEST)
     precision = opened.manifest.target.precision
     return Key(manifest, cpu_model(), threads or default_threads(), precision, drafter)
 
@@ -152,9 +153,7 @@ def write(profile: Profile) -> Path:
     """Write it where `find` looks, by an atomic rename."""
     path = path_of(profile.key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(bundles.to_json(profile), indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps(bundles.to_json(profile), indent=2) + "\n")
     return path
 
 

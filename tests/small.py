@@ -93,7 +93,7 @@ def toy_engine(drafter: str | None = None) -> Engine:
         max_length=CONTEXT,
     )
 
-    def open_drafter(name: str | None, also: str | None) -> OpenedDrafter:
+    def open_drafter(name: str | None, lookup: bool | None) -> OpenedDrafter:
         proposer: Proposer = PlainProposer() if name == "none" else LookupProposer()
         return OpenedDrafter(name or "prompt_lookup", proposer, DEFAULT_BUDGET)
 

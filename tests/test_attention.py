@@ -59,15 +59,15 @@ def built(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Bundl
     return Bundles(workshop, tmp_path_factory.mktemp("attention"))
 
 
-@pytest.mark.parametrize("attention", ["attention", "chain"])
+@pytest.mark.parametrize("attention", ["full_buffer", "chain"])
 @pytest.mark.parametrize("name", [*DRAFTERS, "prompt_lookup", "none"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}])
 def test_every_attention_gives_the_tokens_of_plain_decoding_with_a_bias(
     built: Bundles, attention: str, name: str, sampling: dict[str, Any]
 ) -> None:
     plain = spec_runtime.load(built("bias"), "none", threads=1)
-    also = "none" if name in DRAFTERS else None
-    engine = spec_runtime.load(built(attention), name, threads=1, also=also)
+    lookup = False if name in DRAFTERS else None
+    engine = spec_runtime.load(built(attention), name, threads=1, lookup=lookup)
     depth, shapes = 0, set()
     for prompt in PROMPTS:
         expected = plain.generate(prompt, **OPTIONS, **sampling).token_ids
@@ -84,7 +84,7 @@ def test_every_attention_gives_the_tokens_of_plain_decoding_with_a_bias(
     assert shapes == ({True} if attention == "chain" or name == "none" else {True, False})
 
 
-@pytest.mark.parametrize("attention", ["attention", "chain"])
+@pytest.mark.parametrize("attention", ["full_buffer", "chain"])
 def test_fp16_and_int8_emit_the_argmax_of_the_row_that_verified_it(
     built: Bundles, attention: str
 ) -> None:
@@ -111,7 +111,7 @@ def test_the_manifest_says_which_graph_has_which(built: Bundles) -> None:
             assert ("lookup_nodes" in drafter.trees) == (attention != "chain")
 
 
-@pytest.mark.parametrize("attention", ["attention", "chain"])
+@pytest.mark.parametrize("attention", ["full_buffer", "chain"])
 @pytest.mark.parametrize("name", ["parallelspec", "skip_layer"])
 @pytest.mark.parametrize("backend", ["cuda", "cuda_eager"])
 def test_the_cuda_backend_feeds_each_what_it_reads(
@@ -119,17 +119,17 @@ def test_the_cuda_backend_feeds_each_what_it_reads(
 ) -> None:
     """On a device that computes on the CPU: the same tokens; masks are whole, or none."""
     folder = built(attention, "fp16", ("parallelspec", "skip_layer"), device="cuda")
-    expected = spec_runtime.load(folder, name, threads=1, also="none")
+    expected = spec_runtime.load(folder, name, threads=1, lookup=False)
     tokens = [expected.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS]
     module, device = fake.module()
     monkeypatch.setattr(ort, "ort", module)
     monkeypatch.setattr(ort, "MIN_MASK", 16)
-    engine = spec_runtime.load(folder, name, threads=1, also="none", backend=backend)
+    engine = spec_runtime.load(folder, name, threads=1, lookup=False, backend=backend)
     assert [engine.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS] == tokens
     graphs = [shapes for shapes in device.shapes if "feature_rows" not in shapes]
     widths = {shapes["mask"][3] if "mask" in shapes else None for shapes in graphs}
     capacity = engine.target._cache.capacity
-    if attention == "attention":
+    if attention == "full_buffer":
         assert widths == {capacity}
     else:
         assert None in widths
@@ -138,10 +138,10 @@ def test_the_cuda_backend_feeds_each_what_it_reads(
         {key: value for key, value in each.items() if "graph" not in key and key != "use_tf32"}
         for each in device.settings
     ]
-    assert settings == [{"sdpa_kernel": "16"} if attention == "attention" else {}] * len(settings)
+    assert settings == [{"sdpa_kernel": "16"} if attention == "full_buffer" else {}] * len(settings)
 
 
-@pytest.mark.parametrize("attention", ["attention", "chain"])
+@pytest.mark.parametrize("attention", ["full_buffer", "chain"])
 def test_check_passes(
     workshop: Workshop, built: Bundles, attention: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,17 +163,20 @@ def test_calibration_is_refused_for_chains(built: Bundles) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"attention": "flash"}, "got attention 'flash', expected one of bias, attention, chain"),
+        ({"attention": "flash"}, "got attention 'flash', expected one of bias, full_buffer, chain"),
         (
             {"attention": "chain", "form": "contiguous"},
             "got attention chain with the contiguous form, expected bias: only the slots form",
         ),
         (
-            {"attention": "attention", "backend": "tensorrt"},
+            {"attention": "full_buffer", "backend": "tensorrt"},
             "got attention attention with the contiguous form, expected bias",
         ),
         ({"attention": "chain", "fuse": True}, "got fuse with attention chain, expected bias"),
-        ({"attention": "attention", "fuse": True}, "got fuse with attention attention, expected"),
+        (
+            {"attention": "full_buffer", "fuse": True},
+            "got fuse with attention full_buffer, expected",
+        ),
         (
             {"attention": "chain", "device": "cuda", "precision": "fp32"},
             "got attention chain with the contiguous form, expected bias",

@@ -59,7 +59,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         path: Path,
         drafter: str | None = None,
         threads: int | None = None,
-        also: str | None = None,
+        lookup: bool | None = None,
         profile: bool = True,
         strict: bool = False,
         backend: str = "onnxruntime",

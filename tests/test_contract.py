@@ -39,8 +39,8 @@ every_drafter = pytest.mark.parametrize(
 @pytest.fixture
 def engine(workshop: Workshop, name: str) -> Engine:
     bundle = workshop.bundle(name if name in drafters.trainable() else drafters.trainable()[0])
-    also = "none" if name in drafters.trainable() else None  # the drafter by itself
-    return spec_runtime.load(bundle, name, threads=1, also=also)
+    lookup = False if name in drafters.trainable() else None  # the drafter by itself
+    return spec_runtime.load(bundle, name, threads=1, lookup=lookup)
 
 
 @every_drafter

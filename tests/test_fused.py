@@ -85,7 +85,7 @@ def test_the_trees_are_those_the_host_grows(bundles: Any, name: str, device: str
     engine = load(bundles(name, device=device), name)
     assert engine.fused is not None
     host = spec_runtime.load(
-        bundles(name, device=device), name, threads=1, also="none", fused=False
+        bundles(name, device=device), name, threads=1, lookup=False, fused=False
     )
     host.budget = Budget(max_nodes=engine.fused.num_nodes)
     trees: list[TokenTree] = []
@@ -252,8 +252,8 @@ def test_refusals(bundles: Any, workshop: Workshop, tmp_path: Path) -> None:
     plain = workshop.bundle("parallelspec")
     with pytest.raises(ValueError, match=r"got fused with a bundle without one .* --fuse"):
         load(plain, "parallelspec")
-    with pytest.raises(ValueError, match="got also prompt_lookup with fused"):
-        load(bundles("parallelspec"), "parallelspec", also="prompt_lookup")
+    with pytest.raises(ValueError, match="got lookup with fused"):
+        load(bundles("parallelspec"), "parallelspec", lookup=True)
     model, out = str(workshop.llama()), tmp_path / "out"
     with pytest.raises(ValueError, match=r"got fuse with the contiguous form, expected slots"):
         make_bundle.build(model, [], [workshop.drafter("medusa")], form="contiguous", fuse=True)

@@ -414,7 +414,7 @@ def _capture(check: Check, opened: bundles.Bundle, name: str) -> Row:
 
 def _race(
     engines: Sequence[spec_runtime.Engine], prompts: Sequence[BenchPrompt], max_new_tokens: int
-) -> list[bench.Report]:
+) -> list[bench.BenchReport]:
     """A report for each, CUDA graphs captured before the clock starts."""
     bench.run(engines, prompts[:1], max_new_tokens)
     reports = bench.run(engines, prompts, max_new_tokens)

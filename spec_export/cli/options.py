@@ -21,7 +21,7 @@ class Form(StrEnum):
 
 class Attention(StrEnum):
     bias = "bias"
-    attention = "attention"
+    full_buffer = "full_buffer"
     chain = "chain"
 
 

@@ -111,7 +111,7 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     - bias: ScatterND ×2 into the slots, then com.microsoft.GroupQueryAttention in borrow mode:
       empty key and value, the cache as past, no present outputs, causal=0, the tree mask as
       attention_bias, only rows up to `seqlens_k` read. On CUDA a bias takes its unfused kernels.
-    - attention: ScatterND ×2, then the standard Attention-24 over the whole buffers with the
+    - full_buffer: ScatterND ×2, then the standard Attention-24 over the whole buffers with the
       boolean mask; no seqlens_k. Costs by the buffers' length, which have to be finite. On CUDA its
       memory-efficient kernel first copies all key/value rows once per query head; the provider
       option sdpa_kernel=16 (unfused only, ONNX Runtime's AttentionBackend::MATH) keeps it off for
@@ -238,7 +238,7 @@ def _attend_with_bias(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list
 
 
 def _attend_whole_buffers(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
-    """The same: "attention"."""
+    """The same: "full_buffer"."""
     node, caches = layer.node, _write(edit, layer, shared)
     H, Dh = layer.num_heads, _dim(layer.past[0], 3)
     (q,) = edit.add(node, "Reshape", [layer.query, edit.constant(np.array([1, -1, H, Dh]))])
@@ -263,7 +263,11 @@ def _attend_to_chain(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[
     )
 
 
-ATTEND = {"bias": _attend_with_bias, "attention": _attend_whole_buffers, "chain": _attend_to_chain}
+ATTEND = {
+    "bias": _attend_with_bias,
+    "full_buffer": _attend_whole_buffers,
+    "chain": _attend_to_chain,
+}
 
 
 def _rewrite_attention(

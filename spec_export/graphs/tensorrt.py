@@ -31,7 +31,8 @@ from spec_runtime.backends.tensorrt import (
     is_cache,
     shape_of,
 )
-from spec_runtime.bundle import Graph, Plan, TensorSpec, sha256
+from spec_runtime.bundle import Graph, Plan, TensorSpec
+from spec_runtime.files import sha256
 from spec_runtime.profile import cache_folder
 from spec_runtime.proposers.rows import CHUNK_ROWS
 from spec_runtime.target import PREFILL_ROWS

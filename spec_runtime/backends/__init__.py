@@ -95,7 +95,7 @@ def _require_cuda_kernels(precision: str, graph: Graph) -> None:
     # GroupQueryAttention is half precision there
     is_wide = (
         graph.form == "slots"
-        and graph.attention != "attention"
+        and graph.attention != "full_buffer"
         and any(spec.name.startswith("kv.") and spec.dtype == "float32" for spec in graph.inputs)
     )
     if is_quantised or is_wide:

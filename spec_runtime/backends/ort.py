@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.cuda import Copies, open_copies
-from spec_runtime.backends.pad_rows import WIDTHS, filled
+from spec_runtime.backends.pad_rows import WIDTHS, pad_rows
 from spec_runtime.backends.tensorrt import MAX_STEPS, Recent, axis_sizes, is_cache, shape_of
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import BANK, Graph, TensorSpec
@@ -34,7 +34,7 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 EXACT = {"use_tf32": "0"}  # float32 products in float32, as fp32's promise is about them
 # by a graph's attention. Attention-24 with a mask: the memory-efficient kernel would first copy all
 # key/value rows once per query head; 16 is AttentionBackend::MATH, the unfused kernels alone
-CUDA_SETTINGS = {"attention": {"sdpa_kernel": "16"}}
+CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
 BFLOAT16 = 16  # of onnx.TensorProto; numpy has none
 RUNS_BEFORE_CAPTURE = 1  # of a shape: what comes twice comes often, as there are few
 MAX_CAPTURED_ROWS = WIDTHS[-1]  # above, kernels take longer than their launches
@@ -288,10 +288,9 @@ class _DeviceRuns:
     """The runs of one session with feeds, outputs and KV buffers on the device.
 
     A graph of the slots form gets its mask cut to a width that holds all rows in use, as CUDA's
-    GroupQueryAttention works over the mask's width (attention "attention" needs all of it, "chain"
-    none). With CUDA graphs, shapes that come again are captured, MAX_STEPS of them at most; the
+    GroupQueryAttention works over the mask's width ("full_buffer" needs all of it, "chain" none). With CUDA graphs, shapes that come again are captured, MAX_STEPS of them at most; the
     others run as they are, in the same session and on the same stream, and share with the captured
-    ones the KV buffers alone. So that they come again, rows are filled up, see fill.py.
+    ones the KV buffers alone. So that they come again, rows are filled up, see pad_rows.py.
     """
 
     def __init__(
@@ -324,7 +323,7 @@ class _DeviceRuns:
         sizes = axis_sizes(self._graph, {name: feed.shape for name, feed in feeds.items()})
         wider = sizes
         if self._is_captured:
-            feeds, wider = filled(self._graph, feeds, sizes, self._capacity)
+            feeds, wider = pad_rows(self._graph, feeds, sizes, self._capacity)
         if self._graph.form == "slots" and self._graph.attention == "bias":
             width = mask_width(int(feeds["seqlens_k"][0]) + 1, self._capacity)
             feeds["mask"] = feeds["mask"][..., :width]

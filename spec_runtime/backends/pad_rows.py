@@ -13,7 +13,7 @@ from spec_runtime.bundle import Graph
 WIDTHS = (1, 4, 8, 16, 24, 32, 48, 64)
 
 
-def filled(
+def pad_rows(
     graph: Graph,
     feeds: Mapping[str, np.ndarray],
     sizes: Mapping[str, int],

@@ -22,7 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from spec_runtime.backends.cuda import Cuda, open_cuda
-from spec_runtime.backends.pad_rows import filled
+from spec_runtime.backends.pad_rows import pad_rows
 from spec_runtime.bundle import BANK, FLAVOURS, Bundle, Graph, Plan, TensorSpec
 
 # flavour -> its Python module and our extra that brings it
@@ -277,7 +277,7 @@ class TensorRTBackend:
         sizes = axis_sizes(self._graph, {name: feeds[name].shape for name in self._inputs})
         profile = choose_profile(self._profiles, sizes)
         most = {axis: three[-1] for axis, three in self._profiles[profile].items()}
-        feeds, wider = filled(self._graph, feeds, sizes, self.capacity, most)
+        feeds, wider = pad_rows(self._graph, feeds, sizes, self.capacity, most)
         step = self._steps.get(
             (profile, *sorted(wider.items())), lambda: self._new_step(profile, wider)
         )

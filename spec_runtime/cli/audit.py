@@ -13,7 +13,7 @@ from spec_runtime.cli import options
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
-    from spec_runtime.measure import distribution_test as law
+    from spec_runtime.measure import distribution_test
     from spec_runtime.measure.prompts import BenchPrompt
     from spec_runtime.sampling import SamplingOptions
 
@@ -50,7 +50,7 @@ def command(
     out: options.Out = None,
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
-    also: options.Also = None,
+    lookup: options.Lookup = None,
     threads: options.Threads = None,
 ) -> None:
     """Check speculative decoding against plain decoding, token by token; the bundle's own trees are
@@ -71,7 +71,7 @@ def command(
         quality.check_reference(manifest, bundles.read(reference, verify=False).manifest)
         judge = spec_runtime.load(reference, drafter="none", threads=threads)
     engine = spec_runtime.load(
-        folder, drafter=drafter, threads=threads, also=also, profile=False, strict=strict
+        folder, drafter=drafter, threads=threads, lookup=lookup, profile=False, strict=strict
     )
     settings: SamplingOptions = {
         "max_new_tokens": max_new_tokens,
@@ -142,13 +142,15 @@ def _audit(
     return audit.summarise(report)
 
 
-def _law(engine: "Engine", prompt: "BenchPrompt", settings: "SamplingOptions", draws: int) -> "law.Law":
-    from spec_runtime.measure import distribution_test as law
+def _law(
+    engine: "Engine", prompt: "BenchPrompt", settings: "SamplingOptions", draws: int
+) -> "distribution_test.DistributionTest":
+    from spec_runtime.measure import distribution_test
 
     prompt_ids = engine.encode(prompt.content)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("drawing", total=draws)
-        return law.of_second_token(
+        return distribution_test.check_second_token(
             engine, prompt.id, prompt_ids, settings, draws, lambda: progress.advance(task)
         )
 

@@ -33,7 +33,7 @@ def command(
             show_default="the bundle's first",
         ),
     ] = None,
-    also: options.Also = None,
+    lookup: options.Lookup = None,
     nodes: Annotated[
         int | None,
         typer.Option(
@@ -62,8 +62,8 @@ def command(
     folder = bundle or bundles.find()
     names: list[str] | list[None] = drafter or [None]
     profile = profile and nodes is None
-    engine = options.open_engine(folder, names[0], threads, also, profile, backend, fused)
-    engines = [engine, *(engine.with_drafter(name, also) for name in names[1:])]
+    engine = options.open_engine(folder, names[0], threads, lookup, profile, backend, fused)
+    engines = [engine, *(engine.with_drafter(name, lookup) for name in names[1:])]
     if nodes is not None:
         if engine.fused is not None:
             raise ValueError(

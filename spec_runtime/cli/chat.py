@@ -15,7 +15,7 @@ def command(
     settings: "SamplingOptions",
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
-    also: options.Also = None,
+    lookup: options.Lookup = None,
     max_new_tokens: options.MaxNewTokens = 512,
     system: options.System = None,
     threads: options.Threads = None,
@@ -24,7 +24,7 @@ def command(
     fused: options.Fused = None,
 ) -> None:
     """Chat with the target; /reset starts anew, end of input leaves."""
-    engine = options.open_engine(bundle, drafter, threads, also, profile, backend, fused)
+    engine = options.open_engine(bundle, drafter, threads, lookup, profile, backend, fused)
     settings |= {"max_new_tokens": max_new_tokens}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

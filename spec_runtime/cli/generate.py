@@ -22,7 +22,7 @@ def command(
     ] = None,
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
-    also: options.Also = None,
+    lookup: options.Lookup = None,
     max_new_tokens: options.MaxNewTokens = 256,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt")] = False,
     system: options.System = None,
@@ -51,7 +51,7 @@ def command(
         raise ValueError("got --logprobs without --json, where they are printed; add --json")
     if prompt is None:
         prompt = _standard_input()
-    engine = options.open_engine(bundle, drafter, threads, also, profile, backend, fused)
+    engine = options.open_engine(bundle, drafter, threads, lookup, profile, backend, fused)
     prompt_ids = engine.encode(prompt, raw, system)
     settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
     if as_json:

@@ -2,12 +2,13 @@
 
 import inspect
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from spec_runtime.files import write_atomically
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
@@ -25,11 +26,11 @@ Drafter = Annotated[
         show_default="the bundle's first",
     ),
 ]
-Also = Annotated[
-    str | None,
+Lookup = Annotated[
+    bool | None,
     typer.Option(
-        "--also",
-        help="prompt_lookup: merge its candidates into the drafter's trees; none: do not",
+        "--lookup/--no-lookup",
+        help="Merge prompt lookup's candidates into a trained drafter's trees",
         show_default="as the bundle says",
     ),
 ]
@@ -77,7 +78,7 @@ def open_engine(
     bundle: Path | None,
     drafter: str | None,
     threads: int | None,
-    also: str | None = None,
+    lookup: bool | None = None,
     profile: bool = True,
     backend: str = "onnxruntime",
     fused: bool | None = None,
@@ -90,7 +91,7 @@ def open_engine(
         bundle or find(),
         drafter=drafter,
         threads=threads,
-        also=also,
+        lookup=lookup,
         profile=profile,
         backend=backend,
         fused=fused,
@@ -98,10 +99,8 @@ def open_engine(
 
 
 def write_figures(out: Path, figures: dict[str, Any]) -> None:
-    """As JSON, by an atomic rename."""
-    temporary = out.with_name(f".{out.name}.tmp")
-    temporary.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, out)
+    """Writes the figures as JSON, atomically."""
+    write_atomically(out, json.dumps(figures, indent=2) + "\n")
 
 
 def sampling(

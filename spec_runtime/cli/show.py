@@ -2,7 +2,6 @@
 (no engine is started)."""
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,16 +11,16 @@ from rich.table import Table
 
 from spec_runtime import bundle as bundles
 from spec_runtime.cli import options
+from spec_runtime.files import write_atomically
 from spec_runtime.proposers import BUILT_IN
-from spec_runtime.trees import drawing
-from spec_runtime.trees import templates as tree_templates
+from spec_runtime.trees import drawing, templates
 
 
 def command(
     template: Annotated[
         str | None,
         typer.Argument(
-            help=f"With --tree: {tree_templates.TEMPLATES}",
+            help=f"With --tree: {templates.TEMPLATES}",
             show_default="the drafter's own, searched if its trees are grown",
         ),
     ] = None,
@@ -86,20 +85,20 @@ def _show_tree(
     if nodes is not None and template not in (None, "searched"):
         raise ValueError(f"got --nodes with tree {template}, expected it with searched alone")
     accuracy = entry.calibration["accuracy"]
-    paths = None if nodes is not None or template is not None else tree_templates.paths_of(entry)
+    paths = None if nodes is not None or template is not None else templates.paths_of(entry)
     name = template or ("searched" if paths is None else "its own tree")
     if paths is None:
-        num_nodes = nodes or entry.trees.get("max_nodes", tree_templates.DEFAULT_NODES)
-        budget = tree_templates.parse_tree(name, accuracy, num_nodes)
+        num_nodes = nodes or entry.trees.get("max_nodes", templates.DEFAULT_NODES)
+        budget = templates.parse_tree(name, accuracy, num_nodes)
         paths = budget.paths or ()
-    length = tree_templates.expected_accepted_length(paths, accuracy)
+    length = templates.expected_accepted_length(paths, accuracy)
     title = f"{entry.name}, {name}: {len(paths) + 1} nodes, accepted length {length:.2f} expected"
     if svg is not None:
         _write(svg, drawing.svg(paths, accuracy, title).encode())
     if png is not None:
         _write(png, drawing.png(paths, accuracy, title))
     if as_json:
-        probabilities = tree_templates.path_probabilities(paths, accuracy)
+        probabilities = templates.path_probabilities(paths, accuracy)
         rows = [
             {"path": path, "acceptance": accuracy[len(path) - 1][path[-1]], "probability": p}
             for path, p in probabilities.items()
@@ -111,9 +110,7 @@ def _show_tree(
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    write_atomically(path, content)
 
 
 def _table(opened: bundles.Bundle, sizes: dict[str, int]) -> Table:

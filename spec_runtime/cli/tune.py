@@ -1,7 +1,6 @@
 """spec-runtime tune: finds the fastest budget on this machine and keeps it as a machine profile."""
 
 import importlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,17 +10,18 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from spec_runtime.cli import options
+from spec_runtime.files import replacing
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
-    from spec_runtime.measure.tune import Report
+    from spec_runtime.measure.tune import TuneReport
     from spec_runtime.profile import Profile
 
 
 def command(
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
-    also: options.Also = None,
+    lookup: options.Lookup = None,
     threads: options.Threads = None,
     prompts: Annotated[
         Path | None,
@@ -57,7 +57,7 @@ def command(
     folder = bundle or bundles.find()
     opened = bundles.read(folder, verify=False)
     console = Console(stderr=True)
-    engine = options.open_engine(folder, drafter, threads, also, profile=False)
+    engine = options.open_engine(folder, drafter, threads, lookup, profile=False)
     chosen = _encode(engine, prompts, console)
     name = engine.drafter.partition("+")[0]
     entry = next((d for d in opened.manifest.drafters if d.name == name), None)
@@ -140,7 +140,7 @@ def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _draw(report: "Report", name: str, path: Path) -> None:
+def _draw(report: "TuneReport", name: str, path: Path) -> None:
     """Above verify's time by tree size, below the speed-ups: Medusa's figure 4b."""
     import matplotlib
 
@@ -160,7 +160,6 @@ def _draw(report: "Report", name: str, path: Path) -> None:
     below.set_xlabel("nodes of a tree")
     below.set_ylabel("speed-up over plain decoding")
     below.legend()
-    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
-    figure.savefig(temporary, bbox_inches="tight")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, bbox_inches="tight")
     pyplot.close(figure)
-    os.replace(temporary, path)

@@ -7,7 +7,7 @@ are compared with those of plain decoding on the same prefix. (3) Where the two 
 one-row replay of the common prefix gives the gap between the two tokens: a *near tie* within fp32's
 noise, *rounding* within the largest |Δlogit| between row forms of this precision, else *real*. With
 a temperature the gap is that of log p + Gumbel noise (sampling.py), in the units of the logits.
-Acceptance by rejection shares no noise with plain decoding: law.py tests it.
+Acceptance by rejection shares no noise with plain decoding: distribution_test.py tests it.
 
 It knows nothing of drafters and of terminals.
 """
@@ -90,7 +90,7 @@ class Answer:
 
 
 @dataclass
-class Report:
+class AuditReport:
     """What was found; ``skipped``: prompts that did not fit. ``calibration``: |Δlogit| of chains of
     rows against the same rows one by one. The last three are of strict decoding."""
 
@@ -181,7 +181,7 @@ def run(
     reference: Engine | None = None,
     on_prompt: Callable[[], None] = lambda: None,
     on_skip: Callable[[str], None] = lambda reason: None,
-) -> Report:
+) -> AuditReport:
     """Decode each prompt plainly and speculatively and check both; ``on_prompt`` after each.
 
     ``options``: greedy, or target sampling with a seed. A prompt longer than the context is
@@ -202,7 +202,7 @@ def run(
         raise ValueError(f"got temperature {params.temperature} without a seed, expected one")
     if params.has_penalties or params.logit_bias:
         raise ValueError("got penalties or a logit bias, expected none: gaps are of the raw logits")
-    report = Report(precision)
+    report = AuditReport(precision)
     for prompt in prompts:
         try:
             prompt_ids = engine.encode(prompt.content)
@@ -259,7 +259,7 @@ def _answer(
     prompt: str | int,
     prompt_ids: list[int],
     options: SamplingOptions,
-    report: Report,
+    report: AuditReport,
     reference: Engine | None,
 ) -> Answer:
     target, params = engine.target, SamplingParams(**options)
@@ -294,7 +294,7 @@ def _decode_plainly(
     prompt: str | int,
     prompt_ids: list[int],
     options: SamplingOptions,
-    report: Report,
+    report: AuditReport,
 ) -> tuple[list[int], dict[int, np.ndarray], list[np.ndarray]]:
     """The tokens, the sampled rows by position, and the last rows."""
     stride = max(1, SamplingParams(**options).max_new_tokens // SAMPLED_ROWS)
@@ -317,7 +317,7 @@ def _decode_speculatively(
     prompt: str | int,
     prompt_ids: list[int],
     options: SamplingOptions,
-    report: Report,
+    report: AuditReport,
     plain: list[int],
     kept: dict[int, np.ndarray],
 ) -> tuple[list[int], np.ndarray | None]:
@@ -352,7 +352,7 @@ def _row_delta(
 
 
 def _judge(
-    report: Report, prompt: str | int, position: int, token: _Emitted, is_plain: bool
+    report: AuditReport, prompt: str | int, position: int, token: _Emitted, is_plain: bool
 ) -> None:
     if not token.is_justified:
         report.unjustified.append(
@@ -376,7 +376,7 @@ def _chain_deltas(
     return deltas
 
 
-def summarise(report: Report) -> dict[str, Any]:
+def summarise(report: AuditReport) -> dict[str, Any]:
     """The figures of a report, ready for JSON. "real" counts divergences, unjustified tokens and
     deviating rows: anything but 0 is a fault."""
     limit = max(report.calibration, default=0.0) if report.precision != "fp32" else 0.0

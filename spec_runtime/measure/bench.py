@@ -29,7 +29,7 @@ class Pair:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """What was run, and the prompts that did not fit: {"prompt", "reason"}."""
 
     pairs: list[Pair] = field(default_factory=list)
@@ -45,7 +45,7 @@ def run(
     *,
     system: str | None = None,
     sampling: "SamplingOptions | None" = None,
-) -> list[Report]:
+) -> list[BenchReport]:
     """Decode each prompt plainly and with each engine; ``on_prompt`` after each prompt.
 
     ``sampling`` (none = greedy) holds for all; plain decoding always draws from the target, since
@@ -56,7 +56,7 @@ def run(
     ``on_skip``.
     """
     contenders = [engines[0].with_drafter("none"), *engines]
-    reports = [Report() for _ in engines]
+    reports = [BenchReport() for _ in engines]
     options: SamplingOptions = {**(sampling or {}), "max_new_tokens": max_new_tokens}
     plain_options: SamplingOptions = {**options, "acceptance": "target_sampling"}
     num_done = 0
@@ -89,7 +89,7 @@ def run(
     return reports
 
 
-def summarise(report: Report) -> dict[str, Any]:
+def summarise(report: BenchReport) -> dict[str, Any]:
     """``overall`` and ``categories`` (by name, in the order met), each as ``_summary`` gives."""
     categories: dict[str, list[Pair]] = {}
     for pair in report.pairs:

@@ -26,7 +26,7 @@ MIN_COUNT = 25  # of seeds that share a first token
 
 
 @dataclass(frozen=True)
-class Law:
+class DistributionTest:
     """Chi-square test of the second token of a prompt's answers, given the first.
 
     Of ``draws`` seeds, ``count`` had one of the ``firsts`` first tokens that were common enough;
@@ -48,14 +48,14 @@ class Law:
         return self.p_value < SIGNIFICANCE
 
 
-def of_second_token(
+def check_second_token(
     engine: Engine,
     prompt: str | int,
     prompt_ids: list[int],
     options: SamplingOptions,
     draws: int,
     on_draw: Callable[[], None] = lambda: None,
-) -> Law:
+) -> DistributionTest:
     """Test the law of the second token over ``draws`` seeds, from that of ``options`` on, against
     the target's processed distribution. ValueError: no first token came often enough, or none was
     followed by a draft."""
@@ -95,7 +95,7 @@ def of_second_token(
         sampler = Sampler(SamplingParams(**options), engine.target.vocab_size, context)
         logits_V = replay(engine.target, context)
         groups.append((counts, sampler.probabilities(logits_V, len(context))))
-    return Law(
+    return DistributionTest(
         prompt,
         draws,
         count=sum(counts.total() for counts in common.values()),

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
-from spec_runtime.proposers.adaptive import corrected
+from spec_runtime.proposers.adaptive import scale_probabilities
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.proposers.wrapper import Around
+from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.stats import Stats
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.templates import path_probabilities, searched
@@ -61,7 +61,7 @@ PROMPTS = (
 class Curve:
     """What the nodes of a drafter's trees are worth.
 
-    accuracy [k][r]: see tree_templates. reliability: rows (predicted path probability, observed
+    accuracy [k][r]: see templates. reliability: rows (predicted path probability, observed
     acceptance, such nodes per position). A proposer without probabilities has `by_node` instead:
     of the n-th drafted node, the share of trees that have it and of those in which it is accepted.
     """
@@ -93,14 +93,14 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Report:
+class TuneReport:
     """The profile, and for the figure rows {nodes, predicted, measured} of speed-ups."""
 
     profile: Profile
     sweep: list[dict[str, float]]
 
 
-class Recorder(Around):
+class Recorder(ProposerWrapper):
     """A proposer that notes each tree of `proposer`, the time it took and the path in it that came
     true; not where only the root was asked for."""
 
@@ -274,7 +274,7 @@ def _decoding(engine: Engine, budget: Budget | None) -> Engine:
     """`engine` with this budget, as a profile's choice runs; None is plain decoding."""
     if budget is None:
         return engine.observed(lambda _: PlainProposer(), Budget(1))
-    return engine.observed(corrected, budget)
+    return engine.observed(scale_probabilities, budget)
 
 
 def _recording(engine: Engine, budget: Budget) -> tuple[Engine, Recorder]:
@@ -335,7 +335,7 @@ def tune(
     quick: bool = False,
     sweep: bool = False,
     on_stage: Callable[[str], None] = lambda stage: None,
-) -> Report:
+) -> TuneReport:
     """The profile of `engine`'s drafter (loaded without a profile), from `prompts`, token ids each.
 
     `calibration`: the bundle's, see DrafterInfo. `quick`: no race, the predictions decide.
@@ -396,10 +396,10 @@ def tune(
         candidates = [_measured(c, stats[c.name], stats[PLAIN]) for c in candidates]
     profile = Profile(key, costs, curve.source, tuple(candidates), _choose(candidates))
     if not sweep:
-        return Report(profile, [])
+        return TuneReport(profile, [])
     on_stage("sizes of tree")
     points = static_points(curve, costs, limit) or grown_points(curve, costs, limit)
-    return Report(profile, _sweep(engine, points, prompts, max_new_tokens))
+    return TuneReport(profile, _sweep(engine, points, prompts, max_new_tokens))
 
 
 def _choose(candidates: Sequence[Candidate]) -> str:
@@ -420,7 +420,7 @@ def _candidates(curve: Curve, costs: Costs, limit: int, lookup_nodes: int) -> li
         if points:
             best = max(points, key=lambda point: point.speedup)
             room = min(limit, best.budget.max_nodes + lookup_nodes)
-            # of grown trees, for the Corrector
+            # of grown trees, for the ProbabilityScaler
             reliability = monotone(curve.reliability) if best.budget.is_grown else ()
             found.append(
                 Candidate(

@@ -1,12 +1,13 @@
 """Proposers around another one that learn from what came true in this generation.
 
-`Controller` falls back to plain decoding while drafting does not pay, and tries again now and then.
+`DraftPauser` falls back to plain decoding while drafting does not pay, and tries again now and
+then.
 It keeps exponential averages of the tokens committed a step and of what the step cost by the
 machine profile; below the speed of plain decoding it rests,
 
     tokens / ms  <  1 / plain ms.
 
-`Corrector` scales what the profile's reliability says of path probabilities by
+`ProbabilityScaler` scales what the profile's reliability says of path probabilities by
 
     tokens accepted / tokens expected,
 
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from spec_runtime.proposers.merged import MergedProposer
-from spec_runtime.proposers.wrapper import Around
+from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
@@ -39,11 +40,11 @@ if TYPE_CHECKING:
 WEIGHT = 1 / 16  # of the newest step in the averages
 PROBE_STEPS = 8  # speculative steps after a rest before they are judged
 FIRST_REST, LONGEST_REST = 32, 256  # plain steps; a rest after a failed probe is twice as long
-TRUST_WEIGHT = 1 / 32  # of the newest step in a Corrector's averages
+TRUST_WEIGHT = 1 / 32  # of the newest step in a ProbabilityScaler's averages
 LARGEST_TRUST = 4.0  # and its inverse the smallest
 
 
-class Controller(Around):
+class DraftPauser(ProposerWrapper):
     """Speculates with `proposer`, or proposes roots alone.
 
     `accepted_length` and `speedup`: what `tune` saw, where the averages begin each generation.
@@ -113,7 +114,7 @@ class Controller(Around):
         self._tokens, self._ms = self._first_tokens, self._first_ms
 
 
-class Corrector(Around):
+class ProbabilityScaler(ProposerWrapper):
     """Asks `proposer` for trees whose nodes' worth is scaled by `trust`, accepted over expected.
 
     Only budgets of grown trees that have a reliability are changed.
@@ -161,11 +162,11 @@ class Corrector(Around):
         self._expected = self._accepted = 1.0
 
 
-def corrected(proposer: Proposer) -> Proposer:
-    """With a `Corrector` around the drafter, which knows nothing of prompt lookup's candidates."""
+def scale_probabilities(proposer: Proposer) -> Proposer:
+    """Wraps the drafter in a `ProbabilityScaler`, below prompt lookup where that is merged."""
     if isinstance(proposer, MergedProposer):
-        return MergedProposer(Corrector(proposer.drafter), proposer.lookup_nodes)
-    return Corrector(proposer)
+        return MergedProposer(ProbabilityScaler(proposer.drafter), proposer.lookup_nodes)
+    return ProbabilityScaler(proposer)
 
 
 def _scaled(budget: Budget, trust: float) -> Budget:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spec_runtime.step import Step
 
 
-class Around:
+class ProposerWrapper:
     """See Proposer; a subclass extends some of these by way of `super()`."""
 
     def __init__(self, proposer: Proposer) -> None:

@@ -232,7 +232,7 @@ def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     assert drafter.calibration is not None
     assert before.drafters[0].calibration is None
     assert drafter.expected_accepted_length == before.drafters[0].expected_accepted_length
-    engine = load(folder, name, threads=1, also="none", profile=False)
+    engine = load(folder, name, threads=1, lookup=False, profile=False)
     engine.budget = Budget(16)
     runs = [engine.generate(text, max_new_tokens=40, reuse=False) for text in texts[:2]]
     stats = Stats.total(run.stats for run in runs)

@@ -312,7 +312,7 @@ def test_a_given_model_is_built_into_a_bundle(workshop: Workshop, tmp_path: Path
     """The target as its own draft model: as right as the trees are deep."""
     llama = str(workshop.llama())
     path = make_bundle.build(llama, ["draft_model"], out=tmp_path / "bundle", draft_model=llama)
-    engine = spec_runtime.load(path, "draft_model", threads=1, also="none")
+    engine = spec_runtime.load(path, "draft_model", threads=1, lookup=False)
     plain = engine.with_drafter("none")
     for prompt in ("say abc", "x"):
         result = engine.generate(prompt, max_new_tokens=31, ignore_eos=True)

@@ -49,7 +49,7 @@ def test_the_example_meets_the_contract(
     name: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert name in drafters.trainable()
-    engine = spec_runtime.load(workshop.bundle(name), name, threads=1, also="none")
+    engine = spec_runtime.load(workshop.bundle(name), name, threads=1, lookup=False)
     for sampling in test_contract.SAMPLING:
         test_contract.test_the_drafter_changes_no_token(engine, name, sampling)
     with monkeypatch.context() as patch:

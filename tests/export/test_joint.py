@@ -122,7 +122,7 @@ def test_a_joint_run_leaves_a_merged_target_and_its_drafter(
     bundle = make_bundle.build(
         str(tmp_path / "run" / "target"), [], [folder], out=tmp_path / "bundle"
     )
-    engine = spec_runtime.load(bundle, threads=1, also="none")
+    engine = spec_runtime.load(bundle, threads=1, lookup=False)
     assert spec_runtime.bundle.read(bundle).manifest.target.target_modified
     plain = engine.with_drafter("none").generate("say 3", max_new_tokens=24, ignore_eos=True)
     drafted = engine.generate("say 3", max_new_tokens=24, ignore_eos=True)

@@ -271,11 +271,11 @@ def test_a_bundle_feeds_each_drafter_its_own_taps(workshop: Workshop, tmp_path: 
     entries = (*manifest.drafters, *own.manifest.drafters)
     bundles.write_manifest(both, dataclasses.replace(manifest, drafters=entries))
 
-    engine = spec_runtime.load(both, "parallelspec", threads=1, also="none")
+    engine = spec_runtime.load(both, "parallelspec", threads=1, lookup=False)
     options: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
     for name in ("medusa", "parallelspec", "medusa"):
-        got = engine.with_drafter(name, also="none").generate("say abc, 3", **options)
-        alone = spec_runtime.load(workshop.bundle(name), name, threads=1, also="none")
+        got = engine.with_drafter(name, lookup=False).generate("say abc, 3", **options)
+        alone = spec_runtime.load(workshop.bundle(name), name, threads=1, lookup=False)
         expected = alone.generate("say abc, 3", **options)
         assert got.token_ids == expected.token_ids
         assert got.stats.drafted_tokens == expected.stats.drafted_tokens > 0

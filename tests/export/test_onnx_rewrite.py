@@ -92,7 +92,7 @@ def random_tree(n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]
 
 
 @every_family
-@pytest.mark.parametrize("form", ["bias", "attention", "contiguous"])
+@pytest.mark.parametrize("form", ["bias", "full_buffer", "contiguous"])
 def test_prefill_chains_and_trees(case: Case, form: str) -> None:
     """Chunked prefill, single rows, then trees; each keeps a path, some rows are rolled back."""
     if form == "contiguous":
@@ -178,7 +178,7 @@ def compare_with_transformers(
 
 
 @every_family
-@pytest.mark.parametrize("attention", ["bias", "attention"])
+@pytest.mark.parametrize("attention", ["bias", "full_buffer"])
 def test_rows_are_written_to_their_slots_and_nowhere_else(case: Case, attention: str) -> None:
     runner = case.runner(attention)
     names = [f"kv.{layer}.{part}" for layer in range(LAYERS) for part in "kv"]
@@ -226,7 +226,7 @@ def test_slots_above_the_high_water_mark_are_not_read(case: Case, attention: str
 
 
 @llama
-@pytest.mark.parametrize("attention", ["bias", "attention"])
+@pytest.mark.parametrize("attention", ["bias", "full_buffer"])
 def test_masked_rows_leave_no_trace(case: Case, attention: str) -> None:
     """A rejected row stays in its slot, however large its values."""
     runner = case.runner(attention)
@@ -281,7 +281,7 @@ def test_inputs_and_operators_of_the_slots_form(case: Case) -> None:
     ("attention", "more", "operators"),
     [
         (
-            "attention",
+            "full_buffer",
             {"mask", "slots"},
             {("", "Attention"): LAYERS, ("", "ScatterND"): 2 * LAYERS},
         ),

@@ -170,7 +170,7 @@ def test_the_whole_target_is_no_draft(llama: Any) -> None:
 
 @pytest.fixture
 def engine(workshop: Workshop) -> Engine:
-    return spec_runtime.load(workshop.bundle(NAME), NAME, threads=1, also="none")
+    return spec_runtime.load(workshop.bundle(NAME), NAME, threads=1, lookup=False)
 
 
 def test_every_level_guesses_as_pytorch_does(

@@ -372,7 +372,7 @@ def test_the_bundle_also_runs_on_onnx_runtime(rtx: Any, workshop: Workshop, tmp_
     name = "parallelspec"
     folder = built(workshop, tmp_path / "bundle", "fp32", name)
     results = [
-        spec_runtime.load(path, name, threads=1, also="none").generate(
+        spec_runtime.load(path, name, threads=1, lookup=False).generate(
             "say abc, 3", max_new_tokens=60, ignore_eos=True
         )
         for path in (folder, workshop.bundle(name))

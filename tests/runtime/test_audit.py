@@ -20,8 +20,7 @@ import spec_runtime
 from spec_runtime import bundle, generate
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
-from spec_runtime.measure import audit, quality
-from spec_runtime.measure import distribution_test as law
+from spec_runtime.measure import audit, distribution_test, quality
 from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
 from spec_runtime.target import NEAR_TIE, Target, top_gap
@@ -72,7 +71,7 @@ def make_engine(
         strict_gap=strict_gap,
     )
 
-    def open_drafter(name: str | None, also: str | None) -> OpenedDrafter:
+    def open_drafter(name: str | None, lookup: bool | None) -> OpenedDrafter:
         name = name or drafter
         return OpenedDrafter(name, make_proposer(name, backend, backend.form), budget or Budget(8))
 
@@ -461,18 +460,18 @@ def test_what_cannot_be_audited_token_by_token() -> None:
 def test_chi_square_by_hand() -> None:
     p_V = np.array([0.5, 0.3, 0.15, 0.04, 0.01])
     counts = Counter({0: 40, 1: 40, 2: 15, 3: 5})
-    bins, statistic, p_value = law.chi_square([(counts, p_V)])
+    bins, statistic, p_value = distribution_test.chi_square([(counts, p_V)])
     # 100 draws: the last two are expected 4 times and once, so they share a bin
     assert bins == 4
     assert statistic == pytest.approx(10**2 / 50 + 10**2 / 30 + 0 + 0)
     assert p_value == pytest.approx(0.149, abs=0.02)  # of 5.33 with 3 degrees of freedom
     certain = np.array([1.0, 0.0])
-    assert law.chi_square([(Counter({0: 20}), certain)])[2] == 1.0
-    bins, statistic, p_value = law.chi_square([(Counter({0: 20, 1: 1}), certain)])
+    assert distribution_test.chi_square([(Counter({0: 20}), certain)])[2] == 1.0
+    bins, statistic, p_value = distribution_test.chi_square([(Counter({0: 20, 1: 1}), certain)])
     assert bins == 2
     assert statistic > 1e9
     assert p_value < 1.1e-4
-    bins, statistic, p_value = law.chi_square([(counts, p_V), (counts, p_V)])
+    bins, statistic, p_value = distribution_test.chi_square([(counts, p_V), (counts, p_V)])
     assert (bins, statistic) == (8, pytest.approx(2 * (2 + 10 / 3)))
     assert p_value == pytest.approx(0.099, abs=0.02)  # of 10.67 with 6 degrees of freedom
 
@@ -487,7 +486,7 @@ REJECTION: SamplingOptions = {"temperature": 1.0, "seed": 0, "acceptance": "reje
 
 
 def test_the_law_of_rejection() -> None:
-    found = law.of_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 600)
+    found = distribution_test.check_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 600)
     assert not found.is_real
     assert found.draws == 600
     assert 300 < found.count <= 600
@@ -498,11 +497,13 @@ def test_the_law_of_rejection() -> None:
 
 def test_too_few_draws_for_a_law() -> None:
     with pytest.raises(ValueError, match="got no first token 25 times in 20 draws"):
-        law.of_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 20)
+        distribution_test.check_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 20)
     backend = ToyTarget(vocab_size=24)
     plain = make_engine(backend, drafter="none")
     with pytest.raises(ValueError, match="got no draft after the first token in 40 draws"):
-        law.of_second_token(plain, "p", [1, 2, 3], {**REJECTION, "temperature": 0.1}, 40)
+        distribution_test.check_second_token(
+            plain, "p", [1, 2, 3], {**REJECTION, "temperature": 0.1}, 40
+        )
 
 
 def test_the_law_of_a_biased_rule_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,5 +516,5 @@ def test_the_law_of_a_biased_rule_is_real(monkeypatch: pytest.MonkeyPatch) -> No
         return right(tree, p, uniform)
 
     monkeypatch.setattr(generate, "by_rejection", biased)
-    found = law.of_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 600)
+    found = distribution_test.check_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 600)
     assert found.is_real

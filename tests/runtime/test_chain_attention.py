@@ -254,7 +254,7 @@ def test_a_proposer_that_branches_is_stopped_before_a_wrong_token(
     ("changes", "options", "why"),
     [
         ({}, {"drafter": "lookahead"}, "got drafter lookahead, expected another one: its window"),
-        ({}, {"also": "prompt_lookup"}, "got prompt lookup beside drafter parallelspec, expected"),
+        ({}, {"lookup": True}, "got prompt lookup beside drafter parallelspec, expected"),
         ({"trees": {"lookup_nodes": 3}}, {}, "got prompt lookup beside drafter parallelspec, exp"),
         ({}, {"strict": True}, "got strict with attention chain, expected bias: it judges"),
     ],
@@ -268,7 +268,7 @@ def test_what_needs_trees_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
     load(write(tmp_path / "bias", "bias", **changes), **options)  # nothing else is wrong with it
     if "trees" in changes:
-        load(folder, also="none")
+        load(folder, lookup=False)
     if "drafter" in options:
         with pytest.raises(ValueError, match=why):
             load(folder).with_drafter(options["drafter"])
@@ -299,7 +299,7 @@ def test_the_manifest_says_which_and_older_ones_need_not(tmp_path: Path) -> None
     data = json.loads(file.read_text())
     assert "attention" not in data["graphs"]["target"]
     assert bundle.read(folder).manifest.graphs["target"].attention == "bias"
-    for attention in ("attention", "chain"):
+    for attention in ("full_buffer", "chain"):
         write(tmp_path, attention)
         assert json.loads(file.read_text())["graphs"]["target"]["attention"] == attention
         assert bundle.read(folder).manifest.graphs["target"].attention == attention
@@ -308,7 +308,7 @@ def test_the_manifest_says_which_and_older_ones_need_not(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"attention": "flash"}, "got attention 'flash', expected one of bias, attention, chain"),
+        ({"attention": "flash"}, "got attention 'flash', expected one of bias, full_buffer, chain"),
         ({"attention": "chain", "form": "contiguous"}, "chain with the contiguous form, expected"),
         ({"attention": 3}, "attention: got int '3', expected str"),
     ],

@@ -207,7 +207,7 @@ def test_lookup_may_be_merged_into_a_trained_drafters_trees(tmp_path: Path) -> N
     folder = write_bundle(tmp_path, ("parallelspec",), trees={"max_nodes": 8, "lookup_nodes": 3})
     merged = spec_runtime.load(folder)
     assert merged.drafter == "parallelspec+prompt_lookup"
-    alone = merged.with_drafter(None, also="none")
+    alone = merged.with_drafter(None, lookup=False)
     assert alone.drafter == "parallelspec"
     plain = merged.with_drafter("none")
     for prompt in ("hello hello hello", "abcabcab", "x"):
@@ -219,10 +219,8 @@ def test_lookup_may_be_merged_into_a_trained_drafters_trees(tmp_path: Path) -> N
 
 def test_what_lookup_cannot_be_merged_into(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path, ("parallelspec",))
-    with pytest.raises(ValueError, match="got also 'lookup', expected one of prompt_lookup, none"):
-        spec_runtime.load(folder, also="lookup")
     with pytest.raises(ValueError, match="with drafter none, expected a trained one"):
-        spec_runtime.load(folder, "none", also="prompt_lookup")
+        spec_runtime.load(folder, "none", lookup=True)
 
 
 @pytest.mark.parametrize(("expected", "num_warnings"), [(None, 0), (2.0, 1)])

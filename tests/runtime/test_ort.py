@@ -198,7 +198,7 @@ def test_cuda_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         ("fp32", {}, "target/target.onnx in float32, slots form"),
         ("fp16", {}, "target/target.onnx in float32, slots form"),  # as drafters once were
         ("fp32", {"form": "contiguous"}, None),
-        ("fp32", {"attention": "attention"}, None),
+        ("fp32", {"attention": "full_buffer"}, None),
         ("fp32", {"inputs": GRAPH.inputs[:2]}, None),
     ],
 )

@@ -23,14 +23,13 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_runtime import bundle as bundles
-from spec_runtime.backends import open_graph, ort
-from spec_runtime.backends import pad_rows as fill
+from spec_runtime.backends import open_graph, ort, pad_rows
 from spec_runtime.backends.cuda import Copies
 from spec_runtime.backends.ort import OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
-from spec_runtime.proposers.wrapper import Around
-from spec_runtime.target import TOP, Target
+from spec_runtime.proposers.wrapper import ProposerWrapper
+from spec_runtime.target import STRICT_GAPS, TOP, Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
 
@@ -319,7 +318,7 @@ def test_logits_that_are_not_finite_are_an_error(
         engine.generate(PROMPTS[0] + "x", max_new_tokens=8)
 
 
-class Watched(Around):
+class Watched(ProposerWrapper):
     """Keeps tokens and parents of each tree."""
 
     def __init__(self, proposer: Any) -> None:
@@ -437,8 +436,8 @@ def test_few_shapes_are_captured_however_wide_the_trees_are(
 ) -> None:
     """And so most runs are replays; in the same number of steps."""
     replayed = []
-    for widths in (fill.WIDTHS, tuple(range(1, 65))):
-        monkeypatch.setattr(fill, "WIDTHS", widths)
+    for widths in (pad_rows.WIDTHS, tuple(range(1, 65))):
+        monkeypatch.setattr(pad_rows, "WIDTHS", widths)
         device.shapes.clear()
         before = device.num_replayed, device.num_eager
         engine = load(folders["fp16"], drafter="eagle")
@@ -458,7 +457,7 @@ def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
 ) -> None:
     monkeypatch.setattr(ort, "MAX_CAPTURED_ROWS", 4)
     monkeypatch.setattr(ort, "MAX_STEPS", 2)
-    monkeypatch.setattr(fill, "WIDTHS", (1, 2, 3, 4))
+    monkeypatch.setattr(pad_rows, "WIDTHS", (1, 2, 3, 4))
     backend, cache = open_target(folders["fp16"])
     counts = []
     for width in (5, 1, 2, 3):
@@ -714,7 +713,7 @@ def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
     """See onnx_rewrite.to_slots; other graphs leave the choice to ONNX Runtime."""
     open_target(folders["fp16"])
     opened = dataclasses.replace(bundles.read(folders["fp16"]), backend="cuda_eager")
-    graph = dataclasses.replace(opened.manifest.graphs["target"], attention="attention")
+    graph = dataclasses.replace(opened.manifest.graphs["target"], attention="full_buffer")
     open_graph(opened, graph, 384, 1)
     for settings in device.settings:
         assert settings.pop("user_compute_stream")

@@ -235,8 +235,8 @@ def test_it_generates_what_onnx_runtime_generates(
     folder: Path, runtime: fake.Runtime, name: str, how: str
 ) -> None:
     """The same graphs under both, so the same tokens, steps and accepted drafts."""
-    expected = spec_runtime.load(folder, name, threads=1, also="none" if name != "none" else None)
-    engine = spec_runtime.load(folder, name, also="none" if name != "none" else None, backend=how)
+    expected = spec_runtime.load(folder, name, threads=1, lookup=False if name != "none" else None)
+    engine = spec_runtime.load(folder, name, lookup=False if name != "none" else None, backend=how)
     for prompt in PROMPTS:
         right = expected.generate(prompt, max_new_tokens=40, ignore_eos=True)
         result = engine.generate(prompt, max_new_tokens=40, ignore_eos=True)

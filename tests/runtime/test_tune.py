@@ -31,9 +31,9 @@ from spec_runtime.proposers.adaptive import (
     LONGEST_REST,
     PROBE_STEPS,
     TRUST_WEIGHT,
-    Controller,
-    Corrector,
-    corrected,
+    DraftPauser,
+    ProbabilityScaler,
+    scale_probabilities,
 )
 from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
@@ -406,7 +406,7 @@ class Script:
         pass
 
 
-def play(controller: Controller, lengths: list[int], budget: Budget = Budget(8)) -> None:  # noqa: B008
+def play(controller: DraftPauser, lengths: list[int], budget: Budget = Budget(8)) -> None:  # noqa: B008
     """Steps that commit so many tokens each, where something was drafted."""
     for length in lengths:
         tree = controller.propose(0, budget)
@@ -423,7 +423,7 @@ def runs_of(sizes: list[int]) -> list[tuple[int, int]]:
 
 def test_collapse_rest_probe_and_recovery() -> None:
     script = Script()
-    controller = Controller(script, COSTS, accepted_length=2.25, speedup=1.5)
+    controller = DraftPauser(script, COSTS, accepted_length=2.25, speedup=1.5)
     # averages begin at 2.25 tokens and 15 ms; w = 15 / 16: 1 + 1.25 w^n < 1.5 from n = 15 on
     play(controller, [1] * 15)
     assert runs_of(script.sizes) == [(4, 15)]
@@ -448,17 +448,17 @@ def test_collapse_rest_probe_and_recovery() -> None:
 
 def test_good_text_is_never_left_and_break_even_counts_as_paying() -> None:
     script = Script()
-    play(Controller(script, COSTS, 2.25, 1.5), [3, 1, 1, 4, 2, 1] * 50)
+    play(DraftPauser(script, COSTS, 2.25, 1.5), [3, 1, 1, 4, 2, 1] * 50)
     assert set(script.sizes) == {4}
     script = Script()
-    play(Controller(script, COSTS, 1.5, 1.0), [1, 2, 2, 1] * 2)
+    play(DraftPauser(script, COSTS, 1.5, 1.0), [1, 2, 2, 1] * 2)
     assert script.sizes[0] == 4
     assert runs_of(script.sizes) == [(4, 1), (1, 7)], "below break-even after the first step"
 
 
 def test_root_only_budgets_are_not_judged() -> None:
     script = Script()
-    controller = Controller(script, COSTS, 2.25, 1.5)
+    controller = DraftPauser(script, COSTS, 2.25, 1.5)
     play(controller, [1] * 100, Budget(8, max_depth=0))
     assert not controller.is_resting
     play(controller, [1] * 15)
@@ -472,7 +472,7 @@ def test_a_collapse_on_the_toy_engine_changes_no_token(drafter: str, form: str) 
     plain = make_engine(max_length=300, form=form, num_successors=8)
     dear = replace(COSTS, verify=((1, 9.0), (2, 200.0), (4, 200.0)))
     engine = make_engine(drafter, max_length=300, form=form, num_successors=8)
-    engine = engine.observed(lambda proposer: Controller(proposer, dear, 2.0, 1.01))
+    engine = engine.observed(lambda proposer: DraftPauser(proposer, dear, 2.0, 1.01))
     options: dict[str, Any] = {"max_new_tokens": 160, "temperature": 0.5, "seed": 1}
     for prompt in (random_prompt(1), random_prompt(2)):
         expected = plain.generate(prompt, ignore_eos=True, **options).token_ids
@@ -497,7 +497,7 @@ def test_wrong_guesses_are_given_up_in_exactly_these_steps() -> None:
     engine = Engine(
         engine.target,
         engine.tokenizer,
-        Controller(script, COSTS, 2.25, 1.5),
+        DraftPauser(script, COSTS, 2.25, 1.5),
         budget=Budget(4),
     )
     sizes = [
@@ -530,7 +530,7 @@ MARGINAL = Budget(
 )
 
 
-def committed(proposer: Corrector, budget: Budget, *tokens: int) -> TokenTree:
+def committed(proposer: ProbabilityScaler, budget: Budget, *tokens: int) -> TokenTree:
     tree = proposer.propose(0, budget)
     proposer.commit(Step([*tokens, 9], len(tokens)))
     return tree
@@ -538,7 +538,7 @@ def committed(proposer: Corrector, budget: Budget, *tokens: int) -> TokenTree:
 
 def test_trees_shrink_where_less_is_accepted_than_expected_and_grow_where_more() -> None:
     script = Guesser()
-    proposer = Corrector(script)
+    proposer = ProbabilityScaler(script)
     tree = committed(proposer, MARGINAL)
     assert tree.token_N.tolist() == [0, 7, 8, 7]
     assert script.budgets == [MARGINAL]
@@ -565,7 +565,7 @@ def test_trees_shrink_where_less_is_accepted_than_expected_and_grow_where_more()
 def test_a_least_probability_is_that_of_the_worth() -> None:
     """What the drafter says is worth half here, and `tune` found .1 to pay."""
     script = Guesser()
-    proposer = Corrector(script)
+    proposer = ProbabilityScaler(script)
     budget = Budget(64, 0.1, reliability=((0.5, 0.25), (1.0, 0.5)))
     committed(proposer, budget, 7)
     # .5 .25 .25 .125 and so on: 6 nodes of at least .1, worth half of 1.375
@@ -587,7 +587,7 @@ def test_a_least_probability_is_that_of_the_worth() -> None:
 
 def test_the_accepted_path_is_that_of_the_drafters_own_tree() -> None:
     """Prompt lookup's tokens say nothing about the drafter, whoever was asked first."""
-    proposer = Corrector(Guesser())
+    proposer = ProbabilityScaler(Guesser())
     committed(proposer, MARGINAL, 3, 7, 7)  # lookup's path
     assert proposer.trust == pytest.approx(1 - TRUST_WEIGHT)
     proposer.start([1], None, 0)
@@ -600,7 +600,7 @@ def test_the_accepted_path_is_that_of_the_drafters_own_tree() -> None:
 )
 def test_budgets_without_reliability_pass_as_they_are(budget: Budget) -> None:
     script = Guesser()
-    proposer = Corrector(script)
+    proposer = ProbabilityScaler(script)
     for _ in range(3):
         committed(proposer, budget)
     assert all(seen is budget for seen in script.budgets)
@@ -609,11 +609,11 @@ def test_budgets_without_reliability_pass_as_they_are(budget: Budget) -> None:
 
 def test_the_drafter_is_corrected_inside_merged_trees() -> None:
     drafter = Guesser()
-    merged = corrected(MergedProposer(drafter, 3))
+    merged = scale_probabilities(MergedProposer(drafter, 3))
     assert isinstance(merged, MergedProposer)
     assert merged.lookup_nodes == 3
-    assert isinstance(merged.drafter, Corrector)
-    assert isinstance(corrected(drafter), Corrector)
+    assert isinstance(merged.drafter, ProbabilityScaler)
+    assert isinstance(scale_probabilities(drafter), ProbabilityScaler)
 
 
 # --------------------------------------------------------------------------------- the profile
@@ -704,17 +704,17 @@ def test_an_engine_is_opened_as_the_profile_says(
     tuned = opened_anew(toy_graphs, folder, threads=1)
     assert tuned.budget == PAYING
     assert tuned.is_tuned
-    assert isinstance(tuned.proposer, Controller)
+    assert isinstance(tuned.proposer, DraftPauser)
     assert tuned.generate("hello", max_new_tokens=30).token_ids == expected
     for other in (
         tuned.with_drafter("prompt_lookup"),
-        tuned.with_drafter(None, also="prompt_lookup"),
+        tuned.with_drafter(None, lookup=True),
         opened_anew(toy_graphs, folder, threads=1, profile=False),
         opened_anew(toy_graphs, folder, threads=2),
     ):
         assert other.budget != PAYING
         assert not other.is_tuned
-        assert not isinstance(other.proposer, Controller)
+        assert not isinstance(other.proposer, DraftPauser)
     profile.write(some_profile(None, key))
     plain = opened_anew(toy_graphs, folder, threads=1)
     assert isinstance(plain.proposer, PlainProposer)
@@ -764,7 +764,7 @@ def test_the_command_end_to_end(
     assert f"Chosen: {chosen}" in captured.out
     assert written["key"]["drafter"] == "parallelspec+prompt_lookup"
     tuned = opened_anew(toy_graphs, folder, threads=1)
-    assert isinstance(tuned.proposer, PlainProposer if written["chosen"] == PLAIN else Controller)
+    assert isinstance(tuned.proposer, PlainProposer if written["chosen"] == PLAIN else DraftPauser)
     pytest.importorskip("matplotlib")
     toy_graphs.clear()
     assert command(*arguments, "--quick", "--json", out, "--figure", figure) == 0

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_runtime.backends import pad_rows as fill
-from spec_runtime.backends.pad_rows import filled
+from spec_runtime.backends.pad_rows import _width, pad_rows
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import ContiguousCache, open_cache
 from spec_runtime.trees.tree import chain_parents
@@ -29,7 +28,7 @@ SHAPES: dict[str, tuple[str, tuple[int | str, ...]]] = {
 COMMON = ("input_ids", "position_ids", "logit_rows", "features")
 OWN = {
     ("slots", "bias"): ("mask", "slots", "seqlens_k"),
-    ("slots", "attention"): ("mask", "slots"),
+    ("slots", "full_buffer"): ("mask", "slots"),
     ("slots", "chain"): ("seqlens_k",),
     ("contiguous", "bias"): ("mask", "write_index", "src", "perm"),
 }
@@ -78,8 +77,8 @@ def test_new_rows_and_those_kept_are_where_they_were(form: str, attention: str) 
         parents = [int(rng.integers(i)) for i in range(1, n)]
         parent_N = chain_parents(n) if attention == "chain" else np.array([0, *parents])
         feeds, sizes = feeds_of(graph, cache, parent_N)
-        got, wider = filled(graph, feeds, sizes, CAPACITY)
-        assert (wider["N"], wider["M"]) == (fill._width(n, 64), fill._width(n, 64))
+        got, wider = pad_rows(graph, feeds, sizes, CAPACITY)
+        assert (wider["N"], wider["M"]) == (_width(n, 64), _width(n, 64))
         for name in OWN[form, attention] + COMMON:
             axes = SHAPES[name][1]
             expected = [wider[axis] if isinstance(axis, str) else axis for axis in axes]
@@ -112,9 +111,9 @@ def test_the_example() -> None:
     cache.commit([1])
     feeds, sizes = feeds_of(graph, cache, chain_parents(5))
     assert (feeds["src"].tolist(), feeds["perm"].tolist()) == ([9], [0, 1, 2, 3, 4, 5])
-    got, _ = filled(graph, feeds, sizes, CAPACITY)
+    got, _ = pad_rows(graph, feeds, sizes, CAPACITY)
     assert (got["src"].tolist(), got["perm"].tolist()) == ([9], [0, 1, 2, 3, 4, 5, 6, 7, 8])
-    moved, _ = filled(graph, feeds | {"src": np.array([9, 11])}, sizes | {"A": 2}, CAPACITY)
+    moved, _ = pad_rows(graph, feeds | {"src": np.array([9, 11])}, sizes | {"A": 2}, CAPACITY)
     assert moved["src"].tolist() == [9, 11, 11, 11]
 
 
@@ -124,13 +123,13 @@ def test_what_has_no_room_stays_as_it_is(form: str, attention: str) -> None:
     feeds_of(graph, cache, chain_parents(33))
     cache.commit(range(33))
     feeds, sizes = feeds_of(graph, cache, chain_parents(5))
-    got, wider = filled(graph, feeds, sizes, CAPACITY)
+    got, wider = pad_rows(graph, feeds, sizes, CAPACITY)
     fits = form == "slots" and attention != "chain"  # the same slots again
     assert wider["N"] == (8 if fits else 5)
     assert fits or all((got[name] == feeds[name]).all() for name in feeds)
-    _, wider = filled(graph, feeds, sizes, CAPACITY, {"N": 6, "M": 8})
+    _, wider = pad_rows(graph, feeds, sizes, CAPACITY, {"N": 6, "M": 8})
     assert wider["N"] == 5
-    wide, _ = filled(
+    wide, _ = pad_rows(
         graph, *feeds_of(graph, open_cache(form, 99, attention), chain_parents(70)), 99
     )
     assert wide["input_ids"].shape == (1, 70)
@@ -140,6 +139,6 @@ def test_a_graph_without_a_cache() -> None:
     inputs = (TensorSpec("state", "float32", ("N", 3)), TensorSpec("level", "int64", (1,)))
     graph = Graph("g.onnx", "stateless", inputs, ())
     feeds = {"state": np.arange(6.0).reshape(2, 3), "level": np.array([2])}
-    got, wider = filled(graph, feeds, {"N": 2}, 1)
+    got, wider = pad_rows(graph, feeds, {"N": 2}, 1)
     assert got["state"].tolist() == [[0, 1, 2], [3, 4, 5], [3, 4, 5], [3, 4, 5]]
     assert (got["level"].tolist(), wider) == ([2], {"N": 4})
