@@ -17,7 +17,7 @@ from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step
 from spec_runtime.target import Target
 from spec_runtime.text import Codec, Prompt, TextStream, encode_prompt
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Static
 from spec_runtime.trees.templates import chain
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ def _as_chains(params: SamplingParams, budget: Budget) -> tuple[SamplingParams, 
                 "chains only (--attention chain)"
             )
         params = replace(params, draw_widths=widths)
-    return params, replace(budget, paths=chain(budget.max_nodes - 1))
+    return params, replace(budget, growth=Static(chain(budget.max_nodes - 1)))
 
 
 def _pieces(steps: Generator[Step, None, None], text: TextStream) -> Generator[str, None, None]:

@@ -18,7 +18,7 @@ from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_l
 from spec_runtime.stats import Clock, Stats
 from spec_runtime.step import Limits, Step
 from spec_runtime.target import Target, Verified
-from spec_runtime.trees.budget import Budget, DrawRule
+from spec_runtime.trees.budget import Budget, Drawn
 from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ def _acceptance(params: SamplingParams, sample: Sampler, budget: Budget) -> tupl
         rng = sample.stream()
         num_chains = -(-(budget.max_nodes - 1) // CHAIN_LENGTH)
         widths = params.draw_widths or (max(1, num_chains), *[1] * (CHAIN_LENGTH - 1))
-        draw = DrawRule(tuple(widths), params.temperature, params.draw_with_replacement, rng)
-        drawing = replace(budget, draw=draw)
+        growth = Drawn(tuple(widths), params.temperature, params.draw_with_replacement, rng)
+        drawing = replace(budget, growth=growth)
         return lambda tree, answers: by_rejection(tree, answers.p, rng.random), drawing
     if params.rule == "typical":
         epsilon, delta = params.typical_epsilon, params.typical_delta

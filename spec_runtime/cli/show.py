@@ -89,8 +89,7 @@ def _show_tree(
     name = template or ("searched" if paths is None else "its own tree")
     if paths is None:
         num_nodes = nodes or entry.trees.get("max_nodes", templates.DEFAULT_NODES)
-        budget = templates.parse_tree(name, accuracy, num_nodes)
-        paths = budget.paths or ()
+        paths = templates.parse_tree(name, accuracy, num_nodes)
     length = templates.expected_accepted_length(paths, accuracy)
     title = f"{entry.name}, {name}: {len(paths) + 1} nodes, accepted length {length:.2f} expected"
     if svg is not None:

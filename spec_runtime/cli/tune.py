@@ -77,7 +77,7 @@ def command(
     path = profile.write(report.profile)
     _print(report.profile, opened.manifest.name, path)
     if out is not None:
-        figures = {"profile": bundles.to_json(report.profile), "sweep": report.sweep}
+        figures = {"profile": profile.to_json(report.profile), "sweep": report.sweep}
         options.write_figures(out, figures)
     if figure is not None:
         _draw(report, opened.manifest.name, figure)

@@ -29,7 +29,7 @@ import numpy as np
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees import payoff
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -136,16 +136,17 @@ class ProbabilityScaler(ProposerWrapper):
         self._reset()
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        if not (budget.is_grown and budget.reliability) or budget.is_root_only:
+        growth = budget.growth
+        if not isinstance(growth, Grown) or not growth.reliability or budget.is_root_only:
             self._tree = None
             return super().propose(token, budget)
-        trust = self.trust
-        tree = self._tree = super().propose(token, _scaled(budget, trust))
+        scaled = replace(budget, growth=_scaled(growth, self.trust))
+        tree = self._tree = super().propose(token, scaled)
         assert tree.num_nodes == 1 or tree.log_prob_N is not None, "a tree without probabilities"
         if tree.log_prob_N is None:
             self._worth = 0.0
         else:
-            worth_N = payoff.probabilities(tree.log_prob_N[1:], budget.reliability)
+            worth_N = payoff.probabilities(tree.log_prob_N[1:], growth.reliability)
             self._worth = float(worth_N.sum())
         return tree
 
@@ -169,13 +170,16 @@ def scale_probabilities(proposer: Proposer) -> Proposer:
     return ProbabilityScaler(proposer)
 
 
-def _scaled(budget: Budget, trust: float) -> Budget:
-    """Where times decide, the least probability only spares nodes that can never pay: it falls
-    where they may. Else it decides itself: what it asks for is a worth."""
-    if not budget.step_ms:
-        return replace(budget, min_probability=min(1.0, budget.min_probability / trust))
+def _scaled(growth: Grown, trust: float) -> Grown:
+    """Returns the growth for paths that are worth `trust` times what the reliability says.
+
+    With step times, the least probability only spares nodes that can never pay, so it falls where
+    more nodes may. Without them it is the least worth that is asked for, and decides by itself.
+    """
+    if not growth.step_ms:
+        return replace(growth, min_probability=min(1.0, growth.min_probability / trust))
     return replace(
-        budget,
-        min_probability=budget.min_probability / max(1.0, trust),
-        reliability=tuple((p, min(1.0, trust * seen)) for p, seen in budget.reliability),
+        growth,
+        min_probability=growth.min_probability / max(1.0, trust),
+        reliability=tuple((p, min(1.0, trust * seen)) for p, seen in growth.reliability),
     )

@@ -14,7 +14,8 @@ from xml.sax.saxutils import escape
 
 from rich.tree import Tree
 
-from spec_runtime.trees.templates import Accuracy, RankPath, path_probabilities
+from spec_runtime.trees.budget import RankPath
+from spec_runtime.trees.templates import Accuracy, path_probabilities
 
 LEVEL_WIDTH, ROW_HEIGHT, MARGIN, TITLE_HEIGHT = 170, 24, 16, 28  # pixels
 COLOUR = "#2b6cb0"

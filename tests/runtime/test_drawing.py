@@ -18,7 +18,8 @@ from test_tree_templates import ACCURACY, CALIBRATION
 from spec_runtime import bundle as bundles
 from spec_runtime import cli
 from spec_runtime.trees import drawing
-from spec_runtime.trees.templates import RankPath, cartesian, parse_tree, searched
+from spec_runtime.trees.budget import RankPath
+from spec_runtime.trees.templates import cartesian, parse_tree, searched
 
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 Show = Callable[..., tuple[int, str, str]]
@@ -74,7 +75,7 @@ def test_svg_has_every_node_label_and_edge() -> None:
     assert by_probability[-2:] == ["0  50%  p 0.500", "root"]
 
 
-@pytest.mark.parametrize("paths", [parse_tree("medusa64").paths, cartesian([3, 3, 2]), ((2,),)])
+@pytest.mark.parametrize("paths", [parse_tree("medusa64"), cartesian([3, 3, 2]), ((2,),)])
 def test_no_two_nodes_share_a_place(paths: tuple[RankPath, ...]) -> None:
     place = drawing.layout(paths)
     assert len(set(place.values())) == len(place) == len(paths) + 1
