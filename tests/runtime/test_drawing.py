@@ -116,7 +116,7 @@ TREE = TokenTree(np.array([5, 7, 8, 9, 6, 4]), np.array([0, 0, 0, 1, 1, 2]))
 TEXTS = [" <root>", " a", "b&c", "\n", "a very long text of a token", "語"]
 
 
-class Step:
+class AcceptedSvg:
     """What a reader sees of one accepted tree: boxes with a text and a kind, and lines by kind."""
 
     def __init__(self, text: str) -> None:
@@ -152,7 +152,7 @@ class Step:
 
 
 def test_an_accepted_tree_shows_its_path_and_the_bonus() -> None:
-    step = Step(drawing.accepted_tree_svg(TREE, [0, 2], TEXTS, " the", 'a "<title>" & more'))
+    step = AcceptedSvg(drawing.accepted_tree_svg(TREE, [0, 2], TEXTS, " the", 'a "<title>" & more'))
     assert step.texts == ["␣<root>", "␣a", "b&c", "↵", "a␣very␣long␣text␣…", "語", "␣the"]
     assert step.kinds == ["root", "refused", "accepted", "refused", "refused", "refused", "bonus"]
     assert sorted(step.edges) == ["accepted", "bonus", *["refused"] * 4]
@@ -174,7 +174,7 @@ def test_accepted_trees_of_any_shape_do_not_overlap(seed: int) -> None:
     tree = TokenTree(np.arange(n), np.array(parents))
     texts = ["x" * int(rng.integers(0, 30)) for _ in range(n)]
     path = tree.path(int(rng.integers(0, n)))
-    step = Step(drawing.accepted_tree_svg(tree, path, texts, "", "title"))
+    step = AcceptedSvg(drawing.accepted_tree_svg(tree, path, texts, "", "title"))
     assert len(step.boxes) == n + 1
     assert not step.overlaps()
     assert step.is_inside()
