@@ -31,6 +31,7 @@ from typing import Any
 
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
+from spec_export.training.validate import VALIDATION_BUDGET
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
 
@@ -163,7 +164,7 @@ def by_guess(found: dict[str, float], name: str) -> list[float]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown; guesses are numbered from 1, the token behind the root."""
     num_guesses = max((len(row.get("top1_K", ())) for row in rows), default=0)
-    nodes = train.VALIDATION_BUDGET.max_nodes
+    nodes = VALIDATION_BUDGET.max_nodes
     top1 = [f"top-1, guess {k}" if k == 1 else str(k) for k in range(1, num_guesses + 1)]
     head = ["variant", *top1, f"accepted length, {nodes} nodes", "parameters", "steps"]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
@@ -191,7 +192,7 @@ def write_json(arguments: argparse.Namespace, path: Path, rows: list[dict[str, A
         recipe=path.name,
         steps=arguments.steps,
         minutes_each=arguments.minutes_each,
-        nodes=train.VALIDATION_BUDGET.max_nodes,
+        nodes=VALIDATION_BUDGET.max_nodes,
         variants=rows,
     )
     temporary = arguments.json.with_suffix(".tmp")
