@@ -22,6 +22,7 @@ import numpy as np
 from spec_runtime import bundle as bundles
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.files import sha256, write_atomically
+from spec_runtime.mapping import from_mapping, to_json
 from spec_runtime.trees.budget import Budget
 
 PLAIN = "plain"  # the candidate that is plain decoding
@@ -153,7 +154,7 @@ def write(profile: Profile) -> Path:
     """Write it where `find` looks, by an atomic rename."""
     path = path_of(profile.key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(bundles.to_json(profile), indent=2) + "\n")
+    write_atomically(path, json.dumps(to_json(profile), indent=2) + "\n")
     return path
 
 
@@ -162,7 +163,7 @@ def find(key: Key) -> Profile | None:
     path = path_of(key)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        profile = bundles.from_json(Profile, data, "profile")
+        profile = from_mapping(Profile, data, "profile")
         if profile.key != key:
             raise ValueError("it is of another machine or bundle")
     except FileNotFoundError:
