@@ -135,6 +135,7 @@ class _Transformer(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(d) for _ in range(num_layers))
         for layer in self.layers:
             layer.load_target_layer(ends.last_layer)  # type: ignore[operator]
+            layer.start_as_identity()  # type: ignore[operator]
         self.register_buffer("cos", ends.cos[:num_guesses].clone(), persistent=False)
         self.register_buffer("sin", ends.sin[:num_guesses].clone(), persistent=False)
         self.register_buffer("level_K", torch.arange(num_guesses), persistent=False)
