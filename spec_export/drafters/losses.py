@@ -125,8 +125,8 @@ def trained_head_cross_entropy(
 def feature_regression(predicted_RD: Tensor, feature_RD: Tensor, weight_R: Tensor) -> Tensor:
     """Returns EAGLE's regression loss of predicted features, an f32 scalar.
 
-    loss = Σ_r weight_r · mean over D of SmoothL1(f̂_r, f_r). No gradient reaches feature_RD: in joint
-    training the target would otherwise move its features towards the drafter's.
+    loss = Σ_r weight_r · mean over D of SmoothL1(f̂_r, f_r). No gradient reaches feature_RD: in
+    joint training the target would otherwise move its features towards the drafter's.
     """
     feature_RD = feature_RD.detach().float()
     losses_R = F.smooth_l1_loss(predicted_RD.float(), feature_RD, reduction="none").mean(-1)
