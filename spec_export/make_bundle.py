@@ -424,7 +424,9 @@ def _module(saved: checkpoint.SavedDrafter, backbone: Backbone) -> Any:
     """The drafter's module with its trained weights; ValueError names tensors that do not fit the
     target."""
     definition = drafter_files.load(saved.name)
-    config = recipe.build_config(definition.Config, saved.config, f"{saved.path}/config.json")
+    config = recipe.build_config(
+        definition.Config, saved.config, f"{saved.path}/config.json config"
+    )
     ids = None if saved.draft_token_ids is None else torch.from_numpy(saved.draft_token_ids)
     vocab_size = backbone.config.vocab_size
     if ids is not None and int(ids.max()) >= vocab_size:

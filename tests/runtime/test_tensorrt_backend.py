@@ -28,6 +28,7 @@ from spec_runtime.backends.cuda import Cuda
 from spec_runtime.backends.tensorrt import Recent, TensorRT, TensorRTBackend
 from spec_runtime.bundle import BundleError, Graph, Plan, TensorSpec
 from spec_runtime.kv import open_cache
+from spec_runtime.mapping import from_mapping, to_json
 
 DRAFTERS = ("parallelspec", "hydra")  # a cache; a cache in one graph and none in the other
 PROMPTS = ("say abc, 3", "one two. one two. one")
@@ -160,12 +161,12 @@ def test_a_graphs_plans_have_its_axes_and_a_form_tensorrt_runs() -> None:
 
 def test_manifests_without_plans_are_as_before() -> None:
     graph = Graph("g.onnx", "slots", (), ())
-    data = bundles.to_json(graph)
+    data = to_json(graph)
     assert sorted(data) == ["file", "form", "inputs", "outputs"]
-    assert bundles.from_json(Graph, data) == graph
+    assert from_mapping(Graph, data, "graph") == graph
     inputs = (TensorSpec("x", "int64", ("N", "A")),)
     graph = Graph("g.onnx", "contiguous", inputs, (), (plan(),))
-    assert bundles.from_json(Graph, json.loads(json.dumps(bundles.to_json(graph)))) == graph
+    assert from_mapping(Graph, json.loads(json.dumps(to_json(graph))), "graph") == graph
 
 
 # ---- running, over the fakes ----
