@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.graphs.slots import GraphEditor, _dim
+from spec_export.graphs.edit import GraphEditor, fixed_size
 from spec_runtime.bundle import BANK, BANK_ROWS, FEATURE_ROWS, STATE_ROWS
 from spec_runtime.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
 
@@ -47,7 +47,7 @@ def add_top(model: ir.Model, most: int = MOST_TOP) -> ir.Model:
     f32[M] of the whole row, which is not finite where a logit is NaN or +inf."""
     graph, edit = model.graph, GraphEditor(model, "top")
     logits = next(value for value in graph.outputs if value.name == "logits")
-    K = min(most, _dim(logits, 1))
+    K = min(most, fixed_size(logits, 1))
     before, last = list(graph)[-1], edit.constant(np.array([1]))
     size = edit.constant(np.array([K]))
     top, ids = edit.add(before, "TopK", [logits, size], axis=1, num_outputs=2)
@@ -83,8 +83,8 @@ def write_banks(
         value, name = values[output], f"{BANK}{output.removesuffix('.out')}"
         assert value.shape is not None, output
         if rows not in inputs:
-            inputs[rows] = _input(graph, rows, ir.DataType.INT64, [value.shape[0]])
-        bank = inputs.get(name) or _bank(graph, name, value, num_rows)
+            inputs[rows] = edit.add_input(rows, ir.DataType.INT64, [value.shape[0]])
+        bank = inputs.get(name) or _add_bank(edit, name, value, num_rows)
         before = list(graph)[-1]
         (index,) = edit.add(before, "Unsqueeze", [inputs[rows], edit.constant(np.array([1]))])
         (written,) = edit.add(before, "ScatterND", [bank, index, value])
@@ -105,13 +105,13 @@ def read_features(
     old = next(value for value in graph.inputs if value.name == "features")
     assert old.shape is not None
     assert old.dtype is not None
-    rows = _input(graph, FEATURE_ROWS, ir.DataType.INT64, [old.shape[-2]])
+    rows = edit.add_input(FEATURE_ROWS, ir.DataType.INT64, [old.shape[-2]])
     kept = {value.name: value for value in target.graph.outputs}
     before, parts = next(iter(graph)), []
     zero, last = (edit.constant(np.array([row])) for row in (0, -1))
     (theirs,) = edit.add(before, "Max", [rows, zero])
     for name in ("features", *(f"taps.{tap}" for tap in taps)):
-        bank = _bank(graph, f"{BANK}{name}", kept[name], "S")
+        bank = _add_bank(edit, f"{BANK}{name}", kept[name], "S")
         parts += edit.add(before, "Gather", [bank, theirs], axis=0)
     read = parts[0] if len(parts) == 1 else edit.add(before, "Concat", parts, axis=1)[0]
     (read,) = edit.add(before, "Cast", [read], to=old.dtype.value)
@@ -142,8 +142,8 @@ def read_states(model: ir.Model, num_rows: int) -> ir.Model:
     graph, edit = model.graph, GraphEditor(model, "bank_states")
     old = next(value for value in graph.inputs if value.name == "state")
     assert old.shape is not None
-    rows = _input(graph, STATE_ROWS, ir.DataType.INT64, [old.shape[0]])
-    bank = _bank(graph, f"{BANK}state", old, num_rows)
+    rows = edit.add_input(STATE_ROWS, ir.DataType.INT64, [old.shape[0]])
+    bank = _add_bank(edit, f"{BANK}state", old, num_rows)
     (read,) = edit.add(next(iter(graph)), "Gather", [bank, rows], axis=0)
     old.replace_all_uses_with(read)
     graph.inputs.remove(old)
@@ -177,18 +177,7 @@ def keep_drafter(
     return model
 
 
-def _bank(graph: ir.Graph, name: str, like: ir.Value, num_rows: int | str) -> ir.Value:
+def _add_bank(edit: GraphEditor, name: str, like: ir.Value, num_rows: int | str) -> ir.Value:
+    """Adds an input for a bank whose rows are as wide and of the same type as those of `like`."""
     assert like.dtype is not None
-    return _input(graph, name, like.dtype, [num_rows, _dim(like, 1)])
-
-
-def _input(
-    graph: ir.Graph,
-    name: str,
-    dtype: ir.DataType,
-    shape: Sequence[int | str | ir.SymbolicDim | None],
-) -> ir.Value:
-    """A new input of the graph."""
-    value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-    graph.inputs.append(value)
-    return value
+    return edit.add_input(name, like.dtype, [num_rows, fixed_size(like, 1)])

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.graphs.slots import GraphEditor, _dim, _remove_dead
+from spec_export.graphs.edit import GraphEditor, fixed_size, remove_dead
 from spec_runtime.bundle import BANK, DRAFT, FEATURE_ROWS
 
 BUFFERS = ("kv.", BANK)
@@ -73,7 +73,7 @@ def fuse(
     shape = outputs["guess_ids"].shape
     num_rows = None if shape is None else shape[0]  # open: as many as rows asked for
     num_guesses = num_rows if isinstance(num_rows, int) else 1 + len(mask_ids)
-    num_candidates = _dim(outputs["guess_ids"], 1)
+    num_candidates = fixed_size(outputs["guess_ids"], 1)
     step.verify(num_nodes)
     step.accept(num_guesses, taps)
     step.draft(mask_ids, repeat_feature)
@@ -193,7 +193,7 @@ class _Step:
         )
         names = ["features", *(f"taps.{tap}" for tap in taps)]
         parts = [self.target_outputs[name] for name in names]
-        self.F = sum(_dim(part, 1) for part in parts)
+        self.F = sum(fixed_size(part, 1) for part in parts)
         self.features_NF = self.real(op("Concat", *parts, axis=1) if taps else parts[0])
         self.path_P = path_P
         self.path_features_PF = op("Gather", self.features_NF, path_P)
@@ -317,7 +317,7 @@ class _Step:
         kv_out = [v for v in graph.outputs if str(v.name).startswith(ours)]
         graph.inputs[:] = [*self.state.values(), *kv]
         graph.outputs[:] = [*outputs, *kv_out]
-        _remove_dead(graph)  # what made outputs that are none here
+        remove_dead(graph)  # what made outputs that are none here
         graph.sort()
         return self.model
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from spec_export.graphs.edit import add_initializer, remove_unused_initializers
+
 WIDE = frozenset(("Softmax", "LogSoftmax", "TopK"))
 NARROW = frozenset(("MatMul", "Gemm", "Attention"))
 
@@ -27,7 +29,7 @@ def to_half(model: ir.Model, dtype: ir.DataType) -> ir.Model:
         key = (value, wanted)
         if key not in casts:
             if value.const_value is not None and value.is_initializer():
-                casts[key] = _initializer(graph, value, wanted)
+                casts[key] = _converted(graph, value, wanted)
             else:
                 node = ir.node("Cast", [value], {"to": wanted.value})
                 casts[key] = made = node.outputs[0]
@@ -65,21 +67,15 @@ def to_half(model: ir.Model, dtype: ir.DataType) -> ir.Model:
             output.name = f"{name}.narrow"
             graph.outputs[i] = cast = as_type(output, ir.DataType.FLOAT, None)
             cast.name = name
-    for name, value in list(graph.initializers.items()):
-        if not value.uses():
-            del graph.initializers[name]
+    remove_unused_initializers(graph)
     graph.sort()
     return model
 
 
-def _initializer(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Adds an initializer that holds the numbers of the initializer `value` in this type."""
     assert value.const_value is not None
     array = value.const_value.numpy().astype(dtype.numpy())
-    made = ir.Value(
-        name=f"{value.name}.{dtype.name.lower()}",
-        shape=value.shape,
-        type=ir.TensorType(dtype),
-        const_value=ir.tensor(array, dtype=dtype),
+    return add_initializer(
+        graph, ir.tensor(array, dtype=dtype), f"{value.name}.{dtype.name.lower()}"
     )
-    graph.register_initializer(made)
-    return made

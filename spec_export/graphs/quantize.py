@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.graphs.slots import MS, GraphEditor
+from spec_export.graphs.edit import MS, GraphEditor, remove_dead
 
 BLOCK = 32
 FULL, REDUCED = 127, 63  # largest int8 weight
@@ -53,12 +53,7 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
                 if len(node.inputs) > 2 and node.inputs[2] is not None:  # a Gemm's bias
                     (y,) = edit.add(node, "Add", [y, node.inputs[2]])
                 edit.replace(node.outputs[0], y)
-    for node in reversed(list(edit.graph)):
-        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
-            edit.graph.remove(node, safe=True)
-    for name, value in list(edit.graph.initializers.items()):
-        if not value.uses():
-            del edit.graph.initializers[name]
+    remove_dead(edit.graph)
     return model
 
 

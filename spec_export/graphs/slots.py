@@ -14,92 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from spec_export.graphs.edit import (
+    MASKED,
+    MS,
+    GraphEditor,
+    fixed_size,
+    input_at,
+    producer,
+    remove_dead,
+)
 from spec_runtime.bundle import ATTENTIONS as ATTENTIONS
-
-MS = "com.microsoft"
-# finite, because a row of −inf only would be NaN; far below any logit in fp16 too
-MASKED = {ir.DataType.FLOAT: -1e9, ir.DataType.FLOAT16: -6e4, ir.DataType.BFLOAT16: -1e9}
-
-
-class GraphEditor:
-    """Helpers to insert nodes into a graph; `prefix` sets the new names apart from those of other
-    rewrites."""
-
-    def __init__(self, model: ir.Model, prefix: str) -> None:
-        self.graph = model.graph
-        self.prefix = prefix
-        self._constants: dict[tuple[str, bytes, tuple[int, ...]], ir.Value] = {}
-        self._count = 0
-
-    def name(self, stem: str) -> str:
-        self._count += 1
-        return f"{self.prefix}.{stem}.{self._count}"
-
-    def constant(self, array: np.ndarray, stem: str = "const") -> ir.Value:
-        """An initializer holding `array`; equal arrays are stored once."""
-        array = np.ascontiguousarray(array)
-        key = (str(array.dtype), array.tobytes(), array.shape)
-        if key not in self._constants:
-            self._constants[key] = self.initializer(ir.tensor(array), self.name(stem))
-        return self._constants[key]
-
-    def initializer(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-        value = ir.Value(
-            name=name,
-            shape=ir.Shape(tensor.shape.numpy()),
-            type=ir.TensorType(tensor.dtype),
-            const_value=tensor,
-        )
-        self.graph.register_initializer(value)
-        return value
-
-    def add(
-        self,
-        before: ir.Node,
-        op_type: str,
-        inputs: Sequence[ir.Value | None],
-        num_outputs: int = 1,
-        domain: str = "",
-        **attributes: int | float | str | list[int],
-    ) -> list[ir.Value]:
-        """Insert a node before `before` and return its outputs."""
-        node = ir.node(
-            op_type, list(inputs), attributes or None, domain=domain, num_outputs=num_outputs
-        )
-        for i, output in enumerate(node.outputs):
-            output.name = self.name(f"{op_type.lower()}_{i}")
-        self.graph.insert_before(before, node)
-        return list(node.outputs)
-
-    def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Every use of `old`, graph outputs included, reads `new`, which takes over name, shape and
-        type."""
-        new.shape, new.type = old.shape, old.type
-        name, is_output = old.name, old.is_graph_output()
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        if is_output:
-            old.name, new.name = self.name("dead"), name
-
-
-def producer(value: ir.Value | None, op_type: str) -> ir.Node:
-    """The node that makes `value`, which must be of this type: anything else is a graph we did not
-    trace."""
-    node = None if value is None else value.producer()
-    assert node is not None, value
-    assert node.op_type == op_type, (value, op_type, node)
-    return node
-
-
-def _input(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None, (node, index)
-    return value
-
-
-def _dim(value: ir.Value, axis: int) -> int:
-    size = None if value.shape is None else value.shape[axis]
-    assert isinstance(size, int), (value, axis)
-    return size
 
 
 def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
@@ -134,7 +58,7 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     graph.inputs.extend([slots, seqlens])
     nodes = [node for node in graph if node.op_type == "Attention"]
     first = next(iter(graph))
-    cache = _input(producer(nodes[0].inputs[1], "TensorScatter"), 0)
+    cache = input_at(producer(nodes[0].inputs[1], "TensorScatter"), 0)
     shared = _shared_inputs(edit, first, inputs["mask"], slots, seqlens, cache)
     for node in nodes:
         _rewrite_attention(edit, node, attention, shared, inputs["position_ids"])
@@ -142,7 +66,7 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     _fuse_norms(edit)
     for name in ("write_index", "src", "perm"):
         graph.inputs.remove(inputs[name])
-    _remove_dead(graph)
+    remove_dead(graph)
     for value in (inputs["mask"], slots, seqlens):
         if not value.uses():
             graph.inputs.remove(value)
@@ -171,7 +95,7 @@ def _shared_inputs(
     seqlens: ir.Value,
     cache: ir.Value,
 ) -> _Shared:
-    G, Dh = _dim(cache, 1), _dim(cache, 3)
+    G, Dh = fixed_size(cache, 1), fixed_size(cache, 3)
     assert cache.dtype is not None
     dtype = cache.dtype.numpy()
     zero = edit.constant(np.zeros(1, dtype=dtype), "zero")
@@ -212,7 +136,9 @@ class _Layer(NamedTuple):
 
 def _write(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
     """Both caches with the new rows in their slots."""
-    rows = edit.constant(np.array([1, -1, _dim(layer.past[0], 1), _dim(layer.past[0], 3)]))
+    rows = edit.constant(
+        np.array([1, -1, fixed_size(layer.past[0], 1), fixed_size(layer.past[0], 3)])
+    )
     caches = []
     for past, new in zip(layer.past, layer.new, strict=True):
         (row,) = edit.add(layer.node, "Reshape", [new, rows])
@@ -230,7 +156,7 @@ def _attend_with_bias(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list
         [*inputs, None, None, None, shared.bias],
         domain=MS,
         num_heads=layer.num_heads,
-        kv_num_heads=_dim(layer.past[0], 1),
+        kv_num_heads=fixed_size(layer.past[0], 1),
         causal=0,
         **layer.options,
     )
@@ -240,7 +166,7 @@ def _attend_with_bias(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list
 def _attend_whole_buffers(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
     """The same: "full_buffer"."""
     node, caches = layer.node, _write(edit, layer, shared)
-    H, Dh = layer.num_heads, _dim(layer.past[0], 3)
+    H, Dh = layer.num_heads, fixed_size(layer.past[0], 3)
     (q,) = edit.add(node, "Reshape", [layer.query, edit.constant(np.array([1, -1, H, Dh]))])
     (q,) = edit.add(node, "Transpose", [q], perm=[0, 2, 1, 3])
     (mixed,) = edit.add(node, "Attention", [q, *caches, shared.mask], **layer.options)
@@ -258,7 +184,7 @@ def _attend_to_chain(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[
         3,
         MS,
         num_heads=layer.num_heads,
-        kv_num_heads=_dim(layer.past[0], 1),
+        kv_num_heads=fixed_size(layer.past[0], 1),
         **layer.options,
     )
 
@@ -280,12 +206,12 @@ def _rewrite_attention(
     """One layer. The trace holds heads as [1, heads, N, Dh]; here they stay side by side, [1, N,
     heads·Dh]."""
     scatters = [producer(attention.inputs[i], "TensorScatter") for i in (1, 2)]
-    G, Dh = _dim(_input(scatters[0], 0), 1), _dim(_input(scatters[0], 0), 3)
+    G, Dh = fixed_size(input_at(scatters[0], 0), 1), fixed_size(input_at(scatters[0], 0), 3)
     split_qk = producer(attention.inputs[0], "Split")
     rotary = producer(split_qk.inputs[0], "RotaryEmbedding")
-    H = _dim(_input(rotary, 0), 1) - G
+    H = fixed_size(input_at(rotary, 0), 1) - G
     cos, sin = rotary.inputs[1], rotary.inputs[2]
-    source = _input(rotary, 0).producer()
+    source = input_at(rotary, 0).producer()
     assert source is not None
     if source.op_type == "Split":  # heads split as [q and k, v]
         heads = _flat_source(source)
@@ -310,7 +236,7 @@ def _rewrite_attention(
     q, k = edit.add(
         attention, "Split", [turned, edit.constant(np.array([H * Dh, G * Dh]))], 2, axis=-1
     )
-    past = _input(scatters[0], 0), _input(scatters[1], 0)
+    past = input_at(scatters[0], 0), input_at(scatters[1], 0)
     mixed, *caches = ATTEND[kind](edit, _Layer(attention, q, (k, v), past, H), shared)
     for scatter, cache in zip(scatters, caches, strict=True):
         edit.replace(scatter.outputs[0], cache)
@@ -323,7 +249,7 @@ def _rewrite_attention(
 def _flat_source(split: ir.Node) -> ir.Value:
     """The QKV product behind Split ← Transpose ← Reshape."""
     reshape = producer(producer(split.inputs[0], "Transpose").inputs[0], "Reshape")
-    return _input(reshape, 0)
+    return input_at(reshape, 0)
 
 
 def _head_norms(
@@ -382,7 +308,7 @@ def _fuse_norms(edit: GraphEditor) -> None:
     """Add followed by RMSNormalization -> SkipSimplifiedLayerNormalization, whose 4th output is the
     sum."""
     for norm in [node for node in edit.graph if node.op_type == "RMSNormalization"]:
-        x, gamma = _input(norm, 0), _input(norm, 1)
+        x, gamma = input_at(norm, 0), input_at(norm, 1)
         add = x.producer()
         if (
             add is None
@@ -398,15 +324,3 @@ def _fuse_norms(edit: GraphEditor) -> None:
             unused.name = ""
         edit.replace(norm.outputs[0], outputs[0])
         edit.replace(x, outputs[3])
-
-
-def _remove_dead(graph: ir.Graph) -> None:
-    """Drop nodes nobody reads, from the end so that chains go at once, and initializers left
-    without a reader."""
-    outputs = set(graph.outputs)
-    for node in reversed(list(graph)):
-        if all(not value.uses() and value not in outputs for value in node.outputs):
-            graph.remove(node, safe=True)
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and value not in outputs:
-            del graph.initializers[name]

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from spec_export.graphs.edit import MASKED, GraphEditor
 from spec_export.graphs.half import to_half
-from spec_export.graphs.slots import MASKED, GraphEditor
 from spec_runtime.backends.cuda import open_cuda
 from spec_runtime.backends.tensorrt import (
     DTYPES,

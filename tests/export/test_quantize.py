@@ -17,8 +17,9 @@ import pytest
 from graphs import Runner
 from test_decoder import backbone_of, chain, random_tokens, tiny
 
+from spec_export.graphs.edit import MS
 from spec_export.graphs.quantize import BLOCK, quantize, saturation_probe
-from spec_export.graphs.slots import MS, to_slots
+from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import export_backbone
 
 K, N, V = 64, 96, 100

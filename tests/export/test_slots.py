@@ -28,7 +28,8 @@ from test_decoder import (
 )
 
 from spec_export.decoder import Backbone
-from spec_export.graphs.slots import ATTENTIONS, MS, to_slots
+from spec_export.graphs.edit import MS
+from spec_export.graphs.slots import ATTENTIONS, to_slots
 from spec_export.graphs.trace import export_backbone, save
 from spec_runtime.kv import open_cache
 
