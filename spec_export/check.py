@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_export import make_bundle, reference, target
+from spec_export.make_bundle import BuildOptions
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, open_graph
 from spec_runtime.kv import Cache, open_cache
@@ -110,7 +111,7 @@ def run(model: str | None, bundle: Path | None, precisions: Sequence[str]) -> li
             for precision in dict.fromkeys(precisions):
                 for form in ("slots", "contiguous") if precision == "fp32" else ("slots",):
                     out = Path(folder) / f"{precision}-{form}"
-                    make_bundle.build(model, precision=precision, out=out, form=form)
+                    make_bundle.build(BuildOptions(model, precision=precision, out=out, form=form))
                     fresh = bundles.read(out, verify=False)
                     rows += _check_bundle(fresh, _Reference(hf_model), hf_tokenizer)
     Console(highlight=False).print(_table(source.name, rows))

@@ -18,6 +18,7 @@ from workshop import Workshop  # noqa: E402
 import spec_runtime  # noqa: E402
 from spec_export import calibrate, check, make_bundle  # noqa: E402
 from spec_export import cli as export_cli  # noqa: E402
+from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime import bundle as bundles  # noqa: E402
 from spec_runtime.backends import ort  # noqa: E402
 from spec_runtime.trees.tree import is_chain  # noqa: E402
@@ -44,12 +45,14 @@ class Bundles:
         out = self._folder / "-".join([attention, precision, *options.values()])
         if not out.exists():
             make_bundle.build(
-                str(self._workshop.llama()),
-                drafter_checkpoints=[self._workshop.drafter(name) for name in drafters],
-                precision=precision,
-                attention=attention,
-                out=out,
-                **options,
+                BuildOptions(
+                    str(self._workshop.llama()),
+                    drafter_checkpoints=[self._workshop.drafter(name) for name in drafters],
+                    precision=precision,
+                    attention=attention,
+                    out=out,
+                    **options,
+                )
             )
         return out
 
@@ -170,7 +173,7 @@ def test_calibration_is_refused_for_chains(built: Bundles) -> None:
         ),
         (
             {"attention": "full_buffer", "backend": "tensorrt"},
-            "got attention attention with the contiguous form, expected bias",
+            "got attention full_buffer with the contiguous form, expected bias",
         ),
         ({"attention": "chain", "fuse": True}, "got fuse with attention chain, expected bias"),
         (
@@ -187,7 +190,7 @@ def test_what_build_refuses(
     workshop: Workshop, tmp_path: Path, options: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why) as caught:
-        make_bundle.build(str(workshop.llama()), out=tmp_path / "out", **options)
+        make_bundle.build(BuildOptions(str(workshop.llama()), out=tmp_path / "out", **options))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 

@@ -18,6 +18,7 @@ from workshop import Workshop  # noqa: E402
 import spec_runtime  # noqa: E402
 from spec_export import make_bundle  # noqa: E402
 from spec_export.graphs import fused_step as fuse  # noqa: E402
+from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime.backends import ort  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
@@ -36,14 +37,16 @@ def bundles(workshop: Workshop) -> Any:
     @cache
     def bundle(name: str, precision: str | None = None, device: str = "cpu") -> Path:
         return make_bundle.build(
-            str(workshop.llama()),
-            [name],
-            [workshop.drafter(name)],
-            precision,
-            max_length=160,
-            out=workshop.folder / "fused" / f"{name}-{precision}-{device}",
-            device=device,
-            fuse=True,
+            BuildOptions(
+                str(workshop.llama()),
+                [name],
+                [workshop.drafter(name)],
+                precision,
+                max_length=160,
+                out=workshop.folder / "fused" / f"{name}-{precision}-{device}",
+                device=device,
+                fuse=True,
+            )
         )
 
     return bundle
@@ -256,7 +259,9 @@ def test_refusals(bundles: Any, workshop: Workshop, tmp_path: Path) -> None:
         load(bundles("parallelspec"), "parallelspec", lookup=True)
     model, out = str(workshop.llama()), tmp_path / "out"
     with pytest.raises(ValueError, match=r"got fuse with the contiguous form, expected slots"):
-        make_bundle.build(model, [], [workshop.drafter("medusa")], form="contiguous", fuse=True)
+        make_bundle.build(
+            BuildOptions(model, [], [workshop.drafter("medusa")], form="contiguous", fuse=True)
+        )
     with pytest.raises(ValueError, match=r"got fuse with drafter eagle, expected one of .*medusa"):
-        make_bundle.build(model, [], [workshop.drafter("eagle")], out=out, fuse=True)
+        make_bundle.build(BuildOptions(model, [], [workshop.drafter("eagle")], out=out, fuse=True))
     assert not out.exists()

@@ -219,6 +219,9 @@ class Pretrained:
     """Any causal LM with the target's vocabulary, as it is; only `config`'s drafting fields
     count."""
 
+    is_one_pass = False
+    shares_target_cache = False
+
     def __init__(self, backbone: decoder.Backbone, vocab_size: int, config: Config) -> None:
         """`vocab_size`: the target's. Ids from there on, padding of the model's table, are never
         guessed."""

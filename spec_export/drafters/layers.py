@@ -74,10 +74,12 @@ class DrafterBase(nn.Module):
     draft_token_ids i64[Vd] are the tokens it may guess (all by default), head_VD [Vd, D] the
     target's LM head trimmed to them, draft_index_V i64[V] the way back (IGNORED where a token is
     missing). `config` is the drafter's own Config, with `taps` and `top_k`. is_one_pass: one run
-    of the graph "drafter" makes all guesses.
+    of the graph "drafter" makes all guesses. shares_target_cache: it runs on the target's own
+    layers and cache, so `export_from_target(backbone)` takes the place of `export`.
     """
 
     is_one_pass: ClassVar[bool] = False
+    shares_target_cache: ClassVar[bool] = False
     draft_token_ids: Tensor
     draft_index_V: Tensor
     embed_VD: Tensor

@@ -84,6 +84,7 @@ class Config:
 class Drafter(DrafterBase):
     """The trainable part: the norm's scale, and the block."""
 
+    shares_target_cache = True
     config: Config
     optimizer_step = 0  # t; joint training counts it
 

@@ -160,7 +160,9 @@ def test_the_attentions_agree_with_each_other_and_the_contiguous_form(case: Case
 
 
 def test_an_unknown_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="got attention 'flash', expected one of bias, attention"):
+    with pytest.raises(
+        ValueError, match="got attention 'flash', expected one of bias, full_buffer"
+    ):
         to_slots(ir.Model(ir.Graph([], [], nodes=[]), ir_version=11), "flash")
 
 

@@ -20,10 +20,12 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_export import cli, drafters, make_bundle, target
+from spec_export.bundling.drafters import load_module
 from spec_export.decoder import Backbone
 from spec_export.graphs import tensorrt as build
-from spec_export.graphs import trace as onnx_export
+from spec_export.graphs import trace
 from spec_export.graphs.half import to_half
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint
 from spec_runtime import bundle as bundles
 from spec_runtime.backends.tensorrt import import_tensorrt
@@ -42,8 +44,8 @@ def backbone(workshop: Workshop) -> Backbone:
 
 def drafter_graphs(workshop: Workshop, backbone: Backbone, name: str) -> dict[str, ir.Model]:
     """In the contiguous form, float32, capacity fixed."""
-    module = make_bundle._module(checkpoint.load_drafter(workshop.drafter(name)), backbone)
-    if hasattr(module, "export_from_target"):
+    module = load_module(checkpoint.load_drafter(workshop.drafter(name)), backbone)
+    if module.shares_target_cache:
         return module.export_from_target(backbone, capacity_symbolic=False)
     return module.export(backbone.config, capacity_symbolic=False)
 
@@ -59,7 +61,7 @@ def test_the_additive_mask_changes_no_result(backbone: Backbone, tmp_path: Path)
     """Two steps over a tree; only how attention is masked differs, so float32 agrees to 1e-5."""
     results = []
     for adapted in (False, True):
-        model = onnx_export.export_backbone(backbone, capacity_symbolic=False)
+        model = trace.export_backbone(backbone, capacity_symbolic=False)
         if adapted:
             build.adapt(model, "fp32")
             masks = [node.inputs[3] for node in model.graph if node.op_type == "Attention"]
@@ -189,7 +191,7 @@ def test_a_plans_key_depends_on_all_that_shapes_it(
     assert len(set(keys)) == len(keys)
 
     path = tmp_path / "graph.onnx"
-    onnx_export.save(onnx_export.export_backbone(backbone, capacity_symbolic=False), path)
+    trace.save(trace.export_backbone(backbone, capacity_symbolic=False), path)
     before, weights = build.hash_graph(path), path.with_suffix(".bin")
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -274,7 +276,9 @@ def test_without_tensorrt_it_says_what_to_install(
     for module in ("tensorrt", "tensorrt_rtx_bindings"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=r"TensorRT is not installed.* pip install") as error:
-        make_bundle.build(str(workshop.llama()), out=tmp_path / "bundle", backend="tensorrt")
+        make_bundle.build(
+            BuildOptions(str(workshop.llama()), out=tmp_path / "bundle", backend="tensorrt")
+        )
     assert "specsplit[tensorrt]" in str(error.value)
     assert "specsplit[tensorrt-rtx]" in str(error.value)
 
@@ -282,10 +286,12 @@ def test_without_tensorrt_it_says_what_to_install(
 def test_a_drafter_on_the_targets_cache_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got drafter skip_layer with the tensorrt backend"):
         make_bundle.build(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(SHARED_CACHE)],
-            out=tmp_path / "bundle",
-            backend="tensorrt",
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(SHARED_CACHE)],
+                out=tmp_path / "bundle",
+                backend="tensorrt",
+            )
         )
 
 
@@ -303,13 +309,15 @@ def rtx() -> Any:
 def built(workshop: Workshop, out: Path, precision: str, *names: str, **options: Any) -> Path:
     options = {"compute_capabilities": ["8.9"]} | options
     return make_bundle.build(
-        str(workshop.llama()),
-        [] if names else ["prompt_lookup"],
-        [workshop.drafter(name) for name in names],
-        precision,
-        out=out,
-        backend="tensorrt",
-        **options,
+        BuildOptions(
+            str(workshop.llama()),
+            [] if names else ["prompt_lookup"],
+            [workshop.drafter(name) for name in names],
+            precision,
+            out=out,
+            backend="tensorrt",
+            **options,
+        )
     )
 
 
@@ -384,8 +392,8 @@ def test_the_bundle_also_runs_on_onnx_runtime(rtx: Any, workshop: Workshop, tmp_
 def test_a_network_that_is_not_the_manifests_is_refused(
     rtx: Any, backbone: Backbone, tmp_path: Path
 ) -> None:
-    model = build.adapt(onnx_export.export_backbone(backbone, capacity_symbolic=False), "fp32")
-    onnx_export.save(model, tmp_path / "graph.onnx")
+    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
+    trace.save(model, tmp_path / "graph.onnx")
     graph = graph_of(model, "contiguous")
     profiles = build.profiles_for(graph, 8, backbone.config.scratch)
 
@@ -413,10 +421,10 @@ def test_a_cache_written_twice_is_not_in_place(
     rtx: Any, backbone: Backbone, tmp_path: Path
 ) -> None:
     """One layer's values scattered into its keys' cache: no output may then be its update."""
-    model = build.adapt(onnx_export.export_backbone(backbone, capacity_symbolic=False), "fp32")
+    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
     keys, values = [node for node in model.graph if node.op_type == "TensorScatter"][:2]
     values.replace_input_with(0, keys.inputs[0])
-    onnx_export.save(model, tmp_path / "graph.onnx")
+    trace.save(model, tmp_path / "graph.onnx")
     graph = graph_of(model, "contiguous")
     profiles = build.profiles_for(graph, 8, backbone.config.scratch)
     with pytest.raises(ValueError, match=r"updates in place: got .*\('kv\.0\.k', 'kv\.0\.v\.out"):
@@ -427,8 +435,8 @@ def test_what_tensorrt_cannot_parse_is_one_line(
     rtx: Any, backbone: Backbone, tmp_path: Path
 ) -> None:
     """A capacity left open."""
-    model = onnx_export.export_backbone(backbone)
-    onnx_export.save(model, tmp_path / "graph.onnx")
+    model = trace.export_backbone(backbone)
+    trace.save(model, tmp_path / "graph.onnx")
     with pytest.raises(ValueError, match=r"does not parse graph\.onnx: .*static sequence") as error:
         build.build_plan(rtx, tmp_path / "graph.onnx", graph_of(model, "contiguous"), ({},), "8.9")
     assert "\n" not in str(error.value)
@@ -467,7 +475,7 @@ def test_the_other_graphs_and_precisions_are_built(
         for role, model in drafter_graphs(workshop, backbone, name).items():
             build.adapt(model, precision)
             path = tmp_path / f"{name}-{role}.onnx"
-            onnx_export.save(model, path)
+            trace.save(model, path)
             graph = graph_of(model, "contiguous")
             profiles = build.profiles_for(graph, 24, backbone.config.scratch)
             assert len(build.build_plan(rtx, path, graph, profiles, "8.9")) > 100_000

@@ -9,6 +9,7 @@ from pathlib import Path
 from tiny_target import save_llama
 
 from spec_export import make_bundle
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import run as train
 
 WORDS = ("abc, ", "one two. ", "xyz", "0123 ")
@@ -71,9 +72,11 @@ class Workshop:
 
     def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
         return make_bundle.build(
-            str(self.llama()),
-            [drafter],
-            [self.drafter(drafter)],
-            precision,
-            out=self.folder / "bundles" / f"{drafter}-{precision}",
+            BuildOptions(
+                str(self.llama()),
+                [drafter],
+                [self.drafter(drafter)],
+                precision,
+                out=self.folder / "bundles" / f"{drafter}-{precision}",
+            )
         )
