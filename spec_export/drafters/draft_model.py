@@ -205,7 +205,9 @@ class _Graph(nn.Module):
         drafter = self.drafter
         position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
         x = F.embedding(input_ids, self.embed_Vd)
-        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        step = decoder.SharedInputs(
+            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
+        )
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)

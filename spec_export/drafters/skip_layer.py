@@ -213,7 +213,7 @@ class _Graph(nn.Module):
         perm: Tensor,
         *kv: Tensor,
     ) -> tuple[Tensor, ...]:
-        step = decoder.Step(position_ids, mask, write_index, src, perm, self.cos, self.sin)
+        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, self.cos, self.sin)
         x_ND = self.embedding.embed(input_ids.view(-1))
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
