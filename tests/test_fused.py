@@ -1,4 +1,4 @@
-"""The fused step: plain decoding's tokens, one run a step, trees as the host would grow them."""
+"""Tests the fused step: plain decoding's tokens, one run a step, the trees the host would grow."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ def choose(options: BuildOptions, source: target.Source) -> list[SavedDrafter]:
 def _checkpoints(
     source: target.Source, names: Sequence[str], folders: Sequence[Path]
 ) -> list[SavedDrafter]:
+    """Reads the drafters in `folders`, then the shipped ones of the other `names`; see `choose`."""
     found = [load_drafter(folder) for folder in folders]
     given = [saved.name for saved in found]
     twice = [name for name in given if given.count(name) > 1]
@@ -82,6 +83,7 @@ def _shipped_folder(name: str) -> Path | None:
 
 
 def _shipped_drafter(name: str) -> SavedDrafter:
+    """Reads the demo's drafter of this name; raises ValueError if none is shipped."""
     folder = _shipped_folder(name)
     if folder is None:
         raise ValueError(

@@ -183,5 +183,6 @@ class BuildOptions:
 
 
 def _require_one_of(what: str, got: str, known: Sequence[str]) -> None:
+    """Raises ValueError, which lists the known names, if `got` is none of them."""
     if got not in known:
         raise ValueError(f"got {what} {got!r}, expected one of {', '.join(known)}")

@@ -91,6 +91,7 @@ def save_graph(
 
 
 def _specs(values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
+    """Returns names, types and shapes of a graph's inputs or outputs, as the manifest has them."""
     return tuple(_spec(value) for value in values)
 
 

@@ -24,9 +24,7 @@ ALPHA = 0.65
 TINY = 1e-5
 
 
-def smooth(
-    backbone: Backbone, smoothing_texts: Sequence[Sequence[int]], alpha: float = ALPHA
-) -> None:
+def smooth(backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]) -> None:
     """Rescales the layers of a float32 backbone in place, by the activations on these texts.
 
     smoothing_texts: token ids of a few typical inputs, each of two tokens or more. The rescaled
@@ -38,7 +36,7 @@ def smooth(
         for norm, product in _pairs(layer):
             weight_KN = product.weight.detach()
             x_K, w_K = largest[product].clamp(min=TINY), weight_KN.abs().amax(1).clamp(min=TINY)
-            scale_K = (x_K**alpha / w_K ** (1 - alpha)).clamp(min=TINY)
+            scale_K = (x_K**ALPHA / w_K ** (1 - ALPHA)).clamp(min=TINY)
             norm.weight = nn.Parameter(norm.weight.detach() / scale_K, requires_grad=False)
             product.weight = nn.Parameter(weight_KN * scale_K[:, None], requires_grad=False)
 

@@ -310,11 +310,13 @@ def check_network(module: Any, network: Any, graph: Graph, file: str) -> None:
 
 
 def _require(file: str, what: str, got: Any, expected: Any) -> None:
+    """Raises ValueError if TensorRT parsed something else than expected."""
     if got != expected:
         raise ValueError(f"{file} as TensorRT parsed it: {what}: got {got}, expected {expected}")
 
 
 def _open_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """Returns the shape as TensorRT writes it, with -1 for free axes."""
     return tuple(-1 if isinstance(axis, str) else axis for axis in spec.shape)
 
 
@@ -364,10 +366,11 @@ def load_timing(config: Any, path: Path) -> None:
 
 
 def save_timing(config: Any, path: Path) -> None:
-    """Writes the timings that the build knows to `path`."""
+    """Writes the timings to `path`, those just measured included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, bytes(config.get_timing_cache().serialize()))
 
 
 def _enum_name(compute_capability: str) -> str:
+    """Returns TensorRT's name of a compute capability; "8.9" is SM89."""
     return f"SM{compute_capability.replace('.', '')}"

@@ -1,4 +1,4 @@
-"""check: passes on what build makes, in both forms; fails on a graph that is wrong in one place."""
+"""Tests check: it passes what build makes, in both forms, and fails a graph with one fault."""
 
 from __future__ import annotations
 

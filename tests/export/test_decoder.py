@@ -1,4 +1,4 @@
-"""The eager backbone against transformers, family by family, on tiny random models.
+"""Compares the eager backbone with transformers, family by family, on tiny random models.
 
 Tolerance: 2e-5 of the largest logit. Both sides are float32 but sum in different orders (fused
 products, attention over a longer buffer), which measures 2e-6 at most here; a wrong frequency,

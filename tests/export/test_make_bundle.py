@@ -1,6 +1,6 @@
-"""Building: what is refused and with which words, what a bundle holds, and that none is half-made.
+"""Tests building: what is refused and how, what a bundle holds, and that none is half-made.
 
-Bundles are those of a tiny random target; how they generate is tests/test_contract.py's matter.
+The bundles are those of a tiny random target; tests/test_contract.py tests how they generate.
 """
 
 from __future__ import annotations

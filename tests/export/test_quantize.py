@@ -1,4 +1,4 @@
-"""int8 and int4 weights: error bounds, exactness where the format allows it, independent rows.
+"""Tests int8 and int4 weights: error bounds, exactness where possible, rows that stay independent.
 
 Tolerance where both sides have the same integers: 2e-6 of the largest value (float32 scales
 multiplied in another order).

@@ -1,4 +1,4 @@
-"""The slots form against the eager backbone and transformers, one family at a time.
+"""Compares the slots form with the eager backbone and transformers, one family at a time.
 
 Tolerance: 2e-5 of the largest value (float32, other summation orders and fused operators; measures
 about 2e-6). A wrong slot, position or mask moves logits by percents.

@@ -1,4 +1,4 @@
-"""smooth: the backbone computes what it did with smaller outliers, and nothing shared moves.
+"""Tests smooth: the backbone computes the same with smaller outliers, and shared weights stay.
 
 Tolerance: 1e-5 of the largest value; float32 with other roundings, measures about 1e-6.
 """

@@ -1,5 +1,7 @@
-"""TensorRT's build half: graphs adapted, profiles, keys, and real builds by TensorRT-RTX, which
-needs no GPU for them."""
+"""Tests how TensorRT plans are built: graphs, profiles, keys, and real builds by TensorRT-RTX.
+
+TensorRT-RTX needs no GPU for these.
+"""
 
 from __future__ import annotations
 

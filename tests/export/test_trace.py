@@ -1,4 +1,4 @@
-"""The exported graph: names and axes of the contract; ONNX Runtime (CPU) equal to eager PyTorch.
+"""Tests the traced graph: its names and axes, and that it computes what eager PyTorch does.
 
 Tolerance: 1e-5 of the largest value for float32 (the same operators, other summation orders:
 measures about 1e-6).
