@@ -21,21 +21,19 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from spec_export import reference
 from spec_runtime import bundle as bundles
 from spec_runtime import load
+from spec_runtime.engine import Engine
 from spec_runtime.measure.prompts import read_prompts
+from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
-
-if TYPE_CHECKING:
-    from spec_runtime.engine import Engine
-    from spec_runtime.proposers.base import Proposer
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of the trees whose accepted length is stored
 # Reliability is measured by octaves of path probability; the last octave has all lower ones too.
@@ -134,22 +132,36 @@ def run(
     return found
 
 
+def _record(
+    engine: Engine,
+    prompt: list[int],
+    max_new_tokens: int,
+    budget_at: Callable[[int, Budget], Budget],
+) -> tuple[list[int], list[TokenTree]]:
+    """Answers the prompt by plain decoding; returns the tokens and the drafter's trees."""
+    recorders: list[_TreeRecorder] = []
+
+    def wrap(proposer: Proposer) -> Proposer:
+        recorders.append(_TreeRecorder(proposer, budget_at))
+        return recorders[0]
+
+    watched = engine.observed(wrap)
+    result = watched.generate(prompt, max_new_tokens=max_new_tokens, reuse=False)
+    return result.token_ids, recorders[0].trees
+
+
 def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
     """Makes both passes over one prompt and returns what the drafter showed."""
 
-    def answer(budget_at: Callable[[int, Budget], Budget]) -> tuple[list[int], list[TokenTree]]:
-        recorders: list[_TreeRecorder] = []
+    def largest(position: int, given: Budget) -> Budget:
+        return Budget(SIZES[-1], max_depth=given.max_depth)
 
-        def wrap(proposer: Proposer) -> Proposer:
-            recorders.append(_TreeRecorder(proposer, budget_at))
-            return recorders[0]
+    tokens, grown = _record(engine, prompt, max_new_tokens, largest)
 
-        watched = engine.observed(wrap)
-        result = watched.generate(prompt, max_new_tokens=max_new_tokens, reuse=False)
-        return result.token_ids, recorders[0].trees
+    def along_answer(position: int, given: Budget) -> Budget:
+        return Budget(2, truth=tuple(tokens[position + 1 :]))
 
-    tokens, grown = answer(lambda position, given: Budget(SIZES[-1], max_depth=given.max_depth))
-    again, along = answer(lambda position, given: Budget(2, truth=tuple(tokens[position + 1 :])))
+    again, along = _record(engine, prompt, max_new_tokens, along_answer)
     # Rounding may let a GPU give another answer the second time; only the common part counts.
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, again, strict=False))
     truths = [tokens[position + 1 :] for position in range(len(list(same)) - 1)]

@@ -183,6 +183,7 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
     import torch
 
     from spec_export import decoder
+    from spec_export.decoder_config import rotary_tables
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
     generator = torch.Generator().manual_seed(0)
@@ -212,7 +213,7 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
     out = decoder.Projection(weight(D, H * shape.head_dim))
     mlp = decoder.GatedMLP(decoder.Projection(weight(2 * M, D)), decoder.Projection(weight(D, M)))
     layer = decoder.Layer(norm(), decoder.Attention(config, qkv, out), norm(), mlp)
-    tables = decoder.rotary_tables(None, config)
+    tables = rotary_tables(None, config)
     table = weight(shape.vocab_size, D)
     layers = [layer] * shape.num_layers
     return decoder.Backbone(config, table, layers, norm(), None, tables).eval()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from spec_export.bundling.drafters import LoadedDrafter
-from spec_export.decoder import DecoderConfig
+from spec_export.decoder_config import DecoderConfig
 from spec_runtime.bundle import Dims, DrafterInfo, Graph, TargetInfo, TokenizerInfo
 
 

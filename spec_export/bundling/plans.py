@@ -45,24 +45,21 @@ def with_plans(
     Prints a table of the plans' sizes and build times.
     """
     num_nodes = int(options.tree["max_nodes"] + options.tree["lookup_nodes"])
+    graphs = dict(manifest.graphs)
+    for info in manifest.drafters:
+        graphs |= {f"{info.name}-{role}": graph for role, graph in info.graphs.items()}
     table = Table("graph", "GPU", "plan MB", "build seconds")
-
-    def add(name: str, graph: bundles.Graph) -> bundles.Graph:
+    for name, graph in graphs.items():
         with console.status(f"building the plans of {name}"):
             profiles = profiles_for(graph, num_nodes, manifest.target.scratch)
-            graph, built = builder.add_plans(folder, name, graph, profiles)
+            graphs[name], built = builder.add_plans(folder, name, graph, profiles)
         for each in built:
             size = f"{each.num_bytes / 1e6:.1f}"
             table.add_row(name, each.plan.compute_capability, size, f"{each.seconds:.1f}")
-        return graph
-
-    graphs = {name: add(name, graph) for name, graph in manifest.graphs.items()}
+    console.print(table)
     infos = [
-        replace(
-            info,
-            graphs={role: add(f"{info.name}-{role}", graph) for role, graph in info.graphs.items()},
-        )
+        replace(info, graphs={role: graphs[f"{info.name}-{role}"] for role in info.graphs})
         for info in manifest.drafters
     ]
-    console.print(table)
-    return replace(manifest, graphs=graphs, drafters=tuple(infos))
+    own = {name: graphs[name] for name in manifest.graphs}
+    return replace(manifest, graphs=own, drafters=tuple(infos))

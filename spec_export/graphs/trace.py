@@ -18,7 +18,8 @@ import torch
 from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
-from spec_export.decoder import Backbone, DecoderConfig
+from spec_export.decoder import Backbone
+from spec_export.decoder_config import DecoderConfig
 
 OPSET = 24
 # IR 11 is what TensorRT's parser reads; nothing newer is used.
