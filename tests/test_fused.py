@@ -58,7 +58,7 @@ def load(path: Path, name: str, **options: Any) -> Engine:
 
 @pytest.fixture(autouse=True)
 def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks grow several times within these short contexts."""
+    """Makes masks grow several times within these short contexts."""
     monkeypatch.setattr(ort, "MIN_MASK", 32)
 
 
@@ -83,8 +83,10 @@ def test_the_fused_step_changes_no_token(bundles: Any, name: str, device: str) -
 @fusable
 @everywhere
 def test_the_trees_are_those_the_host_grows(bundles: Any, name: str, device: str) -> None:
-    """Node for node, with a budget of as many; the first fused tree is its root alone. In fp16 two
-    paths of nearly equal probability may change places."""
+    """With equal budgets the trees agree node for node; the first fused tree is its root alone.
+
+    In fp16 two paths of nearly equal probability may change places.
+    """
     engine = load(bundles(name, device=device), name)
     assert engine.fused is not None
     host = spec_runtime.load(
@@ -126,7 +128,7 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 @fusable
 @everywhere
 def test_a_chat_goes_on_where_the_fused_steps_left_it(bundles: Any, name: str, device: str) -> None:
-    """KV of target and drafter, and the feature at the seam, are those of a fresh start."""
+    """The KV and the feature where two turns meet are those of a fresh start."""
     engine = load(bundles(name, device=device), name)
     ids = engine.encode(PROMPTS[1])
     first = engine.generate(ids, max_new_tokens=20, ignore_eos=True)
@@ -188,7 +190,7 @@ def test_other_precisions_run_through_it(bundles: Any, precision: str) -> None:
 def test_on_cuda_each_side_and_width_is_one_graph(
     bundles: Any, monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
-    """Against tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
+    """Runs on tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
     path = bundles("parallelspec", device="cuda")
     expected = load(path, "parallelspec").generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     module, device = fake_ort_cuda.module()

@@ -100,7 +100,7 @@ def test_a_perturbed_weight_fails(copy: Path, folder: Path) -> None:
 
 
 def test_an_ignored_mask_fails(copy: Path, folder: Path) -> None:
-    """All rows in use are attended: a lone row still is right, rows beside others are not."""
+    """A graph that attends all rows in use is right for a lone row and wrong for rows of a tree."""
     path = copy / "target" / "target.onnx"
     model = onnx.load(path)
     (where,) = (
@@ -114,7 +114,7 @@ def test_an_ignored_mask_fails(copy: Path, folder: Path) -> None:
 
 
 def test_slots_ignored_fail(copy: Path, folder: Path) -> None:
-    """A graph that writes to slots 0, 0, ... whatever `slots` says."""
+    """The graph writes to slot 0 whatever `slots` says."""
     path = copy / "target" / "target.onnx"
     model = onnx.load(path)
     for node in model.graph.node:

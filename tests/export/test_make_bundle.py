@@ -123,7 +123,7 @@ def test_what_cannot_be_built(
 
 
 def saved_drafter(workshop: Workshop, folder: Path, **changes: Any) -> Path:
-    """The session's drafter saved again with something else in it."""
+    """Saves the session's drafter again, with these fields changed."""
     saved = checkpoint.load_drafter(workshop.drafter(NAME))
     fields = {"name": NAME, "config": saved.config, "draft_token_ids": saved.draft_token_ids}
     fields |= {"state": saved.state, "provenance": saved.provenance}
@@ -259,7 +259,7 @@ def test_models_that_are_none(tmp_path: Path) -> None:
 def test_a_failure_leaves_the_old_bundle_and_nothing_else(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk at the last file; then the same build goes through and replaces it."""
+    """The disk is full at the last file; then the same build succeeds and replaces the bundle."""
     out = tmp_path / "bundle"
     shutil.copytree(workshop.bundle(NAME), out)
     before = contents(out)

@@ -41,7 +41,7 @@ def test_an_outlier_channel_shrinks() -> None:
     sequences = [random_tokens(12, seed=seed) for seed in range(3)]
 
     def spread() -> float:
-        """Largest channel over the typical one, at the second layer's QKV."""
+        """Returns the largest channel over the typical one, at the second layer's QKV."""
         layer = backbone.layers[1]
         assert isinstance(layer, Layer)
         largest_K = largest_inputs(backbone, sequences)[layer.attention.qkv]

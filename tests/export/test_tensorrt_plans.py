@@ -45,7 +45,7 @@ def backbone(workshop: Workshop) -> Backbone:
 
 
 def drafter_graphs(workshop: Workshop, backbone: Backbone, name: str) -> dict[str, ir.Model]:
-    """In the contiguous form, float32, capacity fixed."""
+    """Exports a drafter's graphs in contiguous form, in float32, with a fixed capacity."""
     module = load_module(checkpoint.load_drafter(workshop.drafter(name)), backbone)
     if module.shares_target_cache:
         return module.export_from_target(backbone, capacity_symbolic=False)
@@ -60,7 +60,7 @@ def no_build(*_: Any) -> bytes:
 
 
 def test_the_additive_mask_changes_no_result(backbone: Backbone, tmp_path: Path) -> None:
-    """Two steps over a tree; only how attention is masked differs, so float32 agrees to 1e-5."""
+    """Runs two steps over a tree; only the mask's form differs, so float32 agrees to 1e-5."""
     results = []
     for adapted in (False, True):
         model = trace.export_backbone(backbone, capacity_symbolic=False)
@@ -132,7 +132,7 @@ def test_half_a_drafter_guesses_as_the_whole_one(
 
 
 def step_graph(capacity: int) -> Graph:
-    """The free axes of a step over a cache."""
+    """Returns a graph with the free axes of a step over a cache."""
     names = ("N", "M", "A", "A+N")
     inputs = [TensorSpec(f"input.{name}", "int64", (name,)) for name in names]
     inputs.append(TensorSpec("kv.0.k", "float16", (1, 2, capacity, 16)))
@@ -210,7 +210,7 @@ def test_the_timing_cache_is_kept_per_version_and_gpu(
     assert path == tmp_path / "specsplit" / "tensorrt" / "11.4.0-SM90.timing"
 
     class Config:
-        """TensorRT's builder config: one build adds a measurement."""
+        """Stands for TensorRT's builder config; one build adds a measurement."""
 
         def create_timing_cache(self, data: bytes) -> bytes:
             return data
@@ -324,7 +324,7 @@ def built(workshop: Workshop, out: Path, precision: str, *names: str, **options:
 
 
 def plans_of(bundle: Bundle) -> dict[str, list[bundles.Plan]]:
-    """By graph; checks that all are of the right size, kind and name."""
+    """Returns the plans by graph, and asserts that all are of the right size, kind and name."""
     manifest = bundle.manifest
     graphs = {"target": manifest.graphs["target"]}
     for info in manifest.drafters:
@@ -378,7 +378,7 @@ def test_a_rebuilt_bundle_takes_over_what_has_not_changed(
 
 
 def test_the_bundle_also_runs_on_onnx_runtime(rtx: Any, workshop: Workshop, tmp_path: Path) -> None:
-    """Tokens of the contiguous float32 graphs, adapted, as the slots form's."""
+    """The adapted contiguous float32 graphs give the tokens of the slots form."""
     name = "parallelspec"
     folder = built(workshop, tmp_path / "bundle", "fp32", name)
     results = [
@@ -422,7 +422,7 @@ def test_a_network_that_is_not_the_manifests_is_refused(
 def test_a_cache_written_twice_is_not_in_place(
     rtx: Any, backbone: Backbone, tmp_path: Path
 ) -> None:
-    """One layer's values scattered into its keys' cache: no output may then be its update."""
+    """A layer's values are scattered into its keys' cache, so no output can be that update."""
     model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
     keys, values = [node for node in model.graph if node.op_type == "TensorScatter"][:2]
     values.replace_input_with(0, keys.inputs[0])
@@ -436,7 +436,7 @@ def test_a_cache_written_twice_is_not_in_place(
 def test_what_tensorrt_cannot_parse_is_one_line(
     rtx: Any, backbone: Backbone, tmp_path: Path
 ) -> None:
-    """A capacity left open."""
+    """The graph's capacity is left open."""
     model = trace.export_backbone(backbone)
     trace.save(model, tmp_path / "graph.onnx")
     with pytest.raises(ValueError, match=r"does not parse graph\.onnx: .*static sequence") as error:
@@ -472,7 +472,7 @@ def test_target_and_all_drafters_are_built_for_three_gpus(
 def test_the_other_graphs_and_precisions_are_built(
     rtx: Any, workshop: Workshop, backbone: Backbone, tmp_path: Path, precision: str
 ) -> None:
-    """The graph of the drafter that no bundle holds yet; and one drafter in every precision."""
+    """Builds the graph of a drafter that no bundle here has, and one drafter in every precision."""
     for name in (SHARED_CACHE, "parallelspec"):
         for role, model in drafter_graphs(workshop, backbone, name).items():
             build.adapt(model, precision)

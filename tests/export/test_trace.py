@@ -56,7 +56,7 @@ def small(family: str, **options: Any) -> Any:
 
 
 class OrtDecoder(Decoder):
-    """The test decoder with ONNX Runtime underneath, each cache bound in place."""
+    """Runs the test decoder's steps with ONNX Runtime, each cache bound in place."""
 
     def __init__(self, backbone: Backbone, path: Path, slots: int) -> None:
         super().__init__(backbone, slots)
@@ -86,7 +86,7 @@ Exported = dict[str, tuple[Backbone, ir.Model, Path]]
 def exported(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Exported:
-    """Each family's backbone with taps, its model and its file; exported once for the module."""
+    """Exports each family's backbone with taps, once; gives its model and its file."""
     cache: Exported = {}
     for family in FAMILIES:
         backbone = backbone_of(small(family, **CASES[family]), taps=(1, 0))
@@ -99,7 +99,7 @@ def exported(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_onnx_runtime_equals_eager(family: str, exported: Exported) -> None:
-    """A prefill, a tree, a compacted second tree and a single row, caches updated in place."""
+    """Both run a prefill, a tree, a second tree after compaction and a single row, in place."""
     backbone, _, path = exported[family]
     slots = 40  # none of the sizes the graph was traced with
     eager, ours = Decoder(backbone, slots), OrtDecoder(backbone, path, slots)
