@@ -138,13 +138,7 @@ class _FusedGraph:
             ("counts", INT, [2]),
         )
         for name, dtype, shape in sizes:
-            value = ir.Value(
-                name=f"state.{name}",
-                shape=ir.Shape(shape),
-                type=ir.TensorType(ir.DataType(dtype)),
-            )
-            self.graph.inputs.append(value)
-            self.state[name] = value
+            self.state[name] = self.edit.add_input(f"state.{name}", ir.DataType(dtype), shape)
         op, state = self.op, self.state
         self.length = op("Gather", state["counts"], [0])
         self.fresh = op("Gather", state["counts"], [1])

@@ -54,9 +54,8 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     graph, edit = model.graph, GraphEditor(model, "slots")
     model.opset_imports[MS] = 1
     inputs = {value.name: value for value in graph.inputs}
-    slots = ir.Value(name="slots", shape=ir.Shape(["N"]), type=ir.TensorType(ir.DataType.INT64))
-    seqlens = ir.Value(name="seqlens_k", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT32))
-    graph.inputs.extend([slots, seqlens])
+    slots = edit.add_input("slots", ir.DataType.INT64, ["N"])
+    seqlens = edit.add_input("seqlens_k", ir.DataType.INT32, [1])
     nodes = [node for node in graph if node.op_type == "Attention"]
     first = next(iter(graph))
     cache = input_at(producer(nodes[0].inputs[1], "TensorScatter"), 0)

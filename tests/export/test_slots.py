@@ -128,7 +128,7 @@ def test_prefill_chains_and_trees(case: Case, form: str) -> None:
 
 @every_family
 def test_chains(case: Case) -> None:
-    """After a chunked prefill come chains, of which some rows are kept and the others rolled back."""
+    """After a chunked prefill come chains; some of their rows are kept, the rest rolled back."""
     runner, eager = case.runner("chain", CAPACITY), Decoder(case.backbone, CAPACITY)
     rng, committed = np.random.default_rng(0), list[int]()
     for size, kept in ((7, 7), (5, 5), (1, 1), (6, 2), (8, 8), (8, 1), (1, 1), (7, 4)):
