@@ -270,7 +270,9 @@ class _DrafterGraph(nn.Module):
     def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         drafter = self.drafter
         position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
-        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        step = decoder.SharedInputs(
+            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
+        )
         stage, token = drafter.stage_inputs(features, F.embedding(input_ids, drafter.embed_VD))
         rows: list[Tensor] = []
         caches: list[Tensor] = []

@@ -205,7 +205,9 @@ class _TrainedGraph(nn.Module):
         drafter = self.drafter
         position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
         x = F.embedding(input_ids, self.embed_Vd)
-        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        step = decoder.SharedInputs(
+            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
+        )
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
@@ -218,6 +220,9 @@ class _TrainedGraph(nn.Module):
 class Pretrained:
     """A causal LM with the target's vocabulary, used as it is; only `config`'s drafting fields
     count."""
+
+    is_one_pass = False
+    shares_target_cache = False
 
     def __init__(self, backbone: decoder.Backbone, vocab_size: int, config: Config) -> None:
         """`vocab_size` is the target's. Higher ids, the padding of the model's table, are never

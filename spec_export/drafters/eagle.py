@@ -251,7 +251,9 @@ class _DrafterGraph(nn.Module):
         if drafter.config.normalise:
             x = self.unit_norm(x.view(1, -1, 2, D)).view(1, -1, 2 * D)
         x = self.fc(x)
-        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        step = decoder.SharedInputs(
+            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
+        )
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)

@@ -186,7 +186,7 @@ class _PrefixStartGraph(nn.Module):
     def forward(self, token_1N: Tensor, feature_1ND: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         position_ids, mask, logit_rows, write_index, src, perm, past_k, past_v = inputs
         cos, sin = self.drafter.cos, self.drafter.sin
-        step = decoder.Step(position_ids, mask, write_index, src, perm, cos, sin)
+        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, cos, sin)
         x, k, v = self.layer(self.drafter.unit(feature_1ND), past_k, past_v, step)
         context_MD = x.index_select(1, logit_rows).view(-1, self.drafter.dims.hidden_size)
         return self.start(context_MD), k, v

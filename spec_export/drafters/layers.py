@@ -75,9 +75,12 @@ class DrafterBase(nn.Module):
     its row of head_VD (IGNORED where it has none). With draft_token_ids = [1, 4] of V = 5 tokens
     draft_index_V is [−100, 0, −100, −100, 1]. `config` is the drafter's own Config, with `taps` and
     `top_k`. is_one_pass says that one run of the graph "drafter" makes all guesses.
+    shares_target_cache says that it runs on the target's own layers and cache, so that
+    `export_from_target(backbone)` takes the place of `export`.
     """
 
     is_one_pass: ClassVar[bool] = False
+    shares_target_cache: ClassVar[bool] = False
     draft_token_ids: Tensor
     draft_index_V: Tensor
     embed_VD: Tensor

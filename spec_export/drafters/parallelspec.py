@@ -364,7 +364,9 @@ class _DrafterGraph(nn.Module):
         if feature is not None:
             chunks = torch.cat((feature, x), -1).view(1, -1, drafter.num_features + 1, D)
             x = self.fc(self.unit_norm(chunks).view(1, -1, (drafter.num_features + 1) * D))
-        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        step = decoder.SharedInputs(
+            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
+        )
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)

@@ -88,6 +88,7 @@ class Config:
 class Drafter(DrafterBase):
     """The trained part: the norm's scale, and the residual block."""
 
+    shares_target_cache = True
     config: Config
     optimizer_step = 0  # t of the module docstring; joint training sets it
 
@@ -223,7 +224,7 @@ class _DrafterGraph(nn.Module):
         perm: Tensor,
         *kv: Tensor,
     ) -> tuple[Tensor, ...]:
-        step = decoder.Step(position_ids, mask, write_index, src, perm, self.cos, self.sin)
+        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, self.cos, self.sin)
         x_ND = self.embedding.embed(input_ids.view(-1))
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):

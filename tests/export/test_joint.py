@@ -22,6 +22,7 @@ from spec_export import make_bundle, target
 from spec_export.decoder import Backbone
 from spec_export.drafters import skip_layer
 from spec_export.drafters.layers import Batch
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import joint, recipe
 from spec_export.training import run as train
 from spec_export.training.trainer import Trainer
@@ -121,7 +122,7 @@ def test_a_joint_run_leaves_a_merged_target_and_its_drafter(
     assert not any("norm" in name or "embed" in name or "lm_head" in name for name in changed)
 
     bundle = make_bundle.build(
-        str(tmp_path / "run" / "target"), [], [folder], out=tmp_path / "bundle"
+        BuildOptions(str(tmp_path / "run" / "target"), [], [folder], out=tmp_path / "bundle")
     )
     engine = spec_runtime.load(bundle, threads=1, lookup=False)
     assert spec_runtime.bundle.read(bundle).manifest.target.target_modified

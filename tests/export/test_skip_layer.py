@@ -16,7 +16,8 @@ import onnx  # noqa: E402
 from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import make_bundle, target  # noqa: E402
+from spec_export import target  # noqa: E402
+from spec_export.bundling.drafters import load_module  # noqa: E402
 from spec_export.decoder import Backbone  # noqa: E402
 from spec_export.drafters.layers import Batch  # noqa: E402
 from spec_export.drafters.skip_layer import Config, Drafter  # noqa: E402
@@ -193,7 +194,7 @@ def test_every_level_guesses_as_pytorch_does(
     prompt = engine.encode("say abc, 3")
     text = prompt + engine.generate(prompt, max_new_tokens=24, ignore_eos=True).token_ids
     saved = checkpoint.load_drafter(workshop.drafter(NAME))
-    module = make_bundle._module(saved, Backbone.from_transformers(llama))
+    module = load_module(saved, Backbone.from_transformers(llama))
     depths = []
     for length, path, ids, values in seen[::5]:
         with torch.no_grad():

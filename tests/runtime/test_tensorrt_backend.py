@@ -177,16 +177,19 @@ def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A float32 bundle made for TensorRT, whose plans are a few bytes."""
     from spec_export import make_bundle
     from spec_export.graphs import tensorrt as tensorrt_build
+    from spec_export.make_bundle import BuildOptions
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensorrt_build, "import_tensorrt", fake.tensorrt)
         patch.setattr(tensorrt_build, "build_plan", lambda *_: b"a plan")
         return make_bundle.build(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            out=tmp_path_factory.mktemp("tensorrt") / "bundle",
-            backend="tensorrt",
-            compute_capabilities=[fake.CAPABILITY],
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+                out=tmp_path_factory.mktemp("tensorrt") / "bundle",
+                backend="tensorrt",
+                compute_capabilities=[fake.CAPABILITY],
+            )
         )
 
 
@@ -445,12 +448,15 @@ def cuda_refusal() -> str:
 def test_a_plan_generates_on_this_gpu(workshop: Workshop, tmp_path: Path) -> None:
     """float32 against ONNX Runtime on the CPU; only near ties may part the two."""
     from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
 
     folder = make_bundle.build(
-        str(workshop.llama()),
-        drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-        out=tmp_path / "bundle",
-        backend="tensorrt",
+        BuildOptions(
+            str(workshop.llama()),
+            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+            out=tmp_path / "bundle",
+            backend="tensorrt",
+        )
     )
     for name in (*DRAFTERS, "none"):
         expected = spec_runtime.load(folder, name, threads=1)
