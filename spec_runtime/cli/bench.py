@@ -83,7 +83,7 @@ def command(
     engines = [engine, *(engine.with_drafter(*other) for other in others)]
     _check_different(engines)
     if nodes is not None:
-        _fix_size(engines, nodes)
+        engines = _fix_size(engines, nodes)
     manifest = bundles.read(folder, verify=False).manifest
     about = provenance.collect(
         threads=threads, prompts_file=prompts, prompts=chosen, manifest=manifest
@@ -178,24 +178,23 @@ def _check_different(engines: "list[Engine]") -> None:
             )
 
 
-def _fix_size(engines: "list[Engine]", nodes: int) -> None:
-    """Gives all engines trees of ``nodes`` nodes, in which merged candidates of prompt lookup take
-    places of the drafter's."""
+def _fix_size(engines: "list[Engine]", nodes: int) -> "list[Engine]":
+    """Returns the engines with trees of ``nodes`` nodes, in which merged candidates of prompt
+    lookup take places of the drafter's."""
     from spec_runtime.trees.budget import Budget
 
-    engine = engines[0]
-    if engine.fused is not None:
-        raise ValueError(
-            f"got --nodes {nodes} with the fused step, expected one of them: its trees have "
-            f"{engine.fused.num_nodes} nodes"
-        )
-    if nodes > engine.target.max_nodes:
-        raise ValueError(
-            f"got --nodes {nodes}, expected at most the bundle's scratch of "
-            f"{engine.target.max_nodes}"
-        )
-    for each in engines:
-        each.budget = Budget(nodes)
+    for engine in engines:
+        if engine.fused is not None:
+            raise ValueError(
+                f"got --nodes {nodes} with the fused step, expected one of them: its trees have "
+                f"{engine.fused.num_nodes} nodes"
+            )
+        if nodes > engine.target.max_nodes:
+            raise ValueError(
+                f"got --nodes {nodes}, expected at most the bundle's scratch of "
+                f"{engine.target.max_nodes}"
+            )
+    return [engine.with_budget(Budget(nodes)) for engine in engines]
 
 
 def _table(figures: dict[str, Any]) -> Table:
