@@ -31,6 +31,7 @@ from typing import Any
 
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
+from spec_runtime.measure import provenance
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
 
@@ -193,6 +194,7 @@ def write_json(arguments: argparse.Namespace, path: Path, rows: list[dict[str, A
         minutes_each=arguments.minutes_each,
         nodes=train.VALIDATION_BUDGET.max_nodes,
         variants=rows,
+        provenance=provenance.collect(packages=("torch", "transformers")),
     )
     temporary = arguments.json.with_suffix(".tmp")
     temporary.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def command(
     """Measure this machine and choose the budget that is fastest on it."""
     from spec_runtime import bundle as bundles
     from spec_runtime import profile
-    from spec_runtime.measure import tune
+    from spec_runtime.measure import provenance, tune
 
     if figure is not None:  # found out now, not after the measurement
         if figure.suffix not in (".svg", ".png", ".pdf"):
@@ -77,7 +77,12 @@ def command(
     path = profile.write(report.profile)
     _print(report.profile, opened.manifest.name, path)
     if out is not None:
-        figures = {"profile": bundles.to_json(report.profile), "sweep": report.sweep}
+        about = provenance.collect(threads=threads, prompts_file=prompts, manifest=opened.manifest)
+        figures = {
+            "provenance": about,
+            "profile": bundles.to_json(report.profile),
+            "sweep": report.sweep,
+        }
         options.write_figures(out, figures)
     if figure is not None:
         _draw(report, opened.manifest.name, figure)

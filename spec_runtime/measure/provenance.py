@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.files import sha256
+from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.profile import cpu_model
 
 if TYPE_CHECKING:
     from spec_runtime.bundle import Manifest
-    from spec_runtime.measure.prompts import BenchPrompt
 
 # Every file of figures has all of these. What nobody recorded is None, and ``note`` says so.
 KEYS = ("commit", "date", "cpu", "threads", "versions", "command", "prompts", "bundle", "note")
@@ -33,15 +33,16 @@ def collect(
     *,
     threads: int | None = None,
     prompts_file: Path | None = None,
-    prompts: Sequence[BenchPrompt] = (),
+    prompts: Sequence[BenchPrompt] | None = None,
     manifest: Manifest | None = None,
     packages: Sequence[str] = (),
     note: str | None = None,
 ) -> dict[str, Any]:
     """Returns the provenance of figures that this process measured, with all of `KEYS`.
 
-    ``threads`` is what the engine was given (None: its default). ``packages`` are distributions
-    whose versions count besides those of the runtime. Folders are left out: of the prompts file and
+    ``threads`` is what the engine was given (None: its default). ``prompts`` are those used of
+    ``prompts_file`` (None: all). ``packages`` are distributions whose versions count besides those
+    of the runtime. Folders are left out: of the prompts file and
     of arguments outside the working folder only the names are kept.
     """
     return {
@@ -102,9 +103,10 @@ def _without_folder(argument: str) -> str:
     return f"{option}{equals}{value}"
 
 
-def _prompts(file: Path | None, prompts: Sequence[BenchPrompt]) -> dict[str, Any] | None:
+def _prompts(file: Path | None, prompts: Sequence[BenchPrompt] | None) -> dict[str, Any] | None:
     if file is None:
         return None
+    prompts = read_prompts(file) if prompts is None else prompts
     return {
         "file": file.name,
         "sha256": sha256(file),
