@@ -34,6 +34,7 @@ from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
 from spec_export.training.validate import VALIDATION_BUDGET
 from spec_runtime.files import write_atomically
+from spec_runtime.measure import provenance
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
 
@@ -196,6 +197,7 @@ def write_json(arguments: argparse.Namespace, path: Path, rows: list[dict[str, A
         minutes_each=arguments.minutes_each,
         nodes=VALIDATION_BUDGET.max_nodes,
         variants=rows,
+        provenance=provenance.collect(packages=("torch", "transformers")),
     )
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(arguments.json, json.dumps(result, indent=1) + "\n")

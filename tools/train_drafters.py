@@ -20,6 +20,7 @@ from pathlib import Path
 from spec_export.training import recipe
 from spec_export.training import run as train
 from spec_runtime.files import write_atomically
+from spec_runtime.measure import provenance
 
 SHARD_BYTES = 15 << 20
 
@@ -45,7 +46,8 @@ def main() -> None:
     train.run(
         recipes[0], [*overrides, "train.max_steps=2"], arguments.out / "first-steps", cache=cache
     )
-    results: dict[str, object] = {}
+    about = provenance.collect(packages=("torch", "transformers"))
+    results: dict[str, object] = {"provenance": about}
     for i, path in enumerate(recipes):
         begin = time.monotonic()
         minutes = max(0.1, (deadline - begin) / 60 / (len(recipes) - i) - arguments.loading)
