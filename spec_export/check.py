@@ -25,7 +25,7 @@ from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, open_graph
 from spec_runtime.kv import Cache, open_cache
 from spec_runtime.stats import Stats
-from spec_runtime.target import Target
+from spec_runtime.target import Target, Wants
 from spec_runtime.text import Tokenizer, encode_prompt
 from spec_runtime.trees.tree import TokenTree, is_chain
 
@@ -273,12 +273,11 @@ def _play(
         cache,
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
-        taps=info.taps,
     )
     committed = [token for tree, path in script.steps for token in tree.token_N[path].tolist()]
     found, width = _Differences(), info.dims.hidden_size
     for (tree, path), expected_NF in zip(script.steps, truth.expect(script), strict=True):
-        verified = graph.verify(tree, features=True)
+        verified = graph.verify(tree, Wants(features=True, taps=info.taps))
         got_NV = np.stack([verified.row(node) for node in range(tree.num_nodes)])
         wanted_NV = truth.logits(expected_NF)
         error_N = np.abs(got_NV - wanted_NV).max(axis=1) / np.ptp(wanted_NV, axis=1)

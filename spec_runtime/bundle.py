@@ -326,12 +326,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Bundle:
-    """A manifest, the folder its paths are relative to, and what is to run its graphs (see
-    backends.BACKENDS)."""
+    """A manifest and the folder that its paths are relative to."""
 
     path: Path
     manifest: Manifest
-    backend: str = "onnxruntime"
 
     def file(self, relative: str) -> Path:
         """The place on disk of a file named in the manifest."""

@@ -1,6 +1,7 @@
-"""The public face: load a bundle, generate text, reuse the KV of the common prefix.
+"""Generates text with one drafter on one target, reusing the KV rows of a common prefix.
 
-A thin layer over generate.py and text.py. It knows what the target's cache holds, and whose it is.
+A thin layer over generate.py (tokens) and text.py (text). An engine remembers which tokens the
+target's cache holds, as long as no other engine has taken the target.
 """
 
 from __future__ import annotations
@@ -8,23 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Unpack
+from typing import NamedTuple, Protocol, Unpack
 
 from spec_runtime.generate import CHAIN_LENGTH, generate
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import SamplingOptions, SamplingParams, TokenLogprob
 from spec_runtime.stats import Stats
-from spec_runtime.step import Limits, Step
-from spec_runtime.target import Target
+from spec_runtime.step import Limits, Step, StepRunner
+from spec_runtime.target import Lease, Target, Wants
 from spec_runtime.text import Codec, Prompt, TextStream, encode_prompt
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.templates import chain
 
-if TYPE_CHECKING:
-    from spec_runtime.fused import FusedSteps
-
-DEFAULT_BUDGET = Budget(max_nodes=12)
-DEFAULT_LOOKUP_NODES = 6
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 
 log = logging.getLogger("spec_runtime")
@@ -32,10 +28,11 @@ log = logging.getLogger("spec_runtime")
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """text without the stop string; token_ids with the EOS or the token that ended it.
+    """Holds one answer.
 
-    acceptance: greedy, target_sampling, rejection or typical. logprobs: of each of `token_ids`, if
-    asked for.
+    `text` is without the stop string; `token_ids` include the EOS or the token that ended it.
+    `acceptance` is greedy, target_sampling, rejection or typical. `logprobs` belong to `token_ids`,
+    if the request asked for them.
     """
 
     text: str
@@ -47,92 +44,118 @@ class GenerationResult:
 
     @property
     def preserves_distribution(self) -> bool:
-        """Whether the tokens follow the target's distribution: typical acceptance's do not."""
+        """Says whether the tokens follow the target's distribution: typical acceptance's do not."""
         return self.acceptance != "typical"
 
 
 class OpenedDrafter(NamedTuple):
-    """taps: those it reads, of the target's. expected_accepted_length: as measured when the bundle
-    was built or checked, if it was."""
+    """A drafter ready to draft: its proposer and the trees that it may spend.
+
+    `taps` are the target's layers that it reads. `expected_accepted_length` was measured when the
+    bundle was built or checked, if it was. `fused` runs greedy requests, if the bundle has such a
+    graph. `is_tuned` says that a profile of `spec-runtime tune` chose the budget.
+    """
 
     name: str
     proposer: Proposer
     budget: Budget
     taps: tuple[int, ...] = ()
     expected_accepted_length: float | None = None
-    fused: FusedSteps | None = None
+    fused: StepRunner | None = None
     is_tuned: bool = False
 
 
+class Opener(Protocol):
+    """Opens further drafters of the same bundle, see load.DrafterOpener."""
+
+    def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter: ...
+
+
 class Engine:
-    """One drafter on one target. Several engines may share a target, one generation at a time."""
+    """One drafter on one target. Several engines may share a target, one generation at a time.
+
+    Raises ValueError if the drafter's trees are larger than what the target has room for.
+    """
 
     def __init__(
         self,
         target: Target,
         tokenizer: Codec,
-        proposer: Proposer,
-        *,
-        drafter: str = "none",
-        budget: Budget = DEFAULT_BUDGET,
-        taps: tuple[int, ...] | None = None,
-        expected_accepted_length: float | None = None,
-        open_drafter: Callable[[str | None, bool | None], OpenedDrafter] | None = None,
-        fused: FusedSteps | None = None,
-        is_tuned: bool = False,
+        drafter: OpenedDrafter,
+        opener: Opener | None = None,
     ) -> None:
-        if budget.max_nodes > target.max_nodes:
+        if drafter.budget.max_nodes > target.max_nodes:
             raise ValueError(
-                f"got trees of {budget.max_nodes} nodes, expected at most the bundle's scratch of "
-                f"{target.max_nodes}"
+                f"got trees of {drafter.budget.max_nodes} nodes, expected at most the bundle's "
+                f"scratch of {target.max_nodes}"
             )
         self.target = target
         self.tokenizer = tokenizer
-        self.drafter = drafter
-        self.budget = budget
-        self.is_tuned = is_tuned  # by a profile of `spec-runtime tune`
         self.last_result: GenerationResult | None = None
-        self._proposer = proposer
-        self._taps = target.taps if taps is None else taps
-        self._expected = expected_accepted_length  # None once a warning is out
-        self._open_drafter = open_drafter
-        self._fused = fused
-        self._run_id = object()
-        self._held: list[int] = []  # tokens whose KV the target has, if its holder is our run
+        self._opened = drafter
+        self._opener = opener
+        self._expected = drafter.expected_accepted_length  # None once a warning is out
+        self._lease: Lease | None = None  # of our last run
+        self._held: list[int] = []  # tokens whose KV the target has while that lease is current
 
-    def with_drafter(self, name: str | None, lookup: bool | None = None) -> Engine:
-        """An engine on the same target and tokenizer with another drafter ("none" = plain).
-
-        `lookup`: see `load`.
-        """
-        if self._open_drafter is None:
-            raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
-        from spec_runtime.load import _engine
-
-        return _engine(self.target, self.tokenizer, self._open_drafter, name, lookup)
+    @property
+    def drafter(self) -> str:
+        """The drafter's name; "+prompt_lookup" follows where lookup's candidates are merged."""
+        return self._opened.name
 
     @property
     def proposer(self) -> Proposer:
-        return self._proposer
+        return self._opened.proposer
 
     @property
-    def fused(self) -> FusedSteps | None:
+    def budget(self) -> Budget:
+        return self._opened.budget
+
+    @property
+    def wants(self) -> Wants:
+        """What the proposer reads of the target's runs."""
+        return Wants(self.proposer.wants_features, self._opened.taps)
+
+    @property
+    def is_tuned(self) -> bool:
+        """Says whether a profile of `spec-runtime tune` chose the budget."""
+        return self._opened.is_tuned
+
+    @property
+    def fused(self) -> StepRunner | None:
         """The fused step, if greedy requests take it."""
-        return self._fused
+        return self._opened.fused
+
+    def with_drafter(self, name: str | None, lookup: bool | None = None) -> Engine:
+        """Returns an engine on the same target with another drafter ("none" = plain decoding).
+
+        `name` and `lookup` are those of `load`. Raises ValueError for an unknown name, and if this
+        engine was not loaded from a bundle.
+        """
+        if self._opener is None:
+            raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
+        opened = self._opener.open(name, lookup)
+        return Engine(self.target, self.tokenizer, opened, self._opener)
+
+    def with_budget(self, budget: Budget) -> Engine:
+        """Returns an engine like this one whose trees may spend `budget`."""
+        opened = self._opened._replace(budget=budget)
+        return Engine(self.target, self.tokenizer, opened, self._opener)
 
     def observed(
         self, wrap: Callable[[Proposer], Proposer], budget: Budget | None = None
     ) -> Engine:
-        """An engine on the same target with this one's proposer inside `wrap`'s, and its budget or
-        another."""
-        return Engine(
-            self.target,
-            self.tokenizer,
-            wrap(self._proposer),
-            drafter=self.drafter,
-            budget=self.budget if budget is None else budget,
-            taps=self._taps,
+        """Returns an engine on the same target whose proposer is this one's, wrapped by `wrap`.
+
+        It has this engine's budget unless another is given, and takes no fused step.
+        """
+        opened = OpenedDrafter(
+            self.drafter,
+            wrap(self.proposer),
+            self.budget if budget is None else budget,
+            self._opened.taps,
         )
+        return Engine(self.target, self.tokenizer, opened)
 
     def generate(
         self,
@@ -143,11 +166,11 @@ class Engine:
         reuse: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerationResult:
-        """The whole answer to a string, messages or token ids.
+        """Returns the whole answer to a string, chat messages or token ids.
 
-        raw: a string past the chat template. reuse: keep the KV of the prefix shared with the
-        previous call. sampling: the fields of SamplingParams. ValueError for bad arguments and
-        for a prompt longer than the context.
+        `raw` takes a string past the chat template. `reuse` keeps the KV of the prefix shared with
+        the previous call. `sampling` are the fields of SamplingParams. Raises ValueError for bad
+        arguments and for a prompt longer than the context.
         """
         for _ in self.steps(prompt, raw=raw, system=system, reuse=reuse, **sampling):
             pass
@@ -163,7 +186,8 @@ class Engine:
         reuse: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> Generator[str, None, None]:
-        """Pieces of the text as they come; closing it early is fine. See also `last_result`."""
+        """Yields pieces of the text as they come, and leaves the rest in `last_result`. Closing the
+        generator early is fine; see `generate` for the arguments."""
         params = SamplingParams(**sampling)
         text = TextStream(self.tokenizer.decode, params.stop)
         steps = self._run(self.encode(prompt, raw, system), params, reuse, text)
@@ -178,13 +202,13 @@ class Engine:
         reuse: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> Generator[Step, None, None]:
-        """The committed tokens, step by step: the first is the prompt's."""
+        """Yields what each step commits; the first step is the prompt's. See `generate`."""
         params = SamplingParams(**sampling)
         text = TextStream(self.tokenizer.decode, params.stop)
         return self._run(self.encode(prompt, raw, system), params, reuse, text)
 
     def encode(self, prompt: Prompt, raw: bool = False, system: str | None = None) -> list[int]:
-        """The prompt's token ids, checked against vocabulary and context."""
+        """Returns the prompt's token ids, checked against vocabulary and context."""
         ids = encode_prompt(self.tokenizer, prompt, raw, system)
         if len(ids) > self.target.max_length:
             raise ValueError(
@@ -201,26 +225,15 @@ class Engine:
     def _run(
         self, prompt: list[int], params: SamplingParams, reuse: bool, text: TextStream
     ) -> Generator[Step, None, None]:
-        target, proposer = self.target, self._proposer
-        is_processed = params.temperature > 0 or params.has_penalties or params.logit_bias
-        if target.strict_gap is not None and is_processed:
-            raise ValueError(
-                f"got temperature {params.temperature}, penalties or a logit bias with strict, "
-                "expected none: its near ties are those of the raw logits"
-            )
+        target, proposer = self.target, self.proposer
+        self._require_strictly_greedy(params)
         budget = self.budget
         if target.chains_only:
             params, budget = _as_chains(params, budget)
-        ours = target.holder is self._run_id
-        # one token early: the boundary's feature and logits have to be computed anew
-        reused = max(0, _common_length(self._held, prompt) - 1) if ours and reuse else 0
-        run_id = self._run_id = target.holder = object()  # ends any run still open on this target
-        target.taps = self._taps
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self.tokenizer.eos)
-        max_tokens = min(params.max_new_tokens, target.max_length - len(prompt))
-        limits = Limits(max_tokens, stop_ids, text.push)
+        # One token fewer is reused: the last row's feature and logits have to be computed anew.
+        reused = max(0, _common_length(self._held, prompt) - 1) if self._may_reuse(reuse) else 0
+        lease = self._lease = target.take()  # ends any run that is still open on this target
+        limits = self._limits(params, len(prompt), text)
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
         out: list[int] = []
         logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
@@ -230,37 +243,66 @@ class Engine:
             proposer.truncate(reused)
             self._held = prompt[:reused]
             if limits.finish_reason is None:
-                fused = self._fused
-                for step in generate(
-                    target, proposer, prompt, reused, params, limits, budget, stats, fused
-                ):
+                steps = generate(
+                    target,
+                    proposer,
+                    prompt,
+                    reused,
+                    params,
+                    limits,
+                    budget,
+                    stats,
+                    self._opened.taps,
+                    self.fused,
+                )
+                for step in steps:
                     out += step.tokens
                     if logprobs is not None:
                         logprobs += step.logprobs
                     is_consistent = True
                     yield step
-                    if target.holder is not run_id:
+                    if not lease.is_current:
                         raise RuntimeError("another generation has taken this target meanwhile")
                     is_consistent = limits.finish_reason is not None
             is_consistent = True
         finally:
-            if target.holder is run_id:
+            if lease.is_current:
                 if not is_consistent:  # interrupted inside a step
                     target.truncate(0)
                     proposer.truncate(0)
                 self._held = (prompt + out)[: target.length]
             text.finish()
-            if self._run_id is run_id:  # else a newer run has its own result
+            if self._lease is lease:  # otherwise a newer run has its own result
                 reason = limits.finish_reason or "cancelled"
                 self.last_result = GenerationResult(
                     text.text, out, reason, stats, params.rule, logprobs
                 )
                 if params.rule != "typical":  # its lengths are what its threshold makes them
-                    self._judge(stats, is_greedy=params.temperature == 0)
+                    self._warn_of_doubts(stats, is_greedy=params.temperature == 0)
 
-    def _judge(self, stats: Stats, is_greedy: bool) -> None:
-        """Warns, once, of the two signatures of a wrong tensor; a wrong drafter changes no token,
-        only the speed, so that nothing else would show it."""
+    def _require_strictly_greedy(self, params: SamplingParams) -> None:
+        is_processed = params.temperature > 0 or params.has_penalties or params.logit_bias
+        if self.target.strict_gap is not None and is_processed:
+            raise ValueError(
+                f"got temperature {params.temperature}, penalties or a logit bias with strict, "
+                "expected none: its near ties are those of the raw logits"
+            )
+
+    def _may_reuse(self, reuse: bool) -> bool:
+        return reuse and self._lease is not None and self._lease.is_current
+
+    def _limits(self, params: SamplingParams, prompt_length: int, text: TextStream) -> Limits:
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= frozenset(self.tokenizer.eos)
+        max_tokens = min(params.max_new_tokens, self.target.max_length - prompt_length)
+        return Limits(max_tokens, stop_ids, text.push)
+
+    def _warn_of_doubts(self, stats: Stats, is_greedy: bool) -> None:
+        """Warns, once, of the two signatures of wrong weights.
+
+        A wrong drafter changes no token, only the speed, so that nothing else would show it.
+        """
         expected, got = self._expected, stats.accepted_length
         if expected is None or stats.steps < JUDGED_STEPS:
             return
@@ -281,8 +323,8 @@ class Engine:
 
 
 def _as_chains(params: SamplingParams, budget: Budget) -> tuple[SamplingParams, Budget]:
-    """For a target that takes chains only: at each depth the best candidate, or one that is
-    drawn."""
+    """Returns what a target that takes chains only can serve: one candidate at each depth, the best
+    one or one that is drawn."""
     if params.rule == "rejection":
         widths = tuple(params.draw_widths or (1,) * CHAIN_LENGTH)
         if max(widths) > 1:

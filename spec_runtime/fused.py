@@ -1,45 +1,36 @@
-"""Runs the fused graph (graphs/fused_step.py): one run verifies, accepts and drafts.
+"""Runs steps of the fused graph: one run verifies a tree, accepts a path and drafts the next tree.
 
-Only for greedy requests without penalties, bias or logprobs. The graph keeps tree and slots; this
-file mirrors what became of them in the caches, so that the ordinary loop can go on at any step.
+Greedy requests without penalties, bias or logprobs take it. The graph keeps tree and slots itself;
+this file mirrors them in the caches after each step, so that the ordinary loop can go on from any
+step. `spec_export/graphs/fused_step.py` makes the graph.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import cast
 
 import numpy as np
 
-from spec_runtime.backends.ort import mask_width
+from spec_runtime.backends import Runtime
+from spec_runtime.backends.ort import OrtBackend, mask_width
 from spec_runtime.backends.stepper import OrtStepper
 from spec_runtime.bundle import DRAFT, Bundle, Graph
 from spec_runtime.kv import Cache, SlotCache
+from spec_runtime.proposers.base import Follower, Fusable, Proposer
 from spec_runtime.stats import Clock, Stats
-from spec_runtime.step import Limits, Step
+from spec_runtime.step import Limits, Step, count_step, end_step
 from spec_runtime.target import Target
 
 
-class Follower(Protocol):
-    """A one-pass proposer, as seen from here: its state in step with a target that it did not see
-    run."""
-
-    def enter(self, token: int) -> None:
-        """Before the first step, whose root is `token`: makes all rows before it complete."""
-
-    def follow(self, tokens: list[int]) -> None:
-        """The drafter's rows of these tokens' step are in its cache. tokens: as in Step."""
-
-    def leave(self, feature_1F: np.ndarray) -> None:
-        """After the last step: the feature of the last committed position."""
-
-
 class FusedSteps:
-    """A bundle's fused graph over the target and a proposer on the same device.
+    """Steps of a bundle's fused graph, over the target's cache and a one-pass drafter's.
 
-    Example of one step's result, D = 2: [7, 8, 9, 0, 2, 3, 0, 5]: tokens 7 and 8 were accepted
-    (nodes 2 and 3), 9 is the bonus, node 3 had no child, 5 nodes were drafted.
+    A step returns, for a drafter of D guesses, D + 1 tokens, D + 1 nodes of the path (-1 behind its
+    end), whether the last node had children, and how many nodes were drafted. Example with D = 2:
+    [7, 8, 9, 0, 2, 3, 0, 5] accepted tokens 7 and 8 (nodes 2 and 3) with the bonus 9; node 3 had no
+    child, and 5 nodes were drafted.
     """
 
     def __init__(self, stepper: OrtStepper, graph: Graph, cache: Cache, follower: Follower) -> None:
@@ -55,7 +46,7 @@ class FusedSteps:
     ) -> Generator[Step, None, int]:
         """Yields steps while they fit into the cache and `limits` allows; returns the last token.
 
-        `token`: the root of the first. Its tree is that root alone.
+        The first step's tree is its root `token` alone.
         """
         cache, N, P = self._cache, self.num_nodes, self.depth + 1
         slot_N, fresh = cache.free_slots(N)
@@ -67,7 +58,7 @@ class FusedSteps:
         stats.engine_seconds += time.perf_counter() - begin
         width = mask_width(self._need(fresh), cache.capacity)
         self._stepper.start(self._first_state(token, slot_N, fresh, width))
-        kept = 0
+        num_rows = 0  # of the last step
         try:
             while limits.finish_reason is None and self._need(fresh) <= cache.capacity:
                 clock.start()
@@ -88,27 +79,27 @@ class FusedSteps:
                 slot_N = slot_N.copy()
                 slot_N[path[:count]] = fresh + np.arange(count)
                 fresh += count
-                tokens = limits.cut(emitted[:count].tolist())
-                kept = len(tokens)
-                num_accepted = min(kept, count - 1)
-                step = Step(tokens, num_accepted, path[:kept].tolist())
+                step = end_step(path[:count].tolist(), emitted[:count].tolist(), limits)
+                num_rows = len(step.path)
                 cache.commit(step.path)
-                self._follower.follow(tokens)
+                self._follower.follow(step.tokens)
                 clock.lap("commit")
-                missed = num_accepted < kept and bool(result[2 * P])
-                stats.count(kept, num_accepted, int(result[2 * P + 1]), missed)
-                token = tokens[-1]
+                count_step(stats, step, int(result[2 * P + 1]), bool(result[2 * P]))
+                token = step.tokens[-1]
                 clock.lap("other")
                 yield step
         finally:
-            if kept:
-                feature_1F = self._stepper.fetch("path_features")[kept - 1 : kept]
+            if num_rows:
+                feature_1F = self._stepper.fetch("path_features")[num_rows - 1 : num_rows]
                 self._follower.leave(feature_1F)
         return token
 
     def _need(self, fresh: int) -> int:
-        """Cache rows that a step can reach: the path's new slots, and the drafter's rows, at most
-        2 D + 1 behind the committed ones (fewer than `fresh`)."""
+        """Returns how many cache rows a step can reach.
+
+        These are the path's new slots, and the drafter's rows: at most 2 D + 1 behind the committed
+        ones, which are fewer than `fresh`.
+        """
         return fresh + 2 * self.depth + 1
 
     def _first_state(
@@ -130,20 +121,21 @@ class FusedSteps:
 
 
 def open_steps(
-    bundle: Bundle, graph: Graph, target: Target, proposer: Any, threads: int | None
+    bundle: Bundle, graph: Graph, target: Target, proposer: Proposer, runtime: Runtime
 ) -> FusedSteps:
-    """The bundle's fused graph, on the caches of `target` and of a one-pass proposer opened from
-    the same bundle."""
+    """Opens the bundle's fused graph on the caches of `target` and of a one-pass proposer that was
+    opened from the same bundle."""
+    assert isinstance(proposer, Fusable), proposer
     backend, cache = target.lend()
     follower, drafter_backend = proposer.fusable()
     lenders = {"": backend} | ({} if drafter_backend is None else {DRAFT: drafter_backend})
-    is_cuda = bundle.backend.startswith("cuda")
+    assert all(isinstance(lender, OrtBackend) for lender in lenders.values()), lenders
     stepper = OrtStepper(
         bundle.file(graph.file),
         graph,
-        lenders,
-        threads,
-        device="cuda" if is_cuda else "cpu",
-        is_captured=bundle.backend == "cuda",
+        cast(dict[str, OrtBackend], lenders),
+        runtime.num_threads,
+        device=runtime.device,
+        is_captured=runtime.has_cuda_graphs,
     )
     return FusedSteps(stepper, graph, cache, follower)

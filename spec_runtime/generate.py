@@ -1,14 +1,13 @@
-"""The loop: draft -> verify -> accept -> commit. Plain decoding is the one-node tree.
+"""Runs the loop: draft -> verify -> accept -> commit. Plain decoding is the one-node tree.
 
-A Python generator of committed tokens. It knows no text (a hook says which token ends a stop
-string) and no kind of drafter.
+The loop is a Python generator of committed tokens. Text stays outside: a hook of `Limits` says
+which token ends a stop string.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,13 +15,10 @@ from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_logprob
 from spec_runtime.stats import Clock, Stats
-from spec_runtime.step import Limits, Step
-from spec_runtime.target import Target, Verified
+from spec_runtime.step import Limits, Step, StepRunner, count_step, end_step
+from spec_runtime.target import Target, Verified, Wants
 from spec_runtime.trees.budget import Budget, DrawRule
 from spec_runtime.trees.tree import TokenTree
-
-if TYPE_CHECKING:
-    from spec_runtime.fused import FusedSteps
 
 CHAIN_LENGTH = 4  # of the chains drawn for acceptance by rejection, unless widths are given
 
@@ -36,21 +32,23 @@ def generate(
     limits: Limits,
     budget: Budget,
     stats: Stats,
-    fused: FusedSteps | None = None,
+    taps: tuple[int, ...] = (),
+    fused: StepRunner | None = None,
 ) -> Iterator[Step]:
     """Yields the prompt's step, then one step per verify pass, until `limits` says stop.
 
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.
-    `fused` takes over, while it can, if the request is plainly greedy. Whenever a step is out,
+    `taps` are the layers whose states the proposer's features have besides the final one. `fused`
+    takes over, while it can, if the request is plainly greedy. Whenever a step is out,
     target.length = prompt + tokens - 1: the last token has no row yet.
     """
     sample = Sampler(params, target.vocab_size, prompt)
-    target.wants_top = sample.reads_top
+    wants = Wants(proposer.wants_features, taps, sample.reads_top)
     accept, budget = _acceptance(params, sample, budget)
     clock = Clock(stats.timings)
-    verified, features = target.prefill(prompt[reused:], proposer.wants_features)
+    verified, features = target.prefill(prompt[reused:], wants)
     tree = TokenTree.root(prompt[-1])
-    _, token = accept(tree, _Answers(sample, tree, verified, target.length - 1))
+    _, token = accept(tree, TargetView(sample, tree, verified, target.length - 1))
     proposer.start(prompt, features, reused)
     logprobs = _logprobs(params, verified, [0], [token])
     step = Step(limits.cut([token]), num_accepted=0, logprobs=logprobs)
@@ -66,11 +64,17 @@ def generate(
 
         tree = proposer.propose(token, budget.within(limits.remaining - 1))
         clock.lap("draft")
-        verified = target.verify(tree, proposer.wants_features)
+        verified = target.verify(tree, wants)
         clock.lap("verify")
-        path, token = accept(tree, _Answers(sample, tree, verified, target.length))
+        path, token = accept(tree, TargetView(sample, tree, verified, target.length))
         clock.lap("accept")
-        step = _kept(tree, path, token, verified, limits, params, proposer.wants_features)
+        step = end_step(path, [*tree.token_N[path[1:]].tolist(), token], limits)
+        step = replace(
+            step,
+            features=verified.features(step.path) if wants.features else None,
+            verified=verified,
+            logprobs=_logprobs(params, verified, step.path, step.tokens),
+        )
         clock.lap("other")
         target.commit(step.path)
         sample.commit(step.tokens)
@@ -78,14 +82,17 @@ def generate(
         clock.lap("commit")
 
         stats.engine_seconds += target.run_seconds + proposer.run_seconds - engine_seconds
-        _count(stats, tree, step)
+        count_step(stats, step, tree.num_nodes - 1, bool(tree.children(step.path[-1])))
         clock.lap("other")
         yield step
 
 
-class _Answers:
-    """What the target says after the nodes of one tree, whose root is at position `length`: draws
-    from p, or p itself, as the request's sampling makes it."""
+class TargetView:
+    """Shows acceptance what the target says after the nodes of one tree.
+
+    The root is at position `length`. What is shown is a draw from p, or p itself, as the request's
+    sampling makes it of the target's logits.
+    """
 
     def __init__(self, sample: Sampler, tree: TokenTree, verified: Verified, length: int) -> None:
         self._sample = sample
@@ -95,6 +102,7 @@ class _Answers:
         self._is_argmax = sample.params.is_plainly_greedy
 
     def draw(self, node: int) -> int:
+        """Returns the target's own token after `node`; greedy: the argmax."""
         token = None
         if self._is_argmax:
             token = self._verified.best(node)
@@ -105,62 +113,44 @@ class _Answers:
         return self._sample(self._verified.row(node), *self._place(node))
 
     def p(self, node: int) -> np.ndarray:
+        """Returns the target's processed distribution f64[V] after `node`."""
         return self._sample.probabilities(self._verified.row(node), *self._place(node))
 
     def _place(self, node: int) -> tuple[int, Sequence[int] | np.ndarray]:
-        """The position asked for, and the tokens between the committed ones and it."""
+        """Returns the position after `node` and the drafted tokens that lead there."""
         tree = self._tree
         path = tree.token_N[tree.path(node)[1:]] if self._sample.reads_path else ()
         return self._length + int(tree.depth_N[node]) + 1, path
 
 
-Accept = Callable[[TokenTree, _Answers], tuple[list[int], int]]
+Accept = Callable[[TokenTree, TargetView], tuple[list[int], int]]
 
 
 def _acceptance(params: SamplingParams, sample: Sampler, budget: Budget) -> tuple[Accept, Budget]:
-    """The request's rule, and the budget: for acceptance by rejection children are drawn."""
+    """Returns the request's rule of acceptance, and the budget that goes with it.
+
+    Acceptance by rejection needs children that are drawn from the drafter.
+    """
     if params.rule == "rejection":
         rng = sample.stream()
         num_chains = -(-(budget.max_nodes - 1) // CHAIN_LENGTH)
         widths = params.draw_widths or (max(1, num_chains), *[1] * (CHAIN_LENGTH - 1))
         draw = DrawRule(tuple(widths), params.temperature, params.draw_with_replacement, rng)
         drawing = replace(budget, draw=draw)
-        return lambda tree, answers: by_rejection(tree, answers.p, rng.random), drawing
+        return lambda tree, view: by_rejection(tree, view.p, rng.random), drawing
     if params.rule == "typical":
         epsilon, delta = params.typical_epsilon, params.typical_delta
         delta = epsilon**0.5 if delta is None else delta
-        return lambda tree, answers: by_typical(tree, answers.p, epsilon, delta), budget
-    return lambda tree, answers: by_target_sampling(tree, answers.draw), budget
+        return lambda tree, view: by_typical(tree, view.p, epsilon, delta), budget
+    return lambda tree, view: by_target_sampling(tree, view.draw), budget
 
 
 def _logprobs(
     params: SamplingParams, verified: Verified, nodes: list[int], tokens: list[int]
 ) -> list[TokenLogprob]:
-    """Of each token behind its node, if the request wants them."""
+    """Returns the log-probability of each token after its node, or an empty list if the request
+    asks for none."""
     if params.logprobs is None:
         return []
     pairs = zip(nodes, tokens, strict=True)
     return [token_logprob(verified.row(node), token, params.logprobs) for node, token in pairs]
-
-
-def _kept(
-    tree: TokenTree,
-    path: list[int],
-    bonus: int,
-    verified: Verified,
-    limits: Limits,
-    params: SamplingParams,
-    wants_features: bool,
-) -> Step:
-    """The step after truncation: if the last token kept was drafted, its row is not kept."""
-    tokens = limits.cut([*tree.token_N[path[1:]].tolist(), bonus])
-    rows = path[: len(tokens)]
-    features = verified.features(rows) if wants_features else None
-    logprobs = _logprobs(params, verified, rows, tokens)
-    return Step(tokens, min(len(tokens), len(path) - 1), rows, features, verified, logprobs)
-
-
-def _count(stats: Stats, tree: TokenTree, step: Step) -> None:
-    has_bonus = step.num_accepted < len(step.tokens)
-    missed = has_bonus and bool(tree.children(step.path[-1]))
-    stats.count(len(step.tokens), step.num_accepted, tree.num_nodes - 1, missed)

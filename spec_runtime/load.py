@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_runtime import backends
 from spec_runtime import bundle as bundles
 from spec_runtime import profile as profiles
-from spec_runtime.engine import DEFAULT_BUDGET, DEFAULT_LOOKUP_NODES, Engine, OpenedDrafter
+from spec_runtime.backends import Runtime
+from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
 from spec_runtime.proposers.adaptive import DraftPauser, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.target import STRICT_GAPS, Target
-from spec_runtime.text import Codec, Tokenizer
+from spec_runtime.text import Tokenizer
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.templates import paths_of
 
+DEFAULT_BUDGET = Budget(max_nodes=12)
+DEFAULT_LOOKUP_NODES = 6
+
 log = logging.getLogger("spec_runtime")
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Says how a bundle's drafters are opened; the fields are those of `load`."""
+
+    runtime: Runtime
+    profile: bool = True
+    fused: bool | None = None
+
+    @property
+    def prefers_fused(self) -> bool:
+        """Says whether a fused step is taken where there is one."""
+        is_cuda = (self.runtime.engine, self.runtime.device) == ("onnxruntime", "cuda")
+        return is_cuda if self.fused is None else self.fused
 
 
 def load(
@@ -35,77 +54,100 @@ def load(
     backend: str = "onnxruntime",
     fused: bool | None = None,
 ) -> Engine:
-    """Opens a bundle. `drafter`: a name from its manifest, "prompt_lookup" or "none" (plain);
-    None = the manifest's first, else prompt_lookup. `verify`: check every file's hash first.
-    `also`: "prompt_lookup" merges lookup's candidates into a trained drafter's trees, "none" does
-    not; None = as the bundle says. `profile`: use what `spec-runtime tune` found on this machine,
-    if it was run; else the bundle's own trees. `strict`: tokens at near ties are decided by one-row
-    passes, as in plain decoding (greedy; bundles of fp32 and fp16). `backend`: "cuda" runs the
-    graphs on ONNX Runtime's CUDA provider, "tensorrt" the plans of a bundle that has some,
-    "cuda_eager" and "tensorrt_eager" without CUDA graphs; all without a profile. `fused`: greedy
-    requests take the drafter's fused step, one run for draft, verify and accept, with trees of
-    fixed size and no other drafter's candidates; None = on CUDA, where the bundle has one.
+    """Opens a bundle and returns an engine that generates with it.
 
-    ValueError (BundleError for the bundle's own faults), one line, if anything does not fit.
+    Args:
+        path: the bundle's folder.
+        drafter: a name from its manifest, "prompt_lookup", "lookahead" or "none" (plain decoding).
+            None takes the manifest's first, or prompt_lookup if there is none.
+        threads: CPU threads; None takes as many as this process may use.
+        verify: check every file's hash first.
+        lookup: merge prompt lookup's candidates into a trained drafter's trees; None does as the
+            bundle says.
+        profile: use what `spec-runtime tune` found on this machine, if it was run; otherwise the
+            bundle's own trees.
+        strict: decide tokens at near ties by one-row passes, as plain decoding does (greedy; for
+            fp32 and fp16 bundles).
+        backend: "onnxruntime" is the CPU, "cuda" ONNX Runtime's CUDA provider, and "tensorrt" runs
+            the plans of a bundle that has some; "cuda_eager" and "tensorrt_eager" do without CUDA
+            graphs. Profiles hold for the CPU only.
+        fused: greedy requests take the drafter's fused step: one run drafts, verifies and accepts,
+            with trees of a fixed size and no other drafter's candidates. None takes it on CUDA,
+            where the bundle has one.
+
+    Raises:
+        ValueError: in one line, if anything does not fit; BundleError for the bundle's own faults.
     """
-    from spec_runtime.backends import BACKENDS, open_graph  # here: it may pull in an engine
-
-    if backend not in BACKENDS:
-        raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}")
-    opened = replace(bundles.read(path, verify), backend=backend)
-    info = opened.manifest.target
-    known = _drafter_names(opened)
+    options = LoadOptions(Runtime(backend, threads), profile, fused)
+    bundle = bundles.read(path, verify)
+    known = _drafter_names(bundle)
     if drafter is not None and drafter not in known:  # before anything slow
         raise ValueError(_unknown(drafter, known))
-    if strict and info.precision not in STRICT_GAPS:
-        raise ValueError(
-            f"got strict with {info.precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
-            "lower precisions moves more than near ties; leave it out or use another bundle"
-        )
-    graph = opened.manifest.graphs["target"]
-    if strict and graph.attention == "chain":
-        raise ValueError(
-            f"got strict with attention {graph.attention}, expected {bundles.ATTENTIONS[0]}: it "
-            "judges near ties beside the tree, where chains only are right; leave it out or build "
-            "the bundle anew"
-        )
-    tokenizer = Tokenizer(opened)
+    if strict:
+        _require_strictness(bundle.manifest)
+    tokenizer = Tokenizer(bundle)
+    target = _open_target(bundle, options.runtime, strict)
+    opener = DrafterOpener(bundle, target, options)
+    return Engine(target, tokenizer, opener.open(drafter, lookup), opener)
+
+
+def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Target:
+    info, graph = bundle.manifest.target, bundle.manifest.graphs["target"]
     capacity = info.max_length + info.scratch
-    target = Target(
-        open_graph(opened, graph, capacity, threads),
+    return Target(
+        backends.open_graph(bundle, graph, capacity, runtime),
         open_cache(graph.form, capacity, graph.attention),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
-        taps=info.taps,
         strict_gap=STRICT_GAPS[info.precision] if strict else None,
     )
 
-    is_fused = backend.startswith("cuda") if fused is None else fused
 
-    def open_tuned(name: str | None, lookup: bool | None) -> OpenedDrafter:
-        if is_fused and (opened_fused := open_fused(name, lookup)) is not None:
-            return opened_fused
-        drafter = open_drafter(name, lookup)
-        if not profile or drafter.name == "none" or backend != "onnxruntime":
-            return drafter
-        found = profiles.find(profiles.key_of(opened, drafter.name, threads))
-        return drafter if found is None else _tuned(drafter, found)
+class DrafterOpener:
+    """Opens drafters of one bundle, all on the same target.
 
-    def open_drafter(name: str | None, lookup: bool | None) -> OpenedDrafter:
-        name = known[0] if name is None else name
-        if name not in known:
-            raise ValueError(_unknown(name, known))
+    `open` takes the fused step where the options ask for it, and otherwise the profile of this
+    machine where there is one.
+    """
+
+    def __init__(self, bundle: bundles.Bundle, target: Target, options: LoadOptions) -> None:
+        self._bundle, self._target, self._options = bundle, target, options
+        self._known = _drafter_names(bundle)
+
+    def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
+        """Opens the drafter `name`, None = the first; `lookup` is that of `load`.
+
+        Raises ValueError for an unknown name and for what the bundle cannot do.
+        """
+        name = self._known[0] if name is None else name
+        if self._options.prefers_fused:
+            fused = self._open_fused(name, lookup)
+            if fused is not None:
+                return fused
+        opened = self._open(name, lookup)
+        runtime = self._options.runtime
+        if not self._options.profile or name == "none" or runtime.backend != "onnxruntime":
+            return opened
+        profile = profiles.find(profiles.key_of(self._bundle, opened.name, runtime.threads))
+        return opened if profile is None else _tuned(opened, profile)
+
+    def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
+        """Opens a drafter with the bundle's own trees."""
+        if name not in self._known:
+            raise ValueError(_unknown(name, self._known))
+        target = self._target
         if target.chains_only and name == "lookahead":
             raise ValueError(
                 "got drafter lookahead, expected another one: its window is a tree, and this "
                 "bundle's target takes chains only (--attention chain)"
             )
-        entry = next((d for d in opened.manifest.drafters if d.name == name), None)
         if name not in PROPOSERS:
             raise ValueError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
-        proposer = PROPOSERS[name](opened, entry, threads, target)
+        drafters = self._bundle.manifest.drafters
+        entry = next((info for info in drafters if info.name == name), None)
+        proposer = PROPOSERS[name](self._bundle, entry, self._options.runtime, target)
         if entry is None:
             if lookup:
                 raise ValueError(f"got lookup with drafter {name}, expected a trained one")
@@ -121,83 +163,82 @@ def load(
             )
         if lookup_nodes:
             name, proposer = f"{name}+prompt_lookup", MergedProposer(proposer, lookup_nodes)
-        taps = tuple(entry.config.get("taps", info.taps))
+        taps = tuple(entry.config.get("taps", self._bundle.manifest.target.taps))
         return OpenedDrafter(name, proposer, budget, taps, entry.expected_accepted_length)
 
-    def open_fused(name: str | None, lookup: bool | None) -> OpenedDrafter | None:
-        """None: there is no such step, and it was not asked for."""
-        from spec_runtime.fused import open_steps  # here: it may pull in an engine
+    def _open_fused(self, name: str, lookup: bool | None) -> OpenedDrafter | None:
+        """Opens a drafter with its fused step; None if there is none and it was not asked for."""
+        from spec_runtime.fused import open_steps  # here: it imports an engine
 
-        name = known[0] if name is None else name
-        if name == "none" or (fused is None and lookup):
+        is_asked_for = self._options.fused is not None
+        if name == "none" or (not is_asked_for and lookup):
             return None  # plain decoding stays the measure of all
-        graph = opened.manifest.graphs.get(bundles.fused_name(name))
-        if graph is None or backend.startswith("tensorrt"):
-            if fused is None or name in BUILT_IN:
+        runtime = self._options.runtime
+        graph = self._bundle.manifest.graphs.get(bundles.fused_name(name))
+        if graph is None or runtime.engine == "tensorrt":
+            if not is_asked_for or name in BUILT_IN:
                 return None
-            got = backend if graph is not None else f"a bundle without one for {name}"
+            got = runtime.backend if graph is not None else f"a bundle without one for {name}"
             raise ValueError(
                 f"got fused with {got}, expected onnxruntime or cuda and a bundle built with "
                 f"--fuse --drafter {name}"
             )
         if lookup:
             raise ValueError(
-                "got lookup with fused, expected one of them: the fused step's trees "
-                "are the drafter's alone"
+                "got lookup with fused, expected one of them: the fused step's trees are the "
+                "drafter's alone"
             )
-        plain = open_drafter(name, False)
-        steps = open_steps(opened, graph, target, plain.proposer, threads)
-        return plain._replace(fused=steps, budget=Budget(min(steps.num_nodes, target.max_nodes)))
-
-    return _engine(target, tokenizer, open_tuned, drafter, lookup)
+        opened = self._open(name, lookup=False)
+        steps = open_steps(self._bundle, graph, self._target, opened.proposer, runtime)
+        budget = Budget(min(steps.num_nodes, self._target.max_nodes))
+        return opened._replace(fused=steps, budget=budget)
 
 
 def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
-    """As the profile says; where plain decoding won, without the drafter, which would only cost."""
+    """Applies the tuned profile. If plain decoding was fastest, drops the drafter."""
     choice = profile.choice
     if choice.budget is None:
         log.info("drafter %s: plain decoding is faster here, says the profile", opened.name)
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
         return plain._replace(taps=opened.taps, is_tuned=True)
     length, speedup = choice.pace
-    controller = DraftPauser(scale_probabilities(opened.proposer), profile.costs, length, speedup)
-    # no warning of short accepted lengths: where they do not pay, it rests
+    pauser = DraftPauser(scale_probabilities(opened.proposer), profile.costs, length, speedup)
+    # Short accepted lengths cause no warning here: where they do not pay, the drafter pauses.
     return opened._replace(
-        proposer=controller, budget=choice.budget, expected_accepted_length=None, is_tuned=True
+        proposer=pauser, budget=choice.budget, expected_accepted_length=None, is_tuned=True
     )
 
 
-def _engine(
-    target: Target,
-    tokenizer: Codec,
-    open_drafter: Callable[[str | None, str | None], OpenedDrafter],
-    name: str | None,
-    lookup: bool | None,
-) -> Engine:
-    opened = open_drafter(name, lookup)
-    return Engine(
-        target,
-        tokenizer,
-        opened.proposer,
-        drafter=opened.name,
-        budget=opened.budget,
-        taps=opened.taps,
-        expected_accepted_length=opened.expected_accepted_length,
-        open_drafter=open_drafter,
-        fused=opened.fused,
-        is_tuned=opened.is_tuned,
-    )
+def _require_strictness(manifest: bundles.Manifest) -> None:
+    """Refuses `strict` for targets whose near ties one-row passes cannot decide."""
+    precision, attention = manifest.target.precision, manifest.graphs["target"].attention
+    if precision not in STRICT_GAPS:
+        raise ValueError(
+            f"got strict with {precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
+            "lower precisions moves more than near ties; leave it out or use another bundle"
+        )
+    if attention == "chain":
+        raise ValueError(
+            f"got strict with attention {attention}, expected {bundles.ATTENTIONS[0]}: it "
+            "judges near ties beside the tree, where chains only are right; leave it out or build "
+            "the bundle anew"
+        )
 
 
-def _drafter_names(opened: bundles.Bundle) -> list[str]:
-    names = [d.name for d in opened.manifest.drafters]
+def _drafter_names(bundle: bundles.Bundle) -> list[str]:
+    names = [info.name for info in bundle.manifest.drafters]
     return [*names, *(name for name in BUILT_IN if name not in names)]
 
 
-def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
-    """The tree budget a bundle gives its drafter, and how many nodes lookup may add to it.
+def _unknown(name: str, known: list[str]) -> str:
+    return f"got drafter {name!r}, expected one of {', '.join(known)}"
 
-    Keys left out keep their defaults; "paths" or "template" is a static tree, see templates.
+
+def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
+    """Returns the tree budget that a bundle gives its drafter, and how many nodes of a tree prompt
+    lookup may add.
+
+    Keys left out keep their defaults; "paths" or "template" is a static tree, see trees/templates.
     """
     paths = paths_of(entry, DEFAULT_BUDGET.max_nodes)
     max_nodes = DEFAULT_BUDGET.max_nodes if paths is None else 1 + len(paths)
@@ -215,7 +256,3 @@ def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
             f"drafter {entry.name!r}: got lookup_nodes {lookup_nodes!r}, expected a count"
         )
     return Budget(**values), lookup_nodes
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    return f"got drafter {name!r}, expected one of {', '.join(known)}"

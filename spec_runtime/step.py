@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from spec_runtime.sampling import TokenLogprob
+from spec_runtime.stats import Clock, Stats
 from spec_runtime.target import Verified
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one verify pass committed: as many tokens as rows.
+    """Holds what one verify pass committed: as many tokens as rows.
 
-    tokens: the accepted draft, then the bonus (unless truncated before it). path: the committed
-    rows as node ids, root first. features f32[P, F]: of these rows, if the proposer wants them.
-    logprobs: of `tokens`, if asked for. The step of the prompt has the first token and no rows.
+    `tokens` are the accepted draft and then the bonus, unless generation ended before it. `path`
+    are the committed rows as node ids, root first. `features` f32[P, F] are those of the rows, if
+    the proposer wants them; `logprobs` belong to `tokens`, if the request asks for them. The
+    prompt's step has the first token and no rows.
     """
 
     tokens: list[int]
-    num_accepted: int  # of `tokens`, how many were drafted
+    num_accepted: int  # how many of `tokens` were drafted
     path: list[int] = field(default_factory=list)
     features: np.ndarray | None = field(default=None, repr=False)
-    verified: Verified | None = field(default=None, repr=False)  # until the target's next run
+    verified: Verified | None = field(default=None, repr=False)  # valid until the next target run
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
 
 
 class Limits:
-    """Where generation ends: EOS and stop ids, a hook for stop strings, the number of tokens."""
+    """Decides where generation ends: at EOS and stop ids, stop strings, or a number of tokens.
+
+    `finish_reason` is None until then, and "stop" or "length" from then on.
+    """
 
     def __init__(
         self,
@@ -43,14 +49,48 @@ class Limits:
         self._ends_stop_string = ends_stop_string
 
     def cut(self, tokens: list[int]) -> list[int]:
-        """The tokens up to and including the one that ends generation, if one of them does."""
-        for num_kept, token in enumerate(tokens, 1):
+        """Returns the tokens up to and including the one that ends generation, if one does."""
+        for num_tokens, token in enumerate(tokens, 1):
             self.remaining -= 1
-            # the hook is asked first: it has to see every committed token
+            # The hook is asked first because it has to see every committed token.
             if self._ends_stop_string(token) or token in self._stop_ids:
                 self.finish_reason = "stop"
             elif self.remaining == 0:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
-                return tokens[:num_kept]
+                return tokens[:num_tokens]
         return tokens
+
+
+class StepRunner(Protocol):
+    """Runs steps in place of the loop (the fused step); the loop goes on where it stops."""
+
+    num_nodes: int  # of its trees, root included
+
+    def run(
+        self, token: int, limits: Limits, stats: Stats, clock: Clock
+    ) -> Generator[Step, None, int]:
+        """Yields steps, the first below the root `token`; returns the last token committed."""
+
+
+def end_step(path: list[int], tokens: list[int], limits: Limits) -> Step:
+    """Returns the step that accepted `path` and emitted `tokens`, cut where generation ends.
+
+    `tokens` are those of the path's drafted nodes and the bonus. If the last token that remains was
+    drafted, its row is not committed: it becomes the root of what follows, like any bonus.
+
+    Example: path [0, 2, 5] with tokens [7, 8, 9] has two accepted tokens. If 8 is the EOS, the step
+    has tokens [7, 8], two accepted, and path [0, 2].
+    """
+    tokens = limits.cut(tokens)
+    return Step(tokens, min(len(tokens), len(path) - 1), path[: len(tokens)])
+
+
+def count_step(stats: Stats, step: Step, num_drafted: int, has_children: bool) -> None:
+    """Adds a step to the statistics.
+
+    `num_drafted` counts the tree's nodes below the root; `has_children` says whether the last node
+    of the path had children, all of which were then refused.
+    """
+    missed = has_children and step.num_accepted < len(step.tokens)
+    stats.count(len(step.tokens), step.num_accepted, num_drafted, missed)

@@ -1,12 +1,10 @@
-"""The target at run time: backend + cache -> logits and features.
-
-It knows tokens, rows and positions, not where a draft came from nor what is accepted.
-"""
+"""Runs the target: tokens and a cache go in, logits and features come out."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -17,18 +15,47 @@ from spec_runtime.sampling import TopLogits
 from spec_runtime.trees.tree import TokenTree
 
 PREFILL_ROWS = 256
-# outputs of targets built for a device, see Verified: i64[M]; i64[M, K], f32[M, K] and f32[M]
+# Outputs of targets built for a device: i64[M]; and i64[M, K], f32[M, K] and f32[M].
 ARGMAX = "argmax_ids"
 TOP = TOP_IDS, TOP_LOGITS, LOGSUMEXP = "top_ids", "top_logits", "logsumexp"
-# In fp32, logits closer than this share of their row's range may change places between two forms
-# of the row: one row or many, other slots. The demo target's moved by 1.4e-6 of it at most.
+# In fp32, two logits closer than this share of their row's range may change places when the row is
+# computed in another form: alone or among others, in other slots. The demo target's logits moved by
+# 1.4e-6 of it at most.
 NEAR_TIE = 1e-4
-# what a precision's `strict_gap` should be; below fp16 too many rows are that close
+# The `strict_gap` of each precision that has one; below fp16 too many rows are that close.
 STRICT_GAPS = {"fp32": NEAR_TIE, "fp16": 1e-2}
 
 
+@dataclass(frozen=True)
+class Wants:
+    """Says what a run of the target returns besides logits.
+
+    `features` asks for hidden states, which cost a copy: the final one and, behind it, those of the
+    layers `taps`. `top` asks a target on a device for the largest logits of each row, which settle
+    most draws; otherwise it gives the argmax.
+    """
+
+    features: bool = False
+    taps: tuple[int, ...] = ()
+    top: bool = False
+
+
+LOGITS = Wants()  # nothing else
+
+
+class Lease:
+    """A generation's claim to a target's rows. It ends when the next generation takes the target,
+    or when the rows are forgotten."""
+
+    def __init__(self) -> None:
+        self.is_current = True
+
+    def end(self) -> None:
+        self.is_current = False
+
+
 def top_gap(logits_V: np.ndarray) -> float:
-    """The largest logit less the next one, as a share of the row's range; 0 for a tie.
+    """Returns the largest logit less the next one, as a share of the row's range; 0 for a tie.
 
     >>> top_gap(np.array([1.0, 5.0, 4.0]))
     0.25
@@ -41,9 +68,12 @@ def top_gap(logits_V: np.ndarray) -> float:
 
 
 class Verified:
-    """What the target said about M rows of `tree` (verify: all of them), read on demand, valid
-    until the target's next run. best_M: the rows' argmax, -1 where a row is not finite, if the
-    graph found it; top: the outputs TOP, likewise."""
+    """Holds what the target said about M rows of `tree`, read on demand.
+
+    It is valid until the target's next run. After `verify` the M rows are all of the tree's, after
+    `prefill` the last one. `best_M` i64[M] is the rows' argmax, -1 where a row is not finite, and
+    `top` the outputs TOP, if the graph computes them.
+    """
 
     def __init__(
         self,
@@ -66,29 +96,29 @@ class Verified:
         return np.asarray(self._logits_MV).argmax(axis=1)
 
     def best(self, node: int) -> int | None:
-        """The argmax of the logits after this node if it is known without reading them."""
+        """Returns the argmax of the logits after `node`, or None if they must be read for it."""
         if self._best_M is None or self._best_M[node] < 0:
             return None
         return int(self._best_M[node])
 
     def top(self, node: int) -> TopLogits | None:
-        """The largest logits after this node if they are known without reading the others."""
+        """Returns the largest logits after `node`, or None if all of them must be read."""
         if self._top is None:
             return None
         id_MK, logit_MK, logsumexp_M = self._top
         return TopLogits(id_MK[node], logit_MK[node], float(logsumexp_M[node]))
 
     def row(self, node: int) -> np.ndarray:
-        """Logits f32[V] after this node."""
+        """Returns the logits f32[V] after `node`."""
         return self._logits_MV[node]
 
     def features(self, path: Sequence[int]) -> np.ndarray:
-        """Features f32[P, F] of these nodes (a copy): final hidden state, then the taps."""
+        """Returns a copy of these nodes' features f32[P, F]: the final hidden state, the taps."""
         return np.concatenate([part_ND[path] for part_ND in self._features], axis=1)
 
 
 class StrictVerified(Verified):
-    """A pass whose near ties are decided by one-row passes, as all of plain decoding is.
+    """A pass whose near ties are decided by one-row passes, like every token of plain decoding.
 
     A row is judged when it is first read, before the commit. The one-row pass overwrites what the
     target's run returned, so the rest is copied first. KV rows and features stay those of the tree.
@@ -123,10 +153,9 @@ class StrictVerified(Verified):
 class Target:
     """One model with its KV cache. `length` is the number of committed rows.
 
-    `features` asks the graph for features, which cost a copy: only when the proposer wants them.
-    `strict_gap`: rows of a tree with a `top_gap` up to this are redone as one-row passes, in a slot
-    behind the tree's; None = never. num_judged counts the rows looked at, num_redone those redone,
-    redo_seconds what that took.
+    Rows of a tree whose `top_gap` is at most `strict_gap` are redone as one-row passes, in a slot
+    behind the tree's; with None no row is. `num_judged` counts the rows looked at, `num_redone`
+    those redone, and `redo_seconds` what that took.
     """
 
     def __init__(
@@ -136,22 +165,19 @@ class Target:
         *,
         vocab_size: int,
         max_length: int,
-        taps: Sequence[int] = (),
         strict_gap: float | None = None,
     ) -> None:
         assert backend.capacity == cache.capacity > max_length, (backend.capacity, max_length)
         self.chains_only = cache.chains_only
         self.vocab_size = vocab_size
         self.max_length = max_length
-        # of a tree; one less with a dummy row
+        # The largest tree; a strict target keeps one slot for the row that is redone.
         self.max_nodes = cache.capacity - max_length - (strict_gap is not None)
         self.strict_gap = strict_gap
         self.num_judged = self.num_redone = 0
         self.redo_seconds = 0.0
-        self.holder: object = None  # whose tokens the KV holds (see engine.py)
         self.run_seconds = 0.0  # spent in the backend so far
-        self.wants_top = False  # of a device: the largest logits of each row, not the argmax
-        self.taps = tuple(taps)  # what features have besides the final hidden state (engine.py)
+        self._lease: Lease | None = None
         self._backend = backend
         self._device = on_device(backend)
         self._cache = cache
@@ -161,50 +187,57 @@ class Target:
     def length(self) -> int:
         return self._cache.length
 
+    def take(self) -> Lease:
+        """Gives the rows to a new generation; the lease given before ends."""
+        if self._lease is not None:
+            self._lease.end()
+        self._lease = Lease()
+        return self._lease
+
     def lend(self) -> tuple[Backend, Cache]:
-        """Backend and cache, for a drafter that is a part of the target: it may run nodes on the
-        cache, but not commit them."""
+        """Returns backend and cache, for a drafter that is a part of the target: it may run nodes
+        on the cache, but not commit them."""
         return self._backend, self._cache
 
     def feature_rows(self, begin: int, end: int) -> np.ndarray:
-        """Which rows i64[end - begin] of its banks hold the features of these committed positions,
-        if its graph keeps them there (spec_export/graphs/banks.py)."""
+        """Returns which rows i64[end - begin] of the target's banks hold the features of these
+        committed positions, for graphs that keep them there (see bundle.BANK)."""
         assert isinstance(self._cache, SlotCache), self._cache
         return self._cache.slots(begin, end)
 
     def prefill(
-        self, tokens: Sequence[int], features: bool = False
+        self, tokens: Sequence[int], wants: Wants = LOGITS
     ) -> tuple[Verified, np.ndarray | None]:
         """Commits `tokens` (at least one) in chunks.
 
-        Returns the last row's logits and the new rows' features f32[T, F] (None if not asked).
+        Returns the last row's logits and the new rows' features f32[T, F], None if not wanted.
         """
         chunks_TF = []
         for begin in range(0, len(tokens), PREFILL_ROWS):
             chunk = TokenTree.chain(tokens[begin : begin + PREFILL_ROWS])
             last = chunk.num_nodes - 1
-            verified = self._run(chunk, self._row_N[last : last + 1], features)
-            if features:
+            verified = self._run(chunk, self._row_N[last : last + 1], wants)
+            if wants.features:
                 chunks_TF.append(verified.features(range(chunk.num_nodes)))
             self.commit(range(chunk.num_nodes))
-        return verified, np.concatenate(chunks_TF) if features else None
+        return verified, np.concatenate(chunks_TF) if wants.features else None
 
-    def verify(self, tree: TokenTree, features: bool = False) -> Verified:
-        """One pass over the tree; nothing is committed yet."""
+    def verify(self, tree: TokenTree, wants: Wants = LOGITS) -> Verified:
+        """Runs one pass over the tree; nothing is committed yet."""
         is_strict = self.strict_gap is not None and tree.num_nodes > 1
-        return self._run(tree, self._row_N[: tree.num_nodes], features, is_strict)
+        return self._run(tree, self._row_N[: tree.num_nodes], wants, is_strict)
 
     def needs_redo(self, logits_V: np.ndarray) -> bool:
-        """Whether these logits of a tree's row are too near a tie; counts the question."""
+        """Returns whether a tree's row of logits f32[V] is too near a tie; counts the question."""
         assert self.strict_gap is not None
         self.num_judged += 1
         return top_gap(logits_V) <= self.strict_gap
 
     def redo(self, tree: TokenTree, node: int) -> np.ndarray:
-        """Logits f32[V] of a node of the tree last verified, by a pass over this node alone."""
+        """Returns the logits f32[V] of a node of the last tree, by a pass over it alone."""
         begin = time.perf_counter()
         n = tree.num_nodes
-        # its twin: a sibling of the same token, for the root another root
+        # The node runs again as a twin: a sibling of the same token, for the root another root.
         parent = n if node == 0 else tree.parent_N[node]
         feeds = self._cache.place(np.append(tree.parent_N, parent), first=n)
         feeds["input_ids"] = tree.token_N[None, node : node + 1]
@@ -218,25 +251,28 @@ class Target:
         return logits_V
 
     def commit(self, path: Sequence[int]) -> None:
-        """Keeps the rows of these nodes of the tree last verified."""
+        """Keeps the rows of these nodes of the tree last verified; the others are free again."""
         self._cache.commit(path)
 
     def truncate(self, length: int) -> None:
+        """Forgets committed rows from `length` on."""
         self._cache.truncate(length)
 
     def forget(self) -> None:
-        """Drops all rows, and whoever relied on them."""
-        self.holder = None
+        """Drops all rows and ends the lease of whoever relied on them."""
+        if self._lease is not None:
+            self._lease.end()
         self.truncate(0)
 
     def _run(
-        self, tree: TokenTree, row_M: np.ndarray, features: bool, is_strict: bool = False
+        self, tree: TokenTree, row_M: np.ndarray, wants: Wants, is_strict: bool = False
     ) -> Verified:
-        """Logits of these rows, left on the device if there is one, and all rows' features."""
+        """Computes the logits of the rows `row_M`, which stay on the device if there is one, and
+        what else is wanted."""
         feeds = self._cache.place(tree.parent_N)
         feeds["input_ids"] = tree.token_N[None]
         feeds["logit_rows"] = row_M
-        names = ["features", *(f"taps.{i}" for i in self.taps)] if features else []
+        names = ["features", *(f"taps.{i}" for i in wants.taps)] if wants.features else []
         begin = time.perf_counter()
         logits_MV: np.ndarray | Rows
         best_M = top = None
@@ -244,7 +280,7 @@ class Target:
             outputs = self._backend.run(feeds, ["logits", *names])
             logits_MV = outputs["logits"]
         else:
-            wanted = TOP if self.wants_top else (ARGMAX,)
+            wanted = TOP if wants.top else (ARGMAX,)
             found = wanted if all(map(self._device.has_output, wanted)) else ()
             outputs, kept = self._device.run_keeping(feeds, [*found, *names], ["logits"])
             logits_MV, best_M = kept["logits"], outputs.get(ARGMAX)
@@ -252,6 +288,6 @@ class Target:
                 top = [outputs[name] for name in TOP]
         self.run_seconds += time.perf_counter() - begin
         parts = [outputs[name] for name in names]
-        if is_strict:  # reads the rows it judges
+        if is_strict:
             return StrictVerified(logits_MV, parts, tree, self)
         return Verified(logits_MV, parts, tree, best_M, top)

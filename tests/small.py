@@ -15,8 +15,9 @@ from spec_runtime.bundle import (
     TensorSpec,
     TokenizerInfo,
 )
-from spec_runtime.engine import DEFAULT_BUDGET, Engine, OpenedDrafter
+from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
+from spec_runtime.load import DEFAULT_BUDGET
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.target import Target
@@ -82,6 +83,14 @@ def write_small_bundle(path: Path) -> Path:
     return path
 
 
+class ToyOpener:
+    """Opens plain decoding or prompt lookup, as load.DrafterOpener does for a bundle."""
+
+    def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
+        proposer: Proposer = PlainProposer() if name == "none" else LookupProposer()
+        return OpenedDrafter(name or "prompt_lookup", proposer, DEFAULT_BUDGET)
+
+
 def toy_engine(drafter: str | None = None) -> Engine:
     """An engine whose text is four letters in loops, which prompt lookup guesses well."""
     backend = ToyTarget(vocab_size=ByteTokenizer.vocab_size, capacity=256, noise=0.5)
@@ -93,17 +102,6 @@ def toy_engine(drafter: str | None = None) -> Engine:
         max_length=CONTEXT,
     )
 
-    def open_drafter(name: str | None, lookup: bool | None) -> OpenedDrafter:
-        proposer: Proposer = PlainProposer() if name == "none" else LookupProposer()
-        return OpenedDrafter(name or "prompt_lookup", proposer, DEFAULT_BUDGET)
-
-    opened = open_drafter(drafter, None)
+    opener = ToyOpener()
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>")
-    return Engine(
-        target,
-        ByteTokenizer(template),
-        opened.proposer,
-        drafter=opened.name,
-        budget=opened.budget,
-        open_drafter=open_drafter,
-    )
+    return Engine(target, ByteTokenizer(template), opener.open(drafter, None), opener)

@@ -67,7 +67,7 @@ def test_the_runtime_guesses_as_pytorch_does(
 
     Tolerance 1e-3 on log-probabilities: float32 through two networks (measures 1e-5).
     """
-    proposer: Any = engine._proposer
+    proposer: Any = engine.proposer
     reader = getattr(proposer, "_rows", None) or getattr(proposer, "_last", proposer)
     backend = reader._backend
     run = backend.run

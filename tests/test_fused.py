@@ -20,6 +20,7 @@ from spec_export import make_bundle  # noqa: E402
 from spec_export.graphs import fused_step as fuse  # noqa: E402
 from spec_runtime.backends import ort  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
+from spec_runtime.fused import FusedSteps  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
 from spec_runtime.trees.grow import grow  # noqa: E402
 from spec_runtime.trees.tree import TokenTree  # noqa: E402
@@ -64,7 +65,7 @@ def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fused_step_changes_no_token(bundles: Any, name: str, device: str) -> None:
     engine = load(bundles(name, device=device), name)
     plain = engine.with_drafter("none")
-    assert engine.fused is not None
+    assert isinstance(engine.fused, FusedSteps)
     assert plain.fused is None
     num_accepted = 0
     for prompt in PROMPTS:
@@ -83,11 +84,11 @@ def test_the_trees_are_those_the_host_grows(bundles: Any, name: str, device: str
     """Node for node, with a budget of as many; the first fused tree is its root alone. In fp16 two
     paths of nearly equal probability may change places."""
     engine = load(bundles(name, device=device), name)
-    assert engine.fused is not None
+    assert isinstance(engine.fused, FusedSteps)
     host = spec_runtime.load(
         bundles(name, device=device), name, threads=1, lookup=False, fused=False
     )
-    host.budget = Budget(max_nodes=engine.fused.num_nodes)
+    host = host.with_budget(Budget(max_nodes=engine.fused.num_nodes))
     trees: list[TokenTree] = []
     differing: list[int] = []
     stepper = engine.fused._stepper
@@ -193,7 +194,7 @@ def test_on_cuda_each_side_and_width_is_one_graph(
     if is_shared:  # the stream of target and drafter
         monkeypatch.setattr(ort, "open_copies", lambda _: fake_ort_cuda.stream_copies(device))
     engine = spec_runtime.load(path, backend="cuda", threads=1)
-    assert engine.fused is not None, "on CUDA it is the default"
+    assert isinstance(engine.fused, FusedSteps), "on CUDA it is the default"
     assert engine.with_drafter("none").fused is None
     result = engine.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     assert result.token_ids == expected.token_ids
@@ -213,7 +214,7 @@ def test_on_cuda_each_side_and_width_is_one_graph(
 def test_what_is_not_plainly_greedy_takes_the_ordinary_loop(bundles: Any) -> None:
     engine = load(bundles("parallelspec"), "parallelspec")
     plain = engine.with_drafter("none")
-    assert engine.fused is not None
+    assert isinstance(engine.fused, FusedSteps)
     requests: list[dict[str, Any]] = [
         {"temperature": 0.8, "seed": 1},
         {"repetition_penalty": 1.3},

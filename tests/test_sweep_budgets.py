@@ -55,7 +55,7 @@ def test_everybody_decodes_every_prompt_in_each_repeat(
     def load(path: Path, profile: bool = True, **_: Any) -> spec_runtime.Engine:
         engine = toy_engine("prompt_lookup")
         if profile:
-            engine.budget = Budget(3)
+            engine = engine.with_budget(Budget(3))
             tuned.append(engine)
         return engine
 

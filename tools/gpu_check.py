@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +241,7 @@ def _compare_graph(
     vocab_size = config.get("mask_token_base", target.dims.vocab_size) + config.get("num_masks", 0)
     feeder = Feeder(graph, capacity, vocab_size, config.get("num_guesses", 1))
     both = [
-        backends.open_graph(replace(opened, backend=backend), graph, capacity)
+        backends.open_graph(opened, graph, capacity, backends.Runtime(backend))
         for backend in (BACKENDS[check.device], BACKENDS["cpu"])
     ]
     # that sum is no row, and follows from the logits

@@ -288,7 +288,8 @@ def open_alone(
     manifest = bundles.Manifest(
         bundles.SCHEMA_VERSION, shape.name, info, {"target": graph}, (), tokenizer, {}, {}
     )
-    return backends.open_graph(bundles.Bundle(folder, manifest, BACKENDS[device]), graph, capacity)
+    runtime = backends.Runtime(BACKENDS[device])
+    return backends.open_graph(bundles.Bundle(folder, manifest), graph, capacity, runtime)
 
 
 # -------------------------------------------------------------------------------------- a bundle

@@ -3,14 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 
+from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import Bundle, Graph
 
-# of a Bundle; "cuda" is ONNX Runtime's, "eager" without CUDA graphs
-BACKENDS = ("onnxruntime", "cuda", "cuda_eager", "tensorrt", "tensorrt_eager")
+# name -> (engine, device, CUDA graphs); "cuda" is ONNX Runtime's CUDA provider
+_RUNTIMES = {
+    "onnxruntime": ("onnxruntime", "cpu", False),
+    "cuda": ("onnxruntime", "cuda", True),
+    "cuda_eager": ("onnxruntime", "cuda", False),
+    "tensorrt": ("tensorrt", "cuda", True),
+    "tensorrt_eager": ("tensorrt", "cuda", False),
+}
+BACKENDS = tuple(_RUNTIMES)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Says what runs a bundle's graphs: a backend by its name in BACKENDS, and CPU threads.
+
+    `threads` None means as many as this process may use. The names that end in "_eager" run
+    without CUDA graphs. Raises ValueError for an unknown backend.
+    """
+
+    backend: str = "onnxruntime"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in _RUNTIMES:
+            raise ValueError(f"got backend {self.backend!r}, expected one of {', '.join(BACKENDS)}")
+
+    @property
+    def engine(self) -> str:
+        """The library that runs the graphs: "onnxruntime" or "tensorrt"."""
+        return _RUNTIMES[self.backend][0]
+
+    @property
+    def device(self) -> str:
+        """Where buffers live: "cpu" or "cuda"."""
+        return _RUNTIMES[self.backend][1]
+
+    @property
+    def has_cuda_graphs(self) -> bool:
+        return _RUNTIMES[self.backend][2]
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or default_threads()
+
+
+DEFAULT_RUNTIME = Runtime()
 
 
 class Backend(Protocol):
@@ -55,38 +101,35 @@ def open_graph(
     bundle: Bundle,
     graph: Graph,
     capacity: int,
-    threads: int | None = None,
+    runtime: Runtime = DEFAULT_RUNTIME,
     share: Backend | None = None,
     banks: Backend | None = None,
 ) -> Backend:
-    """The bundle's backend over one of its graphs, on the KV buffers of `share` and the banks of
-    `banks` that have the names of its own. ValueError: a file this machine's runtime cannot
-    load."""
-    if bundle.backend.startswith("tensorrt"):
+    """Opens one of a bundle's graphs with KV buffers of `capacity` slots.
+
+    KV buffers are shared with `share`, and banks (see bundle.BANK) with `banks`, where the names
+    agree. Raises ValueError for a file that this machine's runtime cannot load.
+    """
+    if runtime.engine == "tensorrt":
         from spec_runtime.backends.tensorrt import open_plan
 
         assert share is None, "contiguous caches cannot be shared"
-        return open_plan(bundle, graph, capacity, is_captured=bundle.backend == "tensorrt")
+        return open_plan(bundle, graph, capacity, is_captured=runtime.has_cuda_graphs)
     from spec_runtime.backends.ort import OrtBackend
 
     assert share is None or isinstance(share, OrtBackend), share
     assert banks is None or isinstance(banks, OrtBackend), banks
-    if bundle.backend.startswith("cuda"):
+    path, threads = bundle.path / graph.file, runtime.num_threads
+    if runtime.device == "cuda":
         _require_cuda_kernels(bundle.manifest.target.precision, graph)
+        is_captured = runtime.has_cuda_graphs
         return OrtBackend(
-            bundle.path / graph.file,
-            graph,
-            capacity,
-            threads,
-            share,
-            "cuda",
-            is_captured=bundle.backend == "cuda",
-            banks=banks,
+            path, graph, capacity, threads, share, "cuda", is_captured=is_captured, banks=banks
         )
     probe = bundle.manifest.graphs.get("probe")
     if probe is not None and graph is bundle.manifest.graphs["target"]:
         _require_exact_int8(OrtBackend(bundle.path / probe.file, probe, 1, 1))
-    return OrtBackend(bundle.path / graph.file, graph, capacity, threads, share, banks=banks)
+    return OrtBackend(path, graph, capacity, threads, share, banks=banks)
 
 
 def _require_cuda_kernels(precision: str, graph: Graph) -> None:

@@ -288,9 +288,10 @@ class _DeviceRuns:
     """The runs of one session with feeds, outputs and KV buffers on the device.
 
     A graph of the slots form gets its mask cut to a width that holds all rows in use, as CUDA's
-    GroupQueryAttention works over the mask's width ("full_buffer" needs all of it, "chain" none). With CUDA graphs, shapes that come again are captured, MAX_STEPS of them at most; the
-    others run as they are, in the same session and on the same stream, and share with the captured
-    ones the KV buffers alone. So that they come again, rows are filled up, see pad_rows.py.
+    GroupQueryAttention works over the mask's width ("full_buffer" needs all of it, "chain" none).
+    With CUDA graphs, shapes that come again are captured, MAX_STEPS of them at most; the others run
+    as they are, in the same session and on the same stream, and share with the captured ones the KV
+    buffers alone. So that they come again, rows are filled up, see pad_rows.py.
     """
 
     def __init__(

@@ -75,8 +75,7 @@ def command(
                 f"got --nodes {nodes}, expected at most the bundle's scratch of "
                 f"{engine.target.max_nodes}"
             )
-        for each in engines:
-            each.budget = Budget(nodes)
+        engines = [each.with_budget(Budget(nodes)) for each in engines]
     manifest = bundles.read(folder, verify=False).manifest
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("decoding", total=len(chosen))

@@ -26,6 +26,7 @@ from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.stats import Stats
+from spec_runtime.target import LOGITS, Target, Wants
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.templates import path_probabilities, searched
 from spec_runtime.trees.tree import TokenTree, chain_parents
@@ -33,7 +34,6 @@ from spec_runtime.trees.tree import TokenTree, chain_parents
 if TYPE_CHECKING:
     from spec_runtime.engine import Engine
     from spec_runtime.step import Step
-    from spec_runtime.target import Target
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXT_ROWS = 200  # committed while verify is measured
@@ -244,30 +244,30 @@ def paying_budget(curve: Curve, costs: Costs, max_nodes: int, lookup_nodes: int 
 
 
 def measure_verify(
-    target: Target, tokens: Sequence[int], sizes: Sequence[int], features: bool
+    target: Target, tokens: Sequence[int], sizes: Sequence[int], wants: Wants
 ) -> tuple[float, dict[int, float]]:
     """Milliseconds of a pass: of plain decoding's, and by tree size with the features the drafter
     wants. Medians of interleaved rounds behind some 200 committed rows of `tokens`, repeated."""
     target.forget()
     num_rows = max(1, min(CONTEXT_ROWS, target.max_length // 2))
     target.prefill((list(tokens) * num_rows)[:num_rows])
-    settings = [(1, False), *((n, features) for n in sizes)]
-    seconds: dict[tuple[int, bool], list[float]] = {setting: [] for setting in settings}
+    settings = [(1, LOGITS), *((n, wants) for n in sizes)]
+    seconds: dict[tuple[int, Wants], list[float]] = {setting: [] for setting in settings}
     start = time.perf_counter()
     for turn in range(1 + MAX_ROUNDS):
-        for n, wanted in settings[:: -1 if turn % 2 else 1]:
+        for n, each in settings[:: -1 if turn % 2 else 1]:
             tree = TokenTree(np.resize(np.array(tokens, np.int64), n), chain_parents(n) // 2)
             begin = time.perf_counter()
-            verified = target.verify(tree, wanted)
-            if wanted:
+            verified = target.verify(tree, each)
+            if each.features:
                 verified.features([0])
             if turn:  # the first round warms up
-                seconds[n, wanted].append(time.perf_counter() - begin)
+                seconds[n, each].append(time.perf_counter() - begin)
         if turn >= MIN_ROUNDS and time.perf_counter() - start > VERIFY_SECONDS:
             break
     target.truncate(0)
     ms = {setting: 1000 * statistics.median(values) for setting, values in seconds.items()}
-    return ms[1, False], {n: ms[n, features] for n in sizes}
+    return ms[1, LOGITS], {n: ms[n, wants] for n in sizes}
 
 
 def _decoding(engine: Engine, budget: Budget | None) -> Engine:
@@ -356,7 +356,7 @@ def tune(
 
     on_stage("verify")
     longest = max(prompts, key=len)
-    plain_ms, verify = measure_verify(target, longest, sizes, proposer.wants_features)
+    plain_ms, verify = measure_verify(target, longest, sizes, engine.wants)
 
     on_stage("trees of the drafter")
     num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES

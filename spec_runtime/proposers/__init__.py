@@ -18,19 +18,20 @@ from spec_runtime.proposers.sequential import SequentialProposer
 from spec_runtime.proposers.skip_layer import SkipLayerProposer
 
 if TYPE_CHECKING:
+    from spec_runtime.backends import Runtime
     from spec_runtime.bundle import Bundle, DrafterInfo
     from spec_runtime.target import Target
 
 
-ProposerFactory = Callable[["Bundle", "DrafterInfo | None", "int | None", "Target"], Proposer]
+ProposerFactory = Callable[["Bundle", "DrafterInfo | None", "Runtime", "Target"], Proposer]
 
-# drafter name -> (bundle, its manifest entry, threads, the target it drafts for) -> proposer
+# drafter name -> (bundle, its manifest entry, runtime, the target it drafts for) -> proposer
 PROPOSERS: dict[str, ProposerFactory] = {
-    "none": lambda bundle, info, threads, target: PlainProposer(),
-    "prompt_lookup": lambda bundle, info, threads, target: (
+    "none": lambda bundle, info, runtime, target: PlainProposer(),
+    "prompt_lookup": lambda bundle, info, runtime, target: (
         LookupProposer(max_matches=1) if target.chains_only else LookupProposer()
     ),
-    "lookahead": lambda bundle, info, threads, target: LookaheadProposer(),
+    "lookahead": lambda bundle, info, runtime, target: LookaheadProposer(),
     "parallelspec": OnePassProposer.open,
     "eagle": FeatureProposer.open,
     "draft_model": DraftModelProposer.open,

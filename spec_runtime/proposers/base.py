@@ -1,12 +1,13 @@
-"""Declares what the loop sees of a drafter, and the proposer of plain decoding."""
+"""Declares what the loop and the fused step see of a drafter; holds plain decoding's proposer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from spec_runtime.backends import Backend
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
@@ -55,3 +56,24 @@ class PlainProposer:
 
     def truncate(self, length: int) -> None:
         pass
+
+
+class Follower(Protocol):
+    """Keeps a one-pass drafter's state in step with fused steps, which it does not see run."""
+
+    def enter(self, token: int) -> None:
+        """Completes all rows before the first step, whose root is `token`."""
+
+    def follow(self, tokens: list[int]) -> None:
+        """Takes over the drafter's rows of one step, which the graph wrote; `tokens` as in Step."""
+
+    def leave(self, feature_1F: np.ndarray) -> None:
+        """Takes the feature of the last committed position, after the last fused step."""
+
+
+@runtime_checkable
+class Fusable(Protocol):
+    """A one-pass proposer whose drafting a fused step can take over."""
+
+    def fusable(self) -> tuple[Follower, Backend | None]:
+        """Returns who follows the fused steps, and the backend whose cache they write, if any."""

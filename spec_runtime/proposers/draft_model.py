@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from spec_runtime.backends import Runtime
 from spec_runtime.bundle import BundleError, require_config
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.trees.budget import Budget
@@ -44,7 +45,7 @@ class DraftModelProposer:
 
     @classmethod
     def open(
-        cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
+        cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> Self:
         info = require_config(info, ("num_guesses", "max_width"), ("drafter",))
         num_guesses, max_width = info.config["num_guesses"], info.config["max_width"]
@@ -58,7 +59,7 @@ class DraftModelProposer:
         rows = DrafterRows.open(
             bundle,
             info.graphs["drafter"],
-            threads,
+            runtime,
             target,
             wants_features=cls.reads_features,
             first_token=cls.first_token,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_runtime.backends import Backend
+from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle import require_config
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.trees.budget import Budget
@@ -20,7 +20,7 @@ from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
     from spec_runtime.bundle import Bundle, DrafterInfo
-    from spec_runtime.fused import Follower
+    from spec_runtime.proposers.base import Follower
     from spec_runtime.step import Step
     from spec_runtime.target import Target
 
@@ -42,13 +42,13 @@ class OnePassProposer:
 
     @classmethod
     def open(
-        cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
+        cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> OnePassProposer:
         info = require_config(info, ("num_masks", "mask_token_base", "inputs"), ("drafter",))
         rows = DrafterRows.open(
             bundle,
             info.graphs["drafter"],
-            threads,
+            runtime,
             target,
             wants_features=info.config["inputs"] != "tokens",
             repeat_feature=info.config.get("mask_feature") == "anchor",
@@ -94,21 +94,21 @@ class LastFeatureProposer:
         return self, None
 
     def enter(self, token: int) -> None:
-        """See fused.Follower."""
+        """See base.Follower."""
 
     def follow(self, tokens: list[int]) -> None:
-        """See fused.Follower."""
+        """See base.Follower."""
 
     def leave(self, feature_1F: np.ndarray) -> None:
-        """See fused.Follower."""
+        """See base.Follower."""
         self._last.take(feature_1F)
 
     @classmethod
     def open(
-        cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
+        cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> LastFeatureProposer:
         info = require_config(info, (), ("drafter",))
-        return cls(LastFeature.open(bundle, info.graphs["drafter"], threads, target))
+        return cls(LastFeature.open(bundle, info.graphs["drafter"], runtime, target))
 
     @property
     def run_seconds(self) -> float:
@@ -131,10 +131,10 @@ class LastFeatureProposer:
 
 
 def open_by_form(
-    bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
+    bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
 ) -> LastFeatureProposer | OnePassProposer:
     """Either, as the drafter's graph is stateless or has a cache."""
     info = require_config(info, (), ("drafter",))
     is_stateless = info.graphs["drafter"].form == "stateless"
     proposer = LastFeatureProposer if is_stateless else OnePassProposer
-    return proposer.open(bundle, info, threads, target)
+    return proposer.open(bundle, info, runtime, target)

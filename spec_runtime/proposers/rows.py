@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_runtime.backends import Backend
+from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle import BANK_ROWS, FEATURE_ROWS
 from spec_runtime.kv import Cache, SlotCache, open_cache
 from spec_runtime.trees.grow import TreeBuilder
@@ -40,9 +40,9 @@ class LastFeature:
         self._feature_1F: np.ndarray | None = None
 
     @classmethod
-    def open(cls, bundle: Bundle, graph: Graph, threads: int | None, target: Target) -> LastFeature:
+    def open(cls, bundle: Bundle, graph: Graph, runtime: Runtime, target: Target) -> LastFeature:
         """Of one graph of the bundle."""
-        return cls(*open_reader(bundle, graph, 1, threads, target))
+        return cls(*open_reader(bundle, graph, 1, runtime, target))
 
     @property
     def backend(self) -> Backend:
@@ -83,15 +83,15 @@ class LastFeature:
 
 
 def open_reader(
-    bundle: Bundle, graph: Graph, capacity: int, threads: int | None, target: Target
+    bundle: Bundle, graph: Graph, capacity: int, runtime: Runtime, target: Target
 ) -> tuple[Backend, Target | None]:
     """A drafter's graph, and the target if the graph reads its banks, which fix the capacity."""
     from spec_runtime.backends import open_graph  # here: it may pull in an engine
 
     if not graph.has_input(FEATURE_ROWS):
-        return open_graph(bundle, graph, capacity, threads), None
+        return open_graph(bundle, graph, capacity, runtime), None
     lender = target.lend()[0]
-    return open_graph(bundle, graph, lender.capacity, threads, banks=lender), target
+    return open_graph(bundle, graph, lender.capacity, runtime, banks=lender), target
 
 
 class DrafterRows:
@@ -131,7 +131,7 @@ class DrafterRows:
         cls,
         bundle: Bundle,
         graph: Graph,
-        threads: int | None,
+        runtime: Runtime,
         target: Target,
         *,
         wants_features: bool,
@@ -140,7 +140,7 @@ class DrafterRows:
     ) -> DrafterRows:
         """Of one graph of the bundle."""
         capacity = bundle.manifest.target.max_length + bundle.manifest.target.scratch
-        backend, bank = open_reader(bundle, graph, capacity, threads, target)
+        backend, bank = open_reader(bundle, graph, capacity, runtime, target)
         return cls(
             backend,
             open_cache(graph.form, capacity),
@@ -180,12 +180,12 @@ class DrafterRows:
         return self._backend
 
     def enter(self, token: int) -> None:
-        """See fused.Follower."""
+        """See base.Follower."""
         self.add(token)
         self._catch_up(most_waiting=0)
 
     def follow(self, tokens: list[int]) -> None:
-        """See fused.Follower."""
+        """See base.Follower."""
         cache = self._cache
         assert isinstance(cache, SlotCache), cache
         cache.hold(cache.length + np.arange(len(tokens)))  # its rows are never out of order
@@ -193,7 +193,7 @@ class DrafterRows:
         self.tokens += tokens
 
     def leave(self, feature_1F: np.ndarray) -> None:
-        """See fused.Follower."""
+        """See base.Follower."""
         self.tokens.pop()  # the root comes with `propose`
         self._cache.truncate(len(self.tokens) - self._first_token)
         self._features_PF = feature_1F if self.wants_features else None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_runtime.backends import Backend
+from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle import BANK_ROWS, STATE_ROWS, require_config
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.trees.budget import Budget
@@ -55,23 +55,23 @@ class SequentialProposer:
 
     @classmethod
     def open(
-        cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
+        cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> SequentialProposer:
         from spec_runtime.backends import open_graph  # here: it may pull in an engine
 
         info = require_config(info, ("num_guesses", "max_width"), ("start", "step"))
         first, step = info.graphs["start"], info.graphs["step"]
         start: LastFeature | DrafterRows = (
-            LastFeature.open(bundle, first, threads, target)
+            LastFeature.open(bundle, first, runtime, target)
             if first.form == "stateless"
-            else DrafterRows.open(bundle, first, threads, target, wants_features=True)
+            else DrafterRows.open(bundle, first, runtime, target, wants_features=True)
         )
         is_banked = step.has_input(STATE_ROWS)
         return cls(
             start,
-            open_graph(bundle, step, start.backend.capacity, threads, banks=start.backend)
+            open_graph(bundle, step, start.backend.capacity, runtime, banks=start.backend)
             if is_banked
-            else open_graph(bundle, step, 1, threads),
+            else open_graph(bundle, step, 1, runtime),
             num_guesses=info.config["num_guesses"],
             max_width=info.config["max_width"],
             is_banked=is_banked,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_runtime.backends import Backend
+from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle import BundleError, require_config
 from spec_runtime.kv import Cache
 from spec_runtime.trees.budget import Budget
@@ -44,7 +44,7 @@ class SkipLayerProposer:
 
     @classmethod
     def open(
-        cls, bundle: Bundle, info: DrafterInfo | None, threads: int | None, target: Target
+        cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> SkipLayerProposer:
         from spec_runtime.backends import open_graph  # here: it may pull in an engine
 
@@ -57,7 +57,7 @@ class SkipLayerProposer:
                 "build the bundle with --form slots"
             )
         return cls(
-            open_graph(bundle, graph, lender.capacity, threads, share=lender),
+            open_graph(bundle, graph, lender.capacity, runtime, share=lender),
             cache,
             num_guesses=info.config["num_guesses"],
             max_width=info.config["max_width"],

@@ -385,7 +385,7 @@ def test_a_stateless_one_runs_from_the_last_feature(workshop: Workshop, tmp_path
         str(workshop.llama()), ["amphista"], [saved], "fp32", out=tmp_path / "bundle"
     )
     engine = spec_runtime.load(bundle, threads=1, lookup=False)
-    assert isinstance(engine._proposer, LastFeatureProposer)
+    assert isinstance(engine.proposer, LastFeatureProposer)
     options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
     result = engine.generate("say abc, 3", **options)
     assert (

@@ -117,7 +117,7 @@ def test_accuracies_are_those_of_the_script(engine: Engine) -> None:
 def test_accepted_length_is_what_decoding_has(engine: Engine, num_tokens: int) -> None:
     found = measure(engine, num_tokens)["accepted_length"]
     for nodes in (2, 8, 32):  # the toy's scratch is 32
-        decoding = Engine(engine.target, engine.tokenizer, engine._proposer, budget=Budget(nodes))
+        decoding = engine.with_budget(Budget(nodes))
         stats = Stats.total(
             decoding.generate(ids, max_new_tokens=num_tokens, reuse=False).stats for ids in PROMPTS
         )
@@ -128,7 +128,7 @@ def test_accepted_length_is_what_decoding_has(engine: Engine, num_tokens: int) -
 def test_reliability_counts_every_node_once(engine: Engine) -> None:
     answers = [calibrate.watch(engine, ids, NUM_TOKENS) for ids in PROMPTS]
     rows = calibrate.summarise(answers)["reliability"]
-    proposer = engine._proposer
+    proposer = engine.proposer
     num_nodes, num_hits, total = 0, 0, 0.0
     for ids in PROMPTS:
         proposer.start(ids, None, 0)
@@ -232,8 +232,7 @@ def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     assert drafter.calibration is not None
     assert before.drafters[0].calibration is None
     assert drafter.expected_accepted_length == before.drafters[0].expected_accepted_length
-    engine = load(folder, name, threads=1, lookup=False, profile=False)
-    engine.budget = Budget(16)
+    engine = load(folder, name, threads=1, lookup=False, profile=False).with_budget(Budget(16))
     runs = [engine.generate(text, max_new_tokens=40, reuse=False) for text in texts[:2]]
     stats = Stats.total(run.stats for run in runs)
     positions = f"{stats.committed_tokens} positions of 2 answers"

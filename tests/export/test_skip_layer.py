@@ -177,7 +177,7 @@ def test_every_level_guesses_as_pytorch_does(
     workshop: Workshop, engine: Engine, llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each node of each level, from its path alone. Tolerance 1e-3 as in the contract test."""
-    proposer: Any = engine._proposer
+    proposer: Any = engine.proposer
     expand, seen = proposer._expand, []
 
     def recorded(nodes: TreeBuilder, first: int) -> Any:
@@ -208,7 +208,7 @@ def test_every_level_guesses_as_pytorch_does(
 
 def test_its_rows_are_the_targets_rows(engine: Engine) -> None:
     lender: Any = engine.target.lend()[0]
-    own: Any = engine._proposer._backend  # type: ignore[attr-defined]
+    own: Any = engine.proposer._backend  # type: ignore[attr-defined]
     assert set(own._caches) == {"kv.0.k", "kv.0.v"} < set(lender._caches)
     for name, cache in own._caches.items():
         assert cache.data_ptr() == lender._caches[name].data_ptr()

@@ -71,19 +71,14 @@ def make_engine(
         strict_gap=strict_gap,
     )
 
-    def open_drafter(name: str | None, lookup: bool | None) -> OpenedDrafter:
-        name = name or drafter
-        return OpenedDrafter(name, make_proposer(name, backend, backend.form), budget or Budget(8))
+    class ToyOpener:
+        def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
+            name = name or drafter
+            proposer = make_proposer(name, backend, backend.form)
+            return OpenedDrafter(name, proposer, budget or Budget(8))
 
-    opened = open_drafter(None, None)
-    return Engine(
-        target,
-        ByteTokenizer(),
-        opened.proposer,
-        drafter=opened.name,
-        budget=opened.budget,
-        open_drafter=open_drafter,
-    )
+    opener = ToyOpener()
+    return Engine(target, ByteTokenizer(), opener.open(None, None), opener)
 
 
 def noisy_engine(amplitude: float, form: str = "slots", **options: Any) -> Engine:

@@ -49,7 +49,7 @@ def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
     opened: list[ToyTarget] = []
 
     def open_graph(
-        opened_bundle: bundle.Bundle, graph: bundle.Graph, capacity: int, threads: int | None
+        opened_bundle: bundle.Bundle, graph: bundle.Graph, capacity: int, runtime: backends.Runtime
     ) -> backends.Backend:
         if graph is not opened_bundle.manifest.graphs["target"]:
             return ToyDrafter(opened[0], capacity=capacity, num_taps=1)
@@ -203,8 +203,7 @@ def test_trees_of_the_bundle_become_chains(tmp_path: Path, trees: dict[str, Any]
 
 def test_a_budget_set_later_becomes_a_chain_too(tmp_path: Path) -> None:
     """As `bench --nodes` does."""
-    engine = load(write(tmp_path))
-    engine.budget = Budget(3)
+    engine = load(write(tmp_path)).with_budget(Budget(3))
     sizes = {
         step.verified.tree.num_nodes
         for step in engine.steps("hello", max_new_tokens=30, ignore_eos=True)

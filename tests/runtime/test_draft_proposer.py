@@ -10,7 +10,7 @@ import pytest
 from toy_backend import ByteTokenizer, ToyTarget
 from toy_engine import random_prompt
 
-from spec_runtime.engine import Engine
+from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.draft_model import DraftModelProposer
@@ -57,7 +57,7 @@ def make_engine(form: str, **levels: Any) -> tuple[Engine, Engine, ToyModel]:
         )
         cache = open_cache(form, backend.capacity)
         target = Target(backend, cache, vocab_size=VOCAB, max_length=MAX_LENGTH)
-        engines.append(Engine(target, ByteTokenizer(), proposer, budget=Budget(9)))
+        engines.append(Engine(target, ByteTokenizer(), OpenedDrafter("toy", proposer, Budget(9))))
     return engines[0], engines[1], model
 
 

@@ -210,7 +210,7 @@ def shared(engine: Engine, drafter: str) -> Engine:
     from toy_engine import make_proposer
 
     proposer = make_proposer(drafter, engine.target._backend)  # type: ignore[arg-type]
-    return Engine(engine.target, engine.tokenizer, proposer, budget=Budget(8))
+    return engine.observed(lambda _: proposer, Budget(8))
 
 
 def test_engines_that_share_a_target_do_not_share_its_kv() -> None:

@@ -14,7 +14,8 @@ from spec_runtime.engine import Engine
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import Sampler
 from spec_runtime.stats import Stats
-from spec_runtime.step import Limits, Step
+from spec_runtime.step import Limits, Step, count_step
+from spec_runtime.target import Verified, Wants
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
 
@@ -85,15 +86,15 @@ def test_other_rules_run_with_every_proposer(acceptance: str) -> None:
     for drafter in DRAFTERS:
         engine = make_engine(drafter, **LOOPS)
         if drafter == "parallelspec":  # and lookup beside it, for the greedy and the typical
-            engine._proposer = MergedProposer(engine._proposer, 4)
+            engine = engine.observed(lambda proposer: MergedProposer(proposer, 4))
         trees: list[TokenTree] = []
-        inner = engine._proposer.propose
+        inner = engine.proposer.propose
 
         def spy(token: int, budget: Budget, inner: Any = inner, trees: Any = trees) -> TokenTree:
             trees.append(inner(token, budget))
             return trees[-1]
 
-        engine._proposer.propose = spy  # type: ignore[method-assign]
+        engine.proposer.propose = spy  # type: ignore[method-assign]
         result = engine.generate(random_prompt(2), **options)
         again = engine.generate(random_prompt(2), reuse=False, **options)
         assert again.token_ids == result.token_ids
@@ -292,11 +293,11 @@ def test_no_node_is_deeper_than_what_may_still_be_said(drafter: str) -> None:
     engine = make_engine(drafter, num_masks=5, peak=20.0, num_successors=2)
     inner, depths = engine.target.verify, []
 
-    def spy(tree: TokenTree, features: bool = False) -> Any:
+    def spy(tree: TokenTree, wants: Wants) -> Verified:
         depths.append(int(tree.depth_N.max()))
-        return inner(tree, features)
+        return inner(tree, wants)
 
-    engine.target.verify = spy  # type: ignore[method-assign]
+    engine.target.verify = spy  # type: ignore[assignment, method-assign]
     remaining = []
     left = 40
     for step in engine.steps(random_prompt(0), max_new_tokens=40, ignore_eos=True):
@@ -319,7 +320,7 @@ def test_what_counts_as_a_trial() -> None:
         (Step([1, 3], 2, [0, 1]), [1, 1], [1, 1]),
     ):
         stats = Stats()
-        generate._count(stats, tree, step)
+        count_step(stats, step, 3, bool(tree.children(step.path[-1])))
         assert (stats.depth_trials, stats.depth_accepts) == (trials, accepts)
         assert (stats.steps, stats.committed_tokens) == (1, len(step.tokens))
         assert stats.drafted_tokens == 3

@@ -81,7 +81,7 @@ def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
     opened: list[ToyTarget] = []
 
     def open_graph(
-        opened_bundle: bundle.Bundle, graph: bundle.Graph, capacity: int, threads: int | None
+        opened_bundle: bundle.Bundle, graph: bundle.Graph, capacity: int, runtime: backends.Runtime
     ) -> backends.Backend:
         assert capacity == MAX_LENGTH + SCRATCH
         if opened:
@@ -112,7 +112,7 @@ def test_a_trained_drafter_end_to_end(tmp_path: Path, toy_graphs: list[ToyTarget
         assert other.tokenizer is engine.tokenizer
         assert other.generate("hello", max_new_tokens=30).token_ids == result.token_ids
     assert len(toy_graphs) == 1, "the target is opened once"
-    assert engine._proposer._rows._backend._feature_width == FEATURE_WIDTH * 2  # type: ignore[attr-defined]
+    assert engine.proposer._rows._backend._feature_width == FEATURE_WIDTH * 2  # type: ignore[attr-defined]
 
 
 def test_text_goes_in_and_out(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from toy_engine import make_engine, random_prompt
 from spec_runtime.engine import Engine
 from spec_runtime.proposers.lookahead import NUM_NODES, LookaheadProposer
 from spec_runtime.step import Step
-from spec_runtime.target import Target
+from spec_runtime.target import Target, Wants
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
 
@@ -138,9 +138,7 @@ def test_no_node_lies_deeper_than_allowed(max_depth: int) -> None:
 
 def lookahead_engine(budget: Budget | None = None, **model: Any) -> Engine:
     plain = make_engine("none", scratch=NUM_NODES + 2, **model)
-    return Engine(
-        plain.target, plain.tokenizer, LookaheadProposer(), budget=budget or Budget(NUM_NODES)
-    )
+    return plain.observed(lambda _: LookaheadProposer(), budget or Budget(NUM_NODES))
 
 
 @pytest.mark.parametrize("form", ["slots", "contiguous"])
@@ -174,9 +172,9 @@ def test_a_generation_repeats_whatever_was_reused(monkeypatch: pytest.MonkeyPatc
     seen: list[list[int]] = []
     verify = Target.verify
 
-    def recorded(target: Target, tree: TokenTree, features: bool = False) -> Any:
+    def recorded(target: Target, tree: TokenTree, wants: Wants) -> Any:
         seen.append(tree.token_N.tolist())
-        return verify(target, tree, features)
+        return verify(target, tree, wants)
 
     monkeypatch.setattr(Target, "verify", recorded)
     engine, prompt = lookahead_engine(num_successors=97), random_prompt(4)

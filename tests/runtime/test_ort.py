@@ -213,11 +213,10 @@ def test_cuda_takes_what_it_has_kernels_for(
     bundle = Bundle(
         tmp_path,
         dataclasses.replace(manifest, target=target, graphs={"target": graph}),
-        backend=how,
     )
     if got is None and "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("ONNX Runtime has CUDA here")
     message = f"got {got} with backend cuda, expected one made by spec-export build --device cuda"
     with pytest.raises(ValueError, match=message if got else "CUDAExecutionProvider") as error:
-        backends.open_graph(bundle, graph, S)
+        backends.open_graph(bundle, graph, S, backends.Runtime(how))
     assert "\n" not in str(error.value)

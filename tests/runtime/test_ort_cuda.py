@@ -23,7 +23,7 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_runtime import bundle as bundles
-from spec_runtime.backends import open_graph, ort, pad_rows
+from spec_runtime.backends import Runtime, open_graph, ort, pad_rows
 from spec_runtime.backends.cuda import Copies
 from spec_runtime.backends.ort import OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
@@ -95,10 +95,10 @@ def on_cpu(folder: Path, **options: Any) -> spec_runtime.Engine:
 
 
 def open_target(folder: Path, how: str = "cuda", **options: Any) -> tuple[OrtBackend, Cache]:
-    opened = dataclasses.replace(bundles.read(folder), backend=how)
+    opened = bundles.read(folder)
     graph = opened.manifest.graphs["target"]
     capacity = opened.manifest.target.max_length + 128
-    backend = open_graph(opened, graph, capacity, 1)
+    backend = open_graph(opened, graph, capacity, Runtime(how, threads=1))
     assert isinstance(backend, OrtBackend)
     return backend, open_cache(graph.form, capacity)
 
@@ -712,9 +712,9 @@ def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
 ) -> None:
     """See onnx_rewrite.to_slots; other graphs leave the choice to ONNX Runtime."""
     open_target(folders["fp16"])
-    opened = dataclasses.replace(bundles.read(folders["fp16"]), backend="cuda_eager")
+    opened = bundles.read(folders["fp16"])
     graph = dataclasses.replace(opened.manifest.graphs["target"], attention="full_buffer")
-    open_graph(opened, graph, 384, 1)
+    open_graph(opened, graph, 384, Runtime("cuda_eager", threads=1))
     for settings in device.settings:
         assert settings.pop("user_compute_stream")
         assert settings.pop("use_tf32") == "0"

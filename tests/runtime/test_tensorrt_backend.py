@@ -6,7 +6,6 @@ real ones would refuse; tests that execute a plan need a GPU.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import sys
@@ -23,7 +22,7 @@ from workshop import Workshop
 import spec_runtime
 from spec_runtime import bundle as bundles
 from spec_runtime import cli
-from spec_runtime.backends import BACKENDS, open_graph
+from spec_runtime.backends import BACKENDS, Runtime, open_graph
 from spec_runtime.backends import tensorrt as backend
 from spec_runtime.backends.cuda import Cuda
 from spec_runtime.backends.tensorrt import Recent, TensorRT, TensorRTBackend
@@ -215,9 +214,10 @@ def runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Runt
 
 
 def open_target(folder: Path) -> tuple[TensorRTBackend, Graph, fake.Engine]:
-    opened = dataclasses.replace(bundles.read(folder), backend="tensorrt")
+    opened = bundles.read(folder)
     graph = opened.manifest.graphs["target"]
-    made = open_graph(opened, graph, opened.manifest.target.max_length + 128)
+    capacity = opened.manifest.target.max_length + 128
+    made = open_graph(opened, graph, capacity, Runtime("tensorrt"))
     assert isinstance(made, TensorRTBackend)
     return made, graph, made._engine
 
@@ -330,9 +330,9 @@ def test_an_engine_that_is_not_the_manifests_is_refused(
             patch.setattr(fake.Engine, method, replacement)
             with pytest.raises(ValueError, match=message):
                 open_target(folder)
-    opened = dataclasses.replace(bundles.read(folder), backend="tensorrt")
+    opened = bundles.read(folder)
     with pytest.raises(ValueError, match=r"rows of kv\.0\.k: got 384, expected 512"):
-        open_graph(opened, opened.manifest.graphs["target"], 512)
+        open_graph(opened, opened.manifest.graphs["target"], 512, Runtime("tensorrt"))
 
 
 # ---- one clear line ----

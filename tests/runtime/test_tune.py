@@ -309,8 +309,7 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     # few successors make loops, for lookup to find
     engine = timed_engine(clock, verify, name, num_successors=4, noise=1.0)
     if lookup:
-        engine = engine.observed(lambda proposer: MergedProposer(proposer, 4))
-        engine.budget = Budget(8)
+        engine = engine.observed(lambda proposer: MergedProposer(proposer, 4), Budget(8))
     report = tune.tune(engine, PROMPTS, KEY, max_new_tokens=40)
     costs, choice = report.profile.costs, report.profile.choice
     assert costs.verify == tuple((n, pytest.approx(verify(n))) for n in tune.SIZES if n <= 40)
@@ -494,12 +493,7 @@ def test_wrong_guesses_are_given_up_in_exactly_these_steps() -> None:
     engine = make_engine("none", max_length=300, noise=0.0)
     other = ToyTarget(vocab_size=258, capacity=332, seed=5)
     script = make_proposer("parallelspec", other)
-    engine = Engine(
-        engine.target,
-        engine.tokenizer,
-        DraftPauser(script, COSTS, 2.25, 1.5),
-        budget=Budget(4),
-    )
+    engine = engine.observed(lambda _: DraftPauser(script, COSTS, 2.25, 1.5), Budget(4))
     sizes = [
         len(step.verified.argmax_N)
         for step in engine.steps(random_prompt(3), max_new_tokens=140, ignore_eos=True)

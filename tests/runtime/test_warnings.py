@@ -7,21 +7,15 @@ from typing import Any
 import pytest
 from toy_engine import make_engine, random_prompt
 
-from spec_runtime.engine import JUDGED_STEPS, Engine
+from spec_runtime.engine import JUDGED_STEPS, Engine, OpenedDrafter
 
 LONG: dict[str, Any] = {"max_length": 800, "num_successors": 97}
 
 
 def engine_expecting(expected: float | None, drafter: str = "parallelspec", **model: Any) -> Engine:
     made = make_engine(drafter, **LONG | model)
-    return Engine(
-        made.target,
-        made.tokenizer,
-        made._proposer,
-        drafter=drafter,
-        budget=made.budget,
-        expected_accepted_length=expected,
-    )
+    opened = OpenedDrafter(drafter, made.proposer, made.budget, expected_accepted_length=expected)
+    return Engine(made.target, made.tokenizer, opened)
 
 
 def live(expected: float | None, num_tokens: int = 300, **options: Any) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from toy_backend import ByteTokenizer, ToyDrafter, ToyTarget
 
-from spec_runtime.engine import Engine
+from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.heads import OnePassProposer
@@ -42,12 +42,11 @@ def make_engine(
         open_cache(form, capacity),
         vocab_size=vocab_size,
         max_length=max_length,
-        taps=taps,
     )
     budget = budget or Budget(max_nodes=8)
     tokenizer = tokenizer or ByteTokenizer()
     proposer = make_proposer(drafter, backend, form, with_features, len(taps), num_masks)
-    return Engine(target, tokenizer, proposer, drafter=drafter, budget=budget)
+    return Engine(target, tokenizer, OpenedDrafter(drafter, proposer, budget, taps))
 
 
 def make_proposer(
