@@ -90,44 +90,31 @@ def speed_by_nodes() -> str:
 
 
 def typical_sweep() -> str:
-    """Speed-up against the text's log-probability, a point for each epsilon."""
-    figure, axes = _axes(8, 3.8)
+    """Two panels: speed-up and the text's log-probability against typical acceptance's epsilon.
+
+    Dashed lines are target sampling's, dotted ones plain decoding's.
+    """
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2)
     rows = _load("acceptance-int8")["rows"]
     for temperature, colour in ((0.7, "#0072b2"), (1.0, "#d55e00")):
         mine = [row for row in rows if row["temperature"] == temperature]
         typical = [row for row in mine if row["rule"].startswith("typical")]
-        axes.plot(
-            [row["log p a token"] for row in typical],
-            [row["speedup"] for row in typical],
-            "o-",
-            color=colour,
-            label=f"typical acceptance, T = {temperature}",
-        )
-        for index, row in enumerate(typical):
-            # neighbours lie close together: their labels go above and below in turn
-            axes.annotate(
-                f"ε {row['rule'].split()[1]}",
-                (row["log p a token"], row["speedup"]),
-                (0, 7 if index % 2 == 0 else -14),
-                textcoords="offset points",
-                fontsize=8,
-                ha="center",
-            )
-        for rule, marker in (("target_sampling", "s"), ("plain", "x")):
-            (row,) = (each for each in mine if each["rule"] == rule)
-            name = rule.replace("_", " ").replace("plain", "plain decoding")
-            axes.plot(
-                [row["log p a token"]],
-                [row["speedup"]],
-                marker,
-                color=colour,
-                label=f"{name}, T = {temperature}",
-            )
-    axes.axhline(1, color="#222", linewidth=0.8)
-    axes.set_xlabel("log-probability of a token under the target (to the right: likelier, duller)")
-    axes.set_ylabel("speed-up over plain decoding")
-    axes.margins(y=0.12)
-    axes.legend(frameon=False, fontsize=8)
+        epsilons = [float(row["rule"].split()[1]) for row in typical]
+        for axes, key in zip(panels, ("speedup", "log p a token"), strict=True):
+            axes.plot(epsilons, [row[key] for row in typical], "o-", color=colour)
+            for rule, line in (("target_sampling", "--"), ("plain", ":")):
+                (row,) = (each for each in mine if each["rule"] == rule)
+                axes.axhline(row[key], color=colour, linestyle=line, linewidth=1.2)
+        panels[0].plot([], [], "o-", color=colour, label=f"typical, T = {temperature}")
+    for line, label in (("--", "target sampling"), (":", "plain decoding")):
+        panels[0].plot([], [], line, color="#444", label=label)
+    panels[0].set_ylim(0.8, None)
+    panels[0].set_ylabel("speed-up over plain decoding")
+    panels[1].set_ylabel("log-probability of a token")
+    for axes in panels:
+        axes.set_xlabel("ε: higher is stricter")
+    figure.legend(loc="outside upper center", frameon=False, ncols=4, fontsize=9)
     return _svg(figure)
 
 

@@ -11,7 +11,8 @@ of the second part an arrow, `label -> label`. Kinds choose the colour:
     h_t -> head 1
     head 1 -> guess 1
 
-A column may mix kinds: `target: h_t; token: x_t+1`. `_2` after a letter is set as a subscript.
+A column may mix kinds: `target: h_t; token: x_t+1`. `gap: 1` leaves a box's place empty, so that an
+arrow can pass a column. `_2` after a letter is set as a subscript.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ COLOURS = {
     "token": ("#f3f4f6", "#4b5563"),
     "drafter": ("#dcfce7", "#15803d"),
     "guess": ("#ffedd5", "#c2410c"),
+    "gap": ("none", "none"),
 }
-BOX_HEIGHT, GAP, COLUMN_GAP, MARGIN, LETTER = 34, 14, 64, 8, 7.6
+BOX_HEIGHT, GAP, COLUMN_GAP, MARGIN, LETTER = 34, 14, 46, 8, 7.6
 
 
 def svg(text: str) -> str:
@@ -46,8 +48,9 @@ def svg(text: str) -> str:
     for column, width in zip(columns, widths, strict=True):
         y = MARGIN + (tallest - (len(column) * (BOX_HEIGHT + GAP) - GAP)) / 2
         for kind, label in column:
-            place[label] = (x, y + BOX_HEIGHT / 2, width)
-            shapes.append(_box(x, y, width, kind, label))
+            if kind != "gap":
+                place[label] = (x, y + BOX_HEIGHT / 2, width)
+                shapes.append(_box(x, y, width, kind, label))
             y += BOX_HEIGHT + GAP
         x += width + COLUMN_GAP
     lines = [_arrow(place, *arrow) for arrow in arrows]

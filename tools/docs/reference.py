@@ -280,6 +280,6 @@ def with_error_lines(page: str) -> str:
 
     def block(marker: re.Match[str]) -> str:
         lines = dict.fromkeys(line.text for line in groups[marker["selector"]])
-        return "```text\n" + "\n".join(lines) + "\n```"
+        return "\n".join(f"- `{text}`" for text in lines)
 
     return MARKER.sub(block, page)
