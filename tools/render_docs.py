@@ -33,7 +33,6 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
-END_TO_END = ("speedup_end_to_end", "end_to_end_speedup")
 CONTENDERS = {
     "plain": "plain decoding",
     "bundle": "the bundle's trees",
@@ -152,7 +151,7 @@ def bench(precision: str) -> str:
     data = load(file)
     rows = []
     overall = value(data, "overall", file)
-    ends = [key for key in END_TO_END if key in overall]
+    ends = [key for key in ("speedup_end_to_end",) if key in overall]
     for name, each in {"all prompts": overall, **data["categories"]}.items():
         rows.append(
             [
@@ -178,10 +177,9 @@ def bench(precision: str) -> str:
 def end_to_end(precision: str) -> str:
     """The speed-up with the prompt's pass included, as one number."""
     overall = value(load(f"bench-{precision}"), "overall", f"bench-{precision}")
-    for key in END_TO_END:
-        if key in overall:
-            return f"{overall[key]:.2f}"
-    # Older files lack plain decoding's prefill: the drafter's own share of it is a few per cent.
+    if "speedup_end_to_end" in overall:
+        return f"{overall['speedup_end_to_end']:.2f}"
+    # Files of older versions lack plain decoding's prefill; the drafter adds a few per cent to it.
     prefill = overall["prefill_seconds"]
     plain = overall["plain_tokens"] / overall["plain_tokens_per_second"]
     speculative = overall["tokens"] / overall["tokens_per_second"]
@@ -299,12 +297,34 @@ def ablation(study: str) -> str:
     return table(head, rows)
 
 
+def compare(file: str) -> str:
+    """Several drafters of one run side by side, such as one with and without lookup."""
+    rows = []
+    for name, each in value(load(file), "drafters", file).items():
+        overall = each["overall"]
+        end = overall.get("speedup_end_to_end")
+        rows.append(
+            [
+                f"`{name}`",
+                f"{overall['nodes_per_step']:.1f}",
+                f"{overall['accepted_length']:.2f}",
+                f"{overall['tokens_per_second']:.1f}",
+                f"{overall['tokens_per_second'] / overall['plain_tokens_per_second']:.2f}",
+                number(end, ".2f"),
+                f"{overall['draft_ms']:.1f}",
+                f"{overall['verify_ms']:.1f}",
+            ]
+        )
+    head = ["drafter", "drafted nodes", "accepted length", "tokens/s", "speed-up, decoding"]
+    return table([*head, "end to end", "draft ms", "verify ms"], rows)
+
+
 def audit(_: str) -> str:
-    """Every precision's audit: what was compared and what parted."""
+    """Every precision's audit: what was compared, what parted, and the limits."""
     rows = []
     for name in ("fp32", "fp32-strict", "int8", "int4"):
         each = load(f"audit-{name}")
-        counts = each["counts"]
+        counts, delta = each["counts"], each["delta_logit"]
         rows.append(
             [
                 name.replace("-strict", ", `--strict`"),
@@ -314,13 +334,14 @@ def audit(_: str) -> str:
                 str(counts["rounding"]),
                 str(counts["real"]),
                 str(len(each["unjustified"])),
+                f"{delta['tree_rows']['maximum']:.2g}",
                 f"{each['rounding_limit']:.2g}",
-                f"{each['delta_logit']['tree_rows']['maximum']:.2g}",
+                *([f"{each['row_limit']:.2g}"] if "row_limit" in each else []),
             ]
         )
     head = ["bundle", "tokens", "divergences in 1,000", "near ties", "rounding", "real"]
-    head += ["tokens their row does not say", "limit of rounding", "largest deviation of a logit"]
-    return table(head, rows)
+    head += ["not their row's", "largest deviation of a logit", "limit of a gap"]
+    return table([*head, *["limit of a row"] * (len(rows[0]) - len(head))], rows)
 
 
 def memory(_: str) -> str:
@@ -377,6 +398,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "drafters": drafters,
     "drafter": drafter,
     "accuracy": accuracy,
+    "compare": compare,
     "acceptance": acceptance,
     "sweep": sweep,
     "ablation": ablation,

@@ -7,7 +7,8 @@ Nothing that is drawn or generated here is committed. In a page's Markdown
     <!-- cli: spec_runtime -->  the command's verbs and options (reference.py)
     <!-- manifest -->           the manifest's schema
     <!-- errors: … -->          error lines, see reference.grouped
-    <!-- include: FILE -->      a Markdown file of the repository
+    <!-- include: FILE -->      a Markdown file of the repository instead of the page; the page's
+                                own text where there is no such file
 
 and README.md is the site's first page.
 """
@@ -43,7 +44,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replaces fences and markers by what they stand for."""
     try:
         markdown = FIGURES.sub("", markdown)
-        markdown = INCLUDE.sub(_included, markdown)
+        markdown = _included(markdown)
         markdown = FENCE.sub(_drawn, markdown)
         markdown = re.sub(r"<!-- cli: (\w+) -->", lambda m: reference.commands(m[1]), markdown)
         if "<!-- manifest -->" in markdown:
@@ -62,9 +63,18 @@ def _drawn(fence: re.Match[str]) -> str:
     return f'<div class="drawing">{charts.formula(lines)}</div>'
 
 
-def _included(marker: re.Match[str]) -> str:
-    """Returns a file's text. Its links have to be whole addresses: the site has no such folders."""
+def _included(markdown: str) -> str:
+    """Returns the text of the file that a page includes, or else what the page itself holds.
+
+    Links of such a file have to be whole addresses, since the site has no folders of code.
+    """
+    marker = INCLUDE.search(markdown)
+    if marker is None:
+        return markdown
     file = ROOT / marker[1]
-    if not file.is_file():
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    own = INCLUDE.sub("", markdown).strip()
+    if not own:
         raise ValueError(f"got include {marker[1]}, expected a file of the repository")
-    return file.read_text(encoding="utf-8")
+    return own
