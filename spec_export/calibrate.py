@@ -6,7 +6,7 @@ what the path probabilities are worth,
 
     reliability(bin) = (mean path probability, share of those nodes on the answer's path, count).
 
-Then the answer is known, and it shows its candidates along it (Budget.truth):
+Then the answer is known, and it shows its candidates along it (AlongTruth):
 
     a_k^(r) = share of positions where the answer's token k + 1 behind is the r-th guess, of those
               where the tokens before it were among the guesses           (Medusa's tree search)
@@ -29,7 +29,7 @@ from spec_runtime import bundle as bundles
 from spec_runtime import load
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import AlongTruth, Budget
 from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -141,7 +141,9 @@ def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
         return result.token_ids, onlookers[0].trees
 
     tokens, grown = answer(lambda position, given: Budget(SIZES[-1], max_depth=given.max_depth))
-    again, along = answer(lambda position, given: Budget(2, truth=tuple(tokens[position + 1 :])))
+    again, along = answer(
+        lambda position, given: Budget(2, growth=AlongTruth(tuple(tokens[position + 1 :])))
+    )
     # rounding may let a GPU answer otherwise the second time; from there on nothing is known
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, again, strict=False))
     truths = [tokens[position + 1 :] for position in range(len(list(same)) - 1)]
