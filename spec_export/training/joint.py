@@ -51,6 +51,7 @@ class TokenStore:
         self.num_sequences = len(examples)
 
     def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns token i64[T], loss bool[T] and feature f32[T, 0] of sequence i."""
         example = self._examples[i]
         token = torch.from_numpy(example.token_T.astype(np.int64))
         return token, torch.from_numpy(example.loss_T.copy()), torch.zeros(len(token), 0)
@@ -103,6 +104,7 @@ class JointModel(nn.Module):
         return before - elsewhere, before
 
     def _maybe_skip(self, p: float, layer: Any, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Replaces a layer's output by its input for each sequence with probability p."""
         if self._dropout_generator is None:
             return out
         skips_B = torch.rand(len(out), generator=self._dropout_generator) < p
@@ -158,13 +160,14 @@ class JointModel(nn.Module):
         return total / max(1, len(label_R))
 
     def _chunk_loss(self, head: Any, row: Tensor, original: Tensor, label: Tensor) -> Tensor:
+        """Returns the summed loss of rows [R, D]: cross-entropy, or KL(p_original ‖ p)."""
         logits = head(row).float()
         if self.settings.backbone_loss == "ce":
             return nn.functional.cross_entropy(logits, label, reduction="sum")
         with torch.no_grad():
-            p = head(original).float().log_softmax(-1)
-        log_q = logits.log_softmax(-1)
-        return nn.functional.kl_div(log_q, p, log_target=True, reduction="sum")
+            log_p_original = head(original).float().log_softmax(-1)
+        log_p = logits.log_softmax(-1)
+        return nn.functional.kl_div(log_p, log_p_original, log_target=True, reduction="sum")
 
 
 class JointTrainer(Trainer):
