@@ -24,6 +24,9 @@ P is the measured share up to the last twentieth and an exponential tail with th
 it. The deviations of real int8 and int4 targets fall faster than that, so that the expected numbers
 are upper estimates. They presume that an audited row deviates as the chain rows do.
 
+With a temperature the same limits hold for gaps of log p + Gumbel noise; the expected numbers are
+those of greedy decoding.
+
 Neither limit is ever above what a global rule would give: the largest |Δlogit| of any chain row for
 a gap, twice that for a row. That rule took the largest of some 49,000 logits, most of them of
 tokens nobody would say, for what may happen between two tokens, and called a gap of 2.8 logits
