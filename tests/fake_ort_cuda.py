@@ -22,7 +22,8 @@ import numpy as np
 import onnxruntime as ort
 from fake_tensorrt import view
 
-from spec_runtime.backends.cuda import TYPES, Cuda, StreamCopies
+from spec_runtime.backends.copies import TYPES, StreamCopies
+from spec_runtime.backends.cuda_api import Cuda
 
 PROVIDER = "CUDAExecutionProvider"
 

@@ -26,7 +26,7 @@ from spec_export.graphs import trace as onnx_export
 from spec_export.graphs.half import to_half
 from spec_export.training import checkpoint
 from spec_runtime import bundle as bundles
-from spec_runtime.backends.tensorrt import import_tensorrt
+from spec_runtime.backends.tensorrt_api import import_tensorrt
 from spec_runtime.bundle import Bundle, Graph, TensorSpec
 
 CAPABILITIES = ("8.0", "8.9", "12.0")

@@ -23,9 +23,11 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_runtime import bundle as bundles
-from spec_runtime.backends import Runtime, open_graph, ort, pad_rows
-from spec_runtime.backends.cuda import Copies
-from spec_runtime.backends.ort import OrtBackend
+from spec_runtime.backends import Runtime, cuda, device_runs, open_graph, pad_rows, session, shapes
+from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.backends.packed_feeds import ALIGNMENT, PackedFeeds
+from spec_runtime.backends.session import OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
 from spec_runtime.proposers.wrapper import ProposerWrapper
@@ -42,7 +44,7 @@ PROMPTS = ("say abc, 3", "one two. one two. one")
 BUILDS = {"fp16": "slots", "fp32": "contiguous"}
 OPTIONS: Any = {"max_new_tokens": 40, "ignore_eos": True}
 SAMPLINGS: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5}, {"repetition_penalty": 1.3}, {})
-EAGER_RUNS = ort.RUNS_BEFORE_CAPTURE + 1  # of a shape, before its graph is replayed
+EAGER_RUNS = device_runs.RUNS_BEFORE_CAPTURE + 1  # of a shape, before its graph is replayed
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +73,11 @@ def device(
 ) -> Iterator[fake.Device]:
     """What every backend opened runs on: with CUDA's Python bindings, and without."""
     module, device = fake.module()
-    monkeypatch.setattr(ort, "ort", module)
+    monkeypatch.setattr(session, "ort", module)
     if getattr(request, "param", "stream") == "stream":
-        copies = partial(fake.stream_copies, device)
-        monkeypatch.setattr(
-            ort, "open_copies", lambda kind: copies() if kind == "cuda" else Copies()
-        )
+        monkeypatch.setattr(cuda, "open_copies", partial(fake.stream_copies, device))
+    else:
+        monkeypatch.setattr(cuda, "open_copies", Copies)
     yield device
     gc.collect()
     assert not device.blocks, "device memory is left"
@@ -90,7 +91,7 @@ def load(folder: Path, backend: str = "cuda", **options: Any) -> spec_runtime.En
 
 def on_cpu(folder: Path, **options: Any) -> spec_runtime.Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ort, "ort", onnxruntime)
+        patch.setattr(session, "ort", onnxruntime)
         return load(folder, "onnxruntime", **options)
 
 
@@ -125,7 +126,7 @@ def test_it_generates_what_the_cpu_generates(
     how: str,
 ) -> None:
     """The same graphs under both, so the same tokens, steps and accepted drafts."""
-    monkeypatch.setattr(ort, "MIN_MASK", 16)  # so that the width of masks changes on the way
+    monkeypatch.setattr(shapes, "MIN_MASK", 16)  # so that the width of masks changes on the way
     expected = on_cpu(folders[precision], drafter=name)
     engine = load(folders[precision], how, drafter=name)
     for prompt, sampling in zip(PROMPTS * 2, SAMPLINGS, strict=True):
@@ -208,7 +209,7 @@ def test_the_host_waits_only_for_what_it_reads(
             backend.run(step(cache, tokens, [0, 0, 1, 2]), [])
             cache.commit(range(4))
             if how == "cuda_eager":
-                backend._copies.settle()
+                backend.copies.settle()
         # before feeds are written again that may still be on their way, and to capture
         assert device.num_waits - before[0] >= len(chunks) - 1
         logits.append(backend.run(step(cache, [7], [0]), ["logits"])["logits"].copy())
@@ -272,7 +273,7 @@ def test_a_verified_tree_is_read_row_by_row(folders: dict[str, Path], device: fa
     for how in ("onnxruntime", "cuda"):
         with pytest.MonkeyPatch.context() as patch:
             if how == "onnxruntime":
-                patch.setattr(ort, "ort", onnxruntime)
+                patch.setattr(session, "ort", onnxruntime)
             backend, cache = open_target(folders["fp16"], how)
         target = Target(backend, cache, vocab_size=info.dims.vocab_size, max_length=info.max_length)
         target.prefill([2, 3, 4])
@@ -312,7 +313,7 @@ def test_logits_that_are_not_finite_are_an_error(
     engine = load(folders["fp16"], drafter="none")
     backend: Any = engine.target.lend()[0]
     engine.generate(PROMPTS[0], max_new_tokens=2)
-    cache = backend._caches["kv.0.v"]
+    cache = backend.buffers["kv.0.v"]
     cache.update_inplace(np.full(cache.shape(), np.nan, np.float16))
     with pytest.raises(FloatingPointError, match="logits are not finite at position"):
         engine.generate(PROMPTS[0] + "x", max_new_tokens=8)
@@ -361,7 +362,7 @@ def test_features_and_states_stay_on_the_device(
 ) -> None:
     """And what is guessed with them is what is guessed by way of the host, over several requests
     of which the second goes on from the first."""
-    real, fetched = ort._DeviceRuns.run, set()
+    real, fetched = device_runs.DeviceRuns.run, set()
 
     def run(self: Any, feeds: Any, outputs: Any, kept: Any) -> Any:
         fetched.update(outputs)
@@ -373,7 +374,7 @@ def test_features_and_states_stay_on_the_device(
     assert by_host.proposer.wants_features
     assert not banked.proposer.wants_features
     expected, engine = by_host.observed(Watched), banked.observed(Watched)
-    monkeypatch.setattr(ort._DeviceRuns, "run", run)
+    monkeypatch.setattr(device_runs.DeviceRuns, "run", run)
     prompt = PROMPTS[0]
     for _ in range(3):
         right, result = (each.generate(prompt, **OPTIONS) for each in (expected, engine))
@@ -399,7 +400,7 @@ def test_a_shape_that_comes_again_is_captured_then_replayed(
         backend.run(step(cache, tokens, [0] * len(tokens)), ["logits"])
         cache.commit([0])
         counts.append((device.num_eager, device.num_captured, device.num_replayed))
-    assert ort.RUNS_BEFORE_CAPTURE == 1
+    assert device_runs.RUNS_BEFORE_CAPTURE == 1
     assert counts == [
         *[(1, 0, 0), (2, 1, 0), (2, 1, 1), (3, 1, 1)],
         *[(3, 1, 2), (3, 1, 3), (4, 2, 3), (4, 2, 4), (4, 2, 5)],
@@ -423,8 +424,8 @@ def test_a_capture_leaves_all_rows_as_they_are(
             logits.append((outputs["logits"], outputs["features"]))
             cache.commit(path)
         assert all(np.array_equal(a, b) for a, b in zip(*logits, strict=True))
-        for name, value in captured[0]._caches.items():
-            rows = eager[0]._caches[name].numpy()
+        for name, value in captured[0].buffers.items():
+            rows = eager[0].buffers[name].numpy()
             n = captured[1].length - len(path) + len(tokens)
             used = np.s_[:, :, :n] if name.startswith("kv.") else np.s_[:n]
             assert np.array_equal(value.numpy()[used], rows[used]), name
@@ -455,8 +456,8 @@ def test_few_shapes_are_captured_however_wide_the_trees_are(
 def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ort, "MAX_CAPTURED_ROWS", 4)
-    monkeypatch.setattr(ort, "MAX_STEPS", 2)
+    monkeypatch.setattr(device_runs, "MAX_CAPTURED_ROWS", 4)
+    monkeypatch.setattr(device_runs, "MAX_SHAPES", 2)
     monkeypatch.setattr(pad_rows, "WIDTHS", (1, 2, 3, 4))
     backend, cache = open_target(folders["fp16"])
     counts = []
@@ -498,14 +499,14 @@ def test_a_session_that_takes_no_graphs_runs_without(
 
 
 def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: fake.Device) -> None:
-    widths = [ort.mask_width(n, 2176) for n in (1, 256, 257, 512, 513, 2048, 2049, 2176)]
+    widths = [shapes.mask_width(n, 2176) for n in (1, 256, 257, 512, 513, 2048, 2049, 2176)]
     assert widths == [256, 256, 512, 512, 1024, 2048, 2176, 2176]
-    assert ort.mask_width(7, 100) == 100
+    assert shapes.mask_width(7, 100) == 100
     backend, cache = open_target(folders["fp16"])
     for length in (200, 55, 1, 1):
         backend.run(step(cache, [5] * length, [max(i - 1, 0) for i in range(length)]), [])
         cache.commit(range(length))
-    backend._copies.settle()
+    backend.copies.settle()
     assert [shapes["mask"][3] for shapes in device.shapes] == [256, 256, 256, 384]
 
 
@@ -514,7 +515,7 @@ def test_a_narrow_mask_changes_nothing(workshop: Workshop, precision: str) -> No
     """The graph itself, on the CPU: GroupQueryAttention reads fewer rows than the cache has."""
     opened = bundles.read(workshop.bundle("parallelspec", precision))
     graph = opened.manifest.graphs["target"]
-    wide, narrow = (OrtBackend(opened.path / graph.file, graph, 384, 1) for _ in range(2))
+    wide, narrow = (CpuBackend(opened.path / graph.file, graph, 384, 1) for _ in range(2))
     cache, names = open_cache("slots", 384), ["logits", "features"]
     for n in (20, 4, 9, 30):
         feeds = step(cache, list(range(2, 2 + n)), [max(i // 2 - 1, 0) for i in range(n)])
@@ -640,7 +641,7 @@ def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "g.onnx")
     specs = [TensorSpec(name, "bfloat16", (1, 1, "S", 3)) for name in ("kv.0.k", "kv.0.k.out")]
     graph = Graph("g.onnx", "slots", (specs[0],), (specs[1],))
-    value = OrtBackend(tmp_path / "g.onnx", graph, 5, 1)._caches["kv.0.k"]
+    value = CpuBackend(tmp_path / "g.onnx", graph, 5, 1).buffers["kv.0.k"]
     assert (value.data_type(), value.shape()) == ("tensor(bfloat16)", [1, 1, 5, 3])
     assert ctypes.string_at(value.data_ptr(), 30) == bytes(30)
 
@@ -653,9 +654,9 @@ def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> 
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
     onnx.save(model, tmp_path / "g.onnx")
     x, logits = (TensorSpec(name, "float32", ("M", 3)) for name in ("x", "logits"))
-    backend = OrtBackend(tmp_path / "g.onnx", Graph("g.onnx", "stateless", (x,), (logits,)), 1, 1)
-    runs = ort._DeviceRuns(
-        backend._session, Graph("g.onnx", "stateless", (x,), (logits,)), 1, {}, "cpu", Copies()
+    backend = CpuBackend(tmp_path / "g.onnx", Graph("g.onnx", "stateless", (x,), (logits,)), 1, 1)
+    runs = device_runs.DeviceRuns(
+        backend.session, Graph("g.onnx", "stateless", (x,), (logits,)), 1, {}, Copies(), "cpu"
     )
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     outputs, kept = runs.run({"x": array.copy()}, [], ["logits"])
@@ -682,8 +683,8 @@ def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) ->
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
     c_M, x_M = np.array([1, 0, 0, 1, 0], np.bool_), np.arange(1, 6, dtype=np.float16)
-    packed = ort._Packed({"c": c_M, "x": x_M}, "cpu", Copies())
-    assert packed._first == {"c": 0, "x": ort.ALIGNMENT}
+    packed = PackedFeeds({"c": c_M, "x": x_M}, "cpu", Copies())
+    assert packed.first == {"c": 0, "x": ALIGNMENT}
     binding = session.io_binding()
     packed.bind(binding)
     binding.bind_output("y", "cpu")

@@ -22,10 +22,12 @@ from workshop import Workshop
 import spec_runtime
 from spec_runtime import bundle as bundles
 from spec_runtime import cli
-from spec_runtime.backends import BACKENDS, Runtime, open_graph
+from spec_runtime.backends import BACKENDS, Runtime, open_graph, tensorrt_api
 from spec_runtime.backends import tensorrt as backend
-from spec_runtime.backends.cuda import Cuda
-from spec_runtime.backends.tensorrt import Recent, TensorRT, TensorRTBackend
+from spec_runtime.backends.cuda_api import Cuda
+from spec_runtime.backends.shapes import LeastRecentlyUsed, axis_sizes, num_bytes
+from spec_runtime.backends.tensorrt import TensorRTBackend
+from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.bundle import BundleError, Graph, Plan, TensorSpec
 from spec_runtime.kv import open_cache
 
@@ -68,14 +70,14 @@ def test_free_axes_get_their_sizes_from_the_feeds() -> None:
     ids, mask = TensorSpec("ids", "int64", (1, "N")), TensorSpec("mask", "bool", ("N", 9))
     cache = TensorSpec("kv.0.k", "float16", (1, 2, 9, 4))
     graph = Graph("g.onnx", "contiguous", (ids, mask, cache), ())
-    assert backend.axis_sizes(graph, {"ids": (1, 5), "mask": (5, 9)}) == {"N": 5}
+    assert axis_sizes(graph, {"ids": (1, 5), "mask": (5, 9)}) == {"N": 5}
     for shapes in (
         {"ids": (1, 5), "mask": (4, 9)},
         {"ids": (1, 5), "mask": (5, 8)},
         {"ids": (5,), "mask": (5, 9)},
     ):
         with pytest.raises(ValueError, match=r"got (ids|mask) of shape"):
-            backend.axis_sizes(graph, shapes)
+            axis_sizes(graph, shapes)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_free_axes_get_their_sizes_from_the_feeds() -> None:
 def test_a_buffer_holds_the_largest_shape_of_any_profile(
     dtype: str, shape: tuple[int | str, ...], expected: int
 ) -> None:
-    assert backend.num_bytes(TensorSpec("x", dtype, shape), PROFILES) == expected
+    assert num_bytes(TensorSpec("x", dtype, shape), PROFILES) == expected
 
 
 def test_a_plan_must_be_of_this_flavour_version_and_gpu() -> None:
@@ -112,7 +114,7 @@ def test_a_plan_must_be_of_this_flavour_version_and_gpu() -> None:
 
 def test_recent_values_are_kept_and_the_others_closed() -> None:
     closed: list[str] = []
-    recent: Recent[str] = Recent(2, closed.append)
+    recent: LeastRecentlyUsed[str] = LeastRecentlyUsed(2, closed.append)
     for key, expected in (
         ("a", []),
         ("b", []),
@@ -275,7 +277,7 @@ def test_what_cannot_be_captured_is_enqueued(folder: Path, runtime: fake.Runtime
 def test_shapes_long_unused_give_up_their_contexts(
     folder: Path, runtime: fake.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "MAX_STEPS", 2)
+    monkeypatch.setattr(backend, "MAX_SHAPES", 2)
     target, _, _ = open_target(folder)
     cache = open_cache("contiguous", target.capacity)
     for width in (1, 1, 3, 4, 5, 8, 1):  # filled up to 1, 4 and 8
@@ -371,7 +373,7 @@ def test_tensorrt_that_is_not_installed(
 def test_an_old_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.9.0"))  # type: ignore[misc]
     with pytest.raises(ValueError, match=r"tensorrt \(version 10\.9\.0, expected 11 or later\)"):
-        backend.import_tensorrt(["tensorrt"])
+        tensorrt_api.import_tensorrt(["tensorrt"])
 
 
 def test_cuda_python_that_is_not_installed(

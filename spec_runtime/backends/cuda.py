@@ -1,0 +1,115 @@
+"""Opens a graph with ONNX Runtime on CUDA, with all buffers on the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from spec_runtime.backends.base import Backend, DeviceBackend, Rows, Runtime
+from spec_runtime.backends.copies import open_copies
+from spec_runtime.backends.device_runs import DeviceRuns
+from spec_runtime.backends.session import (
+    OrtBackend,
+    SessionOptions,
+    as_lender,
+    open_buffers,
+    open_session,
+)
+from spec_runtime.backends.shapes import KV
+from spec_runtime.backends.threads import default_threads
+from spec_runtime.bundle import Bundle, Graph
+
+EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's promise needs
+# Provider settings by a graph's attention. For Attention-24 with a mask, the memory-efficient
+# kernel would first copy all key/value rows once per query head; 16 is AttentionBackend::MATH, the
+# unfused kernels alone.
+CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
+
+
+class CudaBackend(OrtBackend, DeviceBackend):
+    """One session on CUDA with its KV buffers and banks, see OrtBackend.
+
+    `has_cuda_graphs` captures shapes that come again.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        graph: Graph,
+        capacity: int,
+        threads: int | None = None,
+        share: OrtBackend | None = None,
+        banks: OrtBackend | None = None,
+        has_cuda_graphs: bool = False,
+    ) -> None:
+        self.form, self.capacity = graph.form, capacity
+        partner = share if banks is None else banks
+        self.copies = open_copies() if partner is None else partner.copies
+        settings = self.copies.settings | EXACT | CUDA_SETTINGS.get(graph.attention, {})
+        options = SessionOptions(threads or default_threads(), "cuda", has_cuda_graphs, settings)
+        session = open_session(path, graph, options)
+        self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
+        self._names = {spec.name for spec in graph.outputs}
+        self._runs = DeviceRuns(session, graph, capacity, self.buffers, self.copies)
+        # Copies and runs on the way must end before the memory goes.
+        weakref.finalize(self, self.copies.settle).atexit = False
+
+    @property
+    def bytes_to_host(self) -> int:
+        return self._runs.bytes_to_host
+
+    def has_output(self, name: str) -> bool:
+        return name in self._names
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """See Backend.run."""
+        return self._runs.run(feeds, outputs, ())[0]
+
+    def run_keeping(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], Mapping[str, Rows]]:
+        """See DeviceBackend.run_keeping."""
+        return self._runs.run(feeds, outputs, kept)
+
+
+def open_graph(
+    bundle: Bundle,
+    graph: Graph,
+    capacity: int,
+    runtime: Runtime,
+    share: Backend | None,
+    banks: Backend | None,
+) -> CudaBackend:
+    """Opens a graph on CUDA, see backends.open_graph.
+
+    Raises ValueError for a bundle that was not built for CUDA.
+    """
+    _require_cuda_kernels(bundle.manifest.target.precision, graph)
+    return CudaBackend(
+        bundle.path / graph.file,
+        graph,
+        capacity,
+        runtime.num_threads,
+        share=None if share is None else as_lender(share),
+        banks=None if banks is None else as_lender(banks),
+        has_cuda_graphs=runtime.has_cuda_graphs,
+    )
+
+
+def _require_cuda_kernels(precision: str, graph: Graph) -> None:
+    """Refuses what ONNX Runtime's CUDA provider has no kernel for, or would run on the CPU."""
+    is_quantised = precision in ("int8", "int4")
+    # CUDA's GroupQueryAttention takes half precision alone.
+    is_wide = (
+        graph.form == "slots"
+        and graph.attention != "full_buffer"
+        and any(spec.name.startswith(KV) and spec.dtype == "float32" for spec in graph.inputs)
+    )
+    if is_quantised or is_wide:
+        got = f"an {precision} bundle" if is_quantised else f"{graph.file} in float32, slots form"
+        raise ValueError(
+            f"got {got} with backend cuda, expected one made by spec-export build --device cuda"
+        )
