@@ -1,9 +1,12 @@
 """Opens ONNX Runtime sessions and makes the buffers that they read and write in place.
+
+Every import of onnxruntime goes through this file, so that it never sends telemetry unasked.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +19,10 @@ from spec_runtime.backends.base import Backend
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.bundle import BANK, Graph
+
+# At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
+# the user's cache folder. Whoever has set the variable, to 0 for instance, keeps that value.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 try:
     import onnxruntime as ort
