@@ -1,4 +1,4 @@
-"""CpuBackend on hand-made graphs: buffers written in place, what is returned, what is refused."""
+"""Tests CpuBackend on hand-made graphs: writing in place, what is returned, what is refused."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ DH, S = 3, 8  # width and number of cache rows
 
 
 def write_graph(folder: Path) -> Path:
-    """`kv.0.k.out` = the cache with `rows` f32[N, 3] written at `slots` of its one head; `doubled`
-    = 2 · rows; `total` = the sum over the cache's slots, which needs the written cache."""
+    """Writes a graph with three outputs and returns its path.
+
+    `kv.0.k.out` is the cache with `rows` f32[N, 3] written at `slots` of its one head, `doubled` is
+    2 · rows, and `total` the sum over the cache's slots, which needs the written cache.
+    """
     h = onnx.helper
     f32, i64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
     two = onnx.numpy_helper.from_array(np.array(2, np.float32), "two")

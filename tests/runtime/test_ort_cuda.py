@@ -1,6 +1,7 @@
-"""ONNX Runtime's CUDA backend without a GPU: the order of its calls against tests/fake_ort_cuda.py,
-which computes on the CPU and refuses what must not happen; bundles built for CUDA, really run on
-the CPU.
+"""Tests ONNX Runtime's CUDA backend without a GPU.
+
+Its calls go to tests/fake_ort_cuda.py, which computes on the CPU and refuses what must not happen.
+Bundles built for CUDA really run on the CPU.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ EAGER_RUNS = device_runs.RUNS_BEFORE_CAPTURE + 1  # of a shape, before its graph
 
 @pytest.fixture(scope="module")
 def folders(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A bundle for CUDA of each precision."""
+    """Builds a bundle for CUDA in each precision."""
     from spec_export import make_bundle
 
     return {
@@ -71,7 +72,7 @@ both = pytest.mark.parametrize("device", ["stream", "no stream"], indirect=True)
 def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[fake.Device]:
-    """What every backend opened runs on: with CUDA's Python bindings, and without."""
+    """Replaces ONNX Runtime; "stream" is with CUDA's Python bindings, "no stream" without."""
     module, device = fake.module()
     monkeypatch.setattr(session, "ort", module)
     if getattr(request, "param", "stream") == "stream":
@@ -125,7 +126,7 @@ def test_it_generates_what_the_cpu_generates(
     name: str,
     how: str,
 ) -> None:
-    """The same graphs under both, so the same tokens, steps and accepted drafts."""
+    """Both run the same graphs, so tokens, steps and accepted drafts are the same."""
     monkeypatch.setattr(shapes, "MIN_MASK", 16)  # so that the width of masks changes on the way
     expected = on_cpu(folders[precision], drafter=name)
     engine = load(folders[precision], how, drafter=name)
@@ -158,7 +159,7 @@ def test_a_bundle_for_cuda_runs_on_the_cpu(
 def test_near_ties_are_redone_on_the_device(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the graph found: strict looks at the rows."""
+    """Strict decoding looks at the rows, whatever the graph found."""
     monkeypatch.setitem(STRICT_GAPS, "fp32", 0.05)
     expected = on_cpu(folders["fp32"], drafter="parallelspec", strict=True)
     engine = load(folders["fp32"], drafter="parallelspec", strict=True)
@@ -198,7 +199,7 @@ def test_all_feeds_of_a_run_go_to_the_device_in_one_piece(
 def test_the_host_waits_only_for_what_it_reads(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
-    """And is done with memory before it is written again."""
+    """It also waits before it writes memory again that is still being read."""
     rng = np.random.default_rng(3)
     chunks = [rng.integers(2, 90, 4).tolist() for _ in range(2 * EAGER_RUNS)]
     logits = []
@@ -243,7 +244,7 @@ def test_draws_mostly_fetch_the_largest_logits(
     tmp_path: Path,
     num_top: int,
 ) -> None:
-    """And whole rows where those do not settle it; the tokens are those of whole rows."""
+    """Where those do not settle a draw, the whole row is fetched; tokens are the same."""
     from spec_export import make_bundle
 
     add_top = partial(make_bundle.add_top, most=num_top)
@@ -295,7 +296,7 @@ def test_a_verified_tree_is_read_row_by_row(folders: dict[str, Path], device: fa
 def test_a_bundle_not_built_for_cuda_has_its_logits_read(
     workshop: Workshop, device: fake.Device
 ) -> None:
-    """fp16 without a drafter in float32: it runs, and fetches rows."""
+    """A bundle in fp16, without a drafter in float32, runs and fetches rows."""
     folder = workshop.bundle("parallelspec", "fp16")
     expected = on_cpu(folder, drafter="none").generate(PROMPTS[1], **OPTIONS)
     engine = load(folder, drafter="none")
@@ -320,7 +321,7 @@ def test_logits_that_are_not_finite_are_an_error(
 
 
 class Watched(ProposerWrapper):
-    """Keeps tokens and parents of each tree."""
+    """A proposer that keeps tokens and parents of each tree."""
 
     def __init__(self, proposer: Any) -> None:
         super().__init__(proposer)
@@ -338,7 +339,7 @@ def keep_nothing(model: Any, *rest: Any, **named: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def without_banks(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle for CUDA whose features and states go by the host."""
+    """Builds a bundle for CUDA whose features and states go by the host."""
     from spec_export import make_bundle
 
     with pytest.MonkeyPatch.context() as patch:
@@ -360,8 +361,8 @@ def test_features_and_states_stay_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """And what is guessed with them is what is guessed by way of the host, over several requests
-    of which the second goes on from the first."""
+    """Guesses are those made by way of the host, over several requests of which each goes on from
+    the one before."""
     real, fetched = device_runs.DeviceRuns.run, set()
 
     def run(self: Any, feeds: Any, outputs: Any, kept: Any) -> Any:
@@ -412,8 +413,8 @@ def test_a_shape_that_comes_again_is_captured_then_replayed(
 def test_a_capture_leaves_all_rows_as_they_are(
     folders: dict[str, Path], device: fake.Device, precision: str
 ) -> None:
-    """ONNX Runtime runs the graph three times then: rows that were to be moved must not be moved
-    from where others are by now. Nor may a row that fills a tree up to a width be anything new."""
+    """ONNX Runtime runs the graph three times then. Rows that were to be moved must not be moved
+    from where others are by now, and padding rows must not be anything new."""
     captured, eager = open_target(folders[precision]), open_target(folders[precision], "cuda_eager")
     rng = np.random.default_rng(0)
     for _ in range(3 * EAGER_RUNS):
@@ -435,7 +436,7 @@ def test_a_capture_leaves_all_rows_as_they_are(
 def test_few_shapes_are_captured_however_wide_the_trees_are(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so most runs are replays; in the same number of steps."""
+    """So most runs are replays, in the same number of steps."""
     replayed = []
     for widths in (pad_rows.WIDTHS, tuple(range(1, 65))):
         monkeypatch.setattr(pad_rows, "WIDTHS", widths)
@@ -512,7 +513,7 @@ def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: f
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_a_narrow_mask_changes_nothing(workshop: Workshop, precision: str) -> None:
-    """The graph itself, on the CPU: GroupQueryAttention reads fewer rows than the cache has."""
+    """GroupQueryAttention then reads fewer rows than the cache has. Tested on the CPU."""
     opened = bundles.read(workshop.bundle("parallelspec", precision))
     graph = opened.manifest.graphs["target"]
     wide, narrow = (CpuBackend(opened.path / graph.file, graph, 384, 1) for _ in range(2))
@@ -551,7 +552,7 @@ def test_the_default_is_for_the_cpu(workshop: Workshop) -> None:
 
 
 def negating(change: Callable[[Any], Any]) -> Any:
-    """A session whose `logits` f32[M, 4] are those fed as `x`, negated, after a change to it."""
+    """Returns a session whose `logits` f32[M, 4] are `x` negated, after `change` to the graph."""
     import onnx_ir as ir
 
     h, f32 = onnx.helper, onnx.TensorProto.FLOAT
@@ -565,7 +566,7 @@ def negating(change: Callable[[Any], Any]) -> Any:
 
 
 def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
-    """And says so where there is none."""
+    """It returns -1 where there is none."""
     from spec_export.graphs.banks import add_argmax
 
     session = negating(add_argmax)
@@ -628,7 +629,7 @@ def test_what_cuda_does_not_run_is_not_built(
 
 
 def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
-    """numpy has no such type; on a device as on the CPU."""
+    """numpy has no such type, so the buffer is made in another way."""
     h = onnx.helper
     cache = h.make_tensor_value_info("kv.0.k", onnx.TensorProto.BFLOAT16, [1, 1, "S", 3])
     out = h.make_tensor_value_info("kv.0.k.out", onnx.TensorProto.BFLOAT16, [1, 1, "S", 3])
@@ -647,7 +648,7 @@ def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
 
 
 def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> None:
-    """The real calls by which one row is fetched, on the CPU."""
+    """Makes the real calls that fetch one row, on the CPU."""
     h, f32 = onnx.helper, onnx.TensorProto.FLOAT
     values = [h.make_tensor_value_info(name, f32, ["M", 3]) for name in ("x", "logits")]
     graph = h.make_graph([h.make_node("Neg", ["x"], ["logits"])], "g", values[:1], values[1:])
@@ -672,7 +673,7 @@ def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> 
 
 
 def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) -> None:
-    """The real calls again: x where c, else its negative; c is 5 bytes long."""
+    """Makes the real calls again. The graph gives x where c, else -x; c is 5 bytes long."""
     h, proto = onnx.helper, onnx.TensorProto
     c = h.make_tensor_value_info("c", proto.BOOL, ["M"])
     x, y = (h.make_tensor_value_info(name, proto.FLOAT16, ["M"]) for name in ("x", "y"))
@@ -711,7 +712,7 @@ def test_the_fake_has_only_what_onnx_runtime_has() -> None:
 def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
-    """See onnx_rewrite.to_slots; other graphs leave the choice to ONNX Runtime."""
+    """See CUDA_SETTINGS; other graphs leave the choice to ONNX Runtime."""
     open_target(folders["fp16"])
     opened = bundles.read(folders["fp16"])
     graph = dataclasses.replace(opened.manifest.graphs["target"], attention="full_buffer")

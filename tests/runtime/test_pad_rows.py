@@ -1,4 +1,4 @@
-"""Rows filled up: the same new rows in the same places, and nothing that anybody reads."""
+"""Tests padding: new rows stay in their places, and nobody reads the padding."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def feeds_of(graph: Graph, cache: Any, parent_N: np.ndarray) -> tuple[Any, dict[
 
 
 def written(feeds: Any, rows_S: np.ndarray, attention: str) -> np.ndarray:
-    """The cache as a run would leave it, each row a token."""
+    """Returns the cache as a run would leave it, with a token for each row."""
     rows_S, new_N = rows_S.copy(), feeds["input_ids"][0]
     if "perm" in feeds:
         rows = np.concatenate([rows_S[feeds["src"]], new_N])[feeds["perm"]]

@@ -1,4 +1,4 @@
-"""TensorRT's runtime half: its decisions, the order of its calls, and its one-line refusals.
+"""Tests the TensorRT backend: its decisions, the order of its calls, its one-line refusals.
 
 The calls run against tests/fake_tensorrt.py, which computes with ONNX Runtime and raises where the
 real ones would refuse; tests that execute a plan need a GPU.
@@ -175,7 +175,7 @@ def test_manifests_without_plans_are_as_before() -> None:
 
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float32 bundle made for TensorRT, whose plans are a few bytes."""
+    """Builds a float32 bundle for TensorRT, whose plans are a few bytes."""
     from spec_export import make_bundle
     from spec_export.graphs import tensorrt as tensorrt_build
 
@@ -193,7 +193,7 @@ def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Runtime]:
-    """What runs under every backend opened."""
+    """Puts a fake of CUDA's runtime under every backend that is opened, and returns it."""
     cuda, runtime = fake.cuda()
     manifest = bundles.read(folder).manifest
     graphs = [*manifest.graphs.values()]
@@ -236,7 +236,7 @@ def step(cache: Any, tokens: list[int], parents: list[int]) -> dict[str, np.ndar
 def test_it_generates_what_onnx_runtime_generates(
     folder: Path, runtime: fake.Runtime, name: str, how: str
 ) -> None:
-    """The same graphs under both, so the same tokens, steps and accepted drafts."""
+    """Both run the same graphs, so tokens, steps and accepted drafts are the same."""
     expected = spec_runtime.load(folder, name, threads=1, lookup=False if name != "none" else None)
     engine = spec_runtime.load(folder, name, lookup=False if name != "none" else None, backend=how)
     for prompt in PROMPTS:
@@ -290,7 +290,7 @@ def test_shapes_long_unused_give_up_their_contexts(
 def test_a_step_writes_its_kv_in_place_and_nothing_else(
     folder: Path, runtime: fake.Runtime
 ) -> None:
-    """The buffers are zero at first, junk though the memory was."""
+    """The buffers are zero at first, although the memory was full of junk."""
     target, graph, _ = open_target(folder)
     cache = open_cache("contiguous", target.capacity)
     spec = next(spec for spec in graph.inputs if spec.name == "kv.1.v")
@@ -444,7 +444,7 @@ def cuda_refusal() -> str:
 
 @pytest.mark.gpu
 def test_a_plan_generates_on_this_gpu(workshop: Workshop, tmp_path: Path) -> None:
-    """float32 against ONNX Runtime on the CPU; only near ties may part the two."""
+    """Compares float32 with ONNX Runtime on the CPU; only near ties may part the two."""
     from spec_export import make_bundle
 
     folder = make_bundle.build(
