@@ -1,8 +1,7 @@
-"""The bundle on disk: manifest dataclasses, and reading, writing and checking a bundle's files.
+"""Reads, writes and checks bundles: the manifest's dataclasses and the files that it names.
 
-A bundle is a folder with ``manifest.json`` beside graphs, tokenizer and provenance. This file knows
-names, shapes and hashes; it does not know what a graph computes, nor any engine, tokenizer or
-drafter. Every mistake a user can make with a bundle ends here as a one-line ``BundleError``.
+A bundle is a folder with `manifest.json` beside graphs, tokenizer and provenance. Every mistake
+that a user can make with a bundle ends here as a `BundleError` of one line.
 """
 
 import dataclasses
@@ -18,17 +17,17 @@ from spec_runtime.mapping import added_later, from_mapping, to_json
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 FORMS = ("slots", "contiguous", "stateless")
-ATTENTIONS = ("bias", "full_buffer", "chain")  # of a graph in the slots form, see Graph
+ATTENTIONS = ("bias", "full_buffer", "chain")  # see Graph
 DTYPES = (
     *("float32", "float16", "bfloat16"),
     *("int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"),
 )
 POSITION_CONVENTIONS = ("absolute",)
-FLAVOURS = ("tensorrt", "tensorrt_rtx")  # of a plan
+FLAVOURS = ("tensorrt", "tensorrt_rtx")  # see Plan
 
 
 class BundleError(ValueError):
-    """A bundle that cannot be used: what was found, what was expected, what to do."""
+    """Says why a bundle cannot be used: what was found, what was expected, what to do."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -38,7 +37,7 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output of a graph; a string in ``shape`` names a free dimension."""
+    """One input or output of a graph. A string in `shape` names a free axis: [1, "N"]."""
 
     name: str
     dtype: str
@@ -53,11 +52,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """A TensorRT engine made from a graph ahead of time, for GPUs of one compute capability
-    ("8.9"), by one version of one flavour of TensorRT.
+    """A TensorRT engine that was made from a graph ahead of time.
 
-    key: a hash of all that shaped it. profiles, from narrow to wide: each free axis of the graph's
-    inputs -> its least, likeliest and largest size.
+    It was made by one version of one flavour of TensorRT for GPUs of one compute capability
+    ("8.9"). `key` is a hash of all that shaped it. `profiles`, from narrow to wide, give each free
+    axis of the graph's inputs its least, likeliest and largest size: {"N": (1, 8, 64)}.
     """
 
     file: str
@@ -92,12 +91,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX file (path relative to the bundle), the form of its key/value cache, and the plans
-    made from it.
+    """One ONNX file: its path in the bundle, its inputs and outputs, and the plans made from it.
 
-    attention, in the slots form: how rows read the cache. "bias": rows up to the highest in use, by
-    a mask; "full_buffer": whole buffers, by a mask; "chain": all rows up to their own, so that
-    every tree has to be a chain.
+    `form` says how it keeps key/value rows: "slots" writes each row to any slot, "contiguous" keeps
+    committed rows in order, "stateless" has none. `attention` says how rows read the cache in the
+    slots form: "bias" reads up to the highest row in use, by a mask; "full_buffer" reads whole
+    buffers, by a mask; "chain" reads all rows up to its own, so that every tree must be a chain.
     """
 
     file: str
@@ -139,14 +138,14 @@ class Graph:
 
     @property
     def free_axes(self) -> tuple[str, ...]:
-        """The names of the inputs' free dimensions, each once."""
+        """Returns the names of the inputs' free axes, each once."""
         axes = (axis for spec in self.inputs for axis in spec.shape if isinstance(axis, str))
         return tuple(dict.fromkeys(axes))
 
 
 @dataclass(frozen=True)
 class Dims:
-    """The target's sizes; ``num_heads`` query heads share ``num_kv_heads`` key/value heads."""
+    """The target's sizes. `num_heads` query heads share `num_kv_heads` key/value heads."""
 
     vocab_size: int
     hidden_size: int
@@ -167,7 +166,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """The target. ``max_length`` is the context in tokens; caches hold ``scratch`` slots more."""
+    """The target. `max_length` is the context in tokens; caches hold `scratch` slots more."""
 
     family: str
     dims: Dims
@@ -221,7 +220,7 @@ def _check_calibration(where: str, calibration: dict[str, Any]) -> None:
 
 
 def _is_table(rows: Any) -> bool:
-    """Whether these are lists of numbers from 0 on, at least one, all as long as the first."""
+    """Returns whether these are lists of numbers from 0 on, not empty, all of one length."""
     return (
         isinstance(rows, list)
         and all(isinstance(row, list) and all(_is_number(value) for value in row) for row in rows)
@@ -238,11 +237,14 @@ def _is_number(value: Any) -> bool:
 class DrafterInfo:
     """One trained drafter: its graphs by role, and what it was measured to be worth.
 
-    calibration, by spec-export calibrate: "accuracy" [k][r], the share of positions where the
-    target's token at depth k + 1 was the drafter's r-th guess, of those where the tokens before it
-    were among its guesses; "reliability", rows of (path probability by the drafter, share of such
-    nodes that were accepted, their number), probability rising; "accepted_length" by the number of
-    nodes of a grown tree ("16": 1.9); "prompts" and "positions" it was measured on.
+    spec-export calibrate writes `calibration`, a dictionary of:
+
+    - "accuracy" [k][r]: of the positions where the tokens before depth k + 1 were among the
+      drafter's guesses, the share where the target's token at that depth was its r-th guess;
+    - "reliability": rows of (path probability by the drafter, share of such nodes that were
+      accepted, their number), with rising probability;
+    - "accepted_length": by the number of nodes of a grown tree, {"16": 1.9};
+    - "prompts" and "positions": how many it was measured on.
     """
 
     name: str
@@ -261,8 +263,10 @@ class DrafterInfo:
 def require_config(
     info: DrafterInfo | None, keys: tuple[str, ...], graphs: tuple[str, ...]
 ) -> DrafterInfo:
-    """The drafter's entry, if it has these config keys and exactly these graphs; BundleError
-    otherwise."""
+    """Returns the drafter's entry if it has these config keys and exactly these graphs.
+
+    Raises BundleError otherwise.
+    """
     assert info is not None, "a trained drafter needs its manifest entry"
     _require(
         set(keys) <= set(info.config) and set(graphs) == set(info.graphs),
@@ -275,7 +279,7 @@ def require_config(
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The tokenizer; ``special_ids`` is {"bos": id or None, "eos": [ids], "pad": id or None}."""
+    """The tokenizer. `special_ids` is {"bos": id or None, "eos": [ids], "pad": id or None}."""
 
     file: str
     sha256: str
@@ -293,7 +297,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a bundle; ``files`` maps each file but the manifest to its sha256."""
+    """Everything about a bundle. `files` maps each file but the manifest to its sha256."""
 
     schema_version: int
     name: str
@@ -313,7 +317,7 @@ class Manifest:
         _require(len(set(names)) == len(names), f"drafters: got {names}, expected each name once")
 
     def drafter(self, name: str) -> DrafterInfo:
-        """The drafter called ``name``; BundleError lists those there are."""
+        """Returns the drafter called `name`. Raises BundleError, which lists those there are."""
         for drafter in self.drafters:
             if drafter.name == name:
                 return drafter
@@ -329,15 +333,16 @@ class Bundle:
     manifest: Manifest
 
     def file(self, relative: str) -> Path:
-        """The place on disk of a file named in the manifest."""
+        """Returns where a file named in the manifest is on disk."""
         return self.path / relative
 
 
-# of graphs built for a device, see spec_export/graphs/banks.py: before the names of buffers of rows
-# that stay there; which rows a run writes, and which features and states it reads
+# Graphs built for a device have banks: buffers of rows that stay there, see
+# spec_export/graphs/banks.py. Their names begin with BANK. Further inputs say which rows a run
+# writes, and which features and states it reads.
 BANK = "bank."
 BANK_ROWS, FEATURE_ROWS, STATE_ROWS = "bank_rows", "feature_rows", "state_rows"
-DRAFT = "draft."  # in a fused step, before the names of the drafter's caches
+DRAFT = "draft."  # begins the names of the drafter's caches in a fused step
 
 
 def fused_name(drafter: str) -> str:
@@ -346,10 +351,10 @@ def fused_name(drafter: str) -> str:
 
 
 def read(path: str | Path, verify: bool = True) -> Bundle:
-    """The bundle in the folder ``path``; with ``verify`` every file's sha256 is checked.
+    """Reads the bundle in the folder `path`; with `verify` checks every file's sha256.
 
-    Raises BundleError when the folder, the manifest or a file is missing, truncated or altered,
-    when the manifest is of a newer schema, or when a key is unknown or missing.
+    Raises BundleError if the folder, the manifest or a file is missing, truncated or altered, if
+    the manifest is of a newer schema, or if a key is unknown or missing.
     """
     folder = Path(path)
     manifest_file = folder / MANIFEST
@@ -416,7 +421,7 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
 
 
 def _named_files(manifest: Manifest) -> list[str]:
-    """Every path the manifest's fields point to."""
+    """Returns every path that the manifest's fields point to."""
     graphs = [*manifest.graphs.values()]
     names = []
     for drafter in manifest.drafters:
@@ -430,9 +435,9 @@ def _named_files(manifest: Manifest) -> list[str]:
 
 
 def write_manifest(path: str | Path, manifest: Manifest) -> None:
-    """Hash every file under ``path`` and write ``manifest`` with them, by an atomic rename.
+    """Hashes every file under `path` and writes `manifest` with the hashes, by an atomic rename.
 
-    ``manifest.files`` and ``manifest.tokenizer.sha256`` are replaced by what is on disk.
+    What is on disk replaces `manifest.files` and `manifest.tokenizer.sha256`.
     """
     folder = Path(path)
     files = {
@@ -448,7 +453,7 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
 
 
 def find(root: str | Path = "bundles") -> Path:
-    """The newest bundle (by its manifest's date) among the folders in ``root``."""
+    """Returns the newest bundle, by its manifest's date, among the folders in `root`."""
     # Hidden folders are half-built bundles.
     manifests = list(Path(root).glob(f"[!.]*/{MANIFEST}"))
     _require(

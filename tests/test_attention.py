@@ -20,7 +20,7 @@ from spec_export import calibrate, check, make_bundle  # noqa: E402
 from spec_export import cli as export_cli  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime import bundle as bundles  # noqa: E402
-from spec_runtime.backends import ort  # noqa: E402
+from spec_runtime.backends import session, shapes  # noqa: E402
 from spec_runtime.trees.tree import is_chain  # noqa: E402
 
 # one pass with a cache; level by level, in its own cache and in the target's; without a cache
@@ -125,8 +125,8 @@ def test_the_cuda_backend_feeds_each_what_it_reads(
     expected = spec_runtime.load(folder, name, threads=1, lookup=False)
     tokens = [expected.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS]
     module, device = fake.module()
-    monkeypatch.setattr(ort, "ort", module)
-    monkeypatch.setattr(ort, "MIN_MASK", 16)
+    monkeypatch.setattr(session, "ort", module)
+    monkeypatch.setattr(shapes, "MIN_MASK", 16)
     engine = spec_runtime.load(folder, name, threads=1, lookup=False, backend=backend)
     assert [engine.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS] == tokens
     graphs = [shapes for shapes in device.shapes if "feature_rows" not in shapes]
@@ -220,7 +220,7 @@ def test_rows_below_the_mark_are_those_written(built: Bundles) -> None:
         engine = spec_runtime.load(built(attention), "none", threads=1)
         engine.generate(PROMPTS[0], **OPTIONS)
         length, backend = engine.target.length, engine.target._backend
-        assert isinstance(backend, ort.OrtBackend)
-        rows = [np.array(value.numpy())[:, :, :length] for value in backend._caches.values()]
+        assert isinstance(backend, session.OrtBackend)
+        rows = [np.array(value.numpy())[:, :, :length] for value in backend.buffers.values()]
         caches.append(np.stack(rows))
     assert np.abs(caches[0] - caches[1]).max() <= 1e-4 * np.abs(caches[0]).max()

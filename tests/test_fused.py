@@ -19,7 +19,7 @@ import spec_runtime  # noqa: E402
 from spec_export import make_bundle  # noqa: E402
 from spec_export.graphs import fused_step as fuse  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
-from spec_runtime.backends import ort  # noqa: E402
+from spec_runtime.backends import cuda, session, shapes  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.fused import FusedSteps  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
@@ -60,7 +60,7 @@ def load(path: Path, name: str, **options: Any) -> Engine:
 @pytest.fixture(autouse=True)
 def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes masks grow several times within these short contexts."""
-    monkeypatch.setattr(ort, "MIN_MASK", 32)
+    monkeypatch.setattr(shapes, "MIN_MASK", 32)
 
 
 @fusable
@@ -195,9 +195,9 @@ def test_on_cuda_each_side_and_width_is_one_graph(
     path = bundles("parallelspec", device="cuda")
     expected = load(path, "parallelspec").generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     module, device = fake_ort_cuda.module()
-    monkeypatch.setattr(ort, "ort", module)
+    monkeypatch.setattr(session, "ort", module)
     if is_shared:  # the stream of target and drafter
-        monkeypatch.setattr(ort, "open_copies", lambda _: fake_ort_cuda.stream_copies(device))
+        monkeypatch.setattr(cuda, "open_copies", lambda: fake_ort_cuda.stream_copies(device))
     engine = spec_runtime.load(path, backend="cuda", threads=1)
     assert isinstance(engine.fused, FusedSteps), "on CUDA it is the default"
     assert engine.with_drafter("none").fused is None

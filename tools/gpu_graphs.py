@@ -20,7 +20,7 @@ import numpy as np
 
 from spec_runtime import backends
 from spec_runtime import bundle as bundles
-from spec_runtime.backends.tensorrt import is_cache
+from spec_runtime.backends.shapes import is_cache
 from spec_runtime.kv import open_cache
 from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.tree import chain_parents
@@ -124,7 +124,7 @@ def fill_banks(backend: Any, graph: bundles.Graph) -> None:
     """With random rows, the same in every backend of a graph."""
     rng = np.random.default_rng(2)
     for spec in banks_of(graph):
-        bank = backend._caches[spec.name]
+        bank = backend.buffers[spec.name]
         bank.update_inplace(rng.standard_normal(bank.shape(), np.float32).astype(spec.dtype))
 
 
@@ -136,7 +136,7 @@ def written_rows(
     row_R = feeds.get(bundles.BANK_ROWS, feeds.get("slots"))
     for spec in banks_of(graph):
         if f"{spec.name}.out" in outputs:
-            yield backend._caches[spec.name].numpy()[row_R]
+            yield backend.buffers[spec.name].numpy()[row_R]
 
 
 def random_trees(chains_only: bool = False) -> Iterator[tuple[np.ndarray, list[int]]]:

@@ -39,7 +39,7 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
       boolean mask; no seqlens_k. Its cost grows with the length of the buffers, all of whose values
       have to be finite. On CUDA its memory-efficient kernel first copies all key/value rows once
       per query head; the provider option sdpa_kernel=16 (unfused only, ONNX Runtime's
-      AttentionBackend::MATH) keeps it off for one session, and backends/ort.py sets it for such a
+      AttentionBackend::MATH) keeps it off for one session, and backends/cuda.py sets it for such a
       graph. The environment variable ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION=1 does so for a whole
       process.
     - chain: GroupQueryAttention, causal and without bias, which appends the N new rows in place as

@@ -21,14 +21,9 @@ import onnx_ir as ir
 
 from spec_export.graphs.edit import MASKED, GraphEditor
 from spec_export.graphs.half import narrow
-from spec_runtime.backends.cuda import open_cuda
-from spec_runtime.backends.tensorrt import (
-    DTYPES,
-    TensorRT,
-    import_tensorrt,
-    is_cache,
-    shape_of,
-)
+from spec_runtime.backends.cuda_api import open_cuda
+from spec_runtime.backends.shapes import is_cache, shape_of
+from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.bundle import Graph, Plan, TensorSpec
 from spec_runtime.files import sha256, write_atomically
 from spec_runtime.profile import cache_folder

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.trace import save
-from spec_runtime.backends.ort import OrtBackend
+from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import open_cache
 
@@ -29,11 +29,11 @@ def graph_of(model: ir.Model, form: str, file: str = "graph.onnx") -> Graph:
     return Graph(file, form, specs(model.graph.inputs), specs(model.graph.outputs))
 
 
-def open_model(model: ir.Model, folder: Path, form: str, capacity: int) -> OrtBackend:
+def open_model(model: ir.Model, folder: Path, form: str, capacity: int) -> CpuBackend:
     """Saves the model to `folder` and opens it with one thread."""
     path = folder / "graph.onnx"
     save(model, path)
-    return OrtBackend(path, graph_of(model, form), capacity, threads=1)
+    return CpuBackend(path, graph_of(model, form), capacity, threads=1)
 
 
 class Runner:
@@ -60,4 +60,4 @@ class Runner:
 
     def kv(self, name: str) -> np.ndarray:
         """Returns a copy of one KV buffer, [1, G, S, Dh]."""
-        return np.array(self.backend._caches[name].numpy())
+        return np.array(self.backend.buffers[name].numpy())

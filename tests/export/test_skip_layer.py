@@ -211,9 +211,9 @@ def test_every_level_guesses_as_pytorch_does(
 def test_its_rows_are_the_targets_rows(engine: Engine) -> None:
     lender: Any = engine.target.lend()[0]
     own: Any = engine.proposer._backend  # type: ignore[attr-defined]
-    assert set(own._caches) == {"kv.0.k", "kv.0.v"} < set(lender._caches)
-    for name, cache in own._caches.items():
-        assert cache.data_ptr() == lender._caches[name].data_ptr()
+    assert set(own.buffers) == {"kv.0.k", "kv.0.v"} < set(lender.buffers)
+    for name, cache in own.buffers.items():
+        assert cache.data_ptr() == lender.buffers[name].data_ptr()
     engine.generate("ab", max_new_tokens=10, ignore_eos=True)
     assert own.capacity == lender.capacity
 

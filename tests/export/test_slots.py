@@ -220,7 +220,7 @@ def test_slots_above_the_high_water_mark_are_not_read(case: Case, attention: str
     """A NaN there would reach the output as 0 · NaN."""
     clean, poisoned = case.runner(attention), case.runner(attention)
     tokens = random_tokens(9, seed=4)
-    for cache in poisoned.backend._caches.values():
+    for cache in poisoned.backend.buffers.values():
         values = cache.numpy().copy()
         values[:, :, 9:] = np.nan
         cache.update_inplace(values)
@@ -237,7 +237,7 @@ def test_masked_rows_leave_no_trace(case: Case, attention: str) -> None:
     runner.cache.commit(range(6))
     tokens, parents = [3, 4, 5], [0, 0, 0]
     expected = runner.step(tokens, parents)["logits"]
-    for cache in runner.backend._caches.values():
+    for cache in runner.backend.buffers.values():
         values = cache.numpy().copy()
         values[:, :, 7] = 1e4  # node 1's slot
         cache.update_inplace(values)
