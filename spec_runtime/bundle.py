@@ -8,13 +8,12 @@ drafter. Every mistake a user can make with a bundle ends here as a one-line ``B
 import dataclasses
 import json
 import re
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from spec_runtime.files import sha256, write_atomically
+from spec_runtime.mapping import added_later, from_mapping, to_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -26,8 +25,6 @@ DTYPES = (
 )
 POSITION_CONVENTIONS = ("absolute",)
 FLAVOURS = ("tensorrt", "tensorrt_rtx")  # of a plan
-
-_T = TypeVar("_T")
 
 
 class BundleError(ValueError):
@@ -107,8 +104,8 @@ class Graph:
     form: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    plans: tuple[Plan, ...] = ()
-    attention: str = ATTENTIONS[0]
+    plans: tuple[Plan, ...] = added_later(())
+    attention: str = added_later(ATTENTIONS[0])
 
     def __post_init__(self) -> None:
         _require(
@@ -348,81 +345,6 @@ def fused_name(drafter: str) -> str:
     return f"{drafter}-fused"
 
 
-def to_json(value: Any) -> Any:
-    """Dataclasses and tuples as plain dicts and lists, ready for ``json``; a field that older
-    manifests do without is left out where it has its default.
-
-    >>> to_json(TensorSpec("slots", "int64", ("N",)))
-    {'name': 'slots', 'dtype': 'int64', 'shape': ['N']}
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return {
-            field.name: to_json(item)
-            for field, item in fields
-            if not (_may_miss(field) and item == field.default)
-        }
-    if isinstance(value, dict):
-        return {key: to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
-    return value
-
-
-def _may_miss(field: dataclasses.Field[Any]) -> bool:
-    """Whether the field came to the schema later: older manifests do without."""
-    return field.default in ((), ATTENTIONS[0])
-
-
-def from_json(cls: type[_T], data: Any, where: str = "manifest") -> _T:
-    """The dataclass ``cls`` from parsed JSON; ``where`` names the place in error messages.
-
-    Raises BundleError on an unknown or missing key (naming those expected) and on a wrong type.
-    """
-    _require(isinstance(data, dict), f"{where}: got {_kind(data)}, expected an object")
-    hints = typing.get_type_hints(cls)
-    optional = [f.name for f in dataclasses.fields(typing.cast(Any, cls)) if _may_miss(f)]
-    unknown = [key for key in data if key not in hints]
-    missing = [key for key in hints if key not in data and key not in optional]
-    if unknown or missing:
-        found = [f"unknown key {key!r}" for key in unknown]
-        found += [f"missing key {key!r}" for key in missing]
-        raise BundleError(f"{where}: got {', '.join(found)}; expected keys {', '.join(hints)}")
-    given = {key: hint for key, hint in hints.items() if key in data}
-    return cls(**{key: _value(hint, data[key], f"{where}.{key}") for key, hint in given.items()})
-
-
-def _value(hint: Any, data: Any, where: str) -> Any:
-    """``data`` converted to the annotation ``hint``: just the kinds the manifest uses."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return data
-    if dataclasses.is_dataclass(hint):
-        return from_json(typing.cast(type, hint), data, where)
-    if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in args:
-            return None
-        options = [arg for arg in args if arg is not type(None)]
-        if len(options) == 1:
-            return _value(options[0], data, where)
-        _require(type(data) in options, f"{where}: got {_kind(data)}, expected {hint}")
-        return data
-    if origin is tuple:
-        _require(isinstance(data, list), f"{where}: got {_kind(data)}, expected a list")
-        return tuple(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is dict:
-        _require(isinstance(data, dict), f"{where}: got {_kind(data)}, expected an object")
-        return {key: _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
-    if hint is float and type(data) is int:
-        return float(data)
-    _require(type(data) is hint, f"{where}: got {_kind(data)}, expected {hint.__name__}")
-    return data
-
-
-def _kind(data: Any) -> str:
-    return "null" if data is None else f"{type(data).__name__} {str(data)[:40]!r}"
-
-
 def read(path: str | Path, verify: bool = True) -> Bundle:
     """The bundle in the folder ``path``; with ``verify`` every file's sha256 is checked.
 
@@ -439,7 +361,10 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
         data = json.loads(manifest_file.read_text(encoding="utf-8"))
     except ValueError as error:  # JSON and UTF-8 errors alike
         raise BundleError(f"{manifest_file}: not readable ({error}); build it again") from None
-    _require(isinstance(data, dict), f"{manifest_file}: got {_kind(data)}, expected an object")
+    _require(
+        isinstance(data, dict),
+        f"{manifest_file}: got {type(data).__name__}, expected an object; build the bundle again",
+    )
     # The version comes first: keys of a newer schema would only look like mistakes.
     version = data.get("schema_version")
     _require(
@@ -453,7 +378,7 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
         "upgrade specsplit or build the bundle again",
     )
     try:
-        manifest = from_json(Manifest, data)
+        manifest = from_mapping(Manifest, data, "manifest", BundleError)
     except BundleError as error:
         raise BundleError(f"{manifest_file}: {error}") from None
     _check_files(folder, manifest, verify)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime import bundle as bundles
+from spec_runtime import mapping
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.files import sha256, write_atomically
 from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
@@ -202,10 +203,10 @@ class _StoredBudget:
 
 def to_json(profile: Profile) -> dict[str, Any]:
     """Returns the profile as plain dicts and lists, as the file has it."""
-    data: dict[str, Any] = bundles.to_json(profile)
+    data: dict[str, Any] = mapping.to_json(profile)
     for row, candidate in zip(data["candidates"], profile.candidates, strict=True):
         if candidate.budget is not None:
-            row["budget"] = bundles.to_json(_StoredBudget.of(candidate.budget))
+            row["budget"] = mapping.to_json(_StoredBudget.of(candidate.budget))
     return data
 
 
@@ -215,7 +216,7 @@ def from_json(data: Any) -> Profile:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("got no list of candidates, expected a profile")
     plain = [row | {"budget": None} if "budget" in row else row for row in rows]
-    profile = bundles.from_json(Profile, data | {"candidates": plain}, "profile")
+    profile = mapping.from_mapping(Profile, data | {"candidates": plain}, "profile")
     candidates = [
         dataclasses.replace(candidate, budget=_budget(row["budget"], candidate.name))
         for candidate, row in zip(profile.candidates, rows, strict=True)
@@ -228,7 +229,7 @@ def _budget(data: Any, name: str) -> Budget | None:
         return None
     if isinstance(data, dict):  # profiles of older versions also list growths that none ever has
         data = {key: value for key, value in data.items() if key not in ("truth", "draw")}
-    return bundles.from_json(_StoredBudget, data, f"budget of {name}").budget()
+    return mapping.from_mapping(_StoredBudget, data, f"budget of {name}").budget()
 
 
 def write(profile: Profile) -> Path:

@@ -397,7 +397,10 @@ def _capture(check: Check, opened: bundles.Bundle, name: str) -> Row:
     partings: list[Row] = []
     for other in others:
         for a, b in zip(one.pairs, other.pairs, strict=True):
-            ids, texts = engines[0].encode(a.prompt.content), (a.speculative, b.speculative)
+            ids, texts = (
+                engines[0].encode(a.prompt.content),
+                (pair.turns[0].speculative for pair in (a, b)),
+            )
             partings += _part(check, opened, a.prompt.id, ids, *(text.token_ids for text in texts))
     captured, eager, own = (
         bench.summarise(report)["overall"]["tokens_per_second"] for report in (one, *others)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spec_runtime.cli.options import write_figures
+from spec_runtime.measure import provenance
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -127,7 +128,7 @@ def measured_on(device: str, environment: Row) -> str:
 
 
 def write(figures: Row, json_file: Path, markdown_file: Path) -> None:
-    write_figures(json_file, figures)
+    write_figures(json_file, {"provenance": provenance.collect(), **figures})
     temporary = markdown_file.with_name(f".{markdown_file.name}.tmp")
     temporary.write_text(as_markdown(figures), encoding="utf-8")
     os.replace(temporary, markdown_file)

@@ -18,6 +18,7 @@ from rich.text import Text
 from spec_runtime import bundle as bundles
 from spec_runtime.cli import options
 from spec_runtime.files import write_atomically
+from spec_runtime.mapping import to_json
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.trees import drawing, templates
 from spec_runtime.trees.budget import RankPath
@@ -67,7 +68,7 @@ def command(
         raise ValueError("got options of a tree, expected --tree with them")
     sizes = {name: opened.file(name).stat().st_size for name in opened.manifest.files}
     if as_json:
-        manifest = bundles.to_json(opened.manifest)
+        manifest = to_json(opened.manifest)
         print(json.dumps({"bundle": str(opened.path), **manifest, "sizes": sizes}, indent=2))
         return
     Console(highlight=False).print(_table(opened, sizes))

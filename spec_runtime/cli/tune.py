@@ -44,7 +44,7 @@ def command(
     """Measure this machine and choose the budget that is fastest on it."""
     from spec_runtime import bundle as bundles
     from spec_runtime import profile
-    from spec_runtime.measure import tune
+    from spec_runtime.measure import provenance, tune
 
     _prepare(out, figure)
     folder = bundle or bundles.find()
@@ -70,7 +70,12 @@ def command(
     path = profile.write(report.profile)
     _print(report.profile, opened.manifest.name, path)
     if out is not None:
-        figures = {"profile": profile.to_json(report.profile), "sweep": report.sweep}
+        about = provenance.collect(threads=threads, prompts_file=prompts, manifest=opened.manifest)
+        figures = {
+            "provenance": about,
+            "profile": profile.to_json(report.profile),
+            "sweep": report.sweep,
+        }
         options.write_figures(out, figures)
     if figure is not None:
         _draw(report, opened.manifest.name, figure)

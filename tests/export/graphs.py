@@ -14,7 +14,7 @@ from spec_runtime.kv import open_cache
 
 
 def graph_of(model: ir.Model, form: str, file: str = "graph.onnx") -> Graph:
-    """What the manifest says of this model."""
+    """Returns the manifest entry of this model."""
 
     def specs(values: Any) -> tuple[TensorSpec, ...]:
         return tuple(
@@ -30,14 +30,14 @@ def graph_of(model: ir.Model, form: str, file: str = "graph.onnx") -> Graph:
 
 
 def open_model(model: ir.Model, folder: Path, form: str, capacity: int) -> OrtBackend:
-    """The model saved to `folder` and opened with one thread."""
+    """Saves the model to `folder` and opens it with one thread."""
     path = folder / "graph.onnx"
     save(model, path)
     return OrtBackend(path, graph_of(model, form), capacity, threads=1)
 
 
 class Runner:
-    """A graph with the cache that feeds it."""
+    """Runs a graph together with the cache that feeds it."""
 
     def __init__(self, model: ir.Model, folder: Path, form: str = "slots", capacity: int = 96):
         self.backend = open_model(model, folder, form, capacity)
@@ -51,7 +51,7 @@ class Runner:
         rows: Sequence[int] | np.ndarray | None = None,
         **more: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Run the tree and copy the outputs; `rows`: logit_rows, all by default."""
+        """Runs the tree and returns copies of the outputs; `rows`: logit_rows, all by default."""
         feeds = self.cache.place(np.asarray(parents, np.int64))
         feeds["input_ids"] = np.asarray(tokens, np.int64)[None]
         feeds["logit_rows"] = np.asarray(range(len(tokens)) if rows is None else rows, np.int64)
@@ -59,5 +59,5 @@ class Runner:
         return {name: array.copy() for name, array in results.items()}
 
     def kv(self, name: str) -> np.ndarray:
-        """A copy of one KV buffer, [1, G, S, Dh]."""
+        """Returns a copy of one KV buffer, [1, G, S, Dh]."""
         return np.array(self.backend._caches[name].numpy())

@@ -49,14 +49,17 @@ EAGER_RUNS = ort.RUNS_BEFORE_CAPTURE + 1  # of a shape, before its graph is repl
 def folders(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A bundle for CUDA of each precision."""
     from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
 
     return {
         precision: make_bundle.build(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            precision=precision,
-            device="cuda",
-            out=tmp_path_factory.mktemp("cuda") / precision,
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+                precision=precision,
+                device="cuda",
+                out=tmp_path_factory.mktemp("cuda") / precision,
+            )
         )
         for precision in BUILDS
     }
@@ -244,11 +247,14 @@ def test_draws_mostly_fetch_the_largest_logits(
 ) -> None:
     """And whole rows where those do not settle it; the tokens are those of whole rows."""
     from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
 
     add_top = partial(make_bundle.add_top, most=num_top)
     monkeypatch.setattr(make_bundle, "add_top", add_top)
     folder = make_bundle.build(
-        str(workshop.llama()), precision="fp16", device="cuda", out=tmp_path / "bundle"
+        BuildOptions(
+            str(workshop.llama()), precision="fp16", device="cuda", out=tmp_path / "bundle"
+        )
     )
     engine, expected = load(folder, drafter="none"), on_cpu(folder, drafter="none")
     num_rows = num_tokens = 0
@@ -339,15 +345,18 @@ def keep_nothing(model: Any, *rest: Any, **named: Any) -> Any:
 def without_banks(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle for CUDA whose features and states go by the host."""
     from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("keep_target", "keep_drafter"):
             patch.setattr(make_bundle, name, keep_nothing)
         return make_bundle.build(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            device="cuda",
-            out=tmp_path_factory.mktemp("cuda") / "without",
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+                device="cuda",
+                out=tmp_path_factory.mktemp("cuda") / "without",
+            )
         )
 
 
@@ -710,7 +719,7 @@ def test_the_fake_has_only_what_onnx_runtime_has() -> None:
 def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
-    """See onnx_rewrite.to_slots; other graphs leave the choice to ONNX Runtime."""
+    """See slots.to_slots; other graphs leave the choice to ONNX Runtime."""
     open_target(folders["fp16"])
     opened = bundles.read(folders["fp16"])
     graph = dataclasses.replace(opened.manifest.graphs["target"], attention="full_buffer")

@@ -28,6 +28,7 @@ from spec_runtime.backends.cuda import Cuda
 from spec_runtime.backends.tensorrt import Recent, TensorRT, TensorRTBackend
 from spec_runtime.bundle import BundleError, Graph, Plan, TensorSpec
 from spec_runtime.kv import open_cache
+from spec_runtime.mapping import from_mapping, to_json
 
 DRAFTERS = ("parallelspec", "hydra")  # a cache; a cache in one graph and none in the other
 PROMPTS = ("say abc, 3", "one two. one two. one")
@@ -160,12 +161,12 @@ def test_a_graphs_plans_have_its_axes_and_a_form_tensorrt_runs() -> None:
 
 def test_manifests_without_plans_are_as_before() -> None:
     graph = Graph("g.onnx", "slots", (), ())
-    data = bundles.to_json(graph)
+    data = to_json(graph)
     assert sorted(data) == ["file", "form", "inputs", "outputs"]
-    assert bundles.from_json(Graph, data) == graph
+    assert from_mapping(Graph, data, "graph") == graph
     inputs = (TensorSpec("x", "int64", ("N", "A")),)
     graph = Graph("g.onnx", "contiguous", inputs, (), (plan(),))
-    assert bundles.from_json(Graph, json.loads(json.dumps(bundles.to_json(graph)))) == graph
+    assert from_mapping(Graph, json.loads(json.dumps(to_json(graph))), "graph") == graph
 
 
 # ---- running, over the fakes ----
@@ -176,16 +177,19 @@ def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path
     """A float32 bundle made for TensorRT, whose plans are a few bytes."""
     from spec_export import make_bundle
     from spec_export.graphs import tensorrt as tensorrt_build
+    from spec_export.make_bundle import BuildOptions
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensorrt_build, "import_tensorrt", fake.tensorrt)
         patch.setattr(tensorrt_build, "build_plan", lambda *_: b"a plan")
         return make_bundle.build(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            out=tmp_path_factory.mktemp("tensorrt") / "bundle",
-            backend="tensorrt",
-            compute_capabilities=[fake.CAPABILITY],
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+                out=tmp_path_factory.mktemp("tensorrt") / "bundle",
+                backend="tensorrt",
+                compute_capabilities=[fake.CAPABILITY],
+            )
         )
 
 
@@ -444,12 +448,15 @@ def cuda_refusal() -> str:
 def test_a_plan_generates_on_this_gpu(workshop: Workshop, tmp_path: Path) -> None:
     """float32 against ONNX Runtime on the CPU; only near ties may part the two."""
     from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
 
     folder = make_bundle.build(
-        str(workshop.llama()),
-        drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-        out=tmp_path / "bundle",
-        backend="tensorrt",
+        BuildOptions(
+            str(workshop.llama()),
+            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+            out=tmp_path / "bundle",
+            backend="tensorrt",
+        )
     )
     for name in (*DRAFTERS, "none"):
         expected = spec_runtime.load(folder, name, threads=1)

@@ -1,5 +1,7 @@
-"""TensorRT's build half: graphs adapted, profiles, keys, and real builds by TensorRT-RTX, which
-needs no GPU for them."""
+"""Tests how TensorRT plans are built: graphs, profiles, keys, and real builds by TensorRT-RTX.
+
+TensorRT-RTX needs no GPU for these.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_export import cli, drafters, make_bundle, target
+from spec_export.bundling.drafters import load_module
 from spec_export.decoder import Backbone
 from spec_export.graphs import tensorrt as build
-from spec_export.graphs import trace as onnx_export
+from spec_export.graphs import trace
 from spec_export.graphs.half import to_half
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint
 from spec_runtime import bundle as bundles
 from spec_runtime.backends.tensorrt import import_tensorrt
@@ -41,9 +45,9 @@ def backbone(workshop: Workshop) -> Backbone:
 
 
 def drafter_graphs(workshop: Workshop, backbone: Backbone, name: str) -> dict[str, ir.Model]:
-    """In the contiguous form, float32, capacity fixed."""
-    module = make_bundle._module(checkpoint.load_drafter(workshop.drafter(name)), backbone)
-    if hasattr(module, "export_from_target"):
+    """Exports a drafter's graphs in contiguous form, in float32, with a fixed capacity."""
+    module = load_module(checkpoint.load_drafter(workshop.drafter(name)), backbone)
+    if module.shares_target_cache:
         return module.export_from_target(backbone, capacity_symbolic=False)
     return module.export(backbone.config, capacity_symbolic=False)
 
@@ -56,10 +60,10 @@ def no_build(*_: Any) -> bytes:
 
 
 def test_the_additive_mask_changes_no_result(backbone: Backbone, tmp_path: Path) -> None:
-    """Two steps over a tree; only how attention is masked differs, so float32 agrees to 1e-5."""
+    """Runs two steps over a tree; only the mask's form differs, so float32 agrees to 1e-5."""
     results = []
     for adapted in (False, True):
-        model = onnx_export.export_backbone(backbone, capacity_symbolic=False)
+        model = trace.export_backbone(backbone, capacity_symbolic=False)
         if adapted:
             build.adapt(model, "fp32")
             masks = [node.inputs[3] for node in model.graph if node.op_type == "Attention"]
@@ -128,7 +132,7 @@ def test_half_a_drafter_guesses_as_the_whole_one(
 
 
 def step_graph(capacity: int) -> Graph:
-    """The free axes of a step over a cache."""
+    """Returns a graph with the free axes of a step over a cache."""
     names = ("N", "M", "A", "A+N")
     inputs = [TensorSpec(f"input.{name}", "int64", (name,)) for name in names]
     inputs.append(TensorSpec("kv.0.k", "float16", (1, 2, capacity, 16)))
@@ -189,7 +193,7 @@ def test_a_plans_key_depends_on_all_that_shapes_it(
     assert len(set(keys)) == len(keys)
 
     path = tmp_path / "graph.onnx"
-    onnx_export.save(onnx_export.export_backbone(backbone, capacity_symbolic=False), path)
+    trace.save(trace.export_backbone(backbone, capacity_symbolic=False), path)
     before, weights = build.hash_graph(path), path.with_suffix(".bin")
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
@@ -206,7 +210,7 @@ def test_the_timing_cache_is_kept_per_version_and_gpu(
     assert path == tmp_path / "specsplit" / "tensorrt" / "11.4.0-SM90.timing"
 
     class Config:
-        """TensorRT's builder config: one build adds a measurement."""
+        """Stands for TensorRT's builder config; one build adds a measurement."""
 
         def create_timing_cache(self, data: bytes) -> bytes:
             return data
@@ -274,7 +278,9 @@ def test_without_tensorrt_it_says_what_to_install(
     for module in ("tensorrt", "tensorrt_rtx_bindings"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=r"TensorRT is not installed.* pip install") as error:
-        make_bundle.build(str(workshop.llama()), out=tmp_path / "bundle", backend="tensorrt")
+        make_bundle.build(
+            BuildOptions(str(workshop.llama()), out=tmp_path / "bundle", backend="tensorrt")
+        )
     assert "specsplit[tensorrt]" in str(error.value)
     assert "specsplit[tensorrt-rtx]" in str(error.value)
 
@@ -282,10 +288,12 @@ def test_without_tensorrt_it_says_what_to_install(
 def test_a_drafter_on_the_targets_cache_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got drafter skip_layer with the tensorrt backend"):
         make_bundle.build(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(SHARED_CACHE)],
-            out=tmp_path / "bundle",
-            backend="tensorrt",
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(SHARED_CACHE)],
+                out=tmp_path / "bundle",
+                backend="tensorrt",
+            )
         )
 
 
@@ -303,18 +311,20 @@ def rtx() -> Any:
 def built(workshop: Workshop, out: Path, precision: str, *names: str, **options: Any) -> Path:
     options = {"compute_capabilities": ["8.9"]} | options
     return make_bundle.build(
-        str(workshop.llama()),
-        [] if names else ["prompt_lookup"],
-        [workshop.drafter(name) for name in names],
-        precision,
-        out=out,
-        backend="tensorrt",
-        **options,
+        BuildOptions(
+            str(workshop.llama()),
+            [] if names else ["prompt_lookup"],
+            [workshop.drafter(name) for name in names],
+            precision,
+            out=out,
+            backend="tensorrt",
+            **options,
+        )
     )
 
 
 def plans_of(bundle: Bundle) -> dict[str, list[bundles.Plan]]:
-    """By graph; checks that all are of the right size, kind and name."""
+    """Returns the plans by graph, and asserts that all are of the right size, kind and name."""
     manifest = bundle.manifest
     graphs = {"target": manifest.graphs["target"]}
     for info in manifest.drafters:
@@ -368,7 +378,7 @@ def test_a_rebuilt_bundle_takes_over_what_has_not_changed(
 
 
 def test_the_bundle_also_runs_on_onnx_runtime(rtx: Any, workshop: Workshop, tmp_path: Path) -> None:
-    """Tokens of the contiguous float32 graphs, adapted, as the slots form's."""
+    """The adapted contiguous float32 graphs give the tokens of the slots form."""
     name = "parallelspec"
     folder = built(workshop, tmp_path / "bundle", "fp32", name)
     results = [
@@ -384,8 +394,8 @@ def test_the_bundle_also_runs_on_onnx_runtime(rtx: Any, workshop: Workshop, tmp_
 def test_a_network_that_is_not_the_manifests_is_refused(
     rtx: Any, backbone: Backbone, tmp_path: Path
 ) -> None:
-    model = build.adapt(onnx_export.export_backbone(backbone, capacity_symbolic=False), "fp32")
-    onnx_export.save(model, tmp_path / "graph.onnx")
+    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
+    trace.save(model, tmp_path / "graph.onnx")
     graph = graph_of(model, "contiguous")
     profiles = build.profiles_for(graph, 8, backbone.config.scratch)
 
@@ -412,11 +422,11 @@ def test_a_network_that_is_not_the_manifests_is_refused(
 def test_a_cache_written_twice_is_not_in_place(
     rtx: Any, backbone: Backbone, tmp_path: Path
 ) -> None:
-    """One layer's values scattered into its keys' cache: no output may then be its update."""
-    model = build.adapt(onnx_export.export_backbone(backbone, capacity_symbolic=False), "fp32")
+    """A layer's values are scattered into its keys' cache, so no output can be that update."""
+    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
     keys, values = [node for node in model.graph if node.op_type == "TensorScatter"][:2]
     values.replace_input_with(0, keys.inputs[0])
-    onnx_export.save(model, tmp_path / "graph.onnx")
+    trace.save(model, tmp_path / "graph.onnx")
     graph = graph_of(model, "contiguous")
     profiles = build.profiles_for(graph, 8, backbone.config.scratch)
     with pytest.raises(ValueError, match=r"updates in place: got .*\('kv\.0\.k', 'kv\.0\.v\.out"):
@@ -426,9 +436,9 @@ def test_a_cache_written_twice_is_not_in_place(
 def test_what_tensorrt_cannot_parse_is_one_line(
     rtx: Any, backbone: Backbone, tmp_path: Path
 ) -> None:
-    """A capacity left open."""
-    model = onnx_export.export_backbone(backbone)
-    onnx_export.save(model, tmp_path / "graph.onnx")
+    """The graph's capacity is left open."""
+    model = trace.export_backbone(backbone)
+    trace.save(model, tmp_path / "graph.onnx")
     with pytest.raises(ValueError, match=r"does not parse graph\.onnx: .*static sequence") as error:
         build.build_plan(rtx, tmp_path / "graph.onnx", graph_of(model, "contiguous"), ({},), "8.9")
     assert "\n" not in str(error.value)
@@ -462,12 +472,12 @@ def test_target_and_all_drafters_are_built_for_three_gpus(
 def test_the_other_graphs_and_precisions_are_built(
     rtx: Any, workshop: Workshop, backbone: Backbone, tmp_path: Path, precision: str
 ) -> None:
-    """The graph of the drafter that no bundle holds yet; and one drafter in every precision."""
+    """Builds the graph of a drafter that no bundle here has, and one drafter in every precision."""
     for name in (SHARED_CACHE, "parallelspec"):
         for role, model in drafter_graphs(workshop, backbone, name).items():
             build.adapt(model, precision)
             path = tmp_path / f"{name}-{role}.onnx"
-            onnx_export.save(model, path)
+            trace.save(model, path)
             graph = graph_of(model, "contiguous")
             profiles = build.profiles_for(graph, 24, backbone.config.scratch)
             assert len(build.build_plan(rtx, path, graph, profiles, "8.9")) > 100_000

@@ -1,4 +1,4 @@
-"""The slots form against the eager backbone and transformers, one family at a time.
+"""Compares the slots form with the eager backbone and transformers, one family at a time.
 
 Tolerance: 2e-5 of the largest value (float32, other summation orders and fused operators; measures
 about 2e-6). A wrong slot, position or mask moves logits by percents.
@@ -28,7 +28,8 @@ from test_decoder import (
 )
 
 from spec_export.decoder import Backbone
-from spec_export.graphs.slots import ATTENTIONS, MS, to_slots
+from spec_export.graphs.edit import MS
+from spec_export.graphs.slots import ATTENTIONS, to_slots
 from spec_export.graphs.trace import export_backbone, save
 from spec_runtime.kv import open_cache
 
@@ -51,7 +52,7 @@ class Case(NamedTuple):
     folders: dict[str, Path]  # form or attention -> where its graph lies
 
     def runner(self, attention: str = "bias", capacity: int = 96) -> Runner:
-        """Of the slots form."""
+        """Opens the slots form."""
         runner = Runner(self.slots[attention], self.folders[attention], "slots", capacity)
         runner.cache = open_cache("slots", capacity, attention)
         return runner
@@ -59,7 +60,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """One family's models: transformers', the backbone, its graph in all forms."""
+    """Gives one family's models: transformers', the backbone, and its graph in all forms."""
     family = request.param
     hf_model = tiny(family, num_hidden_layers=LAYERS, **CASES[family])
     backbone = backbone_of(hf_model, taps=(1,))
@@ -70,7 +71,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def contiguous(folders: dict[str, Path]) -> ir.Model:
-    """A fresh copy each time: `to_slots` rewrites in place."""
+    """Returns a fresh copy each time, because `to_slots` rewrites in place."""
     return ir.load(folders["contiguous"] / "graph.onnx")
 
 
@@ -86,7 +87,7 @@ def close(actual: Any, expected: Any) -> None:
 
 
 def random_tree(n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
-    """Tokens and parents; siblings may repeat a token, which the graph does not mind."""
+    """Returns tokens and parents; siblings may have equal tokens."""
     parents = [0] + [int(rng.integers(i)) for i in range(1, n)]
     return rng.integers(VOCAB, size=n).tolist(), parents
 
@@ -94,7 +95,7 @@ def random_tree(n: int, rng: np.random.Generator) -> tuple[list[int], list[int]]
 @every_family
 @pytest.mark.parametrize("form", ["bias", "full_buffer", "contiguous"])
 def test_prefill_chains_and_trees(case: Case, form: str) -> None:
-    """Chunked prefill, single rows, then trees; each keeps a path, some rows are rolled back."""
+    """After a chunked prefill and single rows come trees; each keeps a path and loses the rest."""
     if form == "contiguous":
         runner = Runner(contiguous(case.folders), case.folders[form], form, CAPACITY)
     else:
@@ -127,7 +128,7 @@ def test_prefill_chains_and_trees(case: Case, form: str) -> None:
 
 @every_family
 def test_chains(case: Case) -> None:
-    """Chunked prefill, then chains of which some rows are kept; rolled back, they go on."""
+    """After a chunked prefill come chains; some of their rows are kept, the rest rolled back."""
     runner, eager = case.runner("chain", CAPACITY), Decoder(case.backbone, CAPACITY)
     rng, committed = np.random.default_rng(0), list[int]()
     for size, kept in ((7, 7), (5, 5), (1, 1), (6, 2), (8, 8), (8, 1), (1, 1), (7, 4)):
@@ -159,7 +160,9 @@ def test_the_attentions_agree_with_each_other_and_the_contiguous_form(case: Case
 
 
 def test_an_unknown_attention_is_refused() -> None:
-    with pytest.raises(ValueError, match="got attention 'flash', expected one of bias, attention"):
+    with pytest.raises(
+        ValueError, match="got attention 'flash', expected one of bias, full_buffer"
+    ):
         to_slots(ir.Model(ir.Graph([], [], nodes=[]), ir_version=11), "flash")
 
 
@@ -170,7 +173,7 @@ def compare_with_transformers(
     parents: list[int],
     logits_NV: np.ndarray,
 ) -> None:
-    """Every node's logits are those of the sequence that ends in it."""
+    """Asserts that each node's logits are those of the sequence that ends in it."""
     for leaf in set(range(len(tokens))) - set(parents[1:]):
         path = path_to(leaf, parents)
         expected = reference(hf_model, committed + [tokens[i] for i in path])
@@ -214,7 +217,7 @@ def test_a_chains_rows_are_written_behind_the_committed_ones_and_nowhere_else(ca
 @llama
 @pytest.mark.parametrize("attention", ["bias", "chain"])
 def test_slots_above_the_high_water_mark_are_not_read(case: Case, attention: str) -> None:
-    """NaN there would reach the output through 0 · NaN."""
+    """A NaN there would reach the output as 0 · NaN."""
     clean, poisoned = case.runner(attention), case.runner(attention)
     tokens = random_tokens(9, seed=4)
     for cache in poisoned.backend._caches.values():
