@@ -79,7 +79,7 @@ def value(data: Any, path: str, file: str) -> Any:
 
 
 def provenance(name: str, data: Any) -> dict[str, Any]:
-    """Returns where a file's figures come from: commit, date, cpu, command, as far as recorded."""
+    """Returns where a file's figures come from, as far as recorded (see measure/provenance.py)."""
     found = data.get("provenance", data) if isinstance(data, dict) else {}
     command = found.get("command")
     if isinstance(command, list):
@@ -89,6 +89,7 @@ def provenance(name: str, data: Any) -> dict[str, Any]:
         "date": found.get("date"),
         "cpu": found.get("cpu"),
         "command": command,
+        "note": found.get("note"),
     }
 
 
@@ -388,6 +389,8 @@ def source(name: str) -> str:
     parts.append(str(found["cpu"]) if found["cpu"] else "CPU not recorded")
     if found["command"]:
         parts.append(f"`{found['command']}`")
+    if found["note"]:
+        parts.append(found["note"].partition("; not recorded")[0])
     return " · ".join(parts)
 
 
