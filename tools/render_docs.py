@@ -143,12 +143,12 @@ def readme(_: str) -> str:
 
 
 def headline(summary: dict[str, Any], precision: str) -> float:
-    """Returns the speed-up to quote: the ratio of decode times, or of speeds where texts differ.
+    """Returns the speed-up of decoding alone: the ratio of speeds in tokens per second.
 
-    At a reduced precision both ways of decoding write texts of different lengths, so that a ratio
-    of total times would compare different work.
+    Older files hold a ratio of total times as `speedup`, which at a reduced precision compares
+    texts of different lengths.
     """
-    if precision in ("fp32", "fp16"):
+    if "decode_time_ratio" in summary or precision in ("fp32", "fp16"):
         return summary["speedup"]
     return summary["tokens_per_second"] / summary["plain_tokens_per_second"]
 
@@ -309,8 +309,9 @@ def compare(file: str) -> str:
     """Several drafters of one run side by side, such as one with and without lookup."""
     if not measured(file):
         return NOT_MEASURED
+    data = load(file)
     rows = []
-    for name, each in value(load(file), "drafters", file).items():
+    for name, each in value(data, "drafters", file).items():
         overall = each["overall"]
         end = overall.get("speedup_end_to_end")
         rows.append(
@@ -319,7 +320,7 @@ def compare(file: str) -> str:
                 f"{overall['nodes_per_step']:.1f}",
                 f"{overall['accepted_length']:.2f}",
                 f"{overall['tokens_per_second']:.1f}",
-                f"{overall['tokens_per_second'] / overall['plain_tokens_per_second']:.2f}",
+                f"{headline(overall, data['precision']):.2f}",
                 number(end, ".2f"),
                 f"{overall['draft_ms']:.1f}",
                 f"{overall['verify_ms']:.1f}",
