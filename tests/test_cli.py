@@ -333,7 +333,7 @@ def test_chat_survives_a_conversation_longer_than_the_context(
 
 def write_prompts(path: Path) -> Path:
     rows: list[dict[str, Any]] = [
-        {"question_id": 1, "category": "writing", "turns": ["abcabc", "never read"]},
+        {"question_id": 1, "category": "writing", "turns": ["abcabc", "bcabca"]},
         {"question_id": 3, "category": "qa", "turns": ["bcdbcdb"]},
         {"question_id": 2, "category": "math", "turns": ["ddabdda"]},
         {"question_id": 4, "category": "qa", "turns": ["a" * CONTEXT]},
@@ -359,7 +359,8 @@ def test_bench_writes_the_metrics_and_prints_a_table(
         assert row["accepted_length"] == row["tokens"] / row["steps"] > 1
         assert 0 <= row["host_share"] < 1
     overall = figures["overall"]
-    assert (overall["prompts"], overall["tokens"], overall["plain_tokens"]) == (3, 69, 69)
+    assert (overall["prompts"], overall["turns"]) == (3, 4)
+    assert (overall["tokens"], overall["plain_tokens"]) == (92, 92)
     assert [row["prompts"] for row in figures["categories"].values()] == [2, 1]
     assert len(figures["skipped"]) == 1
     assert "prompt 4 skipped: got a prompt of" in " ".join(err.split())
@@ -379,7 +380,7 @@ def test_bench_compares_drafters_in_one_run(
     figures = json.loads(out_file.read_text())
     assert list(figures["drafters"]) == ["prompt_lookup", "none"]
     lookup, plain = (result["overall"] for result in figures["drafters"].values())
-    assert (plain["accepted_length"], plain["tokens"], plain["identical"]) == (1.0, 69, 1.0)
+    assert (plain["accepted_length"], plain["tokens"], plain["identical"]) == (1.0, 92, 1.0)
     assert (lookup["accepted_length"] > 1, lookup["identical"]) == (True, 1.0)
     assert lookup["plain_tokens_per_second"] == plain["plain_tokens_per_second"]
     for row in (lookup, plain):

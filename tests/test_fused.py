@@ -23,7 +23,8 @@ from workshop import FluentWorkshop  # noqa: E402
 import spec_runtime  # noqa: E402
 from spec_export import make_bundle  # noqa: E402
 from spec_export.graphs import fused_step as fuse  # noqa: E402
-from spec_runtime.backends import ort  # noqa: E402
+from spec_export.make_bundle import BuildOptions  # noqa: E402
+from spec_runtime.backends import cuda, session, shapes  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.fused import FusedSteps  # noqa: E402
 from spec_runtime.step import Step  # noqa: E402
@@ -45,14 +46,16 @@ def bundles(fluent: FluentWorkshop) -> Any:
     @cache
     def build(name: str, precision: str | None, device: str) -> Path:
         return make_bundle.build(
-            str(fluent.llama()),
-            [name],
-            [fluent.drafter(name)],
-            precision,
-            max_length=160,
-            out=fluent.folder / "fused" / f"{name}-{precision}-{device}",
-            device=device,
-            fuse=True,
+            BuildOptions(
+                str(fluent.llama()),
+                [name],
+                [fluent.drafter(name)],
+                precision,
+                max_length=160,
+                out=fluent.folder / "fused" / f"{name}-{precision}-{device}",
+                device=device,
+                fuse=True,
+            )
         )
 
     # Not cached itself: `bundle("medusa")` and `bundle("medusa", device="cpu")` are one bundle.
@@ -69,7 +72,7 @@ def load(path: Path, name: str, **options: Any) -> Engine:
 @pytest.fixture(autouse=True)
 def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes masks grow several times within these short contexts."""
-    monkeypatch.setattr(ort, "MIN_MASK", 32)
+    monkeypatch.setattr(shapes, "MIN_MASK", 32)
 
 
 @fusable
@@ -94,7 +97,7 @@ def test_the_fused_step_changes_no_token(bundles: Any, name: str, device: str) -
 @fusable
 @everywhere
 def test_the_trees_are_those_the_host_grows(bundles: Any, name: str, device: str) -> None:
-    """They agree node for node with a budget of as many; the first fused tree is its root alone.
+    """With equal budgets the trees agree node for node; the first fused tree is its root alone.
 
     In fp16 two paths of nearly equal probability may change places.
     """
@@ -239,13 +242,13 @@ def test_other_precisions_run_through_it(bundles: Any, precision: str) -> None:
 def test_on_cuda_each_side_and_width_is_one_graph(
     bundles: Any, monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
-    """It runs on tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
+    """Runs on tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
     path = bundles("parallelspec", device="cuda")
     expected = load(path, "parallelspec").generate(PROMPTS[3], max_new_tokens=60, ignore_eos=True)
     module, device = fake_ort_cuda.module()
-    monkeypatch.setattr(ort, "ort", module)
+    monkeypatch.setattr(session, "ort", module)
     if is_shared:  # the stream of target and drafter
-        monkeypatch.setattr(ort, "open_copies", lambda _: fake_ort_cuda.stream_copies(device))
+        monkeypatch.setattr(cuda, "open_copies", lambda: fake_ort_cuda.stream_copies(device))
     engine = spec_runtime.load(path, backend="cuda", threads=1)
     assert isinstance(engine.fused, FusedSteps), "on CUDA it is the default"
     assert engine.with_drafter("none").fused is None
@@ -310,7 +313,9 @@ def test_refusals(bundles: Any, fluent: FluentWorkshop, tmp_path: Path) -> None:
         load(bundles("parallelspec"), "parallelspec", lookup=True)
     model, out = str(fluent.llama()), tmp_path / "out"
     with pytest.raises(ValueError, match=r"got fuse with the contiguous form, expected slots"):
-        make_bundle.build(model, [], [fluent.drafter("medusa")], form="contiguous", fuse=True)
+        make_bundle.build(
+            BuildOptions(model, [], [fluent.drafter("medusa")], form="contiguous", fuse=True)
+        )
     with pytest.raises(ValueError, match=r"got fuse with drafter eagle, expected one of .*medusa"):
-        make_bundle.build(model, [], [fluent.drafter("eagle")], out=out, fuse=True)
+        make_bundle.build(BuildOptions(model, [], [fluent.drafter("eagle")], out=out, fuse=True))
     assert not out.exists()

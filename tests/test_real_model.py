@@ -16,6 +16,7 @@ pytest.importorskip("onnxruntime")
 
 import spec_runtime
 from spec_export import demo, make_bundle
+from spec_export.make_bundle import BuildOptions
 from spec_runtime.engine import Engine
 from spec_runtime.target import NEAR_TIE, top_gap
 
@@ -37,7 +38,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     except demo.DemoError as error:
         pytest.skip(str(error))
     out = tmp_path_factory.mktemp("demo") / "bundle"
-    bundle = make_bundle.build(drafters=["parallelspec"], precision="fp32", out=out)
+    bundle = make_bundle.build(BuildOptions(drafters=["parallelspec"], precision="fp32", out=out))
     return spec_runtime.load(bundle, "parallelspec", lookup=False, profile=False)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Acceptance rules above temperature 0, in one run: accepted length, speed-up and what they cost.
+"""Compares acceptance rules above temperature 0 in one run: accepted length, speed-up and text.
 
 usage: compare_acceptance.py --prompts FILE.jsonl [--limit 60] [--max-new-tokens 128] [--bundle DIR]
        [--drafter NAME] [--temperature T …] [--epsilon E …] [--rejection] [--no-profile]
@@ -7,7 +7,8 @@ usage: compare_acceptance.py --prompts FILE.jsonl [--limit 60] [--max-new-tokens
 
 Every prompt is decoded plainly, by target sampling (whose text is that of plain decoding, seed by
 seed), by typical acceptance at each epsilon with delta = sqrt(epsilon), and on demand by rejection;
-whose turn comes first rotates. The quality axis of Medusa's figure 5 is here the mean
+whose turn comes first rotates. Of prompts with several turns only the first is asked. The quality
+axis of Medusa's figure 5 is here the mean
 log-probability of a token under the target itself at temperature 1: typical acceptance writes
 likelier, duller text than the target would.
 """
@@ -15,7 +16,6 @@ likelier, duller text than the target would.
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ import spec_runtime
 from spec_runtime import bundle
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.cli.options import write_figures
-from spec_runtime.measure import quality
+from spec_runtime.files import replacing
+from spec_runtime.measure import provenance, quality
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingOptions
 from spec_runtime.stats import Stats
@@ -55,8 +56,15 @@ def main() -> None:
         folder, arguments.drafter, arguments.threads, profile=not arguments.no_profile
     )
     prompts = read_prompts(arguments.prompts, arguments.limit)
+    manifest = bundle.read(folder, verify=False).manifest
     figures: dict[str, Any] = {
-        "bundle": bundle.read(folder, verify=False).manifest.name,
+        "provenance": provenance.collect(
+            threads=arguments.threads,
+            prompts_file=arguments.prompts,
+            prompts=prompts,
+            manifest=manifest,
+        ),
+        "bundle": manifest.name,
         "drafter": engine.drafter,
         "tuned": engine.is_tuned,
         "threads": arguments.threads or default_threads(),
@@ -88,7 +96,7 @@ def compare(
     max_new_tokens: int,
     rules: dict[str, SamplingOptions],
 ) -> list[dict[str, Any]]:
-    """A row for plain decoding and one for each rule."""
+    """Returns a row for plain decoding and one for each rule."""
     plainly = engine.with_drafter("none")
     contenders = {"plain": (plainly, SamplingOptions())}
     contenders |= {name: (engine, options) for name, options in rules.items()}
@@ -117,7 +125,7 @@ def compare(
             "rule": name,
             "accepted length": total.accepted_length,
             "tokens/s": total.tokens_per_second,
-            # texts differ in length: the ratio of speeds, not of times
+            # a ratio of speeds and not of times, since texts differ in length
             "speedup": total.tokens_per_second / totals["plain"].tokens_per_second,
             "log p a token": log_prob[name] / count[name],
             "steps": total.steps,
@@ -128,7 +136,8 @@ def compare(
 
 
 def draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """Accepted length against log-probability, a line for each temperature: Medusa's figure 5."""
+    """Draws accepted length against log-probability, a line for each temperature, as in Medusa's
+    figure 5."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -160,9 +169,8 @@ def draw(rows: list[dict[str, Any]], file: Path) -> None:
     axes.set_xlabel("mean log-probability of a token under the target")
     axes.set_ylabel("accepted length")
     axes.legend()
-    temporary = file.with_name(f".{file.name}")
-    figure.savefig(temporary, bbox_inches="tight", format=file.suffix[1:])
-    os.replace(temporary, file)
+    with replacing(file) as temporary:
+        figure.savefig(temporary, bbox_inches="tight")
     pyplot.close(figure)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plain decoding speed of a fp32 bundle against onnxruntime-genai with its own builder, in one run.
+"""Compares plain decoding of an fp32 bundle with onnxruntime-genai's own model in one run.
 
 usage: compare_with_genai.py --genai-python PYTHON --prompts FILE.jsonl [--limit 10]
        [--max-new-tokens 128] [--bundle DIR] [--model M] [--work DIR] [--threads N] [--json OUT]
@@ -27,11 +27,14 @@ from spec_export import target
 from spec_export.distill.engines import save_dequantized
 from spec_runtime import bundle
 from spec_runtime.backends.threads import default_threads
+from spec_runtime.files import write_atomically
+from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 
 # Runs in the other environment: a prompt's ids a line in, its tokens and seconds a line out.
 WORKER = """
-import json, sys, time
+import json, os, sys, time
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime_genai as og
 model = og.Model(sys.argv[1])
 print(json.dumps({"version": og.__version__}), flush=True)
@@ -56,7 +59,7 @@ for line in sys.stdin:
 
 
 class Genai:
-    """onnxruntime-genai in a process of its own, asleep while it is not asked."""
+    """Runs onnxruntime-genai in a process of its own, which sleeps while it is not asked."""
 
     def __init__(self, python: Path, model: Path) -> None:
         self._process = subprocess.Popen(
@@ -68,7 +71,7 @@ class Genai:
         self.version = self._read()["version"]
 
     def generate(self, ids: list[int], max_new_tokens: int) -> tuple[list[int], float]:
-        """New tokens, and the seconds of decoding all but the first."""
+        """Returns the new tokens, and the seconds that all but the first took."""
         stdin: IO[str] | None = self._process.stdin
         assert stdin is not None
         stdin.write(json.dumps({"ids": ids, "max_new_tokens": max_new_tokens}) + "\n")
@@ -88,7 +91,7 @@ class Genai:
 
 
 def build(python: Path, source: target.Source, work: Path, threads: int) -> Path:
-    """genai's fp32 CPU model of `source` under `work`, made where it is not there yet."""
+    """Returns genai's fp32 CPU model of `source` under `work`; builds it if it is not there."""
     out = work / f"genai-{source.name}-fp32"
     if not (out / "genai_config.json").is_file():
         find = "import onnxruntime_genai as og; print(og.__path__[0])"
@@ -147,6 +150,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     speed = sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
     rival = sum(row["genai_tokens"] for row in rows) / sum(row["genai_seconds"] for row in rows)
     return {
+        "provenance": provenance.collect(
+            threads=threads, prompts_file=args.prompts, prompts=prompts, manifest=manifest
+        ),
         "bundle": manifest.name,
         "genai_version": genai.version,
         "threads": threads,
@@ -180,7 +186,7 @@ def main() -> int:
     text = json.dumps(result, indent=2)
     print(text)
     if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
+        write_atomically(args.json, text + "\n")
     return 0
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Greedy tokens of a bundle against transformers' generate in float32, prompt by prompt.
+"""Compares a bundle's greedy tokens with transformers' generate in float32, prompt by prompt.
 
 usage: compare_with_transformers.py --prompts FILE.jsonl [--num 20] [--max-new-tokens 128]
        [--bundle DIR] [--model M] [--drafter NAME]... [--json OUT]
@@ -24,19 +24,22 @@ from rich.progress import Progress
 import spec_runtime
 from spec_export import target
 from spec_runtime import bundle
+from spec_runtime.files import write_atomically
+from spec_runtime.measure import provenance
 from spec_runtime.measure.audit import first_difference
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.proposers import BUILT_IN
 
 
 def evenly(prompts: list[BenchPrompt], num: int) -> list[BenchPrompt]:
-    """`num` of them with evenly spaced places in the order of ids: of 480, 20 are 0, 24, 48, ..."""
+    """Returns `num` of them, evenly spaced in the order of ids: of 480, 20 are 0, 24, 48, …"""
     ordered = sorted(prompts, key=lambda prompt: prompt.id)
     num = min(num, len(ordered))
     return [ordered[i * len(ordered) // num] for i in range(num)]
 
 
 def expected_tokens(model: Any, ids: list[int], max_new_tokens: int) -> list[int]:
+    """Returns the new tokens of transformers' greedy `generate`."""
     ids_BT = torch.tensor([ids])
     with torch.inference_mode():
         out_BT = model.generate(
@@ -49,7 +52,8 @@ def expected_tokens(model: Any, ids: list[int], max_new_tokens: int) -> list[int
 
 
 def gap(model: Any, ids: list[int], expected: int | None, got: int | None) -> float | None:
-    """Logit of the expected token less that of the one got, after `ids`; None where one is none."""
+    """Returns the logit of the expected token less that of the one got, after `ids`; None if either
+    generation had ended."""
     if expected is None or got is None:
         return None
     with torch.inference_mode():
@@ -58,6 +62,7 @@ def gap(model: Any, ids: list[int], expected: int | None, got: int | None) -> fl
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Decodes the prompts with transformers and with each drafter; returns where they differ."""
     folder = args.bundle or bundle.find()
     manifest = bundle.read(folder).manifest
     engine = spec_runtime.load(folder, "none", verify=False)
@@ -96,6 +101,12 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                     }
                 )
     return {
+        "provenance": provenance.collect(
+            prompts_file=args.prompts,
+            prompts=prompts,
+            manifest=manifest,
+            packages=("torch", "transformers"),
+        ),
         "bundle": manifest.name,
         "precision": manifest.target.precision,
         "prompts": [prompt.id for prompt in prompts],
@@ -131,7 +142,7 @@ def main() -> int:
     text = json.dumps(result, indent=2, ensure_ascii=False)
     print(text)
     if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
+        write_atomically(args.json, text + "\n")
     return int(any(each["differences"] for each in result["drafters"].values()))
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spec_runtime.cli.options import write_figures
+from spec_runtime.measure import provenance
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -96,9 +97,9 @@ def _cpu() -> str:
 
 
 def _onnxruntime() -> str:
-    import onnxruntime
+    from spec_runtime.backends.session import ort
 
-    return f"{onnxruntime.__version__}: {', '.join(onnxruntime.get_available_providers())}"
+    return f"{ort.__version__}: {', '.join(ort.get_available_providers())}"
 
 
 def _torch() -> str:
@@ -127,7 +128,7 @@ def measured_on(device: str, environment: Row) -> str:
 
 
 def write(figures: Row, json_file: Path, markdown_file: Path) -> None:
-    write_figures(json_file, figures)
+    write_figures(json_file, {"provenance": provenance.collect(), **figures})
     temporary = markdown_file.with_name(f".{markdown_file.name}.tmp")
     temporary.write_text(as_markdown(figures), encoding="utf-8")
     os.replace(temporary, markdown_file)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does `tune` find the best budget? An exhaustive sweep beside it, in interleaved repeats.
+"""Sweeps the budgets that a drafter may have, and says how near the tuned one is to the best.
 
     spec-runtime tune --bundle DIR
     python tools/sweep_budgets.py --bundle DIR --prompts FILE.jsonl [--limit 12] [--repeats 5]
@@ -8,9 +8,10 @@
 Contenders: plain decoding; the bundle's own trees; the tuned engine; grown trees of each size in
 --nodes, whatever their probability; and trees of at most the largest size with nodes of at least
 each --threshold. In every repeat each contender decodes every prompt (greedy; whose turn comes
-first rotates), which gives one speed-up over plain decoding a repeat: printed are their median,
-least and greatest, over all prompts and by category. The last line compares the tuned engine with
-the best budget of the sweep; the best of many is by chance a little too good.
+first rotates). Each repeat so gives one speed-up over plain decoding, a ratio of tokens a second;
+their median, least and greatest are printed, over all prompts and by category. Of prompts with
+several turns only the first is asked. The last line compares the tuned engine with the best budget
+of the sweep; the best of many is by chance a little too good.
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ import spec_runtime
 from spec_runtime import bundle
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.cli.options import write_figures
+from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import Stats
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown
 
 NODES = (2, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.03, 0.1, 0.2, 0.3)
 PLAIN, OWN, TUNED = "plain", "bundle", "tuned"
 ALL = "all"
 
-Runs = dict[str, list[list[Stats]]]  # of a contender: repeats, prompts
+Runs = dict[str, list[list[Stats]]]  # by contender, repeat and prompt
 
 
 def main() -> None:
@@ -57,6 +59,12 @@ def main() -> None:
     runs = race(engines, prompts, arguments.repeats, arguments.max_new_tokens)
     manifest = bundle.read(folder, verify=False).manifest
     figures: dict[str, Any] = {
+        "provenance": provenance.collect(
+            threads=arguments.threads,
+            prompts_file=arguments.prompts,
+            prompts=prompts,
+            manifest=manifest,
+        ),
         "bundle": manifest.name,
         "precision": manifest.target.precision,
         "drafter": engines[OWN].drafter,
@@ -80,7 +88,7 @@ def main() -> None:
 def contenders(
     folder: Path, threads: int | None, nodes: Sequence[int], thresholds: Sequence[float]
 ) -> dict[str, spec_runtime.Engine]:
-    """By name. The tuned engine has a target of its own; the others share one."""
+    """Returns the engines by name. The tuned one has a target of its own; the others share one."""
     own = spec_runtime.load(folder, threads=threads, profile=False)
     engines = {
         PLAIN: own.with_drafter("none"),
@@ -88,7 +96,7 @@ def contenders(
         TUNED: spec_runtime.load(folder, threads=threads, verify=False),
     }
     budgets = {f"{n} nodes": Budget(n) for n in nodes}
-    budgets |= {f"p >= {p:g}": Budget(max(nodes, default=16), p) for p in thresholds}
+    budgets |= {f"p >= {p:g}": Budget(max(nodes, default=16), growth=Grown(p)) for p in thresholds}
     for name, budget in budgets.items():
         engines[name] = own.observed(lambda proposer: proposer, budget)
     return engines
@@ -100,6 +108,7 @@ def race(
     repeats: int,
     max_new_tokens: int,
 ) -> Runs:
+    """Decodes every prompt with every engine in each repeat; whose turn comes first rotates."""
     names = list(engines)
     runs: Runs = {name: [] for name in names}
     turn = 0
@@ -121,8 +130,11 @@ def race(
 
 
 def summarise(runs: Runs, categories: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Of each contender {nodes, accepted_length, speedup {all and each category: {median, least,
-    greatest}}}: a speed-up is the ratio of tokens a second, since texts may differ in length."""
+    """Returns for each contender {nodes, accepted_length, tokens_per_second, speedup}.
+
+    ``speedup`` has {median, least, greatest} for all prompts and for each category; it is a ratio
+    of tokens a second, since texts may differ in length.
+    """
     groups = {ALL: list(range(len(categories)))}
     for i, category in enumerate(categories):
         groups.setdefault(category, []).append(i)
@@ -151,7 +163,7 @@ def summarise(runs: Runs, categories: Sequence[str]) -> dict[str, dict[str, Any]
             "tokens_per_second": total.tokens_per_second,
             "speedup": speedup,
         }
-    # how far plain decoding is from itself: its repeats over their median
+    # Plain decoding's own repeats over their median show how far the machine is from itself.
     for group, members in groups.items():
         paces = [pace(repeat, members) for repeat in runs[PLAIN]]
         middle = statistics.median(paces)

@@ -1,7 +1,6 @@
-"""The spec-runtime command: finds the verb, imports that verb's module only, words its errors.
+"""Implements the spec-runtime command: finds the verb, imports its module only, words its errors.
 
-It knows verbs and exit codes; what a verb does is in the file of its name. ``spec_export.cli`` runs
-through the same ``run``.
+What a verb does is in the file of its name. ``spec_export.cli`` runs through the same ``run``.
 """
 
 import importlib
@@ -13,7 +12,7 @@ import typer
 
 VERBS = ("generate", "chat", "bench", "audit", "tune", "show")
 
-# Which extra of the distribution brings a module that may be absent.
+# Names the extra of the distribution that brings a module which may be absent.
 EXTRAS = {
     "onnxruntime": "cpu",
     "tensorrt": "tensorrt",
@@ -38,9 +37,9 @@ def run(
     summary: str | None,
     argv: Sequence[str] | None,
 ) -> None:
-    """Run one verb of ``package`` and leave by SystemExit: 0, 2 for bad input, 130 on Ctrl-C.
+    """Runs one verb of ``package`` and raises SystemExit: 0, 2 for bad input, 130 on Ctrl-C.
 
-    Only the verb's own module is imported; all of them for ``--help`` or an unknown verb.
+    Imports the verb's own module only; all of them for ``--help`` or an unknown verb.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     app = typer.Typer(
@@ -56,7 +55,7 @@ def run(
     for verb in wanted or verbs:
         module = importlib.import_module(f"{package}.{verb}")
         app.command(verb)(module.command)
-    # each on a line of its own, wherever the streamed text stands
+    # A warning begins a line of its own, wherever the streamed text stands.
     warnings = logging.StreamHandler(sys.stderr)
     warnings.setFormatter(logging.Formatter("\nwarning: %(message)s"))
     logging.getLogger("spec_runtime").handlers = [warnings]
@@ -75,6 +74,6 @@ def run(
 
 
 def _fail(message: str) -> None:
-    """One line on stderr and exit code 2."""
+    """Prints one line to stderr and exits with code 2."""
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

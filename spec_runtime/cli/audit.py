@@ -1,4 +1,4 @@
-"""spec-runtime audit: is speculative decoding lossless on these prompts? If not, exit code 1."""
+"""Implements spec-runtime audit: is speculative decoding lossless on these prompts?"""
 
 import dataclasses
 from pathlib import Path
@@ -13,6 +13,7 @@ from spec_runtime.cli import options
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
+    from spec_runtime.bundle import Manifest
     from spec_runtime.measure import distribution_test
     from spec_runtime.measure.prompts import BenchPrompt
     from spec_runtime.sampling import SamplingOptions
@@ -54,10 +55,11 @@ def command(
     threads: options.Threads = None,
 ) -> None:
     """Check speculative decoding against plain decoding, token by token; the bundle's own trees are
-    used, whatever `tune` found. Exit code 1 if a difference is neither a near tie nor rounding."""
+    used, whatever `tune` found. Exit code 1 if a difference is real: neither a near tie nor within
+    the rounding that is measured for this model and precision."""
     import spec_runtime
     from spec_runtime import bundle as bundles
-    from spec_runtime.measure import quality
+    from spec_runtime.measure import provenance
     from spec_runtime.measure.prompts import read_prompts
 
     _check(acceptance, temperature, strict, reference)
@@ -66,10 +68,7 @@ def command(
         out.parent.mkdir(parents=True, exist_ok=True)
     folder = bundle or bundles.find()
     manifest = bundles.read(folder, verify=False).manifest
-    judge = None
-    if reference is not None:
-        quality.check_reference(manifest, bundles.read(reference, verify=False).manifest)
-        judge = spec_runtime.load(reference, drafter="none", threads=threads)
+    judge = _open_reference(reference, manifest, threads)
     engine = spec_runtime.load(
         folder, drafter=drafter, threads=threads, lookup=lookup, profile=False, strict=strict
     )
@@ -80,6 +79,9 @@ def command(
         "acceptance": acceptance,
     }
     figures: dict[str, Any] = {
+        "provenance": provenance.collect(
+            threads=threads, prompts_file=prompts, prompts=chosen, manifest=manifest
+        ),
         "bundle": manifest.name,
         "precision": manifest.target.precision,
         "target_modified": manifest.target.target_modified,
@@ -87,20 +89,30 @@ def command(
         **settings,
         "is_strict": strict,
     }
-    console = Console(highlight=False)
     if acceptance == "rejection":
-        found = _law(engine, chosen[0], settings, draws)
+        found = _test_distribution(engine, chosen[0], settings, draws)
         figures |= {"law": dataclasses.asdict(found), "real": int(found.is_real)}
-        console.print(_law_table(figures))
     else:
         figures |= _audit(engine, chosen, settings, manifest.target.precision, judge)
-        console.print(_table(figures))
-        if figures["divergences"]:
-            console.print(_divergences(figures["divergences"]))
+    _print(figures)
     if out is not None:
         options.write_figures(out, figures)
     if figures["real"]:
         raise typer.Exit(1)
+
+
+def _open_reference(
+    reference: Path | None, manifest: "Manifest", threads: int | None
+) -> "Engine | None":
+    """Opens the bundle that judges how likely the answers are. Raises ValueError if it cannot."""
+    if reference is None:
+        return None
+    import spec_runtime
+    from spec_runtime import bundle as bundles
+    from spec_runtime.measure import quality
+
+    quality.check_reference(manifest, bundles.read(reference, verify=False).manifest)
+    return spec_runtime.load(reference, drafter="none", threads=threads)
 
 
 def _check(acceptance: str, temperature: float, strict: bool, reference: Path | None) -> None:
@@ -142,7 +154,7 @@ def _audit(
     return audit.summarise(report)
 
 
-def _law(
+def _test_distribution(
     engine: "Engine", prompt: "BenchPrompt", settings: "SamplingOptions", draws: int
 ) -> "distribution_test.DistributionTest":
     from spec_runtime.measure import distribution_test
@@ -155,6 +167,16 @@ def _law(
         )
 
 
+def _print(figures: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    if figures["acceptance"] == "rejection":
+        console.print(_distribution_table(figures))
+        return
+    console.print(_table(figures))
+    if figures["divergences"]:
+        console.print(_divergences(figures["divergences"]))
+
+
 def _table(figures: dict[str, Any]) -> Table:
     table = _empty_table(figures)
     counts = figures["counts"]
@@ -162,13 +184,20 @@ def _table(figures: dict[str, Any]) -> Table:
     length = f"accepted length {figures['accepted_length']:.2f}"
     table.add_row("tokens", f"{figures['tokens']}, {length}")
     table.add_row("identical", f"{figures['identical']:.1%} of the prompts")
-    share, limit = figures["near_tie_limit"], figures["rounding_limit"]
-    table.add_row("near ties", f"{counts['near tie']} (gap up to {share:g} of the row's range)")
-    if limit > 0:
-        table.add_row("rounding", f"{counts['rounding']} (gap up to {limit:.3g} logits)")
-    table.add_row("real", f"{counts['real']} divergences")
+    share = f"{figures['near_tie_limit']:g} of the row's range"
+    gap, row = figures["rounding_limit"], figures["row_limit"]
+    table.add_row("near ties", f"{counts['near tie']} (gap up to {share})")
+    if gap > 0:
+        table.add_row("rounding", f"{counts['rounding']} (gap up to {gap:.3g} logits)")
+    beyond = f"{gap:.3g} logits" if gap > 0 else share
+    table.add_row("real", f"{counts['real']} divergences (gap above {beyond})")
     table.add_row("", f"{len(figures['unjustified'])} tokens that their own row does not say")
-    table.add_row("", f"{len(figures['deviating_rows'])} rows that a one-row replay does not give")
+    beyond = f"{row:.3g} logits" if row > 0 else share
+    table.add_row("", f"{len(figures['deviating_rows'])} rows of trees (|Δlogit| above {beyond})")
+    if gap > 0:
+        alarms = figures["expected_false_alarms"]
+        text = f"{alarms['divergences']:.2g} divergences, {alarms['rows']:.2g} rows"
+        table.add_row("false alarms expected", text)
     table.add_row("divergences", f"{figures['divergences_per_1000_tokens']:.2f} per 1000 tokens")
     for name, delta in figures["delta_logit"].items():
         if delta["rows"]:
@@ -207,7 +236,7 @@ def _empty_table(figures: dict[str, Any]) -> Table:
     return table
 
 
-def _law_table(figures: dict[str, Any]) -> Table:
+def _distribution_table(figures: dict[str, Any]) -> Table:
     table, law = _empty_table(figures), figures["law"]
     table.add_row("prompt", str(law["prompt"]))
     table.add_row(

@@ -1,8 +1,9 @@
-"""spec-runtime bench: speed and acceptance on a file of prompts, as a table and as JSON."""
+"""Implements spec-runtime bench: speed and acceptance on a file of prompts, as table and JSON."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -10,7 +11,43 @@ from rich.table import Table
 from spec_runtime.cli import options
 
 if TYPE_CHECKING:
+    from spec_runtime import Engine
+    from spec_runtime.measure.prompts import BenchPrompt
     from spec_runtime.sampling import SamplingOptions
+
+# fits a terminal of 80 columns
+COMPACT: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 0)}
+SPEEDUPS = (
+    "speed-up: ratio of tokens/s while decoding; end to end: the same with prefill in the time"
+)
+
+
+PerCategory = Annotated[
+    int | None,
+    typer.Option(
+        "--per-category",
+        min=1,
+        help="So many of each category, the first by id; of mt_bench in turn from its eight",
+    ),
+]
+Drafters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        help="As elsewhere; several are compared in one run. NAME+prompt_lookup merges prompt "
+        "lookup's candidates into its trees, and NAME beside it is then the drafter alone",
+        show_default="the bundle's first",
+    ),
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        "--nodes",
+        min=1,
+        help="Trees of so many nodes, root and merged candidates included, however probable",
+        show_default="the bundle's or the profile's trees",
+    ),
+]
 
 
 @options.with_sampling
@@ -18,31 +55,13 @@ def command(
     settings: "SamplingOptions",
     prompts: options.Prompts,
     limit: options.Limit = None,
-    per_category: Annotated[
-        int | None,
-        typer.Option("--per-category", min=1, help="The first so many of each category, by id"),
-    ] = None,
+    per_category: PerCategory = None,
     max_new_tokens: options.MaxNewTokens = 128,
     out: options.Out = None,
     bundle: options.Bundle = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--drafter",
-            help="As elsewhere; several are compared in one run",
-            show_default="the bundle's first",
-        ),
-    ] = None,
+    drafter: Drafters = None,
     lookup: options.Lookup = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            "--nodes",
-            min=1,
-            help="Trees of so many nodes, root included, however probable",
-            show_default="the bundle's or the profile's trees",
-        ),
-    ] = None,
+    nodes: Nodes = None,
     threads: options.Threads = None,
     backend: options.Backend = "onnxruntime",
     fused: options.Fused = None,
@@ -51,20 +70,120 @@ def command(
 ) -> None:
     """Compare plain and speculative decoding of one bundle, prompt by prompt."""
     from spec_runtime import bundle as bundles
-    from spec_runtime.backends.threads import default_threads
-    from spec_runtime.measure import bench
+    from spec_runtime.measure import provenance
     from spec_runtime.measure.prompts import read_prompts
-    from spec_runtime.trees.budget import Budget
 
     chosen = read_prompts(prompts, limit, per_category)
     if out is not None:  # found out now, not after the measurement
         out.parent.mkdir(parents=True, exist_ok=True)
     folder = bundle or bundles.find()
-    names: list[str] | list[None] = drafter or [None]
+    (name, merged), *others = contenders(drafter or [], lookup)
     profile = profile and nodes is None
-    engine = options.open_engine(folder, names[0], threads, lookup, profile, backend, fused)
-    engines = [engine, *(engine.with_drafter(name, lookup) for name in names[1:])]
+    engine = options.open_engine(folder, name, threads, merged, profile, backend, fused)
+    engines = [engine, *(engine.with_drafter(*other) for other in others)]
+    _check_different(engines)
     if nodes is not None:
+        engines = _fix_size(engines, nodes)
+    manifest = bundles.read(folder, verify=False).manifest
+    about = provenance.collect(
+        threads=threads, prompts_file=prompts, prompts=chosen, manifest=manifest
+    )
+    figures: dict[str, Any] = {
+        "provenance": about,
+        "bundle": manifest.name,
+        "precision": manifest.target.precision,
+        "target_modified": manifest.target.target_modified,
+        "threads": about["threads"],
+        "max_new_tokens": max_new_tokens,
+        "nodes": nodes,
+        "backend": backend,
+        "fused": [each.drafter for each in engines if each.fused is not None],
+        "tuned": [each.drafter for each in engines if each.is_tuned],
+        "system": system,
+        "sampling": settings,
+    }
+    results = _decode(engines, chosen, max_new_tokens, system, settings)
+    parameters = {each.name: each.config.get("parameters", 0) for each in manifest.drafters}
+    for spelled, result in results.items():
+        result["parameters"] = parameters.get(spelled.partition("+")[0], 0)
+    if len(engines) == 1:
+        figures |= {"drafter": engine.drafter, **results[engine.drafter]}
+    else:
+        figures["drafters"] = results
+    table = _table(figures) if len(engines) == 1 else _comparison(figures)
+    Console(highlight=False).print(table)
+    if out is not None:
+        options.write_figures(out, figures)
+
+
+def _decode(
+    engines: "list[Engine]",
+    prompts: "list[BenchPrompt]",
+    max_new_tokens: int,
+    system: str | None,
+    sampling: "SamplingOptions",
+) -> dict[str, dict[str, Any]]:
+    """Decodes the prompts under a progress bar; returns the figures by drafter."""
+    from spec_runtime.measure import bench
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("decoding", total=len(prompts))
+        reports = bench.run(
+            engines,
+            prompts,
+            max_new_tokens,
+            on_prompt=lambda: progress.advance(task),
+            on_skip=progress.console.print,
+            system=system,
+            sampling=sampling,
+        )
+    pairs = zip(engines, reports, strict=True)
+    return {engine.drafter: bench.summarise(report) for engine, report in pairs}
+
+
+def contenders(
+    drafters: list[str], lookup: bool | None
+) -> list[tuple[str, bool | None]] | list[tuple[None, bool | None]]:
+    """Returns the name of each drafter to compare and whether prompt lookup is merged into its
+    trees (None: as the bundle says).
+
+    A name that ends in +prompt_lookup is merged. Beside it, the same name without the ending is the
+    drafter alone, unless --lookup or --no-lookup says which it is.
+
+    >>> contenders(["medusa+prompt_lookup", "medusa", "prompt_lookup"], None)
+    [('medusa', True), ('medusa', False), ('prompt_lookup', None)]
+    """
+    if not drafters:
+        return [(None, lookup)]
+    found: list[tuple[str, bool | None]] = []
+    for spelled in drafters:
+        name, plus, added = spelled.partition("+")
+        if plus and added != "prompt_lookup":
+            raise ValueError(
+                f"got drafter {spelled}, expected a name, or a name and +prompt_lookup: no other "
+                "drafter's candidates can be merged"
+            )
+        alone = False if f"{name}+prompt_lookup" in drafters else None
+        found.append((name, True if plus else lookup if lookup is not None else alone))
+    return found
+
+
+def _check_different(engines: "list[Engine]") -> None:
+    names = [engine.drafter for engine in engines]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"got drafter {name} twice, expected different ones; --no-lookup leaves a trained "
+                "drafter alone, NAME+prompt_lookup merges prompt lookup into its trees"
+            )
+
+
+def _fix_size(engines: "list[Engine]", nodes: int) -> "list[Engine]":
+    """Returns the engines with trees of ``nodes`` nodes, in which merged candidates of prompt
+    lookup take places of the drafter's."""
+    from spec_runtime.trees.budget import Budget
+
+    for engine in engines:
         if engine.fused is not None:
             raise ValueError(
                 f"got --nodes {nodes} with the fused step, expected one of them: its trees have "
@@ -75,61 +194,22 @@ def command(
                 f"got --nodes {nodes}, expected at most the bundle's scratch of "
                 f"{engine.target.max_nodes}"
             )
-        engines = [each.with_budget(Budget(nodes)) for each in engines]
-    manifest = bundles.read(folder, verify=False).manifest
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("decoding", total=len(chosen))
-        reports = bench.run(
-            engines,
-            chosen,
-            max_new_tokens,
-            on_prompt=lambda: progress.advance(task),
-            on_skip=progress.console.print,
-            system=system,
-            sampling=settings,
-        )
-    figures: dict[str, Any] = {
-        "bundle": manifest.name,
-        "precision": manifest.target.precision,
-        "target_modified": manifest.target.target_modified,
-        "threads": threads or default_threads(),
-        "max_new_tokens": max_new_tokens,
-        "nodes": nodes,
-        "backend": backend,
-        "fused": [each.drafter for each in engines if each.fused is not None],
-        "tuned": [each.drafter for each in engines if each.is_tuned],
-        "system": system,
-        "sampling": settings,
-    }
-    parameters = {each.name: each.config.get("parameters", 0) for each in manifest.drafters}
-    results = {
-        each.drafter: {
-            "parameters": parameters.get(each.drafter.partition("+")[0], 0),
-            **bench.summarise(report),
-        }
-        for each, report in zip(engines, reports, strict=True)
-    }
-    if len(engines) == 1:
-        figures |= {"drafter": engine.drafter, **results[engine.drafter]}
-        table = _table(figures)
-    else:
-        figures["drafters"] = results
-        table = _comparison(figures)
-    Console(highlight=False).print(table)
-    if out is not None:
-        options.write_figures(out, figures)
+    return [engine.with_budget(Budget(nodes)) for engine in engines]
 
 
 def _table(figures: dict[str, Any]) -> Table:
-    plain = "plain (of the modified target)" if figures["target_modified"] else "plain"
+    """Returns the table of one drafter, a row for each category."""
+    plain = "plain (modified target) tok/s" if figures["target_modified"] else "plain tok/s"
+    skipped = f"; {len(figures['skipped'])} turns skipped" if figures["skipped"] else ""
     table = Table(
         title=f"{figures['bundle']} {figures['precision']}, drafter {figures['drafter']}, "
         f"{figures['threads']} threads",
-        caption=f"{len(figures['skipped'])} prompts skipped" if figures["skipped"] else None,
+        caption=f"{SPEEDUPS}{skipped}",
+        **COMPACT,
     )
-    table.add_column("prompts from")
-    heads = ("prompts", "tokens/s", plain, "speedup", "accepted length", "identical", "host share")
-    for head in heads:
+    table.add_column("prompts from", no_wrap=True)
+    speeds = ("tok/s", plain, "speed-\nup", "end to end")
+    for head in ("prompts", *speeds, "accepted length", "identical", "host share"):
         table.add_column(head, justify="right")
     rows = {"overall": figures["overall"], **figures["categories"]}
     for name, row in rows.items():
@@ -139,6 +219,7 @@ def _table(figures: dict[str, Any]) -> Table:
             f"{row['tokens_per_second']:.1f}",
             f"{row['plain_tokens_per_second']:.1f}",
             f"{row['speedup']:.2f}",
+            f"{row['speedup_end_to_end']:.2f}",
             f"{row['accepted_length']:.2f}",
             f"{row['identical']:.0%}",
             f"{row['host_share']:.1%}",
@@ -148,7 +229,7 @@ def _table(figures: dict[str, Any]) -> Table:
 
 
 def _comparison(figures: dict[str, Any]) -> Table:
-    """A row for each drafter, over all prompts."""
+    """Returns the table of several drafters, a row for each, over all prompts."""
     results = figures["drafters"].values()
     overall = next(iter(results))["overall"]
     plain = "plain of the modified target" if figures["target_modified"] else "plain"
@@ -156,21 +237,24 @@ def _comparison(figures: dict[str, Any]) -> Table:
         title=f"{figures['bundle']} {figures['precision']}, {figures['threads']} threads, "
         f"{overall['prompts']} prompts",
         caption=f"{plain}: {overall['plain_tokens_per_second']:.1f} tokens/s, "
-        f"{overall['plain_verify_ms']:.1f} ms a step",
+        f"{overall['plain_verify_ms']:.1f} ms a step. {SPEEDUPS}",
+        **COMPACT,
     )
     table.add_column("drafter", no_wrap=True)
-    heads = ("params", "accepted length", "draft ms", "verify ms", "speedup", "same")
-    for head in heads:
+    costs = ("draft ms", "verify ms", "speed-\nup", "end to end")
+    for head in ("params", "nodes", "accepted length", *costs, "same"):
         table.add_column(head, justify="right")
     for name, result in figures["drafters"].items():
         row = result["overall"]
         table.add_row(
             name,
             f"{result['parameters'] / 1e6:.1f}M" if result["parameters"] else "",
+            f"{1 + row['nodes_per_step']:.1f}",
             f"{row['accepted_length']:.2f}",
             f"{row['draft_ms']:.1f}",
             f"{row['verify_ms']:.1f}",
             f"{row['speedup']:.2f}",
+            f"{row['speedup_end_to_end']:.2f}",
             f"{row['identical']:.0%}",
         )
     return table

@@ -1,4 +1,4 @@
-"""spec-runtime chat: a conversation in the terminal; each turn reuses the KV of those before it."""
+"""Implements spec-runtime chat: a conversation whose turns reuse the KV of those before."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -47,7 +47,8 @@ def command(
 def _turn(
     engine: "Engine", messages: list[dict[str, str]], settings: "SamplingOptions"
 ) -> list[dict[str, str]]:
-    """Print the answer to ``messages``; the conversation with it, or as before where it failed."""
+    """Prints the answer to ``messages`` and returns the conversation with it, or without the last
+    message if that failed."""
     pieces = []
     try:
         stream = engine.stream(messages, **settings)

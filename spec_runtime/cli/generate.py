@@ -1,4 +1,4 @@
-"""spec-runtime generate: one prompt in, its continuation out, streamed or as JSON."""
+"""Implements spec-runtime generate: continues one prompt, as streamed text or as JSON."""
 
 import json
 import sys
@@ -68,7 +68,7 @@ def command(
 
 
 def _print_coloured(engine: "Engine", prompt: list[int], settings: "SamplingOptions") -> None:
-    """Drafted tokens in green, the target's own as they are."""
+    """Prints drafted tokens in green and the target's own as they are."""
     from spec_runtime.text import TextStream
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -78,13 +78,14 @@ def _print_coloured(engine: "Engine", prompt: list[int], settings: "SamplingOpti
         for index, token in enumerate(step.tokens):
             text.push(token)
             style = "green" if index < step.num_accepted else ""
-            # Text held back for a stop string or an unfinished character takes the later colour.
+            # Text that was held back (a stop string, half a character) takes the later colour.
             console.print(text.take(), end="", style=style)
     text.finish()
     console.print(text.take(), end="", style=style)
 
 
 def _standard_input() -> str:
+    """Reads the prompt from standard input. Raises ValueError if that is a terminal."""
     if sys.stdin.isatty():
         raise ValueError("got no prompt; give it as an argument or on standard input")
     # The line end a shell adds is not part of the prompt.
@@ -92,7 +93,7 @@ def _standard_input() -> str:
 
 
 def report(result: "GenerationResult") -> dict[str, Any]:
-    """What ``--json`` prints; seconds and natural logarithms throughout."""
+    """Returns what ``--json`` prints; times are seconds, logarithms natural."""
     stats = result.stats
     figures = {
         "text": result.text,

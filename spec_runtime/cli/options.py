@@ -1,4 +1,4 @@
-"""Options that several verbs take, and the engine they name."""
+"""Declares the options that several verbs take, and opens the engine they name."""
 
 import inspect
 import json
@@ -83,7 +83,7 @@ def open_engine(
     backend: str = "onnxruntime",
     fused: bool | None = None,
 ) -> "Engine":
-    """The engine over ``bundle``, or over the newest one under ./bundles."""
+    """Opens an engine over ``bundle``, or over the newest bundle under ./bundles."""
     import spec_runtime
     from spec_runtime.bundle import find
 
@@ -173,7 +173,7 @@ def sampling(
         bool, typer.Option("--draw-with-replacement", help="Of rejection: siblings may be equal")
     ] = False,
 ) -> "SamplingOptions":
-    """What the engine takes, from these flags; ValueError, in one line, if it will not."""
+    """Returns these flags as options of the engine. Raises ValueError for what it will not take."""
     from spec_runtime.sampling import SamplingOptions, SamplingParams
 
     settings = SamplingOptions(
@@ -195,13 +195,13 @@ def sampling(
         draw_widths=None if draw_widths is None else _widths(draw_widths),
         draw_with_replacement=draw_with_replacement,
     )
-    SamplingParams(**settings)  # before anything slow
+    SamplingParams(**settings)  # refuses bad values before anything slow
     return settings
 
 
 def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the flags of `sampling` for its parameter ``settings``, which gets what
-    they come to."""
+    """Returns the command with the flags of `sampling` in place of its parameter ``settings``,
+    which gets their values."""
     own = inspect.signature(command).parameters
     flags = inspect.signature(sampling).parameters
     parameters = [each for name, each in own.items() if name != "settings"] + [*flags.values()]
@@ -220,6 +220,7 @@ def with_sampling(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _bias(entry: str) -> tuple[int, float]:
+    """Parses "42=-5" as (42, -5.0)."""
     token, _, value = entry.partition("=")
     try:
         return int(token), float(value)
@@ -228,6 +229,7 @@ def _bias(entry: str) -> tuple[int, float]:
 
 
 def _widths(text: str) -> tuple[int, ...]:
+    """Parses "3,2,1" as (3, 2, 1)."""
     try:
         return tuple(int(width) for width in text.split(","))
     except ValueError:
@@ -235,11 +237,11 @@ def _widths(text: str) -> tuple[int, ...]:
 
 
 def summary_line(result: "GenerationResult") -> str:
-    """One line for stderr: how much was generated, how fast, why it ended."""
+    """Returns one line that says how much was generated, how fast, and why it ended."""
     stats = result.stats
-    law = "" if result.preserves_distribution else "; not the target's distribution"
+    caveat = "" if result.preserves_distribution else "; not the target's distribution"
     return (
         f"{len(result.token_ids)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"accepted length {stats.accepted_length:.2f}, prefill {stats.prefill_seconds:.2f} s, "
-        f"finished by {result.finish_reason}{law}"
+        f"finished by {result.finish_reason}{caveat}"
     )

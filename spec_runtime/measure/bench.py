@@ -1,8 +1,4 @@
-"""Benchmark: plain and speculative decoding of one bundle, prompt by prompt, and what they cost.
-
-It reads prompt files, runs two engines over one target and sums their statistics as the metrics
-define; it does not know terminals (``cli/bench.py``) nor how an engine decodes.
-"""
+"""Decodes prompts plainly and with one or more drafters, and sums up what each way cost."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -19,18 +15,39 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One prompt decoded both ways; ``divergence`` is None where the tokens are the same."""
+class Turn:
+    """One turn of a prompt, decoded both ways.
 
-    prompt: BenchPrompt
+    ``is_compared`` is False where an earlier answer already differs: the two ways then continue
+    different conversations. ``divergence`` is None where the tokens are the same or not compared.
+    """
+
     plain: "GenerationResult"
     speculative: "GenerationResult"
-    divergence: audit.Divergence | None
+    is_compared: bool = True
+    divergence: audit.Divergence | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt decoded both ways, turn by turn."""
+
+    prompt: BenchPrompt
+    turns: tuple[Turn, ...]
+
+    @property
+    def divergence(self) -> tuple[int, audit.Divergence] | None:
+        """The first difference and the turn (from 1) that has it; None if there is none."""
+        for number, turn in enumerate(self.turns, 1):
+            if turn.divergence is not None:
+                return number, turn.divergence
+        return None
 
 
 @dataclass
 class BenchReport:
-    """What was run, and the prompts that did not fit: {"prompt", "reason"}."""
+    """Holds the prompts that were decoded, and the turns that did not fit the context:
+    {"prompt", "turn", "reason"}."""
 
     pairs: list[Pair] = field(default_factory=list)
     skipped: list[dict[str, Any]] = field(default_factory=list)
@@ -46,93 +63,181 @@ def run(
     system: str | None = None,
     sampling: "SamplingOptions | None" = None,
 ) -> list[BenchReport]:
-    """Decode each prompt plainly and with each engine; ``on_prompt`` after each prompt.
+    """Decodes each prompt plainly and with each engine, and returns a report for each engine.
 
-    ``sampling`` (none = greedy) holds for all; plain decoding always draws from the target, since
-    typical acceptance alone would make it greedy.
+    The engines share one target. Which of them goes first rotates from prompt to prompt, so that
+    nobody always meets the warmer machine. A prompt of several turns is a chat: each way of
+    decoding gets the next question behind its own earlier answers, and the whole conversation is
+    prefilled anew. ``sampling`` (None: greedy) holds for all, except that plain decoding always
+    draws from the target, since typical acceptance alone would make it greedy.
 
-    The engines share one target; there is a report for each. Who goes first rotates, so that nobody
-    always meets the warmer machine. A prompt longer than the context is skipped, with its reason to
-    ``on_skip``.
+    Calls ``on_prompt`` after each prompt. A turn longer than the context is skipped, and the later
+    turns with it; ``on_skip`` gets the reason.
     """
-    contenders = [engines[0].with_drafter("none"), *engines]
-    reports = [BenchReport() for _ in engines]
     options: SamplingOptions = {**(sampling or {}), "max_new_tokens": max_new_tokens}
     plain_options: SamplingOptions = {**options, "acceptance": "target_sampling"}
+    contenders = [(engines[0].with_drafter("none"), plain_options)]
+    contenders += [(engine, options) for engine in engines]
+    reports = [BenchReport() for _ in engines]
+
+    def skip(prompt: BenchPrompt, turn: int, error: ValueError) -> None:
+        for report in reports:
+            report.skipped.append({"prompt": prompt.id, "turn": turn, "reason": str(error)})
+        where = f"prompt {prompt.id}" + (f", turn {turn}," if turn > 1 else "")
+        on_skip(f"{where} skipped: {error}")
+
     num_done = 0
     for prompt in prompts:
-        try:
-            prompt_ids = engines[0].encode(prompt.content, system=system)
-        except ValueError as error:
-            for report in reports:
-                report.skipped.append({"prompt": prompt.id, "reason": str(error)})
-            on_skip(f"prompt {prompt.id} skipped: {error}")
-            on_prompt()
-            continue
-        if num_done == 0:  # page in weights and buffers outside the timing
-            for each in contenders:
-                each.generate(prompt_ids, max_new_tokens=8, reuse=False)
-        first = num_done % len(contenders)
-        order = [*range(first, len(contenders)), *range(first)]
-        results = {
-            i: contenders[i].generate(prompt_ids, reuse=False, **(options if i else plain_options))
-            for i in order
-        }
-        plain = results[0]
-        for i, report in enumerate(reports, 1):
-            divergence = audit.compare(
-                prompt.id, prompt_ids, plain.token_ids, results[i].token_ids, engines[0].target
-            )
-            report.pairs.append(Pair(prompt, plain, results[i], divergence))
-        num_done += 1
+        chats = [_Chat(*contender, system, prompt) for contender in contenders]
+        first = num_done % len(chats)
+        for turn, question in enumerate((prompt.content, *prompt.later_turns), 1):
+            try:
+                for chat in chats:
+                    chat.ask(question)
+            except ValueError as error:
+                skip(prompt, turn, error)
+                break
+            if num_done == 0 and turn == 1:  # page in weights and buffers outside the timing
+                for chat in chats:
+                    chat.warm_up()
+            for chat in chats[first:] + chats[:first]:
+                chat.answer()
+        plain, *others = chats
+        if plain.results:
+            for report, other in zip(reports, others, strict=True):
+                report.pairs.append(Pair(prompt, _compare(plain, other, engines[0])))
+            num_done += 1
         on_prompt()
     return reports
 
 
+class _Chat:
+    """The conversation about one prompt that one way of decoding has."""
+
+    def __init__(
+        self,
+        engine: "Engine",
+        options: "SamplingOptions",
+        system: str | None,
+        prompt: BenchPrompt,
+    ) -> None:
+        self.prompt = prompt
+        self.results: list[GenerationResult] = []
+        self.prompt_ids: list[list[int]] = []  # of each answered turn, the whole conversation
+        self._engine, self._options, self._system = engine, options, system
+        self._messages: list[dict[str, str]] = []
+        self._asked: list[int] = []
+
+    def ask(self, question: str | list[dict[str, str]]) -> None:
+        """Encodes the next turn. Raises ValueError if the conversation does not fit the context."""
+        if not self.results:  # a first turn may do without a chat template
+            self._asked = self._engine.encode(question, system=self._system)
+        if isinstance(question, str):
+            question = [{"role": "user", "content": question}]
+        self._messages = [*self._messages, *question]
+        if self.results:
+            self._asked = self._engine.encode(self._messages, system=self._system)
+
+    def warm_up(self) -> None:
+        self._engine.generate(self._asked, max_new_tokens=8, reuse=False)
+
+    def answer(self) -> None:
+        result = self._engine.generate(self._asked, reuse=False, **self._options)
+        self.results.append(result)
+        self.prompt_ids.append(self._asked)
+        self._messages.append({"role": "assistant", "content": result.text})
+
+
+def _compare(plain: _Chat, other: _Chat, engine: "Engine") -> tuple[Turn, ...]:
+    """Pairs the turns of two chats and finds the first difference; overwrites the target's KV."""
+    turns: list[Turn] = []
+    for prompt_ids, ours, theirs in zip(
+        plain.prompt_ids, plain.results, other.results, strict=True
+    ):
+        is_compared = all(turn.is_compared and turn.divergence is None for turn in turns)
+        divergence = None
+        if is_compared:
+            divergence = audit.compare(
+                plain.prompt.id, prompt_ids, ours.token_ids, theirs.token_ids, engine.target
+            )
+        turns.append(Turn(ours, theirs, is_compared, divergence))
+    return tuple(turns)
+
+
 def summarise(report: BenchReport) -> dict[str, Any]:
-    """``overall`` and ``categories`` (by name, in the order met), each as ``_summary`` gives."""
+    """Returns ``overall`` and ``categories`` (by name, in the order met), each as `summary` gives,
+    and ``skipped``."""
     categories: dict[str, list[Pair]] = {}
     for pair in report.pairs:
         categories.setdefault(pair.prompt.category, []).append(pair)
     return {
-        "overall": _summary(report.pairs),
-        "categories": {name: _summary(pairs) for name, pairs in categories.items()},
+        "overall": summary(report.pairs),
+        "categories": {name: summary(pairs) for name, pairs in categories.items()},
         "skipped": report.skipped,
     }
 
 
-def _summary(pairs: Sequence[Pair]) -> dict[str, Any]:
-    plain = Stats.total(pair.plain.stats for pair in pairs)
-    speculative = Stats.total(pair.speculative.stats for pair in pairs)
-    divergences = [pair.divergence for pair in pairs if pair.divergence is not None]
+def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Returns the figures of some prompts, all turns counted alike.
+
+    ``speedup`` is the ratio of speeds, in tokens a second of decoding alone: texts may differ in
+    length at reduced precisions. ``speedup_end_to_end`` is the same with prefill's seconds and
+    tokens counted too. ``decode_time_ratio`` is the ratio of total decoding times, lengths
+    included; where all answers are identical it equals ``speedup``. Plain decoding's figures begin
+    with ``plain_``. ``identical`` is the share of prompts all of whose turns are identical, and
+    ``divergences`` has the first difference of each of the others.
+    """
+    turns = [turn for pair in pairs for turn in pair.turns]
+    plain, speculative = ([turn.plain for turn in turns], [turn.speculative for turn in turns])
+    found = [pair.divergence for pair in pairs if pair.divergence is not None]
+    total = Stats.total(result.stats for result in speculative)
+    ours, theirs = _speed(speculative), _speed(plain)
     return {
         "prompts": len(pairs),
-        "tokens_per_second": speculative.tokens_per_second,
-        "plain_tokens_per_second": plain.tokens_per_second,
-        "speedup": _ratio(plain.decode_seconds, speculative.decode_seconds),
-        "accepted_length": speculative.accepted_length,
-        "acceptance_by_depth": speculative.acceptance_by_depth,
-        "identical": _ratio(len(pairs) - len(divergences), len(pairs)),
-        "divergences": [dataclasses.asdict(divergence) for divergence in divergences],
-        "steps": speculative.steps,
-        "tokens": speculative.committed_tokens,
-        "plain_tokens": plain.committed_tokens,
-        "nodes_per_step": _ratio(speculative.drafted_tokens, speculative.steps),
-        "prefill_seconds": speculative.prefill_seconds,
-        "timings": speculative.timings,
-        "draft_ms": 1000 * _ratio(speculative.timings["draft"], speculative.steps),
-        "verify_ms": 1000 * _ratio(speculative.timings["verify"], speculative.steps),
-        "plain_verify_ms": 1000 * _ratio(plain.timings["verify"], plain.steps),
-        "host_share": _host_share(speculative),
-        "plain_host_share": _host_share(plain),
+        "turns": len(turns),
+        **ours,
+        **{f"plain_{name}": value for name, value in theirs.items()},
+        "speedup": _ratio(ours["tokens_per_second"], theirs["tokens_per_second"]),
+        "speedup_end_to_end": _ratio(
+            ours["end_to_end_tokens_per_second"], theirs["end_to_end_tokens_per_second"]
+        ),
+        "decode_time_ratio": _ratio(theirs["decode_seconds"], ours["decode_seconds"]),
+        "accepted_length": total.accepted_length,
+        "acceptance_by_depth": total.acceptance_by_depth,
+        "identical": _ratio(len(pairs) - len(found), len(pairs)),
+        "divergences": [
+            {"turn": turn, **dataclasses.asdict(divergence)} for turn, divergence in found
+        ],
+        "steps": total.steps,
+        "nodes_per_step": _ratio(total.drafted_tokens, total.steps),
+        "timings": total.timings,
+        "draft_ms": 1000 * _ratio(total.timings["draft"], total.steps),
+    }
+
+
+def _speed(results: Sequence["GenerationResult"]) -> dict[str, Any]:
+    """Returns what one way of decoding took: ``tokens`` are those of decoding, without the first of
+    each answer, which prefill gives."""
+    stats = Stats.total(result.stats for result in results)
+    num_tokens = sum(len(result.token_ids) for result in results)
+    return {
+        "tokens_per_second": stats.tokens_per_second,
+        "end_to_end_tokens_per_second": _ratio(
+            num_tokens, stats.prefill_seconds + stats.decode_seconds
+        ),
+        "tokens": stats.committed_tokens,
+        "prefill_seconds": stats.prefill_seconds,
+        "decode_seconds": stats.decode_seconds,
+        "verify_ms": 1000 * _ratio(stats.timings["verify"], stats.steps),
+        "host_share": _host_share(stats),
     }
 
 
 def _host_share(stats: Stats) -> float:
-    """Share of decoding spent outside engine runs."""
+    """Returns the share of decoding's time that is spent outside of engine runs."""
     return _ratio(stats.decode_seconds - stats.engine_seconds, stats.decode_seconds)
 
 
 def _ratio(a: float, b: float) -> float:
-    """a / b, and 0.0 where nothing was measured."""
+    """Returns a / b, and 0.0 where nothing was measured."""
     return a / b if b else 0.0

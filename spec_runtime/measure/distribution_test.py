@@ -1,9 +1,9 @@
-"""The law of a token: chi-square over many seeds against the target's own distribution.
+"""Tests by chi-square, over many seeds, whether a token follows the target's own distribution.
 
-For acceptance by rejection, whose random stream plain decoding does not share. The first token of
-an answer is the prompt's, before any draft; the second is the first that acceptance decides, and
-given the first one its law is p(. | prompt, first), which one row of the target tells. It knows
-nothing of how a token is accepted.
+This is for acceptance by rejection, which shares no random stream with plain decoding, so that
+answers cannot be compared token by token. The first token of an answer comes before any draft. The
+second one is the first that acceptance decides; given the first, its distribution has to be
+p(. | prompt, first), which one row of the target tells.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from spec_runtime.engine import Engine
 
 SIGNIFICANCE = 1e-3
-MIN_COUNT = 25  # of seeds that share a first token
+MIN_COUNT = 25  # seeds that have to share a first token
 
 
 @dataclass(frozen=True)
 class DistributionTest:
-    """Chi-square test of the second token of a prompt's answers, given the first.
+    """The chi-square test of the second token of a prompt's answers, given the first.
 
-    Of ``draws`` seeds, ``count`` had one of the ``firsts`` first tokens that were common enough;
-    ``drafted`` of these had a draft of the second, ``accepted`` took it from the draft.
+    ``count`` of ``draws`` seeds had one of the ``firsts`` first tokens that were common enough. In
+    ``drafted`` of these the second token was drafted, in ``accepted`` it was taken from the draft.
     """
 
     prompt: str | int
@@ -45,6 +45,7 @@ class DistributionTest:
 
     @property
     def is_real(self) -> bool:
+        """Says whether the distribution differs: a sound one does in one test of 1,000."""
         return self.p_value < SIGNIFICANCE
 
 
@@ -56,9 +57,11 @@ def check_second_token(
     draws: int,
     on_draw: Callable[[], None] = lambda: None,
 ) -> DistributionTest:
-    """Test the law of the second token over ``draws`` seeds, from that of ``options`` on, against
-    the target's processed distribution. ValueError: no first token came often enough, or none was
-    followed by a draft."""
+    """Tests the second token over ``draws`` seeds against the target's processed distribution.
+
+    The seeds count up from that of ``options``. Calls ``on_draw`` after each. Raises ValueError if
+    no first token came often enough, or if none was followed by a draft.
+    """
     seed = options["seed"] or 0
     second_ids: dict[int, Counter[int]] = {}
     drafted: Counter[int] = Counter()
@@ -107,7 +110,7 @@ def check_second_token(
 
 
 class ChiSquare(NamedTuple):
-    """The test's figures; see `chi_square`."""
+    """What `chi_square` returns."""
 
     bins: int
     statistic: float
@@ -115,17 +118,17 @@ class ChiSquare(NamedTuple):
 
 
 def chi_square(groups: Sequence[tuple[Counter[int], np.ndarray]]) -> ChiSquare:
-    """Counted ids, each group against its own p f64[V].
+    """Compares counted ids with a distribution p f64[V], each group with its own.
 
-    Ids expected fewer than 5 times share a bin of their group. The p-value is the share of 10,000
-    simulated experiments that are as far from p.
+    Ids that are expected fewer than 5 times share one bin of their group. The p-value is the share
+    of 10,000 simulated experiments that are at least as far from p.
     """
     rng = np.random.default_rng(0)
     num_bins, found, simulated = 0, 0.0, np.zeros(10_000)
     for counts, p_V in groups:
         n = counts.total()
         ids = np.flatnonzero(n * p_V >= 5)
-        # of the rest, the floor keeps "impossible, and came" finite
+        # The floor keeps the statistic finite where an impossible id came.
         p_B = np.append(p_V[ids], max(1e-12, 1 - p_V[ids].sum()))
         count_B = np.array([counts[i] for i in ids.tolist()], float)
         count_B = np.append(count_B, n - count_B.sum())

@@ -15,44 +15,62 @@ NO_CATEGORY = "all"
 
 @dataclass(frozen=True)
 class BenchPrompt:
-    """One prompt: text or chat messages, and the subset it is counted under."""
+    """One prompt: a text or chat messages, and the subset it is counted under.
+
+    ``content`` is the first turn. ``later_turns`` are what the user says next; only ``bench`` asks
+    them, and each follows the answer that the same way of decoding gave before.
+    """
 
     id: str | int
     category: str
     content: str | list[dict[str, str]]
+    later_turns: tuple[str, ...] = ()
 
 
 def read_prompts(
     path: Path, limit: int | None = None, per_category: int | None = None
 ) -> list[BenchPrompt]:
-    """The prompts of a JSON Lines file, one object a line.
+    """Returns the prompts of a JSON Lines file, one object a line.
 
-    Lines are {question_id, category, turns[]} (Spec-Bench; first turn), {prompt} or {messages}, the
-    last two with an optional id and category. ``per_category`` keeps the first of each category by
-    id; ``limit`` then keeps so many in all, taken evenly: with categories a (3 prompts) and b (1),
-    limit 3 keeps a a b. Raises ValueError for a line that is none of these, or when none is left.
+    Lines are {question_id, category, turns[]} (Spec-Bench), {prompt} or {messages}, the last two
+    with an optional id and category. MT-Bench's eight categories make up one subset, mt_bench.
+
+    ``per_category`` keeps so many of each subset. They are the first by id, but mt_bench's are
+    taken in turn from its eight categories: of ids 81-90 (writing), 91-100 (roleplay), …, ten are
+    81, 82, 91, 92, 101, 111, 121, 131, 141 and 151. ``limit`` then keeps so many in all, taken
+    evenly: with subsets a (3 prompts) and b (1), limit 3 keeps a a b.
+
+    Raises ValueError for a line that is none of these, and when no prompt is left.
     """
-    prompts = []
+    rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
-            prompts.append(_prompt(line, number, path))
-    if all(isinstance(prompt.id, int) for prompt in prompts):
-        prompts.sort(key=lambda prompt: prompt.id)  # one kind of id: they do compare
-    by_category: dict[str, list[BenchPrompt]] = {}
-    for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
-    kept = [members[:per_category] for members in by_category.values()]
+            rows.append(_prompt(line, number, path))
+    if all(isinstance(prompt.id, int) for prompt, _ in rows):
+        rows.sort(key=lambda row: row[0].id)  # ids of one kind can be compared
+    order = {id(prompt): place for place, (prompt, _) in enumerate(rows)}
+    subsets: dict[str, dict[str, list[BenchPrompt]]] = {}
+    for prompt, kind in rows:
+        subsets.setdefault(prompt.category, {}).setdefault(kind, []).append(prompt)
+    kept = [_in_turn(list(kinds.values()))[:per_category] for kinds in subsets.values()]
     if limit is not None:
-        rounds = [prompt for row in zip_longest(*kept) for prompt in row if prompt is not None]
-        chosen = {id(prompt) for prompt in rounds[:limit]}
+        chosen = {id(prompt) for prompt in _in_turn(kept)[:limit]}
         kept = [[prompt for prompt in members if id(prompt) in chosen] for members in kept]
-    result = [prompt for members in kept for prompt in members]
+    result = [
+        prompt for members in kept for prompt in sorted(members, key=lambda each: order[id(each)])
+    ]
     if not result:
         raise ValueError(f"{path}: got no prompt, expected at least one line of JSON")
     return result
 
 
-def _prompt(line: str, number: int, path: Path) -> BenchPrompt:
+def _in_turn(groups: list[list[BenchPrompt]]) -> list[BenchPrompt]:
+    """Takes one of each group, then the next of each: [[a, b], [c]] gives [a, c, b]."""
+    return [prompt for row in zip_longest(*groups) for prompt in row if prompt is not None]
+
+
+def _prompt(line: str, number: int, path: Path) -> tuple[BenchPrompt, str]:
+    """Returns the prompt of a line and the category that the file gives it."""
     where = f"{path}, line {number}"
     try:
         row = json.loads(line)
@@ -61,20 +79,18 @@ def _prompt(line: str, number: int, path: Path) -> BenchPrompt:
     if not isinstance(row, dict):
         raise ValueError(f"{where}: got {type(row).__name__}, expected an object")
     content: Any = row.get("prompt") or row.get("messages")
+    later: list[Any] = []
     if content is None and isinstance(row.get("turns"), list) and row["turns"]:
-        content = row["turns"][0]
-    if not _is_content(content):
+        content, *later = row["turns"]
+    if not _is_content(content) or not all(isinstance(turn, str) for turn in later):
         raise ValueError(
             f"{where}: got keys {', '.join(row) or 'none'}, expected turns (a list of texts), "
             "prompt (a text) or messages (role and content each)"
         )
     identity: Any = row.get("question_id", row.get("id", number))
-    category = str(row.get("category", NO_CATEGORY))
-    return BenchPrompt(
-        id=identity,
-        category="mt_bench" if category in MT_BENCH else category,
-        content=content,
-    )
+    kind = str(row.get("category", NO_CATEGORY))
+    category = "mt_bench" if kind in MT_BENCH else kind
+    return BenchPrompt(identity, category, content, tuple(later)), kind
 
 
 def _is_content(content: Any) -> bool:

@@ -1,7 +1,6 @@
-"""Quality of two ways of decoding: the log-likelihood of their answers under a reference target.
+"""Compares the quality of two ways of decoding by the log-likelihood of their answers.
 
-Teacher-forced: the reference is told each token and asked how likely it was. It knows nothing of
-how the answers came about.
+A reference target is told each token of an answer and asked how likely it was (teacher forcing).
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from spec_runtime.trees.tree import TokenTree
 if TYPE_CHECKING:
     from spec_runtime.bundle import Manifest
 
-SCORED_ROWS = 32  # at once, of all logits
+SCORED_ROWS = 32  # tokens that are scored in one pass, which returns all their logits
 
 
 def check_reference(audited: Manifest, reference: Manifest) -> None:
-    """ValueError, one line, unless ``reference`` can judge the answers of ``audited``."""
+    """Raises ValueError unless ``reference`` can judge the answers of ``audited``: it is fp32, has
+    the same tokenizer and no shorter context."""
     if reference.target.precision != "fp32":
         raise ValueError(f"got a reference of {reference.target.precision}, expected an fp32 one")
     if reference.tokenizer.sha256 != audited.tokenizer.sha256:
@@ -38,7 +38,8 @@ def check_reference(audited: Manifest, reference: Manifest) -> None:
 
 
 def log_prob(target: Target, prompt_ids: Sequence[int], output: Sequence[int]) -> float:
-    """Log-likelihood of ``output`` after the prompt, teacher-forced; overwrites the target's KV."""
+    """Returns the log-likelihood of ``output`` after the prompt, in nats; overwrites the target's
+    KV."""
     target.forget()
     if len(prompt_ids) > 1:
         target.prefill(prompt_ids[:-1])
@@ -58,10 +59,11 @@ def log_prob(target: Target, prompt_ids: Sequence[int], output: Sequence[int]) -
 def compare(
     counts: Sequence[tuple[int, int]], log_probs: Sequence[tuple[float, float]]
 ) -> dict[str, Any] | None:
-    """Mean log-probability of a token, plain and speculative, and their difference, with the
-    standard error that the answers' own differences give it; None without log-likelihoods.
+    """Returns the mean log-probability of a token, plain and speculative, and their difference with
+    its standard error, which the answers' own differences give; None without log-likelihoods.
 
-    Of each answer the (plain, speculative) number of tokens and log-likelihood.
+    ``counts`` and ``log_probs`` hold a pair (plain, speculative) for each answer: the number of its
+    tokens and its log-likelihood.
     """
     if not log_probs:
         return None

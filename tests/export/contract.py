@@ -14,7 +14,8 @@ import torch
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import make_bundle, target
+from spec_export import target
+from spec_export.bundling.drafters import load_module
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
 from spec_export.training import checkpoint
@@ -71,7 +72,7 @@ def check_guesses_are_pytorchs(
 
     hf_model, _ = target.load(target.resolve(str(workshop.llama())))
     saved = checkpoint.load_drafter(workshop.drafter(name))
-    module = make_bundle._module(saved, Backbone.from_transformers(hf_model))
+    module = load_module(saved, Backbone.from_transformers(hf_model))
     token_T = torch.tensor(prompt_ids + answer)
     with torch.no_grad():
         out = hf_model.model(token_T[None], output_hidden_states=True)

@@ -107,7 +107,7 @@ def test_prefill_in_two_chunks_matches_transformers(family: str, options: dict[s
 def test_random_trees_with_compaction_match_transformers(
     family: str, options: dict[str, Any]
 ) -> None:
-    """Every node's logits equal those of its own path run alone; kept paths skip rows."""
+    """A node's logits equal those of its path run alone; kept paths leave out rows."""
     model = tiny(family, **options)
     decoder = Decoder(backbone_of(model))
     text = random_tokens(ORIGINAL + 3, seed=2)
@@ -156,7 +156,7 @@ def test_weights_are_shared_and_the_model_keeps_working() -> None:
     tokens = random_tokens(8, seed=9)
     before = reference(model, tokens)
     backbone = backbone_of(model)
-    assert backbone.tied
+    assert backbone.head is backbone.embedding
     assert backbone.head.weight.data_ptr() == model.lm_head.weight.data_ptr()
 
     def storages(module: torch.nn.Module) -> set[int]:
@@ -168,7 +168,7 @@ def test_weights_are_shared_and_the_model_keeps_working() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_outputs_are_float32_and_near_transformers(dtype: torch.dtype) -> None:
-    """Bound: 5 % of the largest logit, as both sides round to 8 or 11 bits in other places."""
+    """The bound is 5 % of the largest logit: the sides round to 8 or 11 bits in other places."""
     model = tiny("llama").to(dtype)
     tokens = random_tokens(12, seed=10)
     backbone = backbone_of(model, taps=(1,))

@@ -9,6 +9,7 @@ from pathlib import Path
 from tiny_target import save_llama, teach
 
 from spec_export import make_bundle
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import run as train
 
 WORDS = ("abc, ", "one two. ", "xyz", "0123 ")
@@ -29,7 +30,7 @@ precision = "fp32"
 [export]
 draft_vocab = 80
 """
-# fields of a drafter whose defaults leave something out
+# Fields of a drafter's config, where the defaults would leave a part of it untested.
 OPTIONS = {
     "parallelspec": 'taps = [1]\nmask_feature = "anchor"',
     "hydra": "prefix_layer = true",
@@ -50,7 +51,7 @@ class Workshop:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # not on the methods: a cache there would outlive the folder
+        # These caches are not on the methods, because there they would outlive the folder.
         self.llama = cache(self._llama)
         self.drafter = cache(self._drafter)
         self.bundle = cache(self._bundle)
@@ -85,11 +86,13 @@ class Workshop:
 
     def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
         return make_bundle.build(
-            str(self.llama()),
-            [drafter],
-            [self.drafter(drafter)],
-            precision,
-            out=self.folder / "bundles" / f"{drafter}-{precision}",
+            BuildOptions(
+                str(self.llama()),
+                [drafter],
+                [self.drafter(drafter)],
+                precision,
+                out=self.folder / "bundles" / f"{drafter}-{precision}",
+            )
         )
 
 

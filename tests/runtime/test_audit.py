@@ -108,7 +108,7 @@ def test_nothing_to_find_without_noise() -> None:
         assert found["tokens"] == found["tokens_compared"] == 4 * 48
         assert found["delta_logit"]["tree_rows"]["rows"] > 15
         assert found["delta_logit"]["tree_rows"]["maximum"] == 0
-        assert found["delta_logit"]["calibration"] == {"rows": 64, "median": 0, "maximum": 0}
+        assert found["delta_logit"]["chain_rows"] == {"rows": 64, "median": 0, "maximum": 0}
 
 
 def test_noise_of_the_row_count_is_a_near_tie() -> None:
@@ -193,7 +193,7 @@ def test_wrong_rows_kept_are_real(monkeypatch: pytest.MonkeyPatch, precision: st
         commit([*path[:-1], placed - 1] if is_tree and len(path) > 1 else path)
 
     monkeypatch.setattr(engine.target._cache, "commit", keep_another)
-    # the chains of the calibration have 16 rows, prompts have 12: both stay as they are
+    # the chains that measure rounding have 16 rows, prompts have 12: both stay as they are
     found = figures(engine, precision)
     assert found["unjustified"] == []
     assert len(found["deviating_rows"]) > 0

@@ -1,0 +1,95 @@
+"""Figures say where they come from: those that tools write, and those in the repository."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import small_manifest, toy_engine, write_small_bundle
+
+import spec_runtime
+from spec_runtime import cli
+from spec_runtime.measure import provenance
+from spec_runtime.measure.prompts import read_prompts
+
+RESULTS = Path(__file__).parents[1] / "recipes" / "smollm2-135m" / "results"
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_committed_results_have_all_keys(file: Path) -> None:
+    about = json.loads(file.read_text())["provenance"]
+    assert tuple(about) == provenance.KEYS
+    assert len(about["commit"]) == 40, "a commit without local changes"
+    assert about["date"].startswith("20")
+    missing = [key for key in provenance.KEYS[:-2] if about[key] is None]
+    if missing and not (missing == ["prompts"] and file.stem.startswith("memory")):
+        noted = about["note"].partition("not recorded: ")[2].split(", ")
+        assert set(missing) <= set(noted), "say in the note what was not recorded"
+    assert "/work" not in file.read_text()
+    assert "/home" not in file.read_text()
+
+
+def test_what_is_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in "abc"))
+    argv = ["/opt/bin/spec-runtime", "bench", "--prompts", str(prompts), "--bundle=bundles/int8"]
+    monkeypatch.setattr(sys, "argv", argv)
+    manifest = small_manifest()
+    manifest = dataclasses.replace(manifest, provenance={"source": "demo", "model": "smollm2"})
+    about = provenance.collect(
+        threads=3, prompts_file=prompts, prompts=read_prompts(prompts, 2), manifest=manifest
+    )
+    assert tuple(about) == provenance.KEYS
+    assert json.loads(json.dumps(about)) == about
+    assert about["threads"] == 3
+    digest = hashlib.sha256(prompts.read_bytes()).hexdigest()
+    assert about["prompts"] == {"file": "prompts.jsonl", "sha256": digest, "ids": [1, 2]}
+    assert about["command"] == [
+        *("spec-runtime", "bench", "--prompts", "prompts.jsonl", "--bundle=bundles/int8")
+    ]
+    assert about["bundle"]["source"] == "demo"
+    assert "Q4_1 GGUF" in about["bundle"]["weights"]
+    assert {"python", "numpy"} <= set(about["versions"])
+    assert provenance.collect(prompts_file=prompts)["prompts"]["ids"] == [1, 2, 3]
+    assert provenance.collect()["prompts"] is None
+
+
+def test_the_commit_says_whether_files_were_changed(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        command = ["git", *identity, *words]
+        return subprocess.run(
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    assert provenance.git_commit(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-q", "-m", "one")
+    commit = git("rev-parse", "HEAD")
+    assert provenance.git_commit(tmp_path) == commit
+    (tmp_path / "a").write_text("2")
+    assert provenance.git_commit(tmp_path) == f"{commit}-dirty"
+
+
+@pytest.mark.parametrize("verb", ["bench", "audit"])
+def test_verbs_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    monkeypatch.setattr(spec_runtime, "load", lambda *_, **__: toy_engine())
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt": "abcabc", "id": "p"}\n')
+    words: list[Any] = [verb, "--bundle", write_small_bundle(tmp_path / "small")]
+    words += ["--prompts", prompts, "--json", out, "--max-new-tokens", 8]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*map(str, words)])
+    assert not end.value.code
+    about = json.loads(out.read_text())["provenance"]
+    assert tuple(about) == provenance.KEYS
+    assert about["prompts"]["ids"] == ["p"]
+    assert about["bundle"]["name"] == "small"

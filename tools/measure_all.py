@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Measures all headline results in sequence, at one commit and on a quiet machine.
+
+usage: measure_all.py --prompts SPEC_BENCH.jsonl --bundles DIR --results DIR
+       [--genai-python PYTHON] [--stages NAME ...] [--tiny] [--list]
+
+Missing bundles (DIR/fp32, DIR/int8 and DIR/int4: the demo target with its own drafter) are built
+first. Every stage is one command, writes one file of --results and can be run alone by its name;
+what it takes is printed after it and once more at the end. A stage that fails is reported, the
+others still run, and the exit code is 1.
+
+The stages follow each other so that `tune` comes before what uses its profile (sweep and
+acceptance); `bench` and `lookup` do without one. Commit everything first, so that the provenance
+names a commit without "-dirty". --tiny takes a prompt or two and a few tokens of each,
+to see that everything runs; its figures are worth nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = Path(__file__).resolve().parent
+PRECISIONS = ("fp32", "int8", "int4")
+# Six prompts at fp32 and twelve below keep a sweep of five repeats within six minutes.
+TUNED_PROMPTS = {"fp32": 6, "int8": 12, "int4": 12}
+LOOKUPS = ("parallelspec+prompt_lookup", "parallelspec", "prompt_lookup")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each stage decodes: prompts of each subset, prompts in all, and new tokens."""
+
+    per_category: int = 10
+    prompts: int = 60
+    bench_tokens: int = 128
+    audit_tokens: int = 32
+    sweep_tokens: int = 64
+    repeats: int = 5
+    other_prompts: int = 20
+    genai_prompts: int = 10
+    tuned_prompts: int | None = None  # None: as TUNED_PROMPTS says
+
+
+TINY = Sizes(1, 2, 4, 4, 4, 1, 1, 1, 1)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command, the bundle it needs and the file it writes. ``is_tool``: a script beside this
+    one, else a verb of spec-runtime. Exit codes up to ``worst_code`` are results."""
+
+    name: str
+    command: tuple[str, ...]
+    precision: str
+    is_tool: bool = False
+    worst_code: int = 0
+
+
+def stages(prompts: Path, sizes: Sizes, genai_python: Path | None) -> list[Stage]:
+    """Returns all stages in their order; without an interpreter for genai, not its stage."""
+    given = ("--prompts", str(prompts))
+    sixty = (*given, "--per-category", str(sizes.per_category))
+    tokens = ("--max-new-tokens", str(sizes.bench_tokens))
+    found = [
+        Stage(f"bench-{precision}", ("bench", *sixty, *tokens, "--no-profile"), precision)
+        for precision in ("fp32", "int8")
+    ]
+    names = [word for name in LOOKUPS for word in ("--drafter", name)]
+    found.append(Stage("lookup-fp32", ("bench", *sixty, *tokens, *names, "--nodes", "8"), "fp32"))
+    limit = ("--limit", str(sizes.prompts))
+    audit = ("audit", *given, *limit, "--max-new-tokens", str(sizes.audit_tokens))
+    found += [Stage(f"audit-{each}", audit, each, worst_code=1) for each in PRECISIONS]
+    found.append(Stage("audit-fp32-strict", (*audit, "--strict"), "fp32", worst_code=1))
+    short = ("--max-new-tokens", str(sizes.sweep_tokens))
+    for precision in PRECISIONS:
+        found.append(Stage(f"tune-{precision}", ("tune", *short), precision))
+        few = ("--limit", str(sizes.tuned_prompts or TUNED_PROMPTS[precision]))
+        sweep = ("sweep_budgets.py", *given, *few, *short, "--repeats", str(sizes.repeats))
+        found.append(Stage(f"sweep-{precision}", sweep, precision, is_tool=True))
+    acceptance = ("compare_acceptance.py", *given, *limit, *short)
+    found.append(Stage("acceptance-int8", acceptance, "int8", is_tool=True))
+    memory = ("measure_memory.py", *short)
+    found.append(Stage("memory-fp32", memory, "fp32", is_tool=True))
+    if genai_python is not None:
+        genai = ("compare_with_genai.py", "--genai-python", str(genai_python), *given, *tokens)
+        genai += ("--limit", str(sizes.genai_prompts))
+        found.append(Stage("genai-fp32", genai, "fp32", is_tool=True))
+    other = ("compare_with_transformers.py", *given, *tokens, "--num", str(sizes.other_prompts))
+    found.append(Stage("transformers-fp32", other, "fp32", is_tool=True, worst_code=1))
+    return found
+
+
+def command_of(stage: Stage, bundles: Path, results: Path) -> list[str]:
+    """Returns the whole command line of a stage, under this interpreter."""
+    first, *words = stage.command
+    program = [str(TOOLS / first)] if stage.is_tool else [*entry("spec_runtime"), first]
+    where = ["--bundle", str(bundles / stage.precision)]
+    where += ["--json", str(results / f"{stage.name}.json")]
+    if stage.name.startswith("acceptance"):
+        where += ["--figure", str(results / f"{stage.name}.svg")]
+    return [sys.executable, *program, *words, *where]
+
+
+def entry(package: str) -> list[str]:
+    """Returns what runs a package's verbs; the command that provenance records is its name."""
+    name = package.replace("_", "-")
+    code = f"import sys; sys.argv[0] = {name!r}; from {package}.cli import main; main()"
+    return ["-c", code]
+
+
+def build(precision: str, bundles: Path) -> None:
+    """Builds the demo bundle of a precision unless it is there."""
+    out = bundles / precision
+    if (out / "manifest.json").is_file():
+        return
+    words = ["build", "--drafter", "parallelspec", "--precision", precision, "--out", str(out)]
+    begin = time.monotonic()
+    subprocess.run([sys.executable, *entry("spec_export"), *words], check=True)
+    print(f"== built {precision}: {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's questions")
+    parser.add_argument("--bundles", type=Path, required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--genai-python", type=Path, help="see compare_with_genai.py")
+    parser.add_argument("--stages", nargs="+", metavar="NAME", help="these only; default: all")
+    parser.add_argument("--tiny", action="store_true", help="a few tokens: does everything run?")
+    parser.add_argument("--list", action="store_true", help="print the stages' names and end")
+    args = parser.parse_args(words)
+    every = stages(args.prompts, TINY if args.tiny else Sizes(), args.genai_python)
+    known = [stage.name for stage in every]
+    if args.list:
+        print("\n".join(known))
+        return 0
+    if unknown := set(args.stages or ()) - set(known):
+        parser.error(
+            f"got stages {', '.join(sorted(unknown))}, expected some of {', '.join(known)}"
+        )
+    if not args.prompts.is_file():
+        parser.error(f"got --prompts {args.prompts}, expected a file of JSON Lines")
+    if args.genai_python is None and not args.stages:
+        print("no --genai-python: the stage genai-fp32 is left out", flush=True)
+    chosen = [stage for stage in every if args.stages is None or stage.name in args.stages]
+    args.results.mkdir(parents=True, exist_ok=True)
+    for precision in dict.fromkeys(stage.precision for stage in chosen):
+        build(precision, args.bundles)
+    lines = []
+    for stage in chosen:
+        print(f"== {stage.name}", flush=True)
+        begin = time.monotonic()
+        code = subprocess.run(command_of(stage, args.bundles, args.results)).returncode
+        verdict = "" if code == 0 else f", exit code {code}"
+        lines.append(f"{stage.name}: {time.monotonic() - begin:.0f} s{verdict}")
+        if not 0 <= code <= stage.worst_code:
+            lines[-1] += ", FAILED"
+        print(f"== {lines[-1]}", flush=True)
+    print("\n".join(["", *lines]))
+    return int(any(line.endswith("FAILED") for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
