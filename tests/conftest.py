@@ -1,4 +1,4 @@
-"""Fixtures of more than one file."""
+"""Holds the fixtures of more than one file, and shows what tests have to show."""
 
 from __future__ import annotations
 
@@ -8,25 +8,38 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from workshop import Workshop
+    from workshop import FluentWorkshop, Workshop
 
 # Tests import onnxruntime themselves, too; see spec_runtime/backends/session.py.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests have to show, by `record_property("shown", …)`: a worker's own output is lost."""
-    for report in terminalreporter.getreports("passed"):
-        for name, text in report.user_properties:
-            if name == "shown":
-                terminalreporter.section(report.nodeid)
-                terminalreporter.write_line(str(text))
+    """Prints what tests recorded by `record_property("shown", …)`.
+
+    Printing it in the test would not do: the output of a parallel run's workers is lost.
+    """
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, text in report.user_properties:
+                if name == "shown":
+                    terminalreporter.section(report.nodeid)
+                    terminalreporter.write_line(str(text))
 
 
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Tiny targets, drafters and bundles."""
+    """Returns the maker of tiny random targets, drafters and bundles."""
     pytest.importorskip("torch")
-    from workshop import Workshop  # here: tests of the runtime alone need no torch
+    from workshop import Workshop  # imported here because tests of the runtime need no torch
 
     return Workshop(tmp_path_factory.mktemp("workshop"))
+
+
+@pytest.fixture(scope="session")
+def fluent(tmp_path_factory: pytest.TempPathFactory) -> FluentWorkshop:
+    """Returns the maker of tiny targets and drafters whose drafts are often accepted."""
+    pytest.importorskip("torch")
+    from workshop import FluentWorkshop
+
+    return FluentWorkshop(tmp_path_factory.mktemp("fluent"))

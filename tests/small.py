@@ -24,6 +24,15 @@ from spec_runtime.target import Target
 from spec_runtime.text import ChatTemplate
 
 CONTEXT = 224
+# The shares of right guesses by depth and rank, and the calibration that has them.
+ACCURACY = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.0]]
+CALIBRATION = {
+    "prompts": 1,
+    "positions": 9,
+    "accuracy": ACCURACY,
+    "reliability": [[0.1, 0.1, 9]],
+    "accepted_length": {"2": 1.5},
+}
 
 
 def small_manifest() -> Manifest:

@@ -19,6 +19,10 @@ _FORM_FEEDS: dict[str, dict[str, type]] = {
     "contiguous": {"write_index": np.int64, "src": np.int64, "perm": np.int64},
 }
 FEATURE_WIDTH = 4
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

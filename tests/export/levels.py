@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from formulas import check_loss_and_gradient
 from graphs import Runner, open_model
-from test_decoder import HEAD_DIM, HEADS, VOCAB, chain
+from tiny_backbone import HEAD_DIM, HEADS, VOCAB, chain
 from torch import Tensor
 
 from spec_export import target
@@ -26,7 +26,6 @@ from spec_export.graphs.slots import to_slots
 
 TOLERANCE = 1e-4
 D = HEADS * HEAD_DIM
-TRIMMED = torch.tensor([i for i in range(VOCAB) if i % 5])
 
 
 def make_drafter(

@@ -14,10 +14,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from formulas import check_loss_and_gradient
+from formulas import check_loss_and_gradient, make_batch
 from graphs import Runner, open_model
-from test_decoder import HEAD_DIM, HEADS, VOCAB, backbone_of, chain, tiny
-from test_medusa import FOUR_OF_FIVE, make_batch
+from tiny_backbone import HEAD_DIM, HEADS, TRIMMED, VOCAB, backbone_of, chain, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 from workshop import Workshop
@@ -177,7 +176,7 @@ def test_the_loss_and_its_gradient_are_the_formulas(
 ) -> None:
     """Every trainable weight has a gradient that is not zero."""
     fields = options | {"lambda_soft": weights[0], "lambda_hard": weights[1]}
-    drafter = make_drafter(backbone, FOUR_OF_FIVE, **fields)
+    drafter = make_drafter(backbone, TRIMMED, **fields)
     batch = make_batch((12,), width=3 * D)  # taps that others read lie behind
     batch.loss_BT[0, :4] = False
     ids, _ = drafter.guesses(batch, 1)
@@ -320,7 +319,7 @@ def test_the_graph_guesses_as_the_module_does(
     backbone: Backbone, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Both forms, then the precisions."""
-    drafter = make_drafter(backbone, FOUR_OF_FIVE, **options | {"top_k": 5})
+    drafter = make_drafter(backbone, TRIMMED, **options | {"top_k": 5})
     model = drafter.export(backbone.config)["drafter"]
     form = "stateless" if drafter.config.staged == "none" else "slots"
     if form == "slots":
@@ -338,7 +337,7 @@ def check_graph(
     batch, t = make_batch((24,), width_of(drafter)), -1
     assert batch.feature_BTF is not None
     token_T, feature_TF = batch.token_BT[0].numpy(), batch.feature_BTF[0].numpy()
-    ids, log_probs = (x[0] for x in drafter.guesses(batch, len(FOUR_OF_FIVE)))
+    ids, log_probs = (x[0] for x in drafter.guesses(batch, len(TRIMMED)))
     outputs = ["guess_ids", "guess_log_probs"]
     if form == "stateless":
         backend = open_model(model, folder, form, 1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from graphs import Runner
-from test_decoder import HEAD_DIM, VOCAB, backbone_of, chain, tiny
+from tiny_backbone import HEAD_DIM, VOCAB, backbone_of, chain, tiny
 from tiny_target import save_llama
 from torch import Tensor
 from workshop import Workshop

@@ -14,9 +14,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
-import test_contract  # noqa: E402
+import contract  # noqa: E402
 import workshop as workshops  # noqa: E402
-from workshop import Workshop  # noqa: E402
+from workshop import FluentWorkshop, Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_export import drafters  # noqa: E402
@@ -46,15 +46,15 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_the_example_meets_the_contract(
-    name: str, workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    name: str, fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert name in drafters.trainable()
-    engine = spec_runtime.load(workshop.bundle(name), name, threads=1, lookup=False)
-    for sampling in test_contract.SAMPLING:
-        test_contract.test_the_drafter_changes_no_token(engine, name, sampling)
+    engine = spec_runtime.load(fluent.bundle(name), name, threads=1, lookup=False)
+    for sampling in contract.SAMPLING:
+        contract.check_no_token_changes(engine, sampling)
     with monkeypatch.context() as patch:
-        test_contract.test_the_runtime_guesses_as_pytorch_does(workshop, engine, name, patch)
-    test_contract.test_int8_emits_the_argmax_of_the_row_that_verified_it(workshop, name)
+        contract.check_guesses_are_pytorchs(fluent, engine, name, patch)
+    contract.check_int8(fluent, name)
 
 
 def test_the_example_trains(name: str, workshop: Workshop) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from levels import TRIMMED, D, check_configuration, check_graphs, check_loss, make_batch, rms
+from levels import D, check_configuration, check_graphs, check_loss, make_batch, rms
 from levels import make_drafter as make
-from test_decoder import VOCAB, backbone_of, tiny
+from tiny_backbone import TRIMMED, VOCAB, backbone_of, tiny
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from formulas import check_loss_and_gradient
+from formulas import check_loss_and_gradient, make_batch
 from graphs import open_model
-from test_decoder import HEAD_DIM, HEADS, VOCAB, backbone_of, tiny
+from tiny_backbone import HEAD_DIM, HEADS, TRIMMED, VOCAB, backbone_of, tiny
 from torch import Tensor
 from torch.nn import functional as F
 from workshop import Workshop
@@ -33,7 +33,6 @@ from spec_runtime.backends.cpu import CpuBackend
 
 TOLERANCE = 1e-4
 D = HEADS * HEAD_DIM
-FOUR_OF_FIVE = torch.tensor([i for i in range(VOCAB) if i % 5])
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
@@ -49,15 +48,6 @@ def make_drafter(backbone: Backbone, vocabulary: Tensor | None = None, **config:
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return drafter
-
-
-def make_batch(lengths: tuple[int, ...] = (8,), width: int = D) -> Batch:
-    """Random tokens and features, every token an answer's."""
-    torch.manual_seed(2)
-    B, T, length_B = len(lengths), max(lengths), torch.tensor(lengths)
-    is_token_BT = torch.arange(T) < length_B[:, None]
-    token_BT = torch.where(is_token_BT, torch.randint(VOCAB, (B, T)), 0)
-    return Batch(token_BT, is_token_BT, torch.randn(B, T, width), length_B)
 
 
 # ---- loss ----
@@ -122,7 +112,7 @@ def reference_loss(drafter: Drafter, batch: Batch) -> tuple[Tensor, list[int], l
 def test_the_loss_and_its_gradient_are_the_formulas(
     backbone: Backbone, options: dict[str, Any]
 ) -> None:
-    drafter = make_drafter(backbone, FOUR_OF_FIVE, num_heads=3, **options)
+    drafter = make_drafter(backbone, TRIMMED, num_heads=3, **options)
     batch = make_batch((14, 9), width=2 * D)  # a tap that others read lies behind
     batch.loss_BT[0, :5] = False
     ids, _ = drafter.guesses(batch, 1)
@@ -213,7 +203,7 @@ def check_graph(drafter: Drafter, backend: CpuBackend, tolerance: float) -> None
 def test_the_graph_guesses_as_the_module_does(
     backbone: Backbone, options: dict[str, Any], precision: str, tolerance: float, tmp_path: Path
 ) -> None:
-    drafter = make_drafter(backbone, FOUR_OF_FIVE, top_k=5, **options)
+    drafter = make_drafter(backbone, TRIMMED, top_k=5, **options)
     model = drafter.export(backbone.config)["drafter"]
     products = sum(node.op_type in ("MatMul", "Gemm") for node in model.graph)
     config = drafter.config

@@ -15,7 +15,7 @@ import pytest
 import torch
 from formulas import check_loss_and_gradient
 from graphs import Runner
-from test_decoder import HEAD_DIM, HEADS, VOCAB, backbone_of, chain, tiny
+from tiny_backbone import HEAD_DIM, HEADS, VOCAB, backbone_of, chain, tiny
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from graphs import Runner
-from test_decoder import backbone_of, chain, random_tokens, tiny
+from tiny_backbone import backbone_of, chain, random_tokens, tiny
 
 from spec_export.graphs.edit import MS
 from spec_export.graphs.quantize import BLOCK, quantize, saturation_probe

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from graphs import Runner
-from test_decoder import (
+from tiny_backbone import (
     HEAD_DIM,
     VOCAB,
     YARN,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_decoder import Decoder, backbone_of, chain, random_tokens, tiny
+from tiny_backbone import Decoder, backbone_of, chain, random_tokens, tiny
 
 from spec_export.decoder import FAMILIES, Layer
 from spec_export.graphs.smooth import largest_inputs, smooth

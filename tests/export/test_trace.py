@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 import torch
-from test_decoder import (
+from tiny_backbone import (
     HEAD_DIM,
     VOCAB,
     YARN,

@@ -1,5 +1,6 @@
-"""A target small enough for tests: random weights, one token a character."""
+"""Makes targets small enough for tests: random weights, one token a character."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Any:
-    """One token a character, <s> (0) and </s> (1) special, 98 in all."""
+    """Returns a tokenizer of one token a character; <s> (0) and </s> (1) are special, 98 in all."""
     tokenizers = pytest.importorskip("tokenizers")
     transformers = pytest.importorskip("transformers")
     vocabulary = {"<s>": 0, "</s>": 1, "\n": 2, **{chr(i): i - 29 for i in range(32, 127)}}
@@ -28,8 +29,10 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Any:
 
 
 def save_llama(folder: Path, template: str | None = TEMPLATE, **options: Any) -> Path:
-    """A Hugging Face folder with a two-layer Llama; a context of 256 tokens. `options`: of its
-    config."""
+    """Writes a Hugging Face folder with a two-layer Llama and a context of 256 tokens.
+
+    `options` replace fields of its configuration.
+    """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     known = {
@@ -49,4 +52,32 @@ def save_llama(folder: Path, template: str | None = TEMPLATE, **options: Any) ->
         torch.manual_seed(0)
         transformers.LlamaForCausalLM(config).save_pretrained(folder)
     make_tokenizer(template).save_pretrained(folder)
+    return folder
+
+
+def teach(folder: Path, words: Sequence[str], num_steps: int = 60) -> Path:
+    """Trains the target in `folder` to answer "say WORD" with that word again and again.
+
+    It takes about two seconds. Only these prompts are learned: behind others the target's text
+    stays noise with some of the words in it.
+    """
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    tokenizer = make_tokenizer()
+    rows = []
+    for word in words:
+        for i in range(4):
+            question = [{"role": "user", "content": f"say {word}{i}"}]
+            ids = tokenizer.apply_chat_template(
+                question, add_generation_prompt=True, return_dict=False
+            )
+            rows.append((ids + tokenizer(word * 40)["input_ids"])[:128])
+    token_BT = torch.tensor(rows)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        model(input_ids=token_BT, labels=token_BT).loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
     return folder

@@ -6,7 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-from tiny_target import save_llama
+from tiny_target import save_llama, teach
 
 from spec_export import make_bundle
 from spec_export.make_bundle import BuildOptions
@@ -24,8 +24,8 @@ path = "data.jsonl"
 validation_fraction = 0.2
 [train]
 batch_tokens = 512
-max_steps = 2
-lr = 1e-3
+max_steps = {num_steps}
+lr = {lr}
 precision = "fp32"
 [export]
 draft_vocab = 80
@@ -40,7 +40,14 @@ OPTIONS = {
 
 
 class Workshop:
-    """Makes everything under `folder`; nothing that a method returns may be changed."""
+    """Makes what is asked for under `folder`. The files it returns are shared: do not change them.
+
+    The target is random and its drafters are trained for two steps, which is enough for every test
+    that does not need drafts to be right.
+    """
+
+    num_steps = 2
+    lr = 1e-3
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,11 +57,11 @@ class Workshop:
         self.bundle = cache(self._bundle)
 
     def _llama(self) -> Path:
-        """Saves a target large enough for every product but the last to be quantised."""
+        """Returns a target large enough for every product but the last to be quantised."""
         return save_llama(self.folder / "llama", hidden_size=64, intermediate_size=96)
 
     def _drafter(self, name: str) -> Path:
-        """Trains a drafter for two steps, as `spec-export train` does."""
+        """Returns a checkpoint trained as `spec-export train` does."""
         self.llama()
         rows = [
             [
@@ -67,7 +74,14 @@ class Workshop:
         lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
         (self.folder / "data.jsonl").write_text("".join(lines))
         recipe = self.folder / f"{name}.toml"
-        recipe.write_text(RECIPE.format(name=name, options=OPTIONS.get(name, "")))
+        recipe.write_text(
+            RECIPE.format(
+                name=name,
+                options=OPTIONS.get(name, ""),
+                num_steps=self.num_steps,
+                lr=self.lr,
+            )
+        )
         return train.run(recipe, out=self.folder / "runs" / name)
 
     def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
@@ -80,3 +94,18 @@ class Workshop:
                 out=self.folder / "bundles" / f"{drafter}-{precision}",
             )
         )
+
+
+class FluentWorkshop(Workshop):
+    """A workshop whose drafters are often right, for tests of what follows accepted drafts.
+
+    Its target has learned to repeat `WORDS` and its drafters were trained on such texts. Behind
+    "say abc, 3" whole paths are accepted; other prompts put the target's text where it is noise, so
+    that drafts are rejected too.
+    """
+
+    num_steps = 40
+    lr = 5e-3
+
+    def _llama(self) -> Path:
+        return teach(super()._llama(), WORDS)

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_load import write_bundle
 from toy_backend import ToyDrafter, ToyTarget
+from toy_bundle import write_bundle
 
 import spec_runtime
 from spec_runtime import backends, bundle

@@ -14,8 +14,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from rich.console import Console
-from small import write_small_bundle
-from test_tree_templates import ACCURACY, CALIBRATION
+from small import ACCURACY, CALIBRATION, write_small_bundle
 
 from spec_runtime import bundle as bundles
 from spec_runtime import cli

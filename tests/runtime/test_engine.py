@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_text import CHATML
-from toy_backend import ByteTokenizer
+from toy_backend import CHATML, ByteTokenizer
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime.engine import Engine

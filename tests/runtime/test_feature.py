@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from small import small_manifest
-from test_rows import features_of
+from small_trees import features_of
 
 from spec_runtime.bundle import Bundle, BundleError
 from spec_runtime.kv import open_cache

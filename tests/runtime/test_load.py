@@ -6,92 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_text import CHATML
-from toy_backend import FEATURE_WIDTH, ToyDrafter, ToyTarget
+from toy_backend import FEATURE_WIDTH, ToyTarget
+from toy_bundle import SCRATCH, patch_graphs, write_bundle
 
 import spec_runtime
-from spec_runtime import backends, bundle
+from spec_runtime import bundle
 from spec_runtime.trees.budget import Budget, Grown, Static
-
-tokenizers = pytest.importorskip("tokenizers")
-
-MAX_LENGTH, SCRATCH = 80, 16
-
-
-def write_tokenizer(path: Path) -> int:
-    """A byte-level tokenizer without merges, BOS and EOS behind the 256 bytes."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: i for i, letter in enumerate(letters)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.enable_truncation(5)  # as some are shipped; it must not cut prompts
-    tokenizer.save(str(path))
-    return int(tokenizer.get_vocab_size())
-
-
-def write_bundle(folder: Path, drafters: tuple[str, ...] = (), **changes: Any) -> Path:
-    """A bundle whose graph files are empty: the backends are patched in."""
-    (folder / "graph.onnx").write_bytes(b"")
-    (folder / "chat_template.jinja").write_text(CHATML)
-    vocab_size = write_tokenizer(folder / "tokenizer.json")
-    graph = bundle.Graph("graph.onnx", "slots", (), ())
-    config = {"num_masks": 3, "mask_token_base": vocab_size, "inputs": "features+tokens"}
-    entries = tuple(
-        bundle.DrafterInfo(
-            name=name,
-            config=changes.get("config", config),
-            graphs={"drafter": graph},
-            draft_token_ids=None,
-            calibration=None,
-            trees=changes.get("trees", {"max_nodes": 6, "min_probability": 0.04}),
-            expected_accepted_length=changes.get("expected"),
-        )
-        for name in drafters
-    )
-    target = bundle.TargetInfo(
-        family="llama",
-        dims=bundle.Dims(changes.get("num_logits", vocab_size), 8, 1, 1, 1, 8),
-        precision="fp32",
-        max_length=MAX_LENGTH,
-        scratch=SCRATCH,
-        rope={},
-        taps=(1,),
-        position_convention="absolute",
-        target_modified=False,
-    )
-    tokenizer = bundle.TokenizerInfo(
-        file="tokenizer.json",
-        sha256="",
-        vocab_size=changes.get("vocab_size", vocab_size),
-        special_ids={"bos": 256, "eos": [257], "pad": None},
-        chat_template="chat_template.jinja",
-    )
-    manifest = bundle.Manifest(
-        1, "toy", target, {"target": graph}, entries, tokenizer, provenance={}, files={}
-    )
-    bundle.write_manifest(folder, manifest)
-    return folder
 
 
 @pytest.fixture(autouse=True)
 def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
-    """Every first graph opened is a toy target, the next one its drafter."""
-    opened: list[ToyTarget] = []
-
-    def open_graph(
-        opened_bundle: bundle.Bundle, graph: bundle.Graph, capacity: int, runtime: backends.Runtime
-    ) -> backends.Backend:
-        assert capacity == MAX_LENGTH + SCRATCH
-        if opened:
-            return ToyDrafter(opened[0], capacity=capacity, num_taps=1)
-        vocab_size = opened_bundle.manifest.target.dims.vocab_size
-        opened.append(ToyTarget(vocab_size=vocab_size, capacity=capacity, peak=9.0))
-        return opened[0]
-
-    monkeypatch.setattr(backends, "open_graph", open_graph)
-    return opened
+    """Returns the targets opened so far; every graph opened is a toy."""
+    return patch_graphs(monkeypatch)
 
 
 def test_the_default_drafter_is_the_first_else_prompt_lookup(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from small_trees import features_of
 
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers.rows import DrafterRows
@@ -25,10 +26,6 @@ class Recorder:
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         self.calls.append(feeds)
         return dict.fromkeys(outputs, feeds["logit_rows"][:, None] + 0.5)
-
-
-def features_of(positions: Sequence[int]) -> np.ndarray:
-    return np.array([[p, p + 0.5] for p in positions], np.float32)
 
 
 def grid(feeds: dict[str, np.ndarray], width: int) -> list[str]:

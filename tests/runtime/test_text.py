@@ -9,14 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_backend import ByteTokenizer
+from toy_backend import CHATML, ByteTokenizer
 
 from spec_runtime.text import ChatTemplate, TextStream, encode_prompt
 
-CHATML = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 BYTES = ByteTokenizer()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small import small_manifest
+from small import ACCURACY, CALIBRATION, small_manifest
 
 from spec_runtime.bundle import BundleError, DrafterInfo
 from spec_runtime.load import _budget
@@ -24,15 +24,6 @@ from spec_runtime.trees.templates import (
     path_probabilities,
     searched,
 )
-
-ACCURACY = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.0]]
-CALIBRATION = {
-    "prompts": 1,
-    "positions": 9,
-    "accuracy": ACCURACY,
-    "reliability": [[0.1, 0.1, 9]],
-    "accepted_length": {"2": 1.5},
-}
 
 
 def test_chain_and_cartesian() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_load import toy_graphs, write_bundle  # noqa: F401  (a fixture)
-from test_tree import Table, paths
+from small_trees import Table, paths
 from toy_backend import ToyTarget
+from toy_bundle import patch_graphs, write_bundle
 from toy_engine import make_engine, make_proposer, random_prompt
 
 import spec_runtime
@@ -51,6 +51,12 @@ from spec_runtime.trees.grow import grow, grow_by_levels
 from spec_runtime.trees.tree import TokenTree
 
 KEY = Key("0" * 64, "some cpu", 2, "int8", "parallelspec")
+
+
+@pytest.fixture(autouse=True)
+def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
+    """Returns the targets opened so far; every graph opened is a toy."""
+    return patch_graphs(monkeypatch)
 
 
 def convex(n: int) -> float:
@@ -742,7 +748,7 @@ def opened_anew(graphs: list[ToyTarget], folder: Path, **options: Any) -> Engine
 def test_an_engine_is_opened_as_the_profile_says(
     cache: Path,
     tmp_path: Path,
-    toy_graphs: list[ToyTarget],  # noqa: F811
+    toy_graphs: list[ToyTarget],
 ) -> None:
     folder = write_bundle(tmp_path, ("parallelspec",))
     opened = bundle.read(folder, verify=False)
@@ -790,7 +796,7 @@ def test_the_command_end_to_end(
     cache: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    toy_graphs: list[ToyTarget],  # noqa: F811
+    toy_graphs: list[ToyTarget],
 ) -> None:
     (tmp_path / "b").mkdir()
     folder = write_bundle(tmp_path / "b", ("parallelspec",), trees={"lookup_nodes": 3})

@@ -1,0 +1,139 @@
+"""Checks what every drafter must do, of engines on a bundle of a `FluentWorkshop`.
+
+tests/test_contract.py runs the checks for the drafters of the registration table, and
+tests/export/test_drafters_readme.py for the README's example.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from workshop import Workshop
+
+import spec_runtime
+from spec_export import target
+from spec_export.bundling.drafters import load_module
+from spec_export.decoder import Backbone
+from spec_export.drafters.layers import Batch
+from spec_export.training import checkpoint
+from spec_runtime.engine import Engine
+from spec_runtime.step import Step
+
+PROMPTS = ["say abc, 3", "one two. one two. one", "x", "The quick brown fox; 0123 0123"]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.8, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "top_k": 20, "top_p": 0.9},
+]
+SEVERAL = 5  # steps
+
+
+def check_acceptance(steps: list[Step]) -> None:
+    """Several steps accepted two tokens or more, and several accepted none.
+
+    Without the former, no test of what follows an accepted path tests anything.
+    """
+    num_long = sum(step.num_accepted >= 2 for step in steps)
+    num_refused = sum(step.num_accepted == 0 and bool(step.path) for step in steps)
+    assert num_long >= SEVERAL, f"{num_long} steps of {len(steps)} accepted two tokens or more"
+    assert num_refused >= SEVERAL, f"{num_refused} steps of {len(steps)} accepted no token"
+
+
+def check_no_token_changes(engine: Engine, sampling: dict[str, Any]) -> None:
+    """The engine's text is plain decoding's, over steps that accept much, little and nothing."""
+    plain = engine.with_drafter("none")
+    steps: list[Step] = []
+    for prompt in PROMPTS:
+        expected = plain.generate(prompt, max_new_tokens=60, ignore_eos=True, **sampling)
+        steps += engine.steps(prompt, max_new_tokens=60, ignore_eos=True, **sampling)
+        result = engine.last_result
+        assert result is not None
+        assert result.token_ids == expected.token_ids, prompt
+        assert result.text == expected.text
+        assert len(result.token_ids) == 60
+    check_acceptance(steps)
+
+
+def check_guesses_are_pytorchs(
+    workshop: Workshop, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run of the drafter's graph in a generation guesses as the module does on features by
+    transformers, after accepted paths too.
+
+    Tolerance 1e-3 on log-probabilities: float32 through two networks (measures 1e-5).
+    """
+    prompt_ids = engine.encode(PROMPTS[0])
+    guesses, answer, num_long = _recorded_guesses(engine, prompt_ids, monkeypatch)
+    assert len(guesses) >= 10
+    assert num_long >= SEVERAL, f"{num_long} steps accepted two tokens or more"
+
+    hf_model, _ = target.load(target.resolve(str(workshop.llama())))
+    saved = checkpoint.load_drafter(workshop.drafter(name))
+    module = load_module(saved, Backbone.from_transformers(hf_model))
+    token_T = torch.tensor(prompt_ids + answer)
+    with torch.no_grad():
+        out = hf_model.model(token_T[None], output_hidden_states=True)
+    taps = [out.hidden_states[tap] for tap in module.config.taps]
+    features = torch.cat([out.last_hidden_state, *taps], -1)
+    is_answer = torch.ones_like(token_T, dtype=torch.bool)
+    batch = Batch(token_T[None], is_answer[None], features, torch.tensor([len(token_T)]))
+    ids, log_probs = (x[0].numpy() for x in module.guesses(batch, len(module.draft_token_ids)))
+    for row, got in guesses.items():
+        num_guesses, top = got["guess_log_probs"].shape
+        best = log_probs[row][:num_guesses, :top]
+        assert np.abs(got["guess_log_probs"] - best).max() <= 1e-3
+        for k, guess_ids in enumerate(got["guess_ids"]):
+            log_prob_of = dict(zip(ids[row, k].tolist(), log_probs[row, k].tolist(), strict=True))
+            mine = [log_prob_of[i] for i in guess_ids.tolist()]
+            assert np.abs(mine - got["guess_log_probs"][k]).max() <= 1e-3
+
+
+def _recorded_guesses(
+    engine: Engine, prompt_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[int, dict[str, np.ndarray]], list[int], int]:
+    """Returns what the drafter's graph gave at each committed position, the answer, and how many
+    steps accepted at least two tokens.
+
+    A drafter that goes on from its own guesses runs several times at a position: the first run,
+    which has guess 0, counts.
+    """
+    proposer: Any = engine.proposer
+    reader = getattr(proposer, "_rows", None) or getattr(proposer, "_last", proposer)
+    backend = reader._backend
+    run = backend.run
+    guesses: dict[int, dict[str, np.ndarray]] = {}
+
+    def recorded(feeds: dict[str, np.ndarray], outputs: list[str]) -> dict[str, np.ndarray]:
+        result = run(feeds, outputs)
+        if "guess_log_probs" in result:
+            row = engine.target.length - 1  # the last pair: (its feature, the root behind it)
+            guesses.setdefault(row, {key: array.copy() for key, array in result.items()})
+        return result
+
+    monkeypatch.setattr(backend, "run", recorded)
+    steps = list(engine.steps(prompt_ids, max_new_tokens=80, ignore_eos=True))
+    answer = [token for step in steps for token in step.tokens]
+    return guesses, answer, sum(step.num_accepted >= 2 for step in steps)
+
+
+def check_int8(workshop: Workshop, name: str) -> None:
+    """In 8 bits every emitted token is the argmax of the row that verified it.
+
+    Rows may round apart from plain decoding's; acceptance may not add an error of its own.
+    """
+    engine = spec_runtime.load(workshop.bundle(name, "int8"), threads=1)
+    assert engine.drafter == f"{name}+prompt_lookup"  # what bundles ask for
+    steps: list[Step] = []
+    num_checked = 0
+    for prompt in PROMPTS:
+        for step in engine.steps(prompt, max_new_tokens=60, ignore_eos=True):
+            if step.verified is None:  # the prompt's own step
+                continue
+            assert step.tokens == step.verified.argmax_N[step.path].tolist()
+            num_checked += len(step.tokens)
+            steps.append(step)
+    assert num_checked == 59 * len(PROMPTS)
+    check_acceptance(steps)

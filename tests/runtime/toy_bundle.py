@@ -1,0 +1,96 @@
+"""Writes bundles that open as the toy target and its toy drafter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_backend import CHATML, ToyDrafter, ToyTarget
+
+from spec_runtime import backends, bundle
+
+tokenizers = pytest.importorskip("tokenizers")
+
+MAX_LENGTH, SCRATCH = 80, 16
+
+
+def write_tokenizer(path: Path) -> int:
+    """Writes a byte-level tokenizer without merges, BOS and EOS behind the 256 bytes.
+
+    Returns the size of its vocabulary.
+    """
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.enable_truncation(5)  # some are shipped so; it must not cut prompts
+    tokenizer.save(str(path))
+    return int(tokenizer.get_vocab_size())
+
+
+def write_bundle(folder: Path, drafters: tuple[str, ...] = (), **changes: Any) -> Path:
+    """Writes a bundle whose graph files are empty, for tests that patch the backends in."""
+    (folder / "graph.onnx").write_bytes(b"")
+    (folder / "chat_template.jinja").write_text(CHATML)
+    vocab_size = write_tokenizer(folder / "tokenizer.json")
+    graph = bundle.Graph("graph.onnx", "slots", (), ())
+    config = {"num_masks": 3, "mask_token_base": vocab_size, "inputs": "features+tokens"}
+    entries = tuple(
+        bundle.DrafterInfo(
+            name=name,
+            config=changes.get("config", config),
+            graphs={"drafter": graph},
+            draft_token_ids=None,
+            calibration=None,
+            trees=changes.get("trees", {"max_nodes": 6, "min_probability": 0.04}),
+            expected_accepted_length=changes.get("expected"),
+        )
+        for name in drafters
+    )
+    target = bundle.TargetInfo(
+        family="llama",
+        dims=bundle.Dims(changes.get("num_logits", vocab_size), 8, 1, 1, 1, 8),
+        precision="fp32",
+        max_length=MAX_LENGTH,
+        scratch=SCRATCH,
+        rope={},
+        taps=(1,),
+        position_convention="absolute",
+        target_modified=False,
+    )
+    tokenizer = bundle.TokenizerInfo(
+        file="tokenizer.json",
+        sha256="",
+        vocab_size=changes.get("vocab_size", vocab_size),
+        special_ids={"bos": 256, "eos": [257], "pad": None},
+        chat_template="chat_template.jinja",
+    )
+    manifest = bundle.Manifest(
+        1, "toy", target, {"target": graph}, entries, tokenizer, provenance={}, files={}
+    )
+    bundle.write_manifest(folder, manifest)
+    return folder
+
+
+def patch_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
+    """Makes every first graph that is opened a toy target, and the next ones its drafters.
+
+    Returns the targets, a list that grows as graphs are opened.
+    """
+    opened: list[ToyTarget] = []
+
+    def open_graph(
+        opened_bundle: bundle.Bundle, graph: bundle.Graph, capacity: int, runtime: backends.Runtime
+    ) -> backends.Backend:
+        assert capacity == MAX_LENGTH + SCRATCH
+        if opened:
+            return ToyDrafter(opened[0], capacity=capacity, num_taps=1)
+        vocab_size = opened_bundle.manifest.target.dims.vocab_size
+        opened.append(ToyTarget(vocab_size=vocab_size, capacity=capacity, peak=9.0))
+        return opened[0]
+
+    monkeypatch.setattr(backends, "open_graph", open_graph)
+    return opened

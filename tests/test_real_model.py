@@ -1,0 +1,77 @@
+"""Checks on a real model that the drafter in the package loses nothing and is often right.
+
+The model is the demo's SmolLM2-135M-Instruct in fp32. It is downloaded once, see
+spec_export/demo.py; without a network the tests are skipped. Building the bundle takes about a
+minute and 0.7 GB of the temporary folder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+
+import spec_runtime
+from spec_export import demo, make_bundle
+from spec_export.make_bundle import BuildOptions
+from spec_runtime.engine import Engine
+from spec_runtime.target import NEAR_TIE, top_gap
+
+pytestmark = pytest.mark.model
+
+PROMPTS = (
+    "Explain to a child why the sea has tides.",
+    "Why is the sky blue?",
+    "Write a Python function that adds two numbers.",
+    "Give me a recipe for pancakes.",
+)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Returns the demo's engine with the drafter alone: prompt lookup would hide its mistakes."""
+    try:
+        demo.fetch()
+    except demo.DemoError as error:
+        pytest.skip(str(error))
+    out = tmp_path_factory.mktemp("demo") / "bundle"
+    bundle = make_bundle.build(BuildOptions(drafters=["parallelspec"], precision="fp32", out=out))
+    return spec_runtime.load(bundle, "parallelspec", lookup=False, profile=False)
+
+
+def plain_tokens(engine: Engine, prompt: str, **options: Any) -> tuple[list[int], float]:
+    """Returns plain decoding's tokens and the smallest gap between the two best logits on the way,
+    as a share of their row's range."""
+    tokens: list[int] = []
+    gaps: list[float] = []
+    for step in engine.with_drafter("none").steps(prompt, **options):
+        tokens += step.tokens
+        if step.verified is not None:  # the prompt's own step shows none
+            gaps.append(top_gap(step.verified.row(0)))
+    return tokens, min(gaps)
+
+
+def test_the_shipped_drafter_loses_nothing_and_is_often_right(engine: Engine) -> None:
+    """Texts are plain decoding's, token by token, and steps commit at least 1.85 tokens on average.
+
+    The drafter alone measures 1.96 tokens a step on these prompts, from 1.66 to 2.74 by prompt; in
+    fp32 another machine changes that only where two drafts are nearly equally probable, for which
+    the bound leaves 0.1. Features in reversed order give 1.74, features of zeros 1.38. No text has
+    a near tie, where the order of float sums may decide, so that its tokens have to be equal on any
+    machine.
+    """
+    options: dict[str, Any] = {"max_new_tokens": 64}
+    num_tokens = num_steps = num_long = 0
+    for prompt in PROMPTS:
+        expected, gap = plain_tokens(engine, prompt, **options)
+        assert gap > NEAR_TIE, f"{prompt!r} has a near tie: choose another prompt"
+        steps = list(engine.steps(prompt, **options))
+        assert [token for step in steps for token in step.tokens] == expected, prompt
+        num_tokens += len(expected) - 1  # the first one is the prompt's own
+        num_steps += len(steps) - 1
+        num_long += sum(step.num_accepted >= 2 for step in steps)
+    assert num_tokens / num_steps >= 1.85, f"{num_tokens} tokens in {num_steps} steps"
+    assert num_long >= 20, f"{num_long} steps accepted two tokens or more"

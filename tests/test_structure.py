@@ -1,0 +1,128 @@
+"""Checks how the packages are built: no import circles, no long functions, few files at a root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import structure
+from structure import MAX_FILES, Structure
+
+Read = Callable[[dict[str, str]], Structure]
+
+
+@pytest.fixture(scope="module")
+def found() -> Structure:
+    return structure.read()
+
+
+# ---- the packages ----
+
+
+def test_the_findings_are_shown(
+    found: Structure, record_property: Callable[[str, object], None]
+) -> None:
+    """The text comes into the summary of the tests, see conftest.py."""
+    text = structure.describe(found)
+    record_property("shown", text)
+    assert text.startswith("import circles: ")
+    assert len(found.imports) > 80, "files are missing"
+
+
+def test_no_imports_go_in_a_circle(found: Structure) -> None:
+    assert not found.circles, "; ".join(map(str, found.circles))
+
+
+def test_the_runtime_imports_neither_the_export_nor_torch(found: Structure) -> None:
+    assert not found.forbidden, found.forbidden
+
+
+def test_no_function_is_long(found: Structure) -> None:
+    assert not found.long_functions, "; ".join(map(str, found.long_functions))
+
+
+@pytest.mark.parametrize("package", structure.PACKAGES)
+def test_few_files_lie_at_the_root(found: Structure, package: str) -> None:
+    assert 1 < found.num_root_files[package] <= MAX_FILES
+
+
+# ---- what finds them ----
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Reads packages made of these texts by path."""
+
+    def write_and_read(files: dict[str, str]) -> Structure:
+        for name, text in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return structure.read(tmp_path)
+
+    return write_and_read
+
+
+def test_circles_are_found_wherever_the_imports_stand(read: Read) -> None:
+    found = read(
+        {
+            "spec_runtime/__init__.py": "",
+            "spec_runtime/one.py": "import numpy\nfrom spec_runtime.two import x\n",
+            "spec_runtime/two.py": "def f():\n    from spec_runtime import three\n",
+            "spec_runtime/three.py": (
+                "from typing import TYPE_CHECKING\n"
+                "if TYPE_CHECKING:\n    import spec_runtime.one\n"
+                "from .room import four\n"
+            ),
+            "spec_runtime/room/__init__.py": "",
+            "spec_runtime/room/four.py": "from ..three import y\n",
+            "spec_runtime/alone.py": "from spec_runtime import one\n",
+        }
+    )
+    (circle,) = found.circles
+    three, four = "spec_runtime.three", "spec_runtime.room.four"
+    assert circle.path == (four, three, four)
+    assert circle.num_modules == 4
+    assert str(circle) in structure.describe(found)
+    assert found.outside["spec_runtime.one"] == {"numpy"}
+
+
+def test_a_package_is_a_module_of_its_own(read: Read) -> None:
+    """A package that imports its parts is no circle until a part imports the package's names."""
+    files = {
+        "spec_runtime/__init__.py": "from spec_runtime.engine import Engine\n",
+        "spec_runtime/engine.py": "from spec_runtime import text\n",
+        "spec_runtime/text.py": "import spec_runtime.kv\n",
+        "spec_runtime/kv.py": "",
+    }
+    assert read(files).circles == []
+    (circle,) = read(files | {"spec_runtime/kv.py": "from spec_runtime import Engine\n"}).circles
+    assert circle.path[0] == circle.path[-1] == "spec_runtime"
+    assert circle.num_modules == 4
+
+
+def test_what_the_runtime_may_not_import_is_named(read: Read) -> None:
+    found = read(
+        {
+            "spec_runtime/one.py": "def f():\n    import torch.nn\n    import torchless\n",
+            "spec_runtime/two.py": "from spec_export import target\n",
+            "spec_export/target.py": "import torch\nimport spec_runtime.one\n",
+        }
+    )
+    assert found.forbidden == [
+        "spec_runtime.one imports torch.nn",
+        "spec_runtime.two imports spec_export.target",
+    ]
+
+
+def test_functions_are_measured_from_their_def_to_their_end(read: Read) -> None:
+    body = "".join(f"    x = {i}\n" for i in range(79))
+    method = "class A:\n    @property\n    def g(self):\n        return 1\n"
+    found = read({"spec_runtime/one.py": f"{method}def f():\n{body}    y = 1\n"})
+    assert [str(each) for each in found.functions] == [
+        "f, 81 lines, spec_runtime/one.py:5",
+        "g, 2 lines, spec_runtime/one.py:3",
+    ]
+    assert found.long_functions == found.functions[:1]
+    assert read({"spec_runtime/one.py": f"def f():\n{body}"}).long_functions == []

@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Prints how both packages are built: import circles, the longest function, files at each root.
+
+    python tools/structure.py
+
+Every import statement counts, at module level, inside a function and under TYPE_CHECKING alike;
+modules named in strings (the tables of drafters and proposers) do not.
+`from package import name` imports the module `package.name` where there is one, and `package`
+otherwise. A package's `__init__.py` is a module of its own: importing a submodule of a package is
+not taken as importing the package. Exit code 1 if there is a circle, an import that
+`spec_runtime` must not have, a function or a root that is too long.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("spec_runtime", "spec_export")
+FORBIDDEN = {"spec_runtime": ("spec_export", "torch", "transformers")}
+MAX_LINES = 80  # of a function, its docstring included and its decorators not
+MAX_FILES = 16  # at the root of a package
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function or method, with the lines from its `def` to its end."""
+
+    lines: int
+    name: str
+    place: str  # path:line
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.lines} lines, {self.place}"
+
+
+@dataclass(frozen=True)
+class Circle:
+    """A shortest circle of a group of modules that all import one another, directly or not.
+
+    Example: where a imports b, and b imports c and a, the path is (a, b, a).
+    """
+
+    path: tuple[str, ...]
+    num_modules: int  # of the group
+
+    def __str__(self) -> str:
+        return f"{' -> '.join(self.path)} (in a group of {self.num_modules} modules)"
+
+
+@dataclass
+class Structure:
+    """Holds what was found in the packages below `root`.
+
+    `imports` maps each module to the modules of the packages that it imports; `outside` maps it to
+    the names it imports from elsewhere, such as "torch.nn".
+    """
+
+    root: Path
+    imports: dict[str, set[str]] = field(default_factory=dict)
+    outside: dict[str, set[str]] = field(default_factory=dict)
+    functions: list[Function] = field(default_factory=list)
+    num_root_files: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def circles(self) -> list[Circle]:
+        """Returns one circle of every group of modules that import one another."""
+        return [_shortest_circle(self.imports, group) for group in _groups(self.imports)]
+
+    @property
+    def forbidden(self) -> list[str]:
+        """Returns a line for each import that a package must not have."""
+        lines = []
+        for module in sorted(self.imports):
+            for name in sorted(self.imports[module] | self.outside[module]):
+                if name.split(".")[0] in FORBIDDEN.get(module.split(".")[0], ()):
+                    lines.append(f"{module} imports {name}")
+        return lines
+
+    @property
+    def long_functions(self) -> list[Function]:
+        """Returns the functions of more than MAX_LINES lines, the longest first."""
+        return [function for function in self.functions if function.lines > MAX_LINES]
+
+
+def read(root: Path = ROOT, packages: tuple[str, ...] = PACKAGES) -> Structure:
+    """Reads every Python file of the packages below `root`."""
+    files = {_module_name(root, file): file for p in packages for file in (root / p).rglob("*.py")}
+    structure = Structure(root)
+    for module, file in sorted(files.items()):
+        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+        package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+        names = set(_imported(tree, package, set(files)))
+        structure.imports[module] = names & set(files)
+        structure.outside[module] = names - set(files)
+        structure.functions += _functions(tree, file.relative_to(root))
+    structure.functions.sort(key=lambda function: (-function.lines, function.place))
+    for package in packages:
+        structure.num_root_files[package] = len(list((root / package).glob("*.py")))
+    return structure
+
+
+def _module_name(root: Path, file: Path) -> str:
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(tree: ast.AST, package: str, modules: set[str]) -> Iterator[str]:
+    """Yields what a module in `package` imports, relative imports made absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                parts = parts[: len(parts) - node.level + 1]
+                base = ".".join([*parts, base] if base else parts)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                yield name if name in modules else base
+
+
+def _functions(tree: ast.AST, file: Path) -> Iterator[Function]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            lines = node.end_lineno - node.lineno + 1
+            yield Function(lines, node.name, f"{file.as_posix()}:{node.lineno}")
+
+
+def _groups(imports: dict[str, set[str]]) -> list[set[str]]:
+    """Returns the groups of modules each of which reaches all the others, or itself, by imports."""
+    reached = {module: _reached(imports, module) for module in imports}
+    groups: list[set[str]] = []
+    for module in sorted(imports):
+        if module in reached[module] and not any(module in group for group in groups):
+            groups.append({other for other in reached[module] if module in reached[other]})
+    return groups
+
+
+def _reached(imports: dict[str, set[str]], module: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(imports[module])
+    while waiting:
+        each = waiting.pop()
+        if each not in found:
+            found.add(each)
+            waiting += imports[each]
+    return found
+
+
+def _shortest_circle(imports: dict[str, set[str]], group: set[str]) -> Circle:
+    paths = (_way_back(imports, module, group) for module in sorted(group))
+    return Circle(min(paths, key=len), len(group))
+
+
+def _way_back(imports: dict[str, set[str]], begin: str, group: set[str]) -> tuple[str, ...]:
+    """Returns the shortest path of imports inside `group` from `begin` to itself."""
+    paths = [(begin,)]
+    for path in paths:  # it grows meanwhile: breadth first
+        for module in sorted(imports[path[-1]] & group):
+            if module == begin:
+                return (*path, begin)
+            if all(module != other[-1] for other in paths):
+                paths.append((*path, module))
+    raise AssertionError(f"{begin} is in no circle of {sorted(group)}")
+
+
+def describe(structure: Structure) -> str:
+    """Returns the findings as lines of text, those that are too long or forbidden named."""
+    lines = [f"import circles: {len(structure.circles)}"]
+    lines += [f"  {circle}" for circle in structure.circles]
+    lines.append(f"forbidden imports: {len(structure.forbidden)}")
+    lines += [f"  {line}" for line in structure.forbidden]
+    for package in structure.num_root_files:
+        mine = [each for each in structure.functions if each.place.startswith(f"{package}/")]
+        lines += [f"longest function of {package}: {each}" for each in mine[:1]]
+    lines.append(f"functions of more than {MAX_LINES} lines: {len(structure.long_functions)}")
+    lines += [f"  {function}" for function in structure.long_functions]
+    for package, count in structure.num_root_files.items():
+        lines.append(f"files at the root of {package}: {count} (at most {MAX_FILES})")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Prints the findings; returns the exit code."""
+    structure = read()
+    print(describe(structure))
+    is_over = any(count > MAX_FILES for count in structure.num_root_files.values())
+    found = structure.circles or structure.forbidden or structure.long_functions
+    return int(bool(found) or is_over)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
