@@ -1,4 +1,4 @@
-"""PyTorch side of specsplit: distil, train, trace, check, and write a bundle.
+"""Trains drafters with PyTorch and exports them with their target as a bundle.
 
-Nothing is imported here: each verb pulls in what it needs, so that ``--help`` needs no torch.
+Nothing is imported here: each verb imports what it needs, so that `--help` works without torch.
 """

@@ -1,4 +1,4 @@
-"""`python -m spec_export` is `spec-export`; `accelerate launch -m spec_export train` needs it."""
+"""Runs `spec-export` as a module, as `accelerate launch -m spec_export train` needs it."""
 
 from spec_export.cli import main
 

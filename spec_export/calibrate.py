@@ -1,17 +1,18 @@
-"""Calibrate a bundle: how its drafters guess, measured with the bundle itself.
+"""Measures how well a bundle's drafters guess, and stores the result in its manifest.
 
-Each prompt is answered twice by plain decoding while the drafter looks on at every position. First
-it grows its largest tree, whose first N nodes are its tree of N nodes: accepted length by N, and
-what the path probabilities are worth,
+Each prompt is answered twice by plain decoding, while the drafter drafts at every position without
+being used. In the first pass it grows its largest tree. The first N nodes of that tree are its tree
+of N nodes, so one pass gives the accepted length for every N. It also shows how far the path
+probabilities can be trusted:
 
     reliability(bin) = (mean path probability, share of those nodes on the answer's path, count).
 
-Then the answer is known, and it shows its candidates along it (Budget.truth):
+Then the answer is known, and it shows its candidates along it (AlongTruth):
 
-    a_k^(r) = share of positions where the answer's token k + 1 behind is the r-th guess, of those
-              where the tokens before it were among the guesses           (Medusa's tree search)
+    a_k^(r) = the share of positions where the answer's token k + 1 steps ahead is the r-th guess,
+              among the positions where the tokens before it were guessed (Medusa's tree search).
 
-Needs no torch. Knows nothing of networks, nor of what is made of these figures (templates.py).
+This file needs no torch.
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from spec_export import reference
 from spec_runtime import bundle as bundles
 from spec_runtime import load
+from spec_runtime.engine import Engine
 from spec_runtime.measure.prompts import read_prompts
+from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import AlongTruth, Budget
 from spec_runtime.trees.tree import TokenTree
 
-if TYPE_CHECKING:
-    from spec_runtime.engine import Engine
-    from spec_runtime.proposers.base import Proposer
-
-SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # trees whose accepted length is stored
-NUM_OCTAVES = 12  # of path probability, a row of reliability each; the last has all below
+SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of the trees whose accepted length is stored
+# Reliability is measured by octaves of path probability; the last octave has all lower ones too.
+NUM_OCTAVES = 12
 
 
-class _Onlooker(ProposerWrapper):
-    """Plain decoding past a drafter: keeps its trees, one a position, and proposes the root.
+class _TreeRecorder(ProposerWrapper):
+    """Keeps the tree that a drafter makes at each position, and proposes the root alone.
 
-    budget_at: from the position and the budget decoding would have there."""
+    budget_at: gives the drafter's budget from the position and the budget of decoding there.
+    """
 
     def __init__(self, drafter: Proposer, budget_at: Callable[[int, Budget], Budget]) -> None:
         super().__init__(drafter)
@@ -58,12 +59,16 @@ class _Onlooker(ProposerWrapper):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What was seen of one answer of T + 1 tokens, at its T positions that have a successor.
+    """Holds what was seen of one answer of T + 1 tokens, at its T positions that have a successor.
 
-    nodes: of the tree grown at a position, those that the answer went through, root left out.
-    ranks: of the answer's tokens among the candidates behind it, down to the drafter's last level,
-    the answer's end or the first miss, which is None. predicted, observed: of all those trees'
-    nodes, path probability and whether the answer went through.
+    nodes: for each position, the nodes of the tree grown there that the answer went through,
+    without the root. Example: [[1, 4], []] if the first tree had the next two tokens and the second
+    tree had none.
+    ranks: for each position, the ranks that the answer's next tokens had among the candidates. A
+    list ends with the drafter's last level, with the answer, or with None for the first miss.
+    predicted f64[M], observed bool[M]: for all nodes of these trees, the path probability and
+    whether the answer went through.
+    num_candidates: the most candidates of a root.
     """
 
     nodes: list[list[int]]
@@ -82,12 +87,13 @@ def run(
     on_prompt: Callable[[str, int, int], None] = lambda drafter, done, total: None,
     on_skip: Callable[[str], None] = lambda reason: None,
 ) -> dict[str, dict[str, Any]]:
-    """Calibrate `drafter`, or every trained drafter of `bundle`, and store it in the manifest.
+    """Calibrates `drafter`, or every trained drafter of `bundle`, and stores it in the manifest.
 
-    prompts: a file as of `spec-runtime bench`, None = the sixteen shipped ones; those longer than
-    the context are left out, with a reason to on_skip. on_prompt: progress. Returns the
-    calibrations by drafter, see bundle.DrafterInfo. ValueError: a damaged bundle, no such drafter,
-    no usable prompt.
+    prompts: a file as `spec-runtime bench` reads it; None means the sixteen shipped prompts.
+    on_prompt: is called with the drafter, the prompts done and their number.
+    on_skip: is called with the reason for each prompt left out because it exceeds the context.
+    Returns the calibrations by drafter, see bundle.DrafterInfo. Raises ValueError for a damaged
+    bundle, an unknown drafter, or if no prompt can be used.
     """
     opened = bundles.read(bundle)
     manifest = opened.manifest
@@ -126,23 +132,37 @@ def run(
     return found
 
 
+def _record(
+    engine: Engine,
+    prompt: list[int],
+    max_new_tokens: int,
+    budget_at: Callable[[int, Budget], Budget],
+) -> tuple[list[int], list[TokenTree]]:
+    """Answers the prompt by plain decoding; returns the tokens and the drafter's trees."""
+    recorders: list[_TreeRecorder] = []
+
+    def wrap(proposer: Proposer) -> Proposer:
+        recorders.append(_TreeRecorder(proposer, budget_at))
+        return recorders[0]
+
+    watched = engine.observed(wrap)
+    result = watched.generate(prompt, max_new_tokens=max_new_tokens, reuse=False)
+    return result.token_ids, recorders[0].trees
+
+
 def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
-    """Both passes over one prompt."""
+    """Makes both passes over one prompt and returns what the drafter showed."""
 
-    def answer(budget_at: Callable[[int, Budget], Budget]) -> tuple[list[int], list[TokenTree]]:
-        onlookers: list[_Onlooker] = []
+    def largest(position: int, given: Budget) -> Budget:
+        return Budget(SIZES[-1], max_depth=given.max_depth)
 
-        def wrap(proposer: Proposer) -> Proposer:
-            onlookers.append(_Onlooker(proposer, budget_at))
-            return onlookers[0]
+    tokens, grown = _record(engine, prompt, max_new_tokens, largest)
 
-        watched = engine.observed(wrap)
-        result = watched.generate(prompt, max_new_tokens=max_new_tokens, reuse=False)
-        return result.token_ids, onlookers[0].trees
+    def along_answer(position: int, given: Budget) -> Budget:
+        return Budget(2, growth=AlongTruth(tuple(tokens[position + 1 :])))
 
-    tokens, grown = answer(lambda position, given: Budget(SIZES[-1], max_depth=given.max_depth))
-    again, along = answer(lambda position, given: Budget(2, truth=tuple(tokens[position + 1 :])))
-    # rounding may let a GPU answer otherwise the second time; from there on nothing is known
+    again, along = _record(engine, prompt, max_new_tokens, along_answer)
+    # Rounding may let a GPU give another answer the second time; only the common part counts.
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, again, strict=False))
     truths = [tokens[position + 1 :] for position in range(len(list(same)) - 1)]
     nodes, predicted, observed = [], [np.zeros(0)], [np.zeros(0, np.bool_)]
@@ -166,6 +186,7 @@ def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
 
 
 def _ranks_along(tree: TokenTree, truth: Sequence[int]) -> list[int | None]:
+    """Returns the rank of each token of `truth` among its candidates, as Answer.ranks has them."""
     node, ranks = 0, list[int | None]()
     for token in truth:
         children, child = tree.children(node), tree.child(node, token)
@@ -179,7 +200,7 @@ def _ranks_along(tree: TokenTree, truth: Sequence[int]) -> list[int | None]:
 
 
 def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
-    """The calibration, as bundle.DrafterInfo has it. ValueError if there is nothing to go by."""
+    """Returns the calibration as bundle.DrafterInfo has it; raises ValueError without answers."""
     answers = [answer for answer in answers if answer.nodes]
     if not answers:
         raise ValueError(
@@ -204,6 +225,10 @@ def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def _accuracy(ranks: Sequence[Sequence[int | None]], num_candidates: int) -> list[list[float]]:
+    """Returns a_k^(r) of the module's docstring as rows k of columns r.
+
+    Example: ranks [[0, 1], [None]] and two candidates give [[0.5, 0.0], [0.0, 1.0]].
+    """
     table = []
     for k in range(max(map(len, ranks))):
         here = [each[k] for each in ranks if len(each) > k]
@@ -212,8 +237,11 @@ def _accuracy(ranks: Sequence[Sequence[int | None]], num_candidates: int) -> lis
 
 
 def accepted_length(nodes: Sequence[Sequence[Sequence[int]]], num_nodes: int) -> float:
-    """Of decoding these answers with the first `num_nodes` nodes of the trees, root included:
-    committed tokens per step. `nodes`: per answer and position, as in Answer."""
+    """Returns the accepted length of decoding these answers with trees of `num_nodes` nodes.
+
+    That is the number of committed tokens per step if each tree has its first `num_nodes` nodes
+    alone, root included. `nodes`: by answer and position, as in Answer.
+    """
     num_steps = 0
     for answer in nodes:
         position = 0
@@ -224,11 +252,14 @@ def accepted_length(nodes: Sequence[Sequence[Sequence[int]]], num_nodes: int) ->
 
 
 def reliability(predicted: np.ndarray, observed: np.ndarray) -> list[list[float]]:
-    """Rows of (mean prediction, observed share, count) of nodes by octaves of `predicted` f64[M],
-    rising in both: neighbours of which the likelier was accepted less often are one row."""
+    """Returns rows (mean prediction, observed share, count) by octaves of `predicted` f64[M].
+
+    The rows rise in both figures: where a likelier octave was accepted less often than the one
+    below it, the two become one row.
+    """
     with np.errstate(divide="ignore"):
         octave_M = np.minimum(-np.log2(predicted), NUM_OCTAVES - 1).astype(np.int64)
-    rows: list[list[float]] = []  # sums until the end
+    rows: list[list[float]] = []  # sums, which become means at the end
     for octave in range(NUM_OCTAVES - 1, -1, -1):
         here = octave_M == octave
         if here.any():

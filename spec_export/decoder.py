@@ -1,7 +1,6 @@
-"""The traceable backbone: one decoder for all families, and one adapter per family that fills it.
+"""Defines the traceable backbone: one decoder for all families, with an adapter for each.
 
-It knows layers, rotary tables and the KV update; it knows nothing of ONNX files, drafters, trees or
-bundles. The module also runs eagerly (tests, parity): only `_scatter_rows` differs under export.
+The module also runs eagerly, in tests and comparisons; only `_scatter_rows` differs under export.
 
 Letters: N rows of one step, M rows of logits asked for, S cache slots, A rows moved, U written,
 V vocabulary, D hidden width, H query heads, G key/value heads, Dh head width.
@@ -9,81 +8,25 @@ V vocabulary, D hidden width, H query heads, G key/value heads, Dh head width.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-DEFAULT_SCRATCH = 128
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
-
-
-@dataclass(frozen=True)
-class DecoderConfig:
-    """Everything that shapes the graph, read once from the transformers config.
-
-    `max_length` is the context in tokens; `scratch` the extra positions (and cache slots) a tree
-    may use beyond it. `taps` are layer ids whose *input* is an output of the graph (transformers'
-    `hidden_states[id]`). `rope` is what the manifest keeps: kind, parameters, and which longrope
-    factors were taken.
-    """
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    norm_eps: float
-    max_length: int
-    scratch: int = DEFAULT_SCRATCH
-    taps: tuple[int, ...] = ()
-    rope: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"got {self.num_heads} query heads for {self.num_kv_heads} key/value heads, "
-                "expected a multiple"
-            )
-        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
-            raise ValueError(
-                f"got rotary width {self.rotary_dim}, "
-                f"expected an even number up to head_dim {self.head_dim}"
-            )
-        if self.max_length < 1 or self.scratch < 0:
-            raise ValueError(
-                f"got max_length {self.max_length} and scratch {self.scratch}, "
-                "expected at least 1 and 0"
-            )
-        wrong = [tap for tap in self.taps if not 0 <= tap < self.num_layers]
-        if wrong or len(set(self.taps)) != len(self.taps):
-            raise ValueError(
-                f"got taps {list(self.taps)}, "
-                f"expected distinct layer ids from 0 to {self.num_layers - 1}"
-            )
-
-    @property
-    def rows(self) -> int:
-        """Positions the rotary tables cover, also the usual number of cache slots S."""
-        return self.max_length + self.scratch
-
-
-# ------------------------------------------------------------------------------------------- module
+from spec_export.decoder_config import DEFAULT_SCRATCH, read_config, rotary_tables
+from spec_export.decoder_config import DecoderConfig as DecoderConfig
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
+    """Returns a parameter that shares the tensor's memory and takes no gradient."""
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
 class Projection(nn.Module):
-    """x @ W (+ bias), W held [in, out] so that the graph has one plain MatMul: x_ND -> [N, out].
+    """Computes x @ W (+ bias), x_ND -> [N, out]; W is held [in, out], so that one MatMul suffices.
 
     W may be a transposed view of a transformers weight [out, in]: no bytes are copied.
     """
@@ -101,7 +44,7 @@ class Projection(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis with a learned scale."""
+    """Applies the root-mean-square norm over the last axis, with a learned scale."""
 
     def __init__(self, weight_D: Tensor, eps: float) -> None:
         super().__init__()
@@ -113,23 +56,24 @@ class RMSNorm(nn.Module):
 
 
 class VocabularyTable(nn.Module):
-    """One row per token id, read as embedding or as LM head; tied models use one for both."""
+    """Holds one row per token id, read as embedding or as LM head; tied models use one for both."""
 
     def __init__(self, weight_VD: Tensor) -> None:
         super().__init__()
         self.weight = _frozen(weight_VD)
 
     def embed(self, ids_N: Tensor) -> Tensor:
+        """Returns the rows of these ids, [N,D]."""
         return F.embedding(ids_N, self.weight)
 
     def score(self, x_MD: Tensor) -> Tensor:
-        """Logits [M,V]; exported as Gemm with transB=1, so that a tied table is stored once."""
+        """Returns logits [M,V]; exported as Gemm with transB=1, which stores a tied table once."""
         return F.linear(x_MD, self.weight)
 
 
 @dataclass(frozen=True)
-class Step:
-    """What all layers share in one forward pass; see `Backbone.forward` for shapes."""
+class SharedInputs:
+    """Holds the inputs that all layers share in one pass; for shapes see `Backbone.forward`."""
 
     position_ids: Tensor
     mask: Tensor
@@ -141,7 +85,10 @@ class Step:
 
 
 def _scatter_rows(cache_GSD: Tensor, update_GUD: Tensor, write_index: Tensor) -> Tensor:
-    """Cache [1,G,S,Dh] with rows write_index .. write_index+U-1 replaced by `update` [1,G,U,Dh]."""
+    """Returns the cache [1,G,S,Dh] with U of its rows, from write_index on, replaced.
+
+    The update is [1,G,U,Dh]. Example: write_index 10 and U = 3 replace rows 10, 11 and 12.
+    """
     if torch.onnx.is_in_onnx_export():
         return torch.onnx.ops.symbolic(
             "TensorScatter",
@@ -156,7 +103,7 @@ def _scatter_rows(cache_GSD: Tensor, update_GUD: Tensor, write_index: Tensor) ->
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over a cache: fused QKV product, one rotary call, one write each."""
+    """Attends over a cache with grouped queries: one QKV product, one rotary call, two writes."""
 
     def __init__(
         self,
@@ -174,9 +121,9 @@ class Attention(nn.Module):
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, out, q_norm, k_norm
 
     def forward(
-        self, x_ND: Tensor, past_k: Tensor, past_v: Tensor, step: Step
+        self, x_ND: Tensor, past_k: Tensor, past_v: Tensor, shared: SharedInputs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [N,D], past [1,G,S,Dh] -> (output [N,D], key cache, value cache)."""
+        """Maps x [N,D] and past [1,G,S,Dh] to (output [N,D], key cache, value cache)."""
         H, G, Dh = self.num_heads, self.num_kv_heads, self.head_dim
         heads = self.qkv(x_ND).view(1, -1, H + 2 * G, Dh).transpose(1, 2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -185,27 +132,33 @@ class Attention(nn.Module):
         else:
             qk, v = heads.split((H + G, G), dim=1)
         qk = torch.onnx.ops.rotary_embedding(
-            qk, step.cos, step.sin, step.position_ids, rotary_embedding_dim=self.rotary_dim
+            qk, shared.cos, shared.sin, shared.position_ids, rotary_embedding_dim=self.rotary_dim
         )
         q, k = qk.split((H, G), dim=1)
-        k, v = self._write(past_k, k, step), self._write(past_v, v, step)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=step.mask, enable_gqa=True)
+        k, v = self._write(past_k, k, shared), self._write(past_v, v, shared)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=shared.mask, enable_gqa=True)
         return self.out(mixed.transpose(1, 2).contiguous().view(-1, H * Dh)), k, v
 
     @staticmethod
-    def _write(past: Tensor, new: Tensor, step: Step) -> Tensor:
-        """Keep the last step's accepted rows and append this step's, in a single scatter.
+    def _write(past: Tensor, new: Tensor, shared: SharedInputs) -> Tensor:
+        """Keeps the last step's accepted rows and appends this step's, in a single scatter.
 
-        Example: length 10, the last step wrote rows 10..12, of which 10 and 12 were accepted; new
-        rows x and y; room to move A = 3 rows: write_index 10, src [10, 12, 0], perm [0, 1, 3, 4, 2]
-        -> rows 10..14 = old 10, old 12, x, y, junk.
+        Example: the length is 10. The last step wrote rows 10 to 12, of which 10 and 12 were
+        accepted. The new rows are x and y, and there is room to move A = 3 rows. With write_index
+        10, src [10, 12, 0] and perm [0, 1, 3, 4, 2], rows 10 to 14 become old 10, old 12, x, y and
+        a row that is not used.
         """
-        update = torch.cat((past.index_select(2, step.src), new), dim=2).index_select(2, step.perm)
-        return _scatter_rows(past, update, step.write_index)
+        update = torch.cat((past.index_select(2, shared.src), new), dim=2).index_select(
+            2, shared.perm
+        )
+        return _scatter_rows(past, update, shared.write_index)
 
 
 class GatedMLP(nn.Module):
-    """down(SiLU(gate) * up), gate and up in one product; opset 24's Swish has no CPU kernel."""
+    """Computes down(SiLU(gate) * up), with gate and up in one product.
+
+    SiLU is written as x * sigmoid(x) because opset 24's Swish has no CPU kernel.
+    """
 
     def __init__(self, gate_up: Projection, down: Projection) -> None:
         super().__init__()
@@ -217,7 +170,7 @@ class GatedMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Pre-norm decoder layer on [N,D] activations."""
+    """A decoder layer on [N,D] activations, with norms in front of attention and of the MLP."""
 
     def __init__(
         self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP
@@ -227,15 +180,15 @@ class Layer(nn.Module):
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
     def forward(
-        self, x_ND: Tensor, past_k: Tensor, past_v: Tensor, step: Step
+        self, x_ND: Tensor, past_k: Tensor, past_v: Tensor, shared: SharedInputs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mixed, k, v = self.attention(self.attention_norm(x_ND), past_k, past_v, step)
+        mixed, k, v = self.attention(self.attention_norm(x_ND), past_k, past_v, shared)
         x_ND = x_ND + mixed
         return x_ND + self.mlp(self.mlp_norm(x_ND)), k, v
 
 
 class Backbone(nn.Module):
-    """Token ids to logits, features and taps, over a KV cache passed in and out."""
+    """Maps token ids to logits, features and taps; the KV cache is passed in and out."""
 
     cos: Tensor
     sin: Tensor
@@ -249,7 +202,7 @@ class Backbone(nn.Module):
         head_VD: Tensor | None,
         tables: tuple[Tensor, Tensor],
     ) -> None:
-        """`head_VD` None ties head and embedding. `tables`: cos and sin, [rows, rotary_dim/2]."""
+        """`head_VD` None ties head and embedding. `tables` are cos and sin [rows, rotary_dim/2]."""
         super().__init__()
         self.config = config
         self.embedding = VocabularyTable(embedding_VD)
@@ -261,15 +214,12 @@ class Backbone(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     @property
-    def tied(self) -> bool:
-        return self.head is self.embedding
-
-    @property
     def dtype(self) -> torch.dtype:
+        """The type of the weights, which is also that of the caches."""
         return self.embedding.weight.dtype
 
     def empty_cache(self, slots: int | None = None) -> list[Tensor]:
-        """Zeroed key and value buffers, [1,G,slots,Dh] each, in the order k0, v0, k1, v1, ..."""
+        """Returns zeroed key and value buffers, [1,G,slots,Dh] each: k0, v0, k1, v1, …"""
         c = self.config
         shape = (1, c.num_kv_heads, slots or c.rows, c.head_dim)
         return [torch.zeros(shape, dtype=self.dtype) for _ in range(2 * c.num_layers)]
@@ -285,22 +235,22 @@ class Backbone(nn.Module):
         perm: Tensor,
         *kv: Tensor,
     ) -> tuple[Tensor, ...]:
-        """One step over N rows.
+        """Runs one step over N rows.
 
         input_ids i64[1,N], position_ids i64[1,N], mask bool[1,1,N,S] (True = attend), logit_rows
-        i64[M], write_index i64[1], src i64[A], perm i64[A+N], kv as `empty_cache` orders it; run
-        eagerly, it is left as it is. write_index + A + N may not exceed S.
+        i64[M], write_index i64[1], src i64[A], perm i64[A+N], kv as `empty_cache` orders it; an
+        eager run does not change kv. write_index + A + N may not exceed S.
         Returns logits f32[M,V], features f32[N,D] (after the final norm), one f32[N,D] per tap in
         the order of `config.taps`, then the caches.
         """
-        step = Step(position_ids, mask, write_index, src, perm, self.cos, self.sin)
+        shared = SharedInputs(position_ids, mask, write_index, src, perm, self.cos, self.sin)
         x_ND = self.embedding.embed(input_ids.view(-1))
         tapped: dict[int, Tensor] = {}
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             if i in self.config.taps:
                 tapped[i] = x_ND
-            x_ND, k, v = layer(x_ND, kv[2 * i], kv[2 * i + 1], step)
+            x_ND, k, v = layer(x_ND, kv[2 * i], kv[2 * i + 1], shared)
             caches += (k, v)
         features_ND = self.norm(x_ND)
         logits_MV = self.head.score(features_ND.index_select(0, logit_rows))
@@ -315,13 +265,14 @@ class Backbone(nn.Module):
         max_length: int | None = None,
         scratch: int = DEFAULT_SCRATCH,
     ) -> Backbone:
-        """The backbone of a transformers causal LM, weights shared with it.
+        """Returns the backbone of a transformers causal LM, which shares its weights.
 
-        Fused products need their parts side by side: those are copied once and the model's own
-        parameters become views of the copy, so the model keeps working and memory does not grow.
-        `max_length`: context in tokens, the model's own by default, lowered to a narrower sliding
-        window with a warning. longrope: its long factors serve all positions when `max_length`
-        exceeds the original context, the short ones otherwise. ValueError: unsupported models.
+        A fused product needs its parts side by side. They are copied once, and the model's own
+        parameters become views of the copy: the model keeps working and memory does not grow.
+        `max_length`: the context in tokens, the model's own by default; it is lowered to a narrower
+        sliding window, with a warning. With longrope, the long factors serve all positions if
+        `max_length` exceeds the original context, else the short ones do. Raises ValueError for a
+        model that is not supported.
         """
         raw = hf_model.config
         adapter = FAMILIES.get(raw.model_type)
@@ -352,7 +303,10 @@ class Backbone(nn.Module):
 
 
 def _fuse(*linears: nn.Linear) -> Projection:
-    """Linear layers of one input as one product, outputs side by side; see `from_transformers`."""
+    """Joins linear layers of one input into one product, outputs side by side.
+
+    The layers' own weights become views of the product's, see `from_transformers`.
+    """
     weight = torch.cat([linear.weight.detach() for linear in linears])
     start = 0
     for linear in linears:
@@ -365,12 +319,14 @@ def _fuse(*linears: nn.Linear) -> Projection:
 
 
 def _share(linear: nn.Linear) -> Projection:
+    """Returns a product that shares the weights of a linear layer."""
     return Projection(linear.weight, linear.bias)
 
 
 def _layer(
     config: DecoderConfig, layer: Any, qkv: Projection, gate_up: Projection, qk_norm: bool
 ) -> Layer:
+    """Fills a layer from the fused products and what is left of transformers' layer."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = (
         [RMSNorm(n.weight, config.norm_eps) for n in (attention.q_norm, attention.k_norm)]
@@ -386,24 +342,24 @@ def _layer(
 
 
 def _split_layer(config: DecoderConfig, layer: Any, qk_norm: bool = False) -> Layer:
-    """q, k, v, gate, up as separate matrices: Llama, Mistral, Qwen2 (biases come along)."""
+    """Fills a layer from separate q, k, v, gate and up, with biases: Llama, Mistral, Qwen2."""
     attention, mlp = layer.self_attn, layer.mlp
     qkv = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
     return _layer(config, layer, qkv, _fuse(mlp.gate_proj, mlp.up_proj), qk_norm)
 
 
 def _qwen3_layer(config: DecoderConfig, layer: Any) -> Layer:
-    """As Llama, with a norm over each query and key head before the rotation."""
+    """Fills a layer as Llama's, with a norm over each query and key head before the rotation."""
     return _split_layer(config, layer, qk_norm=True)
 
 
 def _phi3_layer(config: DecoderConfig, layer: Any) -> Layer:
-    """qkv and gate-up come fused, in the very order we use."""
+    """Fills a layer from qkv and gate-up matrices, which come fused in the order used here."""
     qkv, gate_up = _share(layer.self_attn.qkv_proj), _share(layer.mlp.gate_up_proj)
     return _layer(config, layer, qkv, gate_up, qk_norm=False)
 
 
-# transformers' model_type -> adapter of one of its layers.
+# The adapter of one layer, by transformers' model_type.
 FAMILIES: dict[str, Callable[[DecoderConfig, Any], Layer]] = {
     "llama": _split_layer,
     "mistral": _split_layer,
@@ -411,123 +367,3 @@ FAMILIES: dict[str, Callable[[DecoderConfig, Any], Layer]] = {
     "qwen3": _qwen3_layer,
     "phi3": _phi3_layer,
 }
-
-
-# ------------------------------------------------------------------------------------------- config
-
-
-def _dimensions(raw: Any) -> tuple[int, int, int, int, int]:
-    """(vocabulary, hidden, layers, heads, key/value heads), by optimum's names where it has any."""
-    try:
-        from optimum.utils.normalized_config import NormalizedConfigManager
-
-        named = NormalizedConfigManager.get_normalized_config_class(raw.model_type)(raw)
-        num_layers = named.num_layers
-    except (ImportError, KeyError):
-        named, num_layers = raw, raw.num_hidden_layers
-    kv_heads = getattr(raw, "num_key_value_heads", None) or named.num_attention_heads
-    return named.vocab_size, named.hidden_size, num_layers, named.num_attention_heads, kv_heads
-
-
-def _window(raw: Any) -> int | None:
-    """Width of the window all layers share, None without one. ValueError where layers differ."""
-    width = getattr(raw, "sliding_window", None)
-    kinds = set(getattr(raw, "layer_types", None) or ())
-    if len(kinds) > 1 or kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(
-            f"got layers of kinds {', '.join(sorted(kinds))} in a '{raw.model_type}' model, "
-            "expected one kind of attention in all layers: this model is not supported"
-        )
-    return None if kinds == {"full_attention"} else width
-
-
-def read_config(
-    raw: Any, taps: tuple[int, ...], max_length: int | None, scratch: int = DEFAULT_SCRATCH
-) -> DecoderConfig:
-    """The decoder's shape from a transformers config of a known family.
-
-    A sliding window narrower than `max_length` lowers it, with a warning. ValueError names what is
-    unsupported.
-    """
-    if raw.hidden_act != "silu":
-        raise ValueError(
-            f"got activation '{raw.hidden_act}', expected 'silu': this model is not supported"
-        )
-    vocab_size, hidden_size, num_layers, num_heads, num_kv_heads = _dimensions(raw)
-    head_dim = getattr(raw, "head_dim", None) or hidden_size // num_heads
-    if max_length is None:
-        max_length = raw.max_position_embeddings
-    if max_length > raw.max_position_embeddings:
-        raise ValueError(
-            f"got a max length of {max_length}, "
-            f"expected at most the model's {raw.max_position_embeddings} tokens"
-        )
-    window = _window(raw)
-    if window is not None and window < max_length:
-        warnings.warn(
-            f"max length lowered from {max_length} to {window}, the model's sliding window",
-            stacklevel=3,
-        )
-        max_length = window
-
-    rope = dict(raw.rope_parameters)
-    kind = rope.get("rope_type", "default")
-    if kind not in ROPE_KINDS:
-        raise ValueError(
-            f"got rotary embedding '{kind}', which is not supported: "
-            f"expected one of {', '.join(ROPE_KINDS)}"
-        )
-    part = rope.get("partial_rotary_factor") or 1.0
-    if part != 1.0 and raw.model_type != "phi3":
-        # transformers' own classes of these families rotate whole heads and ignore the factor.
-        raise ValueError(
-            f"got partial_rotary_factor {part} in a '{raw.model_type}' model, "
-            "expected it in phi3 only"
-        )
-    if kind == "longrope":
-        original = rope["original_max_position_embeddings"]
-        rope["factors"] = "long" if max_length > original else "short"
-        if max_length > original:
-            warnings.warn(
-                f"max length {max_length} exceeds the original context of {original}: the long "
-                "rotary factors serve all positions, where transformers takes the short ones for "
-                f"sequences of up to {original} tokens; build with that max length for those",
-                stacklevel=3,
-            )
-    return DecoderConfig(
-        family=raw.model_type,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rotary_dim=int(head_dim * part),
-        norm_eps=raw.rms_norm_eps,
-        max_length=max_length,
-        scratch=scratch,
-        taps=taps,
-        rope=rope,
-    )
-
-
-def rotary_tables(raw: Any, config: DecoderConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin, f32[rows, rotary_dim/2], attention factor folded in.
-
-    The frequencies and the angles are rounded to float32 exactly as transformers rounds them (at
-    position 8000 that rounding is 2e-4 rad, more than anything else here); cos and sin of those
-    angles are taken in float64.
-    """
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kind, factor = config.rope.get("rope_type", "default"), 1.0
-    if kind == "default":
-        exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
-        frequency = 1.0 / (config.rope["rope_theta"] ** exponent)
-    else:
-        # seq_len is read by longrope only, to pick the long factors above the original context.
-        frequency, factor = ROPE_INIT_FUNCTIONS[kind](
-            raw, torch.device("cpu"), seq_len=config.max_length
-        )
-    angle = torch.arange(config.rows, dtype=torch.float32)[:, None] * frequency.float()[None, :]
-    return (angle.double().cos() * factor).float(), (angle.double().sin() * factor).float()

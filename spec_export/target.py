@@ -1,8 +1,4 @@
-"""The target on the PyTorch side: find it (folder, hub id, GGUF file, the built-in demo), load it,
-lend its ends.
-
-Knows transformers' loaders; knows nothing of drafters, training or ONNX.
-"""
+"""Finds the target (folder, hub id, GGUF file or built-in demo), loads it and lends its ends."""
 
 from __future__ import annotations
 
@@ -21,8 +17,11 @@ DEMO_NAME = "smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a target's weights are. `path` is a folder, for a hub id the id itself; `gguf_file` a
-    name inside it."""
+    """Says where a target's weights are.
+
+    kind: "demo", "folder", "gguf" or "hub". path: a folder, or the hub id itself. gguf_file: the
+    name of a file in that folder. name: what the target is called in bundles and messages.
+    """
 
     kind: str
     path: Path
@@ -31,10 +30,10 @@ class Source:
 
 
 def resolve(model: str | None) -> Source:
-    """What `--model` means: nothing = the demo, else an existing folder or GGUF file, else a hub
-    id.
+    """Returns what `--model` names: the demo (None), an existing folder or GGUF file, or a hub id.
 
-    ValueError where a path was clearly meant and is not there.
+    The demo is downloaded if it is not in the user's cache. Raises ValueError if a path was clearly
+    meant and is not there, or if it leads to no checkpoint.
     """
     if model is None:
         from spec_export import demo
@@ -62,16 +61,16 @@ def resolve(model: str | None) -> Source:
 
 
 def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """The transformers causal LM in eval mode, frozen, and its tokenizer.
+    """Returns the transformers causal LM, frozen and in eval mode, and its tokenizer.
 
-    GGUF weights are dequantised to float32 first, then cast. ValueError: not loadable, with the
-    loader's own reason.
+    GGUF weights are dequantised to float32 first, then cast. Raises ValueError, with the loader's
+    own reason, if the target cannot be loaded.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = str(source.path)
     extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    # the loader warns that GGUF weights are being dequantised, which is what was asked for
+    # The loader warns that GGUF weights are being dequantised, but that was asked for.
     logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **extra)
@@ -88,9 +87,9 @@ def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 
 def ends(backbone: Backbone) -> TargetEnds:
-    """What a drafter borrows from this backbone; float32, sharing memory where it already is."""
+    """Returns what a drafter borrows of this backbone, in float32; float32 tensors share memory."""
     config = backbone.config
-    layer: Any = backbone.layers[-1]  # modules' attributes have no types
+    layer: Any = backbone.layers[-1]  # torch gives the attributes of modules no types
     dims = LayerDims(
         hidden_size=config.hidden_size,
         intermediate_size=layer.mlp.down.weight.shape[0],

@@ -1,12 +1,14 @@
-"""Acceptance: choose a path of the tree. Pure functions of a tree and what the target says.
+"""Accepts a path of the tree, by pure functions of the tree and of what the target says.
 
-By target sampling (the default): draw y ~ p and see whether a child carries it. By rejection, for
-children drawn from the drafter's q: accept x with probability min(1, p(x) / q(x)), else go on with
-norm(max(0, p - q)) (Leviathan; SpecInfer's and ParallelSpec's algorithm 1 for several children).
-Typical (Medusa): accept x where p(x) > min(eps, delta exp(-H(p))), which changes the distribution.
+- By target sampling (the default): draw y ~ p and see whether a child carries it.
+- By rejection, for children drawn from the drafter's q: accept x with probability
+  min(1, p(x) / q(x)), else go on with norm(max(0, p - q)) (Leviathan; SpecInfer's and
+  ParallelSpec's algorithm 1 for several children).
+- Typical (Medusa): accept x where p(x) > min(eps, delta exp(-H(p))), which changes the
+  distribution.
 
-They know no cache, no tokenizer and no engine, and ask only for the rows they visit. A path is node
-ids, root first; the bonus is the token behind it.
+Each asks only for the rows that it visits. A path is node ids, root first; the bonus is the token
+behind it.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from spec_runtime.trees.tree import TokenTree
 
 
 def by_target_sampling(tree: TokenTree, draw: Callable[[int], int]) -> tuple[list[int], int]:
-    """Draw the target's own token at a node; walk to the child that carries it, if there is one.
+    """Draws the target's own token at a node and walks to the child that carries it, if one does.
 
     `draw(node)` is a draw from p at that node (greedy: the argmax). Every emitted token is such a
     draw, so any tree chosen without looking at the draws leaves the distribution as it was.
 
-    Returns the path and the bonus, the first draw no child carries.
+    Returns the path and the bonus, which is the first draw that no child carries.
+
     Example: root 5 with children 7 and 8; the target draws 8 at the root and 3 at node 2:
     path [0, 2], bonus 3, committed tokens 8 and 3.
     """
@@ -42,13 +45,15 @@ def by_target_sampling(tree: TokenTree, draw: Callable[[int], int]) -> tuple[lis
 def by_rejection(
     tree: TokenTree, p: Callable[[int], np.ndarray], uniform: Callable[[], float]
 ) -> tuple[list[int], int]:
-    """Try the drawn children of a node in the order of their draws; the bonus is drawn from what
-    the refused ones leave of p.
+    """Tries the drawn children of a node in the order of their draws; draws the bonus from what the
+    refused ones leave of p.
 
     `p(node)` is the target's distribution f64[V] after that node, `uniform()` a fresh draw from
-    [0, 1). Exact if every node's `tree.draws` are what they say and were made without looking at
-    p. Children that were not drawn (a deterministic tree, prompt lookup) are point masses: there
-    the rule is that of target sampling, on what is left of p.
+    [0, 1). The result follows p exactly if every node's `tree.draws` were drawn as they say and
+    without looking at p. Children that were not drawn (of a deterministic tree, or of prompt
+    lookup) are point masses; for them the rule is target sampling on what is left of p.
+
+    Returns the path and the bonus.
 
     Example: q = (.5, .5), p = (.8, .2), one draw. Token 0 is always accepted, token 1 with
     probability .4; if it is not, norm(max(0, p - q)) = (1, 0) makes 0 the bonus: .5 + .3 = .8.
@@ -68,7 +73,7 @@ def by_rejection(
 def _try_drawn(
     tree: TokenTree, node: int, p_V: np.ndarray, uniform: Callable[[], float]
 ) -> tuple[int | None, np.ndarray]:
-    """The child accepted, or None and what is left of p."""
+    """Returns the child accepted, or None, and what is left of p."""
     draws = tree.draws.get(node)
     if draws is None:
         return None, p_V
@@ -95,7 +100,7 @@ def _try_drawn(
 
 
 def _pick(p_V: np.ndarray, u: float) -> int:
-    """The token at u in [0, 1) of the cumulated p, which need not sum to exactly 1."""
+    """Returns the token at u in [0, 1) of the cumulated p, which need not sum to exactly 1."""
     ids = np.flatnonzero(p_V)
     cumulated = np.cumsum(p_V[ids])
     index = np.searchsorted(cumulated, u * cumulated[-1], side="right")
@@ -105,11 +110,12 @@ def _pick(p_V: np.ndarray, u: float) -> int:
 def by_typical(
     tree: TokenTree, p: Callable[[int], np.ndarray], epsilon: float, delta: float
 ) -> tuple[list[int], int]:
-    """Medusa's typical acceptance. It does not preserve the target's distribution.
+    """Accepts by Medusa's typical acceptance, which does not preserve the target's distribution.
 
     A node is accepted if its parent is and its token x has p(x) > min(epsilon, delta exp(-H(p)))
     at the parent; p(node) f64[V] is the processed distribution and H its entropy in nats. The
-    longest accepted path wins, among equals the likeliest, and its bonus is the argmax of p.
+    longest accepted path wins, among equally long ones the likeliest, and its bonus is the argmax
+    of p. Returns the path and the bonus.
 
     Medusa's "greedy first token" is that bonus: it is the root of the next tree, committed
     already, so a child of the root has to pass the test like any other node.
@@ -117,7 +123,7 @@ def by_typical(
     Example: p = (.6, .3, .1) has H = .9 and, with epsilon .2 and delta .45, the threshold .18:
     children 0 and 1 pass, child 2 does not.
     """
-    p = cache(p)  # the last node's is asked for twice
+    p = cache(p)  # that of the last node is asked for twice
     level, best = [(0.0, 0)], 0  # (log probability of the path, node)
     while level:
         _, best = max(level, key=lambda entry: entry[0])  # the first of equals

@@ -1,37 +1,33 @@
-"""The bundle on disk: manifest dataclasses, and reading, writing and checking a bundle's files.
+"""Reads, writes and checks bundles: the manifest's dataclasses and the files that it names.
 
-A bundle is a folder with ``manifest.json`` beside graphs, tokenizer and provenance. This file knows
-names, shapes and hashes; it does not know what a graph computes, nor any engine, tokenizer or
-drafter. Every mistake a user can make with a bundle ends here as a one-line ``BundleError``.
+A bundle is a folder with `manifest.json` beside graphs, tokenizer and provenance. Every mistake
+that a user can make with a bundle ends here as a `BundleError` of one line.
 """
 
 import dataclasses
 import json
 import re
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from spec_runtime.files import sha256, write_atomically
+from spec_runtime.mapping import added_later, from_mapping, to_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 FORMS = ("slots", "contiguous", "stateless")
-ATTENTIONS = ("bias", "full_buffer", "chain")  # of a graph in the slots form, see Graph
+ATTENTIONS = ("bias", "full_buffer", "chain")  # see Graph
 DTYPES = (
     *("float32", "float16", "bfloat16"),
     *("int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"),
 )
 POSITION_CONVENTIONS = ("absolute",)
-FLAVOURS = ("tensorrt", "tensorrt_rtx")  # of a plan
-
-_T = TypeVar("_T")
+FLAVOURS = ("tensorrt", "tensorrt_rtx")  # see Plan
 
 
 class BundleError(ValueError):
-    """A bundle that cannot be used: what was found, what was expected, what to do."""
+    """Says why a bundle cannot be used: what was found, what was expected, what to do."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -41,7 +37,7 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input or output of a graph; a string in ``shape`` names a free dimension."""
+    """One input or output of a graph. A string in `shape` names a free axis: [1, "N"]."""
 
     name: str
     dtype: str
@@ -56,11 +52,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Plan:
-    """A TensorRT engine made from a graph ahead of time, for GPUs of one compute capability
-    ("8.9"), by one version of one flavour of TensorRT.
+    """A TensorRT engine that was made from a graph ahead of time.
 
-    key: a hash of all that shaped it. profiles, from narrow to wide: each free axis of the graph's
-    inputs -> its least, likeliest and largest size.
+    It was made by one version of one flavour of TensorRT for GPUs of one compute capability
+    ("8.9"). `key` is a hash of all that shaped it. `profiles`, from narrow to wide, give each free
+    axis of the graph's inputs its least, likeliest and largest size: {"N": (1, 8, 64)}.
     """
 
     file: str
@@ -95,20 +91,20 @@ class Plan:
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX file (path relative to the bundle), the form of its key/value cache, and the plans
-    made from it.
+    """One ONNX file: its path in the bundle, its inputs and outputs, and the plans made from it.
 
-    attention, in the slots form: how rows read the cache. "bias": rows up to the highest in use, by
-    a mask; "full_buffer": whole buffers, by a mask; "chain": all rows up to their own, so that
-    every tree has to be a chain.
+    `form` says how it keeps key/value rows: "slots" writes each row to any slot, "contiguous" keeps
+    committed rows in order, "stateless" has none. `attention` says how rows read the cache in the
+    slots form: "bias" reads up to the highest row in use, by a mask; "full_buffer" reads whole
+    buffers, by a mask; "chain" reads all rows up to its own, so that every tree must be a chain.
     """
 
     file: str
     form: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    plans: tuple[Plan, ...] = ()
-    attention: str = ATTENTIONS[0]
+    plans: tuple[Plan, ...] = added_later(())
+    attention: str = added_later(ATTENTIONS[0])
 
     def __post_init__(self) -> None:
         _require(
@@ -142,14 +138,14 @@ class Graph:
 
     @property
     def free_axes(self) -> tuple[str, ...]:
-        """The names of the inputs' free dimensions, each once."""
+        """Returns the names of the inputs' free axes, each once."""
         axes = (axis for spec in self.inputs for axis in spec.shape if isinstance(axis, str))
         return tuple(dict.fromkeys(axes))
 
 
 @dataclass(frozen=True)
 class Dims:
-    """The target's sizes; ``num_heads`` query heads share ``num_kv_heads`` key/value heads."""
+    """The target's sizes. `num_heads` query heads share `num_kv_heads` key/value heads."""
 
     vocab_size: int
     hidden_size: int
@@ -170,7 +166,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """The target. ``max_length`` is the context in tokens; caches hold ``scratch`` slots more."""
+    """The target. `max_length` is the context in tokens; caches hold `scratch` slots more."""
 
     family: str
     dims: Dims
@@ -224,7 +220,7 @@ def _check_calibration(where: str, calibration: dict[str, Any]) -> None:
 
 
 def _is_table(rows: Any) -> bool:
-    """Whether these are lists of numbers from 0 on, at least one, all as long as the first."""
+    """Returns whether these are lists of numbers from 0 on, not empty, all of one length."""
     return (
         isinstance(rows, list)
         and all(isinstance(row, list) and all(_is_number(value) for value in row) for row in rows)
@@ -241,11 +237,14 @@ def _is_number(value: Any) -> bool:
 class DrafterInfo:
     """One trained drafter: its graphs by role, and what it was measured to be worth.
 
-    calibration, by spec-export calibrate: "accuracy" [k][r], the share of positions where the
-    target's token at depth k + 1 was the drafter's r-th guess, of those where the tokens before it
-    were among its guesses; "reliability", rows of (path probability by the drafter, share of such
-    nodes that were accepted, their number), probability rising; "accepted_length" by the number of
-    nodes of a grown tree ("16": 1.9); "prompts" and "positions" it was measured on.
+    spec-export calibrate writes `calibration`, a dictionary of:
+
+    - "accuracy" [k][r]: of the positions where the tokens before depth k + 1 were among the
+      drafter's guesses, the share where the target's token at that depth was its r-th guess;
+    - "reliability": rows of (path probability by the drafter, share of such nodes that were
+      accepted, their number), with rising probability;
+    - "accepted_length": by the number of nodes of a grown tree, {"16": 1.9};
+    - "prompts" and "positions": how many it was measured on.
     """
 
     name: str
@@ -264,8 +263,10 @@ class DrafterInfo:
 def require_config(
     info: DrafterInfo | None, keys: tuple[str, ...], graphs: tuple[str, ...]
 ) -> DrafterInfo:
-    """The drafter's entry, if it has these config keys and exactly these graphs; BundleError
-    otherwise."""
+    """Returns the drafter's entry if it has these config keys and exactly these graphs.
+
+    Raises BundleError otherwise.
+    """
     assert info is not None, "a trained drafter needs its manifest entry"
     _require(
         set(keys) <= set(info.config) and set(graphs) == set(info.graphs),
@@ -278,7 +279,7 @@ def require_config(
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The tokenizer; ``special_ids`` is {"bos": id or None, "eos": [ids], "pad": id or None}."""
+    """The tokenizer. `special_ids` is {"bos": id or None, "eos": [ids], "pad": id or None}."""
 
     file: str
     sha256: str
@@ -296,7 +297,7 @@ class TokenizerInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a bundle; ``files`` maps each file but the manifest to its sha256."""
+    """Everything about a bundle. `files` maps each file but the manifest to its sha256."""
 
     schema_version: int
     name: str
@@ -316,7 +317,7 @@ class Manifest:
         _require(len(set(names)) == len(names), f"drafters: got {names}, expected each name once")
 
     def drafter(self, name: str) -> DrafterInfo:
-        """The drafter called ``name``; BundleError lists those there are."""
+        """Returns the drafter called `name`. Raises BundleError, which lists those there are."""
         for drafter in self.drafters:
             if drafter.name == name:
                 return drafter
@@ -332,15 +333,16 @@ class Bundle:
     manifest: Manifest
 
     def file(self, relative: str) -> Path:
-        """The place on disk of a file named in the manifest."""
+        """Returns where a file named in the manifest is on disk."""
         return self.path / relative
 
 
-# of graphs built for a device, see spec_export/graphs/banks.py: before the names of buffers of rows
-# that stay there; which rows a run writes, and which features and states it reads
+# Graphs built for a device have banks: buffers of rows that stay there, see
+# spec_export/graphs/banks.py. Their names begin with BANK. Further inputs say which rows a run
+# writes, and which features and states it reads.
 BANK = "bank."
 BANK_ROWS, FEATURE_ROWS, STATE_ROWS = "bank_rows", "feature_rows", "state_rows"
-DRAFT = "draft."  # in a fused step, before the names of the drafter's caches
+DRAFT = "draft."  # begins the names of the drafter's caches in a fused step
 
 
 def fused_name(drafter: str) -> str:
@@ -348,86 +350,11 @@ def fused_name(drafter: str) -> str:
     return f"{drafter}-fused"
 
 
-def to_json(value: Any) -> Any:
-    """Dataclasses and tuples as plain dicts and lists, ready for ``json``; a field that older
-    manifests do without is left out where it has its default.
-
-    >>> to_json(TensorSpec("slots", "int64", ("N",)))
-    {'name': 'slots', 'dtype': 'int64', 'shape': ['N']}
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [(field, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return {
-            field.name: to_json(item)
-            for field, item in fields
-            if not (_may_miss(field) and item == field.default)
-        }
-    if isinstance(value, dict):
-        return {key: to_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json(item) for item in value]
-    return value
-
-
-def _may_miss(field: dataclasses.Field[Any]) -> bool:
-    """Whether the field came to the schema later: older manifests do without."""
-    return field.default in ((), ATTENTIONS[0])
-
-
-def from_json(cls: type[_T], data: Any, where: str = "manifest") -> _T:
-    """The dataclass ``cls`` from parsed JSON; ``where`` names the place in error messages.
-
-    Raises BundleError on an unknown or missing key (naming those expected) and on a wrong type.
-    """
-    _require(isinstance(data, dict), f"{where}: got {_kind(data)}, expected an object")
-    hints = typing.get_type_hints(cls)
-    optional = [f.name for f in dataclasses.fields(typing.cast(Any, cls)) if _may_miss(f)]
-    unknown = [key for key in data if key not in hints]
-    missing = [key for key in hints if key not in data and key not in optional]
-    if unknown or missing:
-        found = [f"unknown key {key!r}" for key in unknown]
-        found += [f"missing key {key!r}" for key in missing]
-        raise BundleError(f"{where}: got {', '.join(found)}; expected keys {', '.join(hints)}")
-    given = {key: hint for key, hint in hints.items() if key in data}
-    return cls(**{key: _value(hint, data[key], f"{where}.{key}") for key, hint in given.items()})
-
-
-def _value(hint: Any, data: Any, where: str) -> Any:
-    """``data`` converted to the annotation ``hint``: just the kinds the manifest uses."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return data
-    if dataclasses.is_dataclass(hint):
-        return from_json(typing.cast(type, hint), data, where)
-    if origin in (typing.Union, types.UnionType):
-        if data is None and type(None) in args:
-            return None
-        options = [arg for arg in args if arg is not type(None)]
-        if len(options) == 1:
-            return _value(options[0], data, where)
-        _require(type(data) in options, f"{where}: got {_kind(data)}, expected {hint}")
-        return data
-    if origin is tuple:
-        _require(isinstance(data, list), f"{where}: got {_kind(data)}, expected a list")
-        return tuple(_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
-    if origin is dict:
-        _require(isinstance(data, dict), f"{where}: got {_kind(data)}, expected an object")
-        return {key: _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
-    if hint is float and type(data) is int:
-        return float(data)
-    _require(type(data) is hint, f"{where}: got {_kind(data)}, expected {hint.__name__}")
-    return data
-
-
-def _kind(data: Any) -> str:
-    return "null" if data is None else f"{type(data).__name__} {str(data)[:40]!r}"
-
-
 def read(path: str | Path, verify: bool = True) -> Bundle:
-    """The bundle in the folder ``path``; with ``verify`` every file's sha256 is checked.
+    """Reads the bundle in the folder `path`; with `verify` checks every file's sha256.
 
-    Raises BundleError when the folder, the manifest or a file is missing, truncated or altered,
-    when the manifest is of a newer schema, or when a key is unknown or missing.
+    Raises BundleError if the folder, the manifest or a file is missing, truncated or altered, if
+    the manifest is of a newer schema, or if a key is unknown or missing.
     """
     folder = Path(path)
     manifest_file = folder / MANIFEST
@@ -439,7 +366,10 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
         data = json.loads(manifest_file.read_text(encoding="utf-8"))
     except ValueError as error:  # JSON and UTF-8 errors alike
         raise BundleError(f"{manifest_file}: not readable ({error}); build it again") from None
-    _require(isinstance(data, dict), f"{manifest_file}: got {_kind(data)}, expected an object")
+    _require(
+        isinstance(data, dict),
+        f"{manifest_file}: got {type(data).__name__}, expected an object; build the bundle again",
+    )
     # The version comes first: keys of a newer schema would only look like mistakes.
     version = data.get("schema_version")
     _require(
@@ -453,7 +383,7 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
         "upgrade specsplit or build the bundle again",
     )
     try:
-        manifest = from_json(Manifest, data)
+        manifest = from_mapping(Manifest, data, "manifest", BundleError)
     except BundleError as error:
         raise BundleError(f"{manifest_file}: {error}") from None
     _check_files(folder, manifest, verify)
@@ -491,7 +421,7 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
 
 
 def _named_files(manifest: Manifest) -> list[str]:
-    """Every path the manifest's fields point to."""
+    """Returns every path that the manifest's fields point to."""
     graphs = [*manifest.graphs.values()]
     names = []
     for drafter in manifest.drafters:
@@ -505,9 +435,9 @@ def _named_files(manifest: Manifest) -> list[str]:
 
 
 def write_manifest(path: str | Path, manifest: Manifest) -> None:
-    """Hash every file under ``path`` and write ``manifest`` with them, by an atomic rename.
+    """Hashes every file under `path` and writes `manifest` with the hashes, by an atomic rename.
 
-    ``manifest.files`` and ``manifest.tokenizer.sha256`` are replaced by what is on disk.
+    What is on disk replaces `manifest.files` and `manifest.tokenizer.sha256`.
     """
     folder = Path(path)
     files = {
@@ -523,7 +453,7 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
 
 
 def find(root: str | Path = "bundles") -> Path:
-    """The newest bundle (by its manifest's date) among the folders in ``root``."""
+    """Returns the newest bundle, by its manifest's date, among the folders in `root`."""
     # Hidden folders are half-built bundles.
     manifests = list(Path(root).glob(f"[!.]*/{MANIFEST}"))
     _require(

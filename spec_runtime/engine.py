@@ -18,7 +18,7 @@ from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
 from spec_runtime.target import Lease, Target, Wants
 from spec_runtime.text import Codec, Prompt, TextStream, encode_prompt
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Static
 from spec_runtime.trees.templates import chain
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
@@ -333,7 +333,7 @@ def _as_chains(params: SamplingParams, budget: Budget) -> tuple[SamplingParams, 
                 "chains only (--attention chain)"
             )
         params = replace(params, draw_widths=widths)
-    return params, replace(budget, paths=chain(budget.max_nodes - 1))
+    return params, replace(budget, growth=Static(chain(budget.max_nodes - 1)))
 
 
 def _pieces(steps: Generator[Step, None, None], text: TextStream) -> Generator[str, None, None]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from typing import cast
 
 import numpy as np
 
 from spec_runtime.backends import Runtime
-from spec_runtime.backends.ort import OrtBackend, mask_width
-from spec_runtime.backends.stepper import OrtStepper
+from spec_runtime.backends.shapes import mask_width
+from spec_runtime.backends.stepper import OrtStepper, open_stepper
 from spec_runtime.bundle import DRAFT, Bundle, Graph
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.proposers.base import Follower, Fusable, Proposer
@@ -129,13 +128,5 @@ def open_steps(
     backend, cache = target.lend()
     follower, drafter_backend = proposer.fusable()
     lenders = {"": backend} | ({} if drafter_backend is None else {DRAFT: drafter_backend})
-    assert all(isinstance(lender, OrtBackend) for lender in lenders.values()), lenders
-    stepper = OrtStepper(
-        bundle.file(graph.file),
-        graph,
-        cast(dict[str, OrtBackend], lenders),
-        runtime.num_threads,
-        device=runtime.device,
-        is_captured=runtime.has_cuda_graphs,
-    )
+    stepper = open_stepper(bundle.file(graph.file), graph, lenders, runtime)
     return FusedSteps(stepper, graph, cache, follower)

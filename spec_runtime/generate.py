@@ -17,7 +17,7 @@ from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_l
 from spec_runtime.stats import Clock, Stats
 from spec_runtime.step import Limits, Step, StepRunner, count_step, end_step
 from spec_runtime.target import Target, Verified, Wants
-from spec_runtime.trees.budget import Budget, DrawRule
+from spec_runtime.trees.budget import Budget, Drawn
 from spec_runtime.trees.tree import TokenTree
 
 CHAIN_LENGTH = 4  # of the chains drawn for acceptance by rejection, unless widths are given
@@ -135,8 +135,8 @@ def _acceptance(params: SamplingParams, sample: Sampler, budget: Budget) -> tupl
         rng = sample.stream()
         num_chains = -(-(budget.max_nodes - 1) // CHAIN_LENGTH)
         widths = params.draw_widths or (max(1, num_chains), *[1] * (CHAIN_LENGTH - 1))
-        draw = DrawRule(tuple(widths), params.temperature, params.draw_with_replacement, rng)
-        drawing = replace(budget, draw=draw)
+        growth = Drawn(tuple(widths), params.temperature, params.draw_with_replacement, rng)
+        drawing = replace(budget, growth=growth)
         return lambda tree, view: by_rejection(tree, view.p, rng.random), drawing
     if params.rule == "typical":
         epsilon, delta = params.typical_epsilon, params.typical_delta

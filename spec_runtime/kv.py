@@ -1,7 +1,7 @@
-"""Where key/value rows live: the only owner of position.
+"""Decides where key/value rows live; it is the only owner of position.
 
 A cache hands out the feeds that tell a graph where to write N new rows and what they may attend,
-and afterwards keeps a path of them. It holds no tensors and knows nothing of tokens or models.
+and afterwards keeps a path of them. It holds places only: the tensors belong to the backend.
 Capacity S = context + scratch; the scratch must hold the largest tree (`ContiguousCache`: plus
 one row).
 """
@@ -17,28 +17,29 @@ from spec_runtime.trees.tree import ancestors, depths, is_chain
 
 
 class Cache(Protocol):
-    """The interface of both caches."""
+    """Declares what a target or a drafter asks of its cache."""
 
     capacity: int
 
     @property
     def chains_only(self) -> bool:
-        """Whether every tree has to be a chain, see ChainCache."""
+        """True if every tree has to be a chain, see ChainCache."""
 
     @property
     def length(self) -> int:
-        """Committed rows; also the position of the next root."""
+        """The number of committed rows, which is also the position of the next root."""
 
     def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
-        """Feeds for N new nodes, at positions length + depth. The graph must then be run once.
+        """Returns the feeds for N new nodes, at positions length + depth. Run the graph once then.
 
-        Always `position_ids` i64[1, N] and `mask` bool[1, 1, N, S] (True = attend): every
-        committed row, a node's ancestors and the node itself. A node that is its own parent has
-        none. `first`: so many nodes were placed by the calls before, the feeds are for the rest.
+        There are always `position_ids` i64[1, N] and `mask` bool[1, 1, N, S] (True = attend): a
+        node attends every committed row, its ancestors and itself. A node that is its own parent
+        has no ancestors. The first `first` nodes were placed by earlier calls, and the feeds are
+        for the rest.
         """
 
     def unplace(self, first: int) -> None:
-        """Forgets the nodes last placed from number `first` on, of which one is left at least."""
+        """Forgets, of the nodes last placed, those from number `first` on; at least one stays."""
 
     def commit(self, path: Sequence[int]) -> None:
         """Keeps these nodes of the tree last placed, in order from the root; forgets the rest."""
@@ -48,11 +49,11 @@ class Cache(Protocol):
 
 
 class SlotCache:
-    """Rows never move: a node is written to a free slot, lowest first, and stays if committed.
+    """Never moves a row: a node is written to a free slot, lowest first, and stays if committed.
 
-    Adds feeds `slots` i64[N] and `seqlens_k` i32[1] = high-water mark - 1. Example, S = 6: after
-    committing nodes 0 and 2 of three, slots 0 and 2 are taken, so the next two nodes go to slots
-    1 and 3, and seqlens_k is 3.
+    Adds the feeds `slots` i64[N] and `seqlens_k` i32[1] = high-water mark - 1. Example, S = 6:
+    after committing nodes 0 and 2 of three, slots 0 and 2 are taken, so the next two nodes go to
+    slots 1 and 3, and seqlens_k is 3.
     """
 
     chains_only = False
@@ -60,7 +61,7 @@ class SlotCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
-        self._slot_S = np.zeros(capacity, np.int64)  # of committed row t, for t < length
+        self._slot_S = np.zeros(capacity, np.int64)  # the slot of committed row t, for t < length
         self._taken_S = np.zeros(capacity, np.bool_)
         self._top = -1  # highest taken slot
         self._placed_N = np.zeros(0, np.int64)  # slots of the nodes that may be committed
@@ -89,23 +90,24 @@ class SlotCache:
         self._placed_N = self._placed_N[:first]
 
     def slots(self, begin: int, end: int) -> np.ndarray:
-        """Of committed rows begin … end - 1, i64[end - begin]."""
+        """Returns the slots of committed rows begin … end - 1, i64[end - begin]."""
         assert 0 <= begin <= end <= self.length, (begin, end, self.length)
         return self._slot_S[begin:end]
 
     @property
     def taken_S(self) -> np.ndarray:
-        """bool[S]: slots of committed rows; not to be changed."""
+        """bool[S]: True at the slots of committed rows. The caller must not change it."""
         return self._taken_S
 
     def free_slots(self, n: int) -> tuple[np.ndarray, int]:
-        """The n lowest free slots i64[n], and the lowest one above these and all taken ones."""
+        """Returns the n lowest free slots i64[n], and the lowest slot above these and all taken
+        ones."""
         slot_N = np.flatnonzero(~self._taken_S)[:n]
         assert len(slot_N) == n, f"{n} nodes, {len(slot_N)} free slots of {self.capacity}"
         return slot_N, 1 + max(self._top, int(slot_N[-1]))
 
     def hold(self, slot_N: np.ndarray) -> None:
-        """In place of `place`, for nodes that a graph wrote to free slots of its own choice."""
+        """Replaces `place` for nodes that a graph wrote to free slots of its own choice."""
         self._placed_N = slot_N
 
     def commit(self, path: Sequence[int]) -> None:
@@ -126,9 +128,9 @@ class SlotCache:
 
 
 class ChainCache(SlotCache):
-    """For a graph whose rows attend every row before them (attention "chain"): row t has to lie in
-    slot t, which the lowest free slot is as long as every tree is a chain.
+    """Serves a graph whose rows attend every row before them (attention "chain").
 
+    Row t then has to lie in slot t, which is the lowest free slot as long as every tree is a chain.
     `place` raises ValueError for any other tree, before anything runs.
     """
 
@@ -150,9 +152,9 @@ class ChainCache(SlotCache):
 
 
 class ContiguousCache:
-    """Row t ends up in slot t; the move is folded into the next step's write.
+    """Brings row t into slot t; the move is folded into the next step's write.
 
-    Adds feeds `write_index` i64[1], `src` i64[A] and `perm` i64[A + N], for a graph that writes
+    Adds the feeds `write_index` i64[1], `src` i64[A] and `perm` i64[A + N], for a graph that writes
     concat(cache[src], new rows)[perm] at `write_index`. Example: 4 rows in place, nodes 0 and 2
     of the tree in slots 4, 5, 6 committed. Node 0 is in place already (5 rows); the next step
     has src [6], write_index 5: slot 6 moves to 5, and the new nodes start at slot 6.
@@ -189,7 +191,7 @@ class ContiguousCache:
             "src": src,
             "perm": perm,
         }
-        # the run that follows moves them, whatever is then committed
+        # the run that follows moves the pending rows, whatever is then committed
         self._in_place, self._pending, self._num_placed = length, self._pending[:0], first + n
         return feeds
 
@@ -214,7 +216,7 @@ class ContiguousCache:
 
 
 def open_cache(form: str, capacity: int, attention: str = "bias") -> Cache:
-    """The cache that feeds a graph of this form and attention (see bundle.Graph)."""
+    """Returns a cache that feeds graphs of this form and attention (see bundle.Graph)."""
     kinds: dict[str, type[SlotCache] | type[ContiguousCache]] = {
         "slots": ChainCache if attention == "chain" else SlotCache,
         "contiguous": ContiguousCache,

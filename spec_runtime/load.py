@@ -19,7 +19,7 @@ from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.target import STRICT_GAPS, Target
 from spec_runtime.text import Tokenizer
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.templates import paths_of
 
 DEFAULT_BUDGET = Budget(max_nodes=12)
@@ -248,11 +248,12 @@ def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
         raise bundles.BundleError(
             f"drafter {entry.name!r}: got trees keys {sorted(unknown)}, expected {list(known)}"
         )
-    values = known | entry.trees | {"paths": paths}
-    del values["template"]
-    lookup_nodes = values.pop("lookup_nodes")
+    values = known | entry.trees
+    lookup_nodes = values["lookup_nodes"]
     if type(lookup_nodes) is not int or lookup_nodes < 0:
         raise bundles.BundleError(
             f"drafter {entry.name!r}: got lookup_nodes {lookup_nodes!r}, expected a count"
         )
-    return Budget(**values), lookup_nodes
+    grown = Grown(values["min_probability"])
+    growth = grown if paths is None else Static(paths)
+    return Budget(values["max_nodes"], growth=growth), lookup_nodes

@@ -1,8 +1,8 @@
-"""The machine profile: what `spec-runtime tune` measured here, and the budget it chose.
+"""Keeps the machine profile: what `spec-runtime tune` measured here, and the budget it chose.
 
-A JSON file in the user's cache folder, found by what it holds true for: bundle, processor, threads,
-precision and drafter. Any other machine has other keys, so that its profile is simply not found.
-Knows files and keys; does not know how anything is measured or run.
+A profile is a JSON file in the user's cache folder. It is found by what it holds for: bundle,
+processor, threads, precision and drafter. Any other machine has another key, so that a profile
+which was copied to it is not found there.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import platform
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spec_runtime import bundle as bundles
+from spec_runtime import mapping
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.files import sha256, write_atomically
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
 
 PLAIN = "plain"  # the candidate that is plain decoding
 
@@ -31,7 +33,7 @@ log = logging.getLogger("spec_runtime")
 
 @dataclass(frozen=True)
 class Key:
-    """What a profile holds for; `drafter` with "+prompt_lookup" where that is merged."""
+    """Names what a profile holds for; `drafter` ends in "+prompt_lookup" where that is merged."""
 
     manifest: str  # sha256 of the bundle's manifest, which has the hashes of all its files
     cpu: str
@@ -42,9 +44,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds. verify: pairs (nodes, ms of one pass), ascending. draft: with one level; level:
-    each further one. host: accepting, committing and the rest of a step. plain: a whole step of
-    plain decoding. prefill: a prompt token."""
+    """Times in milliseconds.
+
+    verify: pairs (nodes, ms of one pass), ascending. draft: drafting one level. level: drafting
+    each further level. host: accepting, committing and the rest of a step. plain: a whole step of
+    plain decoding. prefill: one prompt token.
+    """
 
     verify: tuple[tuple[float, ...], ...]
     draft: float
@@ -60,12 +65,14 @@ class Costs:
             raise ValueError(f"got costs {self!r:.120}, expected pairs (nodes, ms), all positive")
 
     def step_ms(self, max_nodes: int) -> tuple[float, ...]:
-        """A step with one level of drafting and 1, 2, … max_nodes nodes, interpolated."""
+        """Returns the time of a step with one level of drafting and 1, 2, … max_nodes nodes,
+        interpolated between the sizes measured."""
         verify_N = np.interp(np.arange(1, max_nodes + 1), *self._verify_2P)
         return tuple((verify_N + self.draft + self.host).round(4).tolist())
 
     def of(self, num_nodes: float, num_levels: float) -> float:
-        """A step with so many nodes, on average, and levels of drafting."""
+        """Returns the time of a step with trees of `num_nodes` nodes on average, root included, and
+        `num_levels` levels of drafting."""
         drafting = self.draft + self.level * (num_levels - 1)
         return float(np.interp(num_nodes, *self._verify_2P)) + drafting + self.host
 
@@ -76,8 +83,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to decode: `budget` None is plain decoding. Predicted from the costs and the accepted
-    lengths known; measured in a real run; None where that was not done."""
+    """One way to decode; its `budget` is None for plain decoding.
+
+    expected_speedup is predicted from the costs and the accuracies known; tokens_per_second,
+    speedup and accepted_length are measured in the race. A value that was not determined is None.
+    """
 
     name: str
     budget: Budget | None
@@ -89,14 +99,16 @@ class Candidate:
 
     @property
     def pace(self) -> tuple[float, float]:
-        """Accepted length and speed-up, measured or else predicted; 1, 1 where neither is known."""
+        """Accepted length and speed-up: measured, or else predicted, or else 1 and 1."""
         return self.accepted_length or 1.0, self.speedup or self.expected_speedup or 1.0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """`chosen` names one of the candidates, plain decoding among them. `curve` says where the
-    accepted lengths come from: "calibration" (the bundle's) or "run"."""
+    """The costs and candidates that were found; `chosen` names one of the candidates.
+
+    curve: where the predicted accepted lengths come from, "calibration" (the bundle's) or "run".
+    """
 
     key: Key
     costs: Costs
@@ -110,22 +122,26 @@ class Profile:
 
     @property
     def choice(self) -> Candidate:
+        """The candidate that was chosen."""
         return next(c for c in self.candidates if c.name == self.chosen)
 
     @property
     def plain_wins(self) -> bool:
+        """True if plain decoding was chosen."""
         return self.choice.budget is None
 
 
 def key_of(opened: bundles.Bundle, drafter: str, threads: int | None) -> Key:
-    """For this machine."""
+    """Returns the key of a drafter of this bundle on this machine; `threads` None is the default
+    number of threads."""
     manifest = sha256(opened.path / bundles.MANIFEST)
     precision = opened.manifest.target.precision
     return Key(manifest, cpu_model(), threads or default_threads(), precision, drafter)
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name; on Linux with family, model and stepping: clouds shorten the name."""
+    """Returns the processor's name, on Linux with family, model and stepping, because clouds
+    shorten the name."""
     wanted = ("model name", "cpu family", "model", "stepping")
     try:
         first = cpuinfo.read_text(encoding="utf-8").split("\n\n")[0]
@@ -138,31 +154,98 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cache_folder() -> Path:
-    """specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
+    """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "specsplit"
 
 
 def path_of(key: Key) -> Path:
+    """Returns the file that holds the profile of `key`, whether it exists or not."""
     text = json.dumps(dataclasses.asdict(key), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:20]
     return cache_folder() / "profiles" / f"{key.drafter}-{digest}.json"
 
 
+@dataclass(frozen=True)
+class _StoredBudget:
+    """A budget as the file has it: with `paths` it is a static tree, without them a grown one, to
+    which the other fields belong."""
+
+    max_nodes: int
+    min_probability: float
+    max_depth: int | None
+    paths: tuple[RankPath, ...] | None
+    step_ms: tuple[float, ...] = ()
+    level_ms: float = 0.0
+    reliability: tuple[tuple[float, ...], ...] = ()
+
+    @classmethod
+    def of(cls, budget: Budget) -> _StoredBudget:
+        growth = budget.growth
+        if isinstance(growth, Static):
+            return cls(budget.max_nodes, 0.0, budget.max_depth, growth.paths)
+        assert isinstance(growth, Grown), growth
+        return cls(
+            budget.max_nodes,
+            growth.min_probability,
+            budget.max_depth,
+            None,
+            growth.step_ms,
+            growth.level_ms,
+            growth.reliability,
+        )
+
+    def budget(self) -> Budget:
+        grown = Grown(self.min_probability, self.step_ms, self.level_ms, self.reliability)
+        growth = grown if self.paths is None else Static(self.paths)
+        return Budget(self.max_nodes, self.max_depth, growth)
+
+
+def to_json(profile: Profile) -> dict[str, Any]:
+    """Returns the profile as plain dicts and lists, as the file has it."""
+    data: dict[str, Any] = mapping.to_json(profile)
+    for row, candidate in zip(data["candidates"], profile.candidates, strict=True):
+        if candidate.budget is not None:
+            row["budget"] = mapping.to_json(_StoredBudget.of(candidate.budget))
+    return data
+
+
+def from_json(data: Any) -> Profile:
+    """Returns the profile of which `to_json` made `data`; raises ValueError if it is damaged."""
+    rows = data.get("candidates") if isinstance(data, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("got no list of candidates, expected a profile")
+    plain = [row | {"budget": None} if "budget" in row else row for row in rows]
+    profile = mapping.from_mapping(Profile, data | {"candidates": plain}, "profile")
+    candidates = [
+        dataclasses.replace(candidate, budget=_budget(row["budget"], candidate.name))
+        for candidate, row in zip(profile.candidates, rows, strict=True)
+    ]
+    return dataclasses.replace(profile, candidates=tuple(candidates))
+
+
+def _budget(data: Any, name: str) -> Budget | None:
+    if data is None:
+        return None
+    if isinstance(data, dict):  # profiles of older versions also list growths that none ever has
+        data = {key: value for key, value in data.items() if key not in ("truth", "draw")}
+    return mapping.from_mapping(_StoredBudget, data, f"budget of {name}").budget()
+
+
 def write(profile: Profile) -> Path:
-    """Write it where `find` looks, by an atomic rename."""
+    """Writes the profile where `find` looks for it, by way of a rename; returns the path."""
     path = path_of(profile.key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(bundles.to_json(profile), indent=2) + "\n")
+    write_atomically(path, json.dumps(to_json(profile), indent=2) + "\n")
     return path
 
 
 def find(key: Key) -> Profile | None:
-    """The profile of `key`, if there is one; a damaged one is a warning."""
+    """Returns the profile of `key`, or None if there is none. Warns of a damaged profile and
+    returns None."""
     path = path_of(key)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        profile = bundles.from_json(Profile, data, "profile")
+        profile = from_json(json.loads(path.read_text(encoding="utf-8")))
         if profile.key != key:
             raise ValueError("it is of another machine or bundle")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""From a row of logits to p and to a token: the processors, keyed Gumbel noise, log-probabilities.
+"""Turns a row of logits into p and into a token: processors, keyed Gumbel noise, log-probabilities.
 
 Processors run in the order of transformers and vLLM: on raw logits the bias, the repetition
 penalty, frequency and presence penalties; then temperature, top-k, top-p, min-p. What they leave
@@ -7,7 +7,7 @@ from node to node of a tree: they are told the tokens between the text and the n
 
 Target sampling has no generator state: the noise of a token depends only on (seed, absolute
 position, token id), so the same seed gives the same tokens whatever was drafted, rejected or
-rolled back. This file knows nothing of trees or of the target.
+rolled back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ACCEPTANCES = ("target_sampling", "rejection", "typical")
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The keyword arguments of `SamplingParams`, for callers that pass them through."""
+    """Lists the keyword arguments of `SamplingParams`, for callers that pass them through."""
 
     max_new_tokens: int
     temperature: float
@@ -49,23 +49,25 @@ class SamplingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop; one answer a prompt.
+    """Says how tokens are chosen and when the answer stops; there is one answer a prompt.
 
-    temperature 0 is greedy. top_k and top_p: None = off; equal logits at top-k's edge all stay.
-    min_p: keep tokens at least so likely as this share of the likeliest one's probability.
-    repetition_penalty: above 1, logits of tokens in prompt or answer are divided by it where
-    positive and multiplied where negative (CTRL's rule). presence_penalty is taken once off the
-    logit of each token of the answer, frequency_penalty as often as it occurs. logit_bias: token
-    id -> added to its logit. seed None = a fresh one each time.
+    temperature 0 is greedy. top_k and top_p: None is off; equal logits at top-k's edge all stay.
+    min_p keeps tokens at least as likely as this share of the likeliest token's probability.
+    repetition_penalty above 1: the logits of tokens in the prompt or the answer are divided by it
+    where positive and multiplied by it where negative (CTRL's rule). presence_penalty is subtracted
+    once from the logit of each token of the answer, frequency_penalty as often as the token occurs.
+    logit_bias maps a token id to what is added to its logit. seed None is a fresh seed each time.
 
-    stop: strings that end the text, themselves left out; stop_token_ids end it too, and so does
-    the tokenizer's EOS unless ignore_eos. logprobs n: with each token its log-probability and the n
-    likeliest tokens' under the target itself, before any processor (vLLM's default, raw_logprobs).
+    stop: strings that end the text and are left out of it; stop_token_ids end it too, and so does
+    the tokenizer's EOS unless ignore_eos is set. logprobs n returns, with each token, its
+    log-probability and those of the n likeliest tokens, under the target itself, before any
+    processor (vLLM's default, raw_logprobs).
 
-    acceptance: "target_sampling"; "rejection", children drawn from the drafter: draw_widths are how
-    many at each depth (None = chains by the node budget), with or without replacement; "typical",
-    Medusa's, which does not preserve the distribution: typical_epsilon, and typical_delta (None =
-    its square root). At temperature 0 all three are greedy decoding.
+    acceptance is one of three rules; at temperature 0 all of them are greedy decoding.
+    "target_sampling" is the default. "rejection" draws the children from the drafter: draw_widths
+    says how many at each depth (None: chains, as many as the node budget has room for), and
+    draw_with_replacement how. "typical" is Medusa's rule, which does not preserve the distribution:
+    it has typical_epsilon and typical_delta (None: the square root of epsilon).
     """
 
     max_new_tokens: int = 256
@@ -152,12 +154,13 @@ class SamplingParams:
 
     @property
     def is_plainly_greedy(self) -> bool:
-        """Whether each token is the argmax of the raw logits, and nothing else is asked for."""
+        """True if each token is the argmax of the raw logits, and nothing else is asked for."""
         is_processed = self.has_penalties or bool(self.logit_bias) or self.logprobs is not None
         return self.temperature == 0 and not is_processed
 
     @property
     def has_penalties(self) -> bool:
+        """True if any of the three penalties is on."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -166,13 +169,13 @@ class SamplingParams:
 
     @property
     def rule(self) -> str:
-        """What acceptance comes to: "greedy" at temperature 0, else `acceptance`."""
+        """The rule that applies: "greedy" at temperature 0, else `acceptance`."""
         return self.acceptance if self.temperature > 0 else "greedy"
 
 
 class TokenLogprob(NamedTuple):
-    """Of one token of the answer: its id, its log-probability (natural), and (id, log-probability)
-    of the likeliest tokens at its place, best first."""
+    """One token of the answer: its id, its log-probability (natural), and (id, log-probability) of
+    the likeliest tokens at its place, best first."""
 
     token_id: int
     logprob: float
@@ -180,7 +183,8 @@ class TokenLogprob(NamedTuple):
 
 
 def token_logprob(logits_V: np.ndarray, token: int, num_top: int) -> TokenLogprob:
-    """`token` among the target's own logits f32[V], with the `num_top` best ones."""
+    """Returns the log-probabilities of `token` and of the `num_top` best tokens, from the target's
+    own logits f32[V]."""
     log_prob_V = logits_V - logits_V.max().astype(np.float64)
     log_prob_V -= math.log(np.exp(log_prob_V).sum())
     ids = np.argpartition(-log_prob_V, num_top)[:num_top] if num_top < len(log_prob_V) else None
@@ -191,8 +195,8 @@ def token_logprob(logits_V: np.ndarray, token: int, num_top: int) -> TokenLogpro
 
 
 class TopLogits(NamedTuple):
-    """Of a row f32[V]: ids i64[K] and values f32[K] of the largest logits, falling, and log Σ exp
-    of all V."""
+    """The largest logits of a row f32[V]: their ids i64[K] and values f32[K], falling, and the
+    log Σ exp of all V."""
 
     id_K: np.ndarray
     logit_K: np.ndarray
@@ -200,22 +204,22 @@ class TopLogits(NamedTuple):
 
 
 _M64 = (1 << 64) - 1
-_SLACK = 1e-3  # far above the rounding of the float32 bound in `Sampler.__call__`
-# far above the rounding of cumulated float32 probabilities: where top-p cuts so close to a token,
-# all V decide
+_SLACK = 1e-3  # far above the rounding of the float32 bound in `Sampler._draw`
+# far above the rounding of cumulated float32 probabilities: if top-p cuts this close to a token,
+# all V logits decide
 _NEAR_CUT = 1e-5
-_FAR = 600.0  # nats whose exp is still a number
+_FAR = 600.0  # nats, whose exp is still a finite float64
 
 
 def _mix64(x: int) -> int:
-    """The finaliser of splitmix64."""
+    """Returns the finaliser of splitmix64."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _M64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _M64
     return x ^ (x >> 31)
 
 
 def _mix32(x: np.ndarray) -> np.ndarray:
-    """The finaliser of murmur3, in place on u32."""
+    """Applies the finaliser of murmur3 to u32 in place, and returns it."""
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x85EBCA6B)
     x ^= x >> np.uint32(13)
@@ -225,14 +229,15 @@ def _mix32(x: np.ndarray) -> np.ndarray:
 
 
 def _gumbel(bits: np.ndarray) -> np.ndarray:
-    """f64 noise -log E of u32 bits, E = -log(1 - v) exponential, v uniform."""
+    """Returns f64 noise -log E of u32 bits: E = -log(1 - v) is exponential, v uniform."""
     v = (bits + 0.5) * 2.0**-32
     noise: np.ndarray = -np.log(-np.log1p(-v))
     return noise
 
 
 class _Processors:
-    """Bias and penalties on raw logits, with the counts they need of the text so far."""
+    """Applies bias and penalties to raw logits; keeps the counts of the text so far that they
+    need."""
 
     def __init__(self, params: SamplingParams, vocab_size: int, prompt: Sequence[int]) -> None:
         if params.logit_bias and max(params.logit_bias) >= vocab_size:
@@ -269,9 +274,12 @@ class _Processors:
 
 
 class Sampler:
-    """p and draws from it: `sampler(logits_V, position, path)`, position being that of the token
-    drawn, path the tokens between those committed and that one (read only if `reads_path`).
-    reads_top: the largest logits alone mostly settle a draw."""
+    """Draws tokens from p: `sampler(logits_V, position, path)` returns the token at `position`.
+
+    `path` holds the tokens between the committed ones and that token; it is read only if
+    `reads_path` is set. reads_top: the largest logits alone settle most draws, see
+    `draw_from_top`.
+    """
 
     def __init__(self, params: SamplingParams, vocab_size: int, prompt: Sequence[int] = ()) -> None:
         self.params = params
@@ -288,7 +296,7 @@ class Sampler:
             )
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """These tokens are part of the answer now."""
+        """Makes these tokens part of the answer."""
         if self._process is not None:
             self._process.commit(tokens)
 
@@ -303,11 +311,13 @@ class Sampler:
         return token if self.params.temperature == 0 else self._draw(logits_V, position)
 
     def draw_from_top(self, top: TopLogits, position: int) -> int | None:
-        """What the call draws from the whole row, if its largest logits settle that, else None.
+        """Returns what the call would draw from the whole row if its largest logits settle that,
+        else None.
 
-        Temperature above 0, no bias and no penalties. Top-k, top-p and min-p settle it if all that
-        they leave is among the largest; without them, if the best of these outdoes the largest
-        noise of all other tokens on the smallest of these logits.
+        The temperature must be above 0, without bias and penalties. Top-k, top-p and min-p settle
+        the draw if all tokens that they leave are among the largest. Without them it is settled if
+        the best score among the largest exceeds what any other token could reach: the smallest of
+        these logits plus the largest noise of all other tokens.
         """
         assert self.params.temperature > 0, self.params
         assert self._process is None, "processors need all logits"
@@ -327,8 +337,9 @@ class Sampler:
         return int(id_C[best])
 
     def _top_survivors(self, top: TopLogits) -> tuple[np.ndarray, np.ndarray, bool] | None:
-        """As `survivors`, of the largest logits alone: ids, scaled logits, and whether these are
-        all that are left; None if what is left cannot be told from them."""
+        """Returns what `survivors` does, from the largest logits alone: ids, scaled logits, and
+        whether these are all that are left. Returns None if the largest logits cannot tell what is
+        left."""
         params = self.params
         id_C = top.id_K
         scaled_C = top.logit_K * np.float32(1 / params.temperature)
@@ -353,12 +364,12 @@ class Sampler:
     def _nucleus(
         self, top: TopLogits, scaled_C: np.ndarray, is_all: bool, top_p: float
     ) -> int | None:
-        """How many of these top-p keeps, or None if that is not clear.
+        """Returns how many of these tokens top-p keeps, or None if that is not clear.
 
         The rest are n logits, none above the last of these, l, with the sum R = Σ exp(logit - l).
-        Their weight at temperature T, Σ exp((logit - l) / T), lies between R and n (R / n)^(1 / T):
-        below the former for T < 1 (each is less), above it for T > 1, and Jensen's on the other
-        side.
+        Their weight at temperature T, Σ exp((logit - l) / T), lies between R and n (R / n)^(1 / T).
+        For T < 1 R is the upper bound, because each term gets smaller, for T > 1 the lower one; the
+        other bound is Jensen's inequality.
         """
         scaled = scaled_C.astype(np.float64)
         cumulated_C = np.cumsum(np.exp(scaled - scaled[0]))
@@ -387,7 +398,8 @@ class Sampler:
     def probabilities(
         self, logits_V: np.ndarray, position: int, path: Sequence[int] | np.ndarray = ()
     ) -> np.ndarray:
-        """p f64[V] of the token at `position`, what the call draws from; temperature above 0."""
+        """Returns p f64[V] of the token at `position`, from which the call draws; the temperature
+        must be above 0."""
         if self._process is not None:
             logits_V = self._process(logits_V, path)
         if not math.isfinite(logits_V.max()):
@@ -403,11 +415,11 @@ class Sampler:
         return p_V
 
     def stream(self) -> np.random.Generator:
-        """A random stream of this seed, apart from the keyed noise."""
+        """Returns a random stream of this seed that has nothing to do with the keyed noise."""
         return np.random.default_rng(self._seed & _M64)
 
     def survivors(self, logits_V: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
-        """Ids that temperature, top-k, top-p and min-p leave (None = all), and their logits / T.
+        """Returns the ids that top-k, top-p and min-p leave (None: all), and their logits / T.
 
         The latter are log-probabilities up to a constant.
         """
@@ -421,7 +433,7 @@ class Sampler:
         if params.top_p is not None and params.top_p < 1:
             p = np.exp(scaled - scaled.max())
             p /= p.sum()
-            # everything below this bound weighs less than 1 - top_p together: never in the nucleus
+            # all tokens below this bound together weigh less than 1 - top_p: never in the nucleus
             near = np.flatnonzero(p >= (1 - params.top_p) / len(p))
             order = near[np.argsort(-p[near], kind="stable")]
             num_kept = int(np.searchsorted(np.cumsum(p[order]), params.top_p)) + 1
@@ -435,7 +447,7 @@ class Sampler:
         return ids, scaled
 
     def hash_bits(self, position: int, ids: np.ndarray | None = None) -> np.ndarray:
-        """u32 noise bits of these token ids (None = all) at this position."""
+        """Returns the u32 noise bits of these token ids (None: all) at this position."""
         key = _mix64(self._seed_key ^ ((position * 0xD1342543DE82EF95) & _M64))
         x = self._id_hash_V if ids is None else self._id_hash_V[ids]
         x = x ^ np.uint32(key & 0xFFFFFFFF)
@@ -443,7 +455,8 @@ class Sampler:
         return _mix32(x)
 
     def _draw(self, logits_V: np.ndarray, position: int) -> int:
-        """argmax of log p - log E, E = -log(1 - v) exponential, v uniform from the hash.
+        """Returns the argmax of log p - log E, where E = -log(1 - v) is exponential and v uniform
+        from the hash.
 
         Since E >= v, log p - log v bounds every score from above. The bound takes one fast
         float32 pass over V; exact float64 scores are needed for the few ids that can still win.

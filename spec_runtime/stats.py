@@ -1,6 +1,6 @@
-"""What a generation cost and how much of its drafts was accepted; the metrics, defined once.
+"""Counts what a generation cost and how much of its drafts was accepted.
 
-It counts and divides; it knows nothing of how tokens come about.
+Every metric of the project is defined here, and only here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
 @dataclass
 class Stats:
-    """Counts and seconds of one generation, or the sum of several (`total`).
+    """Holds the counts and seconds of one generation, or of several together (`total`).
 
-    `prefill` covers the prompt's pass, the first token's draw and the proposer's start. That
-    first token is in no other count: steps, committed_tokens, drafted_tokens and all other
-    seconds are of decoding. Time the caller spends between two steps is not counted.
+    `prefill` covers the prompt's pass, the first token's draw and the proposer's start. That first
+    token is in no other count: steps, committed_tokens, drafted_tokens and all other seconds belong
+    to decoding. The time that the caller spends between two steps is not counted.
     """
 
     prompt_tokens: int = 0
@@ -32,8 +32,9 @@ class Stats:
     depth_accepts: list[int] = field(default_factory=list)
 
     def count(self, num_tokens: int, num_accepted: int, num_drafted: int, missed: bool) -> None:
-        """One verify step: committed tokens, how many of them were drafted nodes, the tree's
-        drafted nodes, and whether the last accepted node had children that were all refused."""
+        """Adds one verify step: its committed tokens, how many of them were drafted nodes, the
+        tree's drafted nodes, and whether the last accepted node had children that were all
+        refused."""
         self.steps += 1
         self.committed_tokens += num_tokens
         self.drafted_tokens += num_drafted
@@ -55,23 +56,25 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decode only; 0.0 if nothing was decoded."""
+        """Committed tokens per second of decoding, without prefill; 0.0 if nothing was decoded."""
         return self.committed_tokens / self.decode_seconds if self.committed_tokens else 0.0
 
     @property
     def accepted_length(self) -> float:
-        """Committed tokens per verify step, bonus included: plain decoding is 1.0; 0.0 = none."""
+        """Committed tokens per verify step, bonus included: 1.0 for plain decoding, 0.0 without
+        steps."""
         return self.committed_tokens / self.steps if self.steps else 0.0
 
     @property
     def acceptance_by_depth(self) -> list[float]:
-        """P(accepted at depth d, given depth d - 1 accepted and a child existed); [0] is d = 1."""
+        """P(accepted at depth d, given that depth d - 1 was accepted and had a child); entry 0 is
+        d = 1."""
         pairs = zip(self.depth_accepts, self.depth_trials, strict=True)
         return [accepts / trials for accepts, trials in pairs]
 
     @classmethod
     def total(cls, parts: Iterable[Stats]) -> Stats:
-        """The sum: its ratios weigh each step and each second alike."""
+        """Returns the sum of `parts`, whose ratios weigh each step and each second alike."""
         whole = cls()
         for part in parts:
             for name in ("prompt_tokens", "reused_tokens", "steps", "committed_tokens"):
@@ -91,7 +94,7 @@ class Stats:
 
 
 class Clock:
-    """Splits time into phases: `start`, then `lap(phase)` after each."""
+    """Splits time into phases: call `start`, then `lap(phase)` after each phase."""
 
     def __init__(self, timings: dict[str, float]) -> None:
         self._timings = timings

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from spec_runtime.backends import Backend, Rows, on_device
+from spec_runtime.backends import Backend, DeviceBackend, Rows
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
 from spec_runtime.trees.tree import TokenTree
@@ -179,7 +179,7 @@ class Target:
         self.run_seconds = 0.0  # spent in the backend so far
         self._lease: Lease | None = None
         self._backend = backend
-        self._device = on_device(backend)
+        self._device = backend if isinstance(backend, DeviceBackend) else None
         self._cache = cache
         self._row_N = np.arange(max(PREFILL_ROWS, cache.capacity), dtype=np.int64)
 

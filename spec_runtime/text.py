@@ -1,6 +1,6 @@
-"""Text at both ends: prompts to token ids, token ids to text as they come.
+"""Turns prompts into token ids, and token ids into text as they come.
 
-It knows tokenizers, chat templates and stop strings; nothing of models or of drafts.
+Tokenizers, chat templates and stop strings are handled here and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ Message = Mapping[str, Any]
 
 
 class Codec(Protocol):
-    """What an engine needs of a tokenizer."""
+    """Declares what an engine needs of a tokenizer."""
 
     bos: int | None
     eos: tuple[int, ...]
     template: ChatTemplate | None
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        """Ids of a text; `special_tokens`: with those the tokenizer adds by itself, like BOS."""
+        """Returns the ids of a text; `special_tokens` adds those that the tokenizer adds by itself,
+        like BOS."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
+        """Returns the text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
 
 
 class ChatTemplate:
-    """A Hugging Face chat template, run in a sandbox."""
+    """Renders a Hugging Face chat template in a sandbox."""
 
     def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
         from jinja2 import TemplateError
@@ -55,7 +56,7 @@ class ChatTemplate:
         self._names = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(self, messages: Sequence[Message]) -> str:
-        """The messages as one text that ends where the assistant's answer begins."""
+        """Returns the messages as one text that ends where the assistant's answer begins."""
         from jinja2 import TemplateError
 
         try:
@@ -71,7 +72,8 @@ class ChatTemplate:
 
 
 class Tokenizer:
-    """A bundle's tokenizer.json."""
+    """Reads a bundle's tokenizer.json and its chat template; raises BundleError if they do not fit
+    the manifest."""
 
     def __init__(self, bundle: Bundle) -> None:
         import tokenizers
@@ -112,11 +114,11 @@ Prompt = str | Sequence[Message] | Sequence[int]
 
 
 def encode_prompt(codec: Codec, prompt: Prompt, raw: bool, system: str | None) -> list[int]:
-    """Token ids of a prompt.
+    """Returns the token ids of a prompt.
 
-    A string becomes a user message where there is a chat template and `raw` is not set (an empty
-    one too); otherwise it is encoded as it stands. Messages need a template; ids stay as they
-    are. An empty raw prompt is BOS alone. ValueError for what cannot be a prompt.
+    A string, even an empty one, becomes a user message if there is a chat template and `raw` is not
+    set; otherwise it is encoded as it stands. Messages need a template; ids stay as they are. An
+    empty raw prompt is BOS alone. Raises ValueError for what cannot be a prompt.
     """
     if isinstance(prompt, str):
         if codec.template is not None and not raw:
@@ -162,7 +164,7 @@ def _encode_messages(
 
 
 class TextStream:
-    """Text from tokens as they come: whole characters only, and never a part of a stop string.
+    """Makes text of tokens as they come: whole characters only, and never a part of a stop string.
 
     Text is released as soon as no later token can change it. Example, stop "END": pushing "a",
     "E", "N", "x" releases "a", "", "", "ENx"; pushing "a", "E", "ND" releases "a" and stops.
@@ -179,7 +181,7 @@ class TextStream:
         self._taken = 0
 
     def push(self, token: int) -> bool:
-        """Adds a token; True once a stop string is complete, which ends the text before it."""
+        """Adds a token; returns True once a stop string is complete, before which the text ends."""
         self._ids.append(token)
         piece = self._new_text()
         # U+FFFD at the end: perhaps a character whose other bytes are in the next token
@@ -191,7 +193,7 @@ class TextStream:
         return self.stopped
 
     def finish(self) -> None:
-        """No more tokens: releases what was held back."""
+        """Releases what was held back, as no more tokens come."""
         piece = self._new_text()
         self._read = len(self._ids)
         self._release(piece)
@@ -199,7 +201,7 @@ class TextStream:
         self._held = ""
 
     def take(self) -> str:
-        """The text released since the last call."""
+        """Returns the text released since the last call."""
         piece = self.text[self._taken :]
         self._taken = len(self.text)
         return piece
@@ -225,7 +227,8 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins: ("abEN", "END") -> 2."""
+    """Returns the length of the longest end of `text` with which `stop` begins: ("abEN", "END") ->
+    2."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from workshop import Workshop
+
+# Tests import onnxruntime themselves, too; see spec_runtime/backends/session.py.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

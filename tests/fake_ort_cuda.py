@@ -1,10 +1,10 @@
-"""What of ONNX Runtime our CUDA backend uses, over host memory: whatever the real one leaves
-undefined, refuses or does silently wrong is an error here.
+"""Imitates the part of ONNX Runtime that our CUDA backend uses, over host memory.
 
-Device memory is full of junk when new, and gone when nobody holds it. A session computes on the
-CPU, reading and writing at the addresses bound; on a stream of ours (fake_tensorrt.Runtime), whose
-work is done when it is waited for, so that nothing may be read or written too early. It captures as
-ONNX Runtime 1.31 does: two runs and a replay within one call, by graph id and thread; a replay with
+Whatever the real one leaves undefined, refuses or does silently wrong is an error here. Device
+memory is full of junk when new, and gone when nobody holds it. A session computes on the CPU,
+reading and writing at the addresses bound. On a stream of ours (fake_tensorrt.Runtime) work is done
+only when it is waited for, so that nothing may be read or written too early. Capturing is as in
+ONNX Runtime 1.31: two runs and a replay within one call, by graph id and thread. A replay with
 other addresses or shapes, which the real one would ignore, is refused.
 """
 
@@ -22,7 +22,8 @@ import numpy as np
 import onnxruntime as ort
 from fake_tensorrt import view
 
-from spec_runtime.backends.cuda import TYPES, Cuda, StreamCopies
+from spec_runtime.backends.copies import TYPES, StreamCopies
+from spec_runtime.backends.cuda_api import Cuda
 
 PROVIDER = "CUDAExecutionProvider"
 
@@ -47,16 +48,16 @@ class Device:
         return address
 
     def require(self, bound: Bound) -> None:
-        """That its memory is on the device still."""
+        """Asserts that its memory is still on the device."""
         base, end = bound.address, bound.address + bound.nbytes
-        if base not in self.blocks:  # a view from its middle
+        if base not in self.blocks:  # a view from a block's middle
             base = max((b for b in self.blocks if b < bound.address), default=0)
         assert base in self.blocks, bound
         assert end <= base + len(self.blocks[base]), bound
 
 
 class Runtime(fake_tensorrt.Runtime):
-    """The same memory for cuda.bindings; counts for the device."""
+    """A fake of cuda.bindings over the device's memory, which counts copies and waits."""
 
     def __init__(self, counts: Device) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Runtime(fake_tensorrt.Runtime):
 
 
 class Bound(NamedTuple):
-    """Memory as a graph is given it."""
+    """One piece of memory that a graph was given: address, shape and type."""
 
     address: int
     shape: tuple[int, ...]
@@ -249,7 +250,7 @@ class InferenceSession:
     def _waits(self, run_options: ort.RunOptions) -> bool:
         try:
             said = run_options.get_run_config_entry("disable_synchronize_execution_providers")
-        except RuntimeError:  # it has no such entry
+        except RuntimeError:  # the options have no such entry
             said = "0"
         return bool(said != "1")
 
@@ -280,7 +281,7 @@ def stream_copies(device: Device) -> StreamCopies:
 
 
 def module() -> tuple[Any, Device]:
-    """In place of the module onnxruntime, on a fresh device."""
+    """Returns what stands in for the module onnxruntime, and its fresh device."""
     device = Device()
     fake = SimpleNamespace(
         __version__=ort.__version__,

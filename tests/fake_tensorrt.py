@@ -1,8 +1,8 @@
-"""CUDA and TensorRT over host memory, to test the order of calls: whatever the real ones leave
-undefined or refuse is an error here.
+"""Imitates CUDA and TensorRT over host memory, to test the order of calls.
 
-A stream does its work only when waited for, new memory is full of junk, and an engine runs its
-ONNX file on ONNX Runtime, reading and writing at the addresses it was given.
+Whatever the real ones leave undefined or refuse is an error here. A stream does its work only when
+waited for, new memory is full of junk, and an engine runs its ONNX file on ONNX Runtime, reading
+and writing at the addresses it was given.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.backends.cuda import Cuda
-from spec_runtime.backends.tensorrt import DTYPES, TensorRT, shape_of
+from spec_runtime.backends.cuda_api import Cuda
+from spec_runtime.backends.shapes import shape_of
+from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT
 from spec_runtime.bundle import Graph, Plan
 
 FLAVOUR, VERSION, CAPABILITY = "tensorrt_rtx", "1.7.1.116", "8.9"
@@ -25,7 +26,7 @@ INVALID, CAPTURING = 1, 900  # cudaErrorInvalidValue, cudaErrorStreamCaptureUnsu
 
 
 class Runtime:
-    """As cuda.bindings.runtime: functions that return (error, values…)."""
+    """A fake of cuda.bindings.runtime, whose functions return (error, values…)."""
 
     cudaStreamNonBlocking = 1
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyHostToDevice=1, cudaMemcpyDeviceToHost=2)
@@ -45,15 +46,15 @@ class Runtime:
 
     @property
     def is_busy(self) -> bool:
-        """Whether work is on the stream that nobody has waited for."""
+        """Returns whether work is on the stream that nobody has waited for."""
         return bool(self._queue)
 
     def put(self, work: Callable[[], object]) -> None:
-        """On the stream, or into the graph being captured."""
+        """Puts work on the stream, or into the graph that is being captured."""
         (self._queue if self.recorded is None else self.recorded).append(work)
 
     def holds(self, memory: dict[int, Any], address: int, nbytes: int) -> bool:
-        """Whether so many bytes from an address are one allocation's."""
+        """Returns whether so many bytes from an address lie in one allocation."""
         return any(
             base <= address and address + nbytes <= base + len(block)
             for base, block in memory.items()
@@ -158,7 +159,7 @@ def view(address: int, shape: Sequence[int], dtype: str) -> np.ndarray:
 
 
 class Engine:
-    """What a plan of `graph` deserialises to."""
+    """A fake engine, deserialised from a plan of `graph`."""
 
     device_memory_size_v2 = 1000
 
@@ -272,7 +273,7 @@ class Context:
 
 
 def tensorrt() -> TensorRT:
-    """What import_tensorrt would have found."""
+    """Returns what import_tensorrt would have found."""
     module = SimpleNamespace(
         ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user managed"),
         ComputeCapability=SimpleNamespace(__members__={"NONE": 0, "SM80": 1, "SM89": 2}),
@@ -281,6 +282,6 @@ def tensorrt() -> TensorRT:
 
 
 def cuda(capability: str | None = CAPABILITY) -> tuple[Cuda, Runtime]:
-    """Our wrapper and what is under it."""
+    """Returns our wrapper and the fake under it."""
     runtime = Runtime(capability)
     return Cuda(runtime), runtime

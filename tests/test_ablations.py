@@ -17,6 +17,7 @@ from workshop import RECIPE, Workshop
 from spec_export import drafters
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
+from spec_export.training.trainer import Trainer
 
 FILE = Path(__file__).parents[1] / "tools" / "ablations.py"
 spec = importlib.util.spec_from_file_location("ablations", FILE)
@@ -105,24 +106,24 @@ def test_a_variant_cut_short_gets_its_whole_time_again(
     """By steps it goes on; the clock of --minutes-each cannot."""
     variants = {"one": ("drafter.num_masks=1",)}
     monkeypatch.setitem(ablations.STUDIES, "num_masks", ablations.Study(Path("x"), variants))
-    save, first_steps = train.Trainer._save, []
+    save, first_steps = Trainer.save_checkpoint, []
 
-    def interrupted(trainer: train.Trainer) -> None:
+    def interrupted(trainer: Trainer) -> None:
         save(trainer)
         raise KeyboardInterrupt
 
-    train_from = train.Trainer.train
+    train_from = Trainer.train
 
-    def recorded(trainer: train.Trainer) -> None:
+    def recorded(trainer: Trainer) -> None:
         first_steps.append(trainer.step)
         train_from(trainer)
 
-    monkeypatch.setattr(train.Trainer, "train", recorded)
+    monkeypatch.setattr(Trainer, "train", recorded)
     for budget in (["--steps", "3"], ["--minutes-each", "5"]):
         rest = ["num_masks", *words, "--set", "train.checkpoint_every=1", *budget]
         rest[rest.index("--out") + 1] = str(tmp_path / budget[0])
         with monkeypatch.context() as patch:
-            patch.setattr(train.Trainer, "_save", interrupted)
+            patch.setattr(Trainer, "save_checkpoint", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 ablations.main(rest)
         assert ablations.main(rest) == 0

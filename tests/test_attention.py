@@ -1,4 +1,4 @@
-"""Bundles built with each --attention: real graphs of a tiny random target, the same tokens."""
+"""Tests bundles built with each --attention: real graphs of a tiny target give the same tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from workshop import Workshop  # noqa: E402
 import spec_runtime  # noqa: E402
 from spec_export import calibrate, check, make_bundle  # noqa: E402
 from spec_export import cli as export_cli  # noqa: E402
+from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime import bundle as bundles  # noqa: E402
-from spec_runtime.backends import ort  # noqa: E402
+from spec_runtime.backends import session, shapes  # noqa: E402
 from spec_runtime.trees.tree import is_chain  # noqa: E402
 
 # one pass with a cache; level by level, in its own cache and in the target's; without a cache
@@ -29,7 +30,7 @@ OPTIONS: Any = {"max_new_tokens": 60, "ignore_eos": True}
 
 
 class Bundles:
-    """Each built when first asked for."""
+    """Builds each bundle when it is first asked for."""
 
     def __init__(self, workshop: Workshop, folder: Path) -> None:
         self._workshop, self._folder = workshop, folder
@@ -44,12 +45,14 @@ class Bundles:
         out = self._folder / "-".join([attention, precision, *options.values()])
         if not out.exists():
             make_bundle.build(
-                str(self._workshop.llama()),
-                drafter_checkpoints=[self._workshop.drafter(name) for name in drafters],
-                precision=precision,
-                attention=attention,
-                out=out,
-                **options,
+                BuildOptions(
+                    str(self._workshop.llama()),
+                    drafter_checkpoints=[self._workshop.drafter(name) for name in drafters],
+                    precision=precision,
+                    attention=attention,
+                    out=out,
+                    **options,
+                )
             )
         return out
 
@@ -117,13 +120,13 @@ def test_the_manifest_says_which_graph_has_which(built: Bundles) -> None:
 def test_the_cuda_backend_feeds_each_what_it_reads(
     built: Bundles, monkeypatch: pytest.MonkeyPatch, attention: str, name: str, backend: str
 ) -> None:
-    """On a device that computes on the CPU: the same tokens; masks are whole, or none."""
+    """A fake device that computes on the CPU gives the same tokens; masks are whole, or absent."""
     folder = built(attention, "fp16", ("parallelspec", "skip_layer"), device="cuda")
     expected = spec_runtime.load(folder, name, threads=1, lookup=False)
     tokens = [expected.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS]
     module, device = fake.module()
-    monkeypatch.setattr(ort, "ort", module)
-    monkeypatch.setattr(ort, "MIN_MASK", 16)
+    monkeypatch.setattr(session, "ort", module)
+    monkeypatch.setattr(shapes, "MIN_MASK", 16)
     engine = spec_runtime.load(folder, name, threads=1, lookup=False, backend=backend)
     assert [engine.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS] == tokens
     graphs = [shapes for shapes in device.shapes if "feature_rows" not in shapes]
@@ -170,7 +173,7 @@ def test_calibration_is_refused_for_chains(built: Bundles) -> None:
         ),
         (
             {"attention": "full_buffer", "backend": "tensorrt"},
-            "got attention attention with the contiguous form, expected bias",
+            "got attention full_buffer with the contiguous form, expected bias",
         ),
         ({"attention": "chain", "fuse": True}, "got fuse with attention chain, expected bias"),
         (
@@ -187,7 +190,7 @@ def test_what_build_refuses(
     workshop: Workshop, tmp_path: Path, options: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why) as caught:
-        make_bundle.build(str(workshop.llama()), out=tmp_path / "out", **options)
+        make_bundle.build(BuildOptions(str(workshop.llama()), out=tmp_path / "out", **options))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -211,13 +214,13 @@ def test_the_command_line(
 
 
 def test_rows_below_the_mark_are_those_written(built: Bundles) -> None:
-    """The runtime's cache after generating with a chain target and with a mask: the same rows."""
+    """With a chain target and with a mask, generating leaves the same rows in the cache."""
     caches = []
     for attention in ("bias", "chain"):
         engine = spec_runtime.load(built(attention), "none", threads=1)
         engine.generate(PROMPTS[0], **OPTIONS)
         length, backend = engine.target.length, engine.target._backend
-        assert isinstance(backend, ort.OrtBackend)
-        rows = [np.array(value.numpy())[:, :, :length] for value in backend._caches.values()]
+        assert isinstance(backend, session.OrtBackend)
+        rows = [np.array(value.numpy())[:, :, :length] for value in backend.buffers.values()]
         caches.append(np.stack(rows))
     assert np.abs(caches[0] - caches[1]).max() <= 1e-4 * np.abs(caches[0]).max()

@@ -1,4 +1,4 @@
-"""Bundles on disk: round trip, and every way a bundle can be wrong, told in one line."""
+"""Tests bundles on disk: the round trip, and every way a bundle can be wrong, told in one line."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def edit(folder: Path, *keys: str, value: Any = None, drop: bool = False) -> None:
-    """Set (or drop) one value of the manifest, ``keys`` leading to it."""
+    """Sets or drops the value of the manifest that `keys` lead to."""
     file = folder / bundle.MANIFEST
     data = json.loads(file.read_text())
     place = data

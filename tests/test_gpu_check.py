@@ -20,8 +20,8 @@ from toy_backend import ToyTarget
 import spec_runtime
 from spec_runtime import backends, generate
 from spec_runtime import bundle as bundles
-from spec_runtime.backends import ort
-from spec_runtime.backends.cuda import Copies, StreamCopies
+from spec_runtime.backends import cuda
+from spec_runtime.backends.copies import Copies, StreamCopies
 from spec_runtime.backends.stepper import OrtStepper
 from spec_runtime.measure.prompts import BenchPrompt
 
@@ -230,7 +230,7 @@ class Distorted:
     """A backend whose logits are off."""
 
     def __init__(self, inner: Any, offset: float) -> None:
-        self.form, self.capacity, self._caches = inner.form, inner.capacity, inner._caches
+        self.form, self.capacity, self.buffers = inner.form, inner.capacity, inner.buffers
         self._inner, self._offset = inner, offset
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Any) -> dict[str, np.ndarray]:
@@ -374,11 +374,11 @@ def test_engines_on_streams_of_their_own(
     kinds = []
 
     def loaded(*rest: Any, backend: str, **named: Any) -> spec_runtime.Engine:
-        kinds.append((backend, type(ort.open_copies("cuda"))))
+        kinds.append((backend, type(cuda.open_copies())))
         return toy_engine("none")
 
     monkeypatch.setattr(spec_runtime, "load", loaded)
-    monkeypatch.setattr(ort, "open_copies", lambda device: StreamCopies(fake_tensorrt.cuda()[0]))
+    monkeypatch.setattr(cuda, "open_copies", lambda: StreamCopies(fake_tensorrt.cuda()[0]))
     for backend in ("cuda", gpu_check.OWN_STREAMS, "cuda_eager"):
         check.engine(opened[0], "none", backend)
     assert kinds == [("cuda", StreamCopies), ("cuda", Copies), ("cuda_eager", StreamCopies)]

@@ -1,5 +1,6 @@
 """Promises about the project as a whole: what importing costs, what is declared."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -57,7 +58,7 @@ def project() -> dict[str, object]:
 
 def names(requirements: object) -> set[str]:
     assert isinstance(requirements, list)
-    return {requirement.split(">")[0].split("=")[0].lower() for requirement in requirements}
+    return {re.split(r"[\[>=]", requirement)[0].lower() for requirement in requirements}
 
 
 def test_base_dependencies_are_what_the_runtime_needs() -> None:
@@ -69,16 +70,28 @@ def test_every_tested_extra_is_pinned_by_the_constraints() -> None:
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
     extras = project()["optional-dependencies"]
     assert isinstance(extras, dict)
-    for extra in ("cpu", "tensorrt-rtx", "export", "distill", "dev"):
+    for extra in ("cpu", "tensorrt-rtx", "export", "distill", "docs", "dev"):
         missing = names(extras[extra]) - pinned
         assert not missing, (extra, missing)
     assert not names(project()["dependencies"]) - pinned
 
 
-def test_the_readme_maps_every_file() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for package in ("spec_runtime", "spec_export"):
-        section = readme.split(f"**`{package}/`**")[1].split("**`")[0]
-        for file in (ROOT / package).rglob("*.py"):
-            name = file.relative_to(ROOT / package).as_posix()
-            assert f"`{name}`" in section, f"{package}/{name}"
+@pytest.mark.parametrize(
+    ("folder", "patterns"),
+    [
+        ("spec_runtime", ["**/*.py"]),
+        ("spec_export", ["**/*.py"]),
+        ("tools", ["**/*.py", "*.sh"]),
+    ],
+)
+def test_the_architecture_page_maps_every_file(folder: str, patterns: list[str]) -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    section = page.split(f"### `{folder}/`")[1].split("\n### ")[0]
+    listed = re.findall(r"^\| `([\w/.]+)` \| .*\w.* \|$", section, re.MULTILINE)
+    there = [
+        file.relative_to(ROOT / folder).as_posix()
+        for pattern in patterns
+        for file in (ROOT / folder).glob(pattern)
+    ]
+    assert len(listed) == len(set(listed)), "a file is listed twice"
+    assert set(listed) == set(there), "docs/architecture.md and the folder differ"

@@ -1,8 +1,8 @@
-"""Toy target and drafter in numpy: analytic logits, no weights, for tests and the tutorial.
+"""Computes a toy target and drafter in numpy, with analytic logits and no weights, for tests.
 
-The target's logits depend on exactly the (position, token) pairs a row attends, so that any slip
-in slots, mask or positions changes the output; the drafter refuses rows that are not what the
-protocol says. Both check the feeds' names, types and shapes. Neither knows caches or trees.
+The target's logits depend on exactly the (position, token) pairs that a row attends, so that any
+slip in slots, mask or positions changes the output. The drafter refuses rows that are not what the
+protocol says. Both check the feeds' names, types and shapes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FEATURE_WIDTH = 4
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser on u64."""
+    """Returns the bits of u64 mixed by splitmix64's finaliser."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _check_feeds(feeds: dict[str, np.ndarray], form: str, capacity: int, extra: set[str]) -> int:
-    """The graph contract; returns N."""
+    """Asserts that the feeds are what a graph takes; returns N."""
     wanted: dict[str, type] = {**dict.fromkeys(_COMMON, np.int64), **_FORM_FEEDS[form]}
     wanted |= {"mask": np.bool_, **dict.fromkeys(extra, np.float32)}
     assert set(feeds) == set(wanted), (sorted(feeds), sorted(wanted))
@@ -52,14 +52,14 @@ def _check_feeds(feeds: dict[str, np.ndarray], form: str, capacity: int, extra: 
 
 
 class _Rows:
-    """The "KV": one i64 record a slot, -1 where nothing was written."""
+    """The toy's KV buffer: one i64 record a slot, -1 where nothing was written."""
 
     def __init__(self, form: str, capacity: int, width: int) -> None:
         self.form = form
         self.row_SW = np.full((capacity, width), -1, np.int64)
 
     def write(self, feeds: dict[str, np.ndarray], new_NW: np.ndarray) -> np.ndarray:
-        """Writes N rows as the graph would; returns what each may attend, bool[N, S]."""
+        """Writes N rows as the graph would; returns the slots that each may attend, bool[N, S]."""
         mask_NS = feeds["mask"][0, 0].copy()
         if self.form == "slots":
             self.row_SW[feeds["slots"]] = new_NW
@@ -75,8 +75,9 @@ class _Rows:
 class ToyTarget:
     """A target whose next token mostly follows a random order-2 table.
 
-    logits = `peak` at table[token before, token], plus noise in [0, 2 * noise) from a hash of
-    everything attended. features f32[N, 4]: token, position, a hash, tap id (-1 = final).
+    Logits are `peak` at table[token before, token], plus noise in [0, 2 * noise) from a hash of
+    everything attended. Features f32[N, 4] are token, position, a hash, and the tap's id (-1 for
+    the final one).
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class ToyTarget:
         self.num_runs = 0
         self._rows = _Rows(form, capacity, 2)
         self._peak, self._noise = peak, noise
-        # few successors make short loops, which prompt lookup likes
+        # Few successors make short loops, which prompt lookup guesses.
         high = vocab_size if num_successors is None else num_successors
         rng = np.random.default_rng(seed)
         self.table_VV = rng.integers(0, high, (vocab_size, vocab_size))
@@ -110,7 +111,7 @@ class ToyTarget:
         mask_NS = self._rows.write(feeds, np.stack([token_N, position_N], axis=1))
         token_S, position_S = self._rows.row_SW.T
         pair_S = _mix((position_S * 65537 + token_S).astype(np.uint64) + self._seed)
-        # a sum, so that the order of slots does not matter: positions carry the order
+        # A sum does not depend on the order of slots: positions carry the order.
         hash_N = _mix(mask_NS.astype(np.uint64) @ pair_S)
         result: dict[str, np.ndarray] = {}
         for name in outputs:
@@ -126,7 +127,7 @@ class ToyTarget:
         return result
 
     def _before(self, attended_S: np.ndarray, position: int) -> int:
-        """The token one position back, 0 at the start."""
+        """Returns the token one position back, 0 at the start."""
         token_S, position_S = self._rows.row_SW.T
         found = token_S[attended_S & (position_S == position - 1)]
         return int(found[0]) if len(found) else 0
@@ -144,10 +145,10 @@ class ToyTarget:
 
 
 class ToyDrafter:
-    """A one-pass drafter that follows the target's table: right whenever the noise loses.
+    """A one-pass drafter that follows the target's table: it is right whenever the noise loses.
 
     It asserts that its rows are those of the protocol: pairs at positions 0, 1, 2 … (feature of
-    the position, token of the next), mask rows behind them, in order, with zero features.
+    the position, token of the next), then mask rows, in order, with zero features.
     """
 
     def __init__(
@@ -202,7 +203,7 @@ class ToyDrafter:
         masks = rows[num_pairs:, 0]
         assert (masks == self.mask_token_base + np.arange(num_masks)).all(), masks
         if self._feature_width:
-            # the token of row t is the one whose feature row t + 1 holds
+            # The token of row t is the one whose feature row t + 1 holds.
             assert (rows[: num_pairs - 1, 0] == rows[1:num_pairs, 2]).all(), "feature and token"
             before = int(rows[num_pairs - 1, 2])
         else:
@@ -214,7 +215,7 @@ class ToyDrafter:
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes, 256 is BOS, 257 EOS: every text splits inside its characters."""
+    """A tokenizer of bytes (ids 0 to 255), BOS 256 and EOS 257: it splits inside characters."""
 
     vocab_size = 258
     bos: int | None = 256

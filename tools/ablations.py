@@ -1,4 +1,4 @@
-"""Train the variants of one drafter on the same data and budget, and print them as one table.
+"""Trains the variants of one drafter on the same data and budget, and prints them as one table.
 
     python tools/ablations.py num_masks --data answers.jsonl --cache FOLDER --out runs/num_masks \\
         --minutes-each 20
@@ -8,11 +8,13 @@
         --out runs/semi_autoregressive --steps 450 --set train.warmup=50
 
 num_masks: ParallelSpec with 1 to 6 masks. amphista: the drafter and the five ablations of its
-paper. semi_autoregressive: the networks h_q of its paper. The first variant builds the feature
-cache, in nobody's time; one that has num_masks' taps (or tools/train_drafters.py made) serves all
-studies. A variant that already finished under --out with the same settings is not trained again;
-one that fails is reported and left out, and the exit code is 1. The table goes to the standard
-output, --json takes it with everything else that was measured.
+paper. semi_autoregressive: the networks h_q of its paper.
+
+The first variant builds the feature cache, which takes no variant's time. A cache with num_masks'
+taps, such as tools/train_drafters.py makes, serves all studies. A variant that has finished under
+--out with the same settings is not trained again. A variant that fails is reported and left out,
+and the exit code is 1. The table goes to the standard output; --json writes it to a file, with
+everything else that was measured.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -31,6 +32,8 @@ from typing import Any
 
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
+from spec_export.training.validate import VALIDATION_BUDGET
+from spec_runtime.files import write_atomically
 from spec_runtime.measure import provenance
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
@@ -38,7 +41,7 @@ RECIPES = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
 
 @dataclass(frozen=True)
 class Study:
-    """A recipe, and what each variant (by its label) overrides in it."""
+    """A recipe, and the overrides of each variant by its label."""
 
     recipe: Path
     variants: dict[str, tuple[str, ...]]
@@ -80,7 +83,7 @@ STUDIES = {
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the study that the command line names; 1 if a variant failed."""
+    """Runs the study that the command line names; returns 1 if a variant failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -127,7 +130,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def trained(path: Path, overrides: list[str], folder: Path, cache: Path) -> Path:
-    """The drafter's folder; trains it unless it is there with these very settings."""
+    """Returns the drafter's folder; trains it unless it is there with the same settings."""
     plan = recipe.load(path, overrides)
     drafter = folder / "drafter"
     if drafter.exists():
@@ -135,13 +138,13 @@ def trained(path: Path, overrides: list[str], folder: Path, cache: Path) -> Path
             raise ValueError(f"{folder} holds a run with other settings: name another --out")
         return drafter
     if plan.train.max_minutes is not None:
-        # a resumed run's time starts anew: it would get more than the others
+        # a resumed run starts its time anew, and would get more of it than the other variants
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return train.run(path, overrides, folder, resume=True, cache=cache)
 
 
 def measured(drafter: Path) -> dict[str, Any]:
-    """What a finished drafter's own file says of it."""
+    """Returns a finished drafter's size and validation, from its own config.json."""
     about = json.loads((drafter / "config.json").read_text())
     tensors = {k: v for k, v in about["tensors"].items() if k != checkpoint.DRAFT_TOKEN_IDS}
     found = about["provenance"]["validation"]
@@ -162,9 +165,9 @@ def by_guess(found: dict[str, float], name: str) -> list[float]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown; guesses are numbered from 1, the token behind the root."""
+    """Returns a Markdown table; guesses are numbered from 1, the token behind the root."""
     num_guesses = max((len(row.get("top1_K", ())) for row in rows), default=0)
-    nodes = train.VALIDATION_BUDGET.max_nodes
+    nodes = VALIDATION_BUDGET.max_nodes
     top1 = [f"top-1, guess {k}" if k == 1 else str(k) for k in range(1, num_guesses + 1)]
     head = ["variant", *top1, f"accepted length, {nodes} nodes", "parameters", "steps"]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
@@ -192,14 +195,12 @@ def write_json(arguments: argparse.Namespace, path: Path, rows: list[dict[str, A
         recipe=path.name,
         steps=arguments.steps,
         minutes_each=arguments.minutes_each,
-        nodes=train.VALIDATION_BUDGET.max_nodes,
+        nodes=VALIDATION_BUDGET.max_nodes,
         variants=rows,
         provenance=provenance.collect(packages=("torch", "transformers")),
     )
-    temporary = arguments.json.with_suffix(".tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(temporary, arguments.json)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(arguments.json, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

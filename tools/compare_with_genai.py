@@ -33,7 +33,8 @@ from spec_runtime.measure.prompts import read_prompts
 
 # Runs in the other environment: a prompt's ids a line in, its tokens and seconds a line out.
 WORKER = """
-import json, sys, time
+import json, os, sys, time
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime_genai as og
 model = og.Model(sys.argv[1])
 print(json.dumps({"version": og.__version__}), flush=True)

@@ -46,9 +46,9 @@ from gpu_report import Found, Row, finite, left_out, measured_on
 import spec_runtime
 from spec_runtime import backends
 from spec_runtime import bundle as bundles
-from spec_runtime.backends import ort
-from spec_runtime.backends.cuda import Copies
-from spec_runtime.backends.tensorrt import is_cache
+from spec_runtime.backends import cuda
+from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.shapes import is_cache
 from spec_runtime.measure import audit, bench
 from spec_runtime.measure.prompts import NO_CATEGORY, BenchPrompt, read_prompts
 from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
@@ -166,12 +166,12 @@ class Check:
 @contextlib.contextmanager
 def own_streams() -> Iterator[None]:
     """Sessions opened meanwhile have a stream each, and ONNX Runtime copies for them."""
-    opener = ort.open_copies
-    ort.open_copies = lambda device: Copies()  # type: ignore[assignment]
+    opener = cuda.open_copies
+    cuda.open_copies = lambda: Copies()  # type: ignore[assignment]
     try:
         yield
     finally:
-        ort.open_copies = opener
+        cuda.open_copies = opener
 
 
 def label(opened: bundles.Bundle) -> str:

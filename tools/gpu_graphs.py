@@ -20,7 +20,7 @@ import numpy as np
 
 from spec_runtime import backends
 from spec_runtime import bundle as bundles
-from spec_runtime.backends.tensorrt import is_cache
+from spec_runtime.backends.shapes import is_cache
 from spec_runtime.kv import open_cache
 from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.tree import chain_parents
@@ -124,7 +124,7 @@ def fill_banks(backend: Any, graph: bundles.Graph) -> None:
     """With random rows, the same in every backend of a graph."""
     rng = np.random.default_rng(2)
     for spec in banks_of(graph):
-        bank = backend._caches[spec.name]
+        bank = backend.buffers[spec.name]
         bank.update_inplace(rng.standard_normal(bank.shape(), np.float32).astype(spec.dtype))
 
 
@@ -136,7 +136,7 @@ def written_rows(
     row_R = feeds.get(bundles.BANK_ROWS, feeds.get("slots"))
     for spec in banks_of(graph):
         if f"{spec.name}.out" in outputs:
-            yield backend._caches[spec.name].numpy()[row_R]
+            yield backend.buffers[spec.name].numpy()[row_R]
 
 
 def random_trees(chains_only: bool = False) -> Iterator[tuple[np.ndarray, list[int]]]:
@@ -183,6 +183,7 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
     import torch
 
     from spec_export import decoder
+    from spec_export.decoder_config import rotary_tables
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16}[precision]
     generator = torch.Generator().manual_seed(0)
@@ -212,7 +213,7 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
     out = decoder.Projection(weight(D, H * shape.head_dim))
     mlp = decoder.GatedMLP(decoder.Projection(weight(2 * M, D)), decoder.Projection(weight(D, M)))
     layer = decoder.Layer(norm(), decoder.Attention(config, qkv, out), norm(), mlp)
-    tables = decoder.rotary_tables(None, config)
+    tables = rotary_tables(None, config)
     table = weight(shape.vocab_size, D)
     layers = [layer] * shape.num_layers
     return decoder.Backbone(config, table, layers, norm(), None, tables).eval()
@@ -220,20 +221,18 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
 
 def trace_target(backbone: Any) -> Any:
     """The backbone's graph in the contiguous form, as a build for a device traces it."""
-    from spec_export.graphs import banks as onnx_device
-    from spec_export.graphs import trace as onnx_export
+    from spec_export.graphs import banks, trace
 
-    return onnx_device.add_argmax(onnx_export.export_backbone(backbone))
+    return banks.add_argmax(trace.export_backbone(backbone))
 
 
 def write_target(traced: Any, variant: str, path: Path) -> bundles.Graph:
-    """variant: "contiguous", or one of onnx_rewrite.ATTENTIONS. `traced` is left as it is."""
-    from spec_export.graphs import banks as onnx_device
-    from spec_export.graphs import slots as onnx_rewrite
+    """variant: "contiguous", or one of slots.ATTENTIONS. `traced` is left as it is."""
+    from spec_export.graphs import banks, slots
 
     model = traced.clone()
     if variant != "contiguous":
-        onnx_device.keep_target(onnx_rewrite.to_slots(model, variant))
+        banks.keep_target(slots.to_slots(model, variant))
     return _write(model, variant, path)
 
 
@@ -245,9 +244,8 @@ def write_drafter(
     import torch
 
     from spec_export import drafters, target
-    from spec_export.graphs import banks as onnx_device
-    from spec_export.graphs import slots as onnx_rewrite
-    from spec_export.graphs import tensorrt as tensorrt_build
+    from spec_export.graphs import banks, slots
+    from spec_export.graphs.half import narrow
 
     definition = drafters.load("parallelspec")
     ends = target.ends(backbone)
@@ -255,16 +253,16 @@ def write_drafter(
     config = definition.Config(num_masks=NUM_MASKS)
     module = definition.Drafter(config, ends, torch.arange(shape.draft_vocab)).eval()
     (model,) = module.export(backbone.config).values()
-    model = onnx_rewrite.to_slots(tensorrt_build.narrow(model, precision))
-    onnx_device.keep_drafter(model, traced, module.runtime_config(), SCRATCH)
+    model = slots.to_slots(narrow(model, precision))
+    banks.keep_drafter(model, traced, module.runtime_config(), SCRATCH)
     return _write(model, "bias", path)
 
 
 def _write(model: Any, variant: str, path: Path) -> bundles.Graph:
-    from spec_export import make_bundle
+    from spec_export.bundling.writer import save_graph
 
     form, attention = ("contiguous", "bias") if variant == "contiguous" else ("slots", variant)
-    graph = make_bundle._write_graph(model, form, path.parent, path.name)
+    graph = save_graph(model, form, path.parent, path.name)
     return dataclasses.replace(graph, attention=attention)
 
 
@@ -303,6 +301,8 @@ def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
     import transformers
 
     from spec_export import drafters, make_bundle, target
+    from spec_export.decoder import Backbone
+    from spec_export.make_bundle import BuildOptions
     from spec_export.training import checkpoint
 
     vocabulary = {"<s>": 0, "</s>": 1, **{chr(i): i - 30 for i in range(32, 126)}}
@@ -326,7 +326,7 @@ def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.LlamaForCausalLM(config)
-        ends = target.ends(make_bundle.Backbone.from_transformers(model))
+        ends = target.ends(Backbone.from_transformers(model))
         saved = []
         for name in TOY_DRAFTERS:
             definition = drafters.load(name)
@@ -336,10 +336,12 @@ def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
     model.save_pretrained(folder / "toy")
     tokenizer.save_pretrained(folder / "toy")
     return make_bundle.build(
-        str(folder / "toy"),
-        drafter_checkpoints=saved,
-        precision=PRECISIONS[device],
-        device=device,
-        out=folder / "bundle",
-        fuse=True,
+        BuildOptions(
+            str(folder / "toy"),
+            drafter_checkpoints=saved,
+            precision=PRECISIONS[device],
+            device=device,
+            out=folder / "bundle",
+            fuse=True,
+        )
     )

@@ -97,9 +97,9 @@ def _cpu() -> str:
 
 
 def _onnxruntime() -> str:
-    import onnxruntime
+    from spec_runtime.backends.session import ort
 
-    return f"{onnxruntime.__version__}: {', '.join(onnxruntime.get_available_providers())}"
+    return f"{ort.__version__}: {', '.join(ort.get_available_providers())}"
 
 
 def _torch() -> str:

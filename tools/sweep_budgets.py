@@ -29,7 +29,7 @@ from spec_runtime.cli.options import write_figures
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import Stats
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown
 
 NODES = (2, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.03, 0.1, 0.2, 0.3)
@@ -96,7 +96,7 @@ def contenders(
         TUNED: spec_runtime.load(folder, threads=threads, verify=False),
     }
     budgets = {f"{n} nodes": Budget(n) for n in nodes}
-    budgets |= {f"p >= {p:g}": Budget(max(nodes, default=16), p) for p in thresholds}
+    budgets |= {f"p >= {p:g}": Budget(max(nodes, default=16), growth=Grown(p)) for p in thresholds}
     for name, budget in budgets.items():
         engines[name] = own.observed(lambda proposer: proposer, budget)
     return engines

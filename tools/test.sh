@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Lint, type-check and test, from a bare clone with nothing but Python and pip.
+# Lint, type-check, build the documentation and test, from a bare clone with nothing but Python and pip.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/venv.sh
-extras=cpu,export,dev
+extras=cpu,export,dev,docs
 # builds TensorRT plans without a GPU; 105 MB, and there are wheels for this platform alone
 if [ "$(uname -sm)" = "Linux x86_64" ]; then extras+=,tensorrt-rtx; fi
 make_venv "$extras"
@@ -11,6 +11,7 @@ make_venv "$extras"
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy
+NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 # a process a core, each with one thread; a file's tests stay together, for the bundles they share
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu" -rs -n auto --maxprocesses 4 \
   --dist loadfile "$@" < /dev/null

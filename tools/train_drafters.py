@@ -1,11 +1,12 @@
-"""Train several drafters on one feature cache, one after the other; the same on a CPU or a GPU.
+"""Trains several drafters on one feature cache, one after the other, on a CPU or a GPU.
 
     python tools/train_drafters.py --data answers.jsonl --out runs/all recipes/smollm2-135m/*.toml
 
-Each recipe's data is replaced by --data; what is left of --minutes once the features are there is
-shared equally. A drafter that fails is reported and skipped. Under --out every
-recipe leaves its run, and `results.json` says what came of each. --shards DIR copies the finished
-drafters there in files of at most 15 MiB (join with cat), for machines that return files only so.
+--data replaces each recipe's data. The minutes of --minutes that are left when the features are
+there are shared equally. A drafter that fails is reported and skipped. Every recipe's run is under
+--out, and `results.json` there has each one's validation or error. --shards DIR copies the finished
+drafters to DIR in files of at most 15 MiB (join them with cat), for machines that return no larger
+files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from spec_export.training import recipe
 from spec_export.training import run as train
+from spec_runtime.files import write_atomically
 from spec_runtime.measure import provenance
 
 SHARD_BYTES = 15 << 20
@@ -35,12 +37,12 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="overrides")
     parser.add_argument("--shards", type=Path)
     arguments = parser.parse_args()
-    # most taps first: its feature cache serves the others
+    # the recipe with the most taps comes first: its feature cache serves the others
     recipes = sorted(arguments.recipes, key=num_taps, reverse=True)
     overrides = [f"data.path={json.dumps(str(arguments.data.resolve()))}", *arguments.overrides]
     deadline = time.monotonic() + 60 * arguments.minutes
     cache = arguments.out / "features"
-    # two steps of the first: they build the cache, which then costs no drafter its time
+    # two steps of the first recipe build the cache, so that it takes no drafter's time
     train.run(
         recipes[0], [*overrides, "train.max_steps=2"], arguments.out / "first-steps", cache=cache
     )
@@ -60,15 +62,17 @@ def main() -> None:
             traceback.print_exc()
             results[path.stem] = traceback.format_exc(limit=0).splitlines()[-1]
         print(f"{path.stem}: {(time.monotonic() - begin) / 60:.1f} minutes", flush=True)
-        (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
+        write_atomically(arguments.out / "results.json", json.dumps(results, indent=1))
     print(json.dumps(results, indent=1))
 
 
 def num_taps(path: Path) -> int:
+    """Returns how many target layers the recipe's drafter reads beside the final feature."""
     return len(recipe.load(path).drafter_fields.get("taps", ()))
 
 
 def shard(drafter: Path, folder: Path, name: str) -> None:
+    """Copies a drafter's files to `folder` in parts of at most `SHARD_BYTES`."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(drafter.iterdir()):
         content = file.read_bytes()

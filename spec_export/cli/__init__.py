@@ -1,4 +1,4 @@
-"""The spec-export command: its verbs are the files beside this one."""
+"""Defines the spec-export command; each verb is a file beside this one."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""spec-export build: from a target and a drafter's checkpoint to a bundle."""
+"""Defines `spec-export build`, which makes a bundle of a target and its drafters."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,88 +7,156 @@ import typer
 
 from spec_export.cli.options import Attention, Backend, Device, Form, Model, Precision
 
+DRAFTERS, MACHINE, GRAPHS = "Drafters", "Where the bundle will run", "How graphs are made"
+
+Drafters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        help="Name of a drafter to include; repeatable",
+        show_default="the demo's best; for other targets prompt_lookup alone",
+        rich_help_panel=DRAFTERS,
+    ),
+]
+DrafterCheckpoints = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--drafter-checkpoint",
+        help="Folder that spec-export train wrote; repeatable",
+        rich_help_panel=DRAFTERS,
+    ),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        help="Small causal LM with the target's vocabulary, given as --model is",
+        rich_help_panel=DRAFTERS,
+    ),
+]
+TargetPrecision = Annotated[
+    Precision | None,
+    typer.Option(
+        "--precision",
+        help="Precision of the weights: int8 and int4 run on CPUs only, fp16 and bf16 are for GPUs",
+        show_default="fp32, with --device cuda fp16",
+    ),
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        "--max-length",
+        min=16,
+        help="Longest context in tokens, prompt and answer together",
+        show_default="2048, or the target's own if less",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        help="Folder of the bundle; a bundle there is replaced",
+        show_default="bundles/ and the target's name",
+    ),
+]
+TargetDevice = Annotated[
+    Device,
+    typer.Option(
+        "--device",
+        help="What ONNX Runtime will run on; cuda takes fp16, bf16 and fp32",
+        rich_help_panel=MACHINE,
+    ),
+]
+BuildBackend = Annotated[
+    Backend,
+    typer.Option(
+        "--backend",
+        help="tensorrt adds TensorRT plans, in fp16, bf16 or fp32",
+        rich_help_panel=MACHINE,
+    ),
+]
+ComputeCapabilities = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--compute-capability",
+        metavar="X.Y",
+        help="Compute capability of a GPU to build TensorRT plans for, such as 8.9; repeatable",
+        show_default="that of the GPU here",
+        rich_help_panel=MACHINE,
+    ),
+]
+ReduceRange = Annotated[
+    bool,
+    typer.Option(
+        "--reduce-range",
+        help="Keep int8 weights within ±63, for CPUs with AVX2 but without VNNI",
+        rich_help_panel=MACHINE,
+    ),
+]
+GraphForm = Annotated[
+    Form,
+    typer.Option(
+        "--form",
+        help="Form of the KV cache: slots for ONNX Runtime, contiguous for TensorRT",
+        rich_help_panel=GRAPHS,
+    ),
+]
+Fuse = Annotated[
+    bool,
+    typer.Option(
+        "--fuse",
+        help="Add one graph that drafts, verifies and accepts, for CUDA and one-pass drafters",
+        rich_help_panel=GRAPHS,
+    ),
+]
+TargetAttention = Annotated[
+    Attention,
+    typer.Option(
+        "--attention",
+        help="How attention reads the cache, to compare kernels on CUDA; chain verifies no trees",
+        rich_help_panel=GRAPHS,
+    ),
+]
+
 
 def command(
     model: Model = None,
-    drafter: Annotated[
-        list[str] | None, typer.Option("--drafter", help="Drafter to put in; may be repeated")
-    ] = None,
-    drafter_checkpoint: Annotated[
-        list[Path] | None,
-        typer.Option("--drafter-checkpoint", help="What spec-export train wrote; may be repeated"),
-    ] = None,
-    draft_model: Annotated[
-        str | None,
-        typer.Option("--draft-model", help="A small causal LM with the target's vocabulary"),
-    ] = None,
-    precision: Annotated[
-        Precision | None,
-        typer.Option(
-            "--precision",
-            help="int8 and int4 are for CPU, fp16 for CUDA",
-            show_default="fp32, on CUDA fp16",
-        ),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option("--max-length", min=16, help="Context in tokens", show_default="the target's"),
-    ] = None,
-    form: Annotated[
-        Form, typer.Option("--form", help="slots for ONNX Runtime, contiguous for TensorRT")
-    ] = Form.slots,
-    reduce_range: Annotated[
-        bool, typer.Option("--reduce-range", help="int8 for CPUs with AVX2 but no VNNI")
-    ] = False,
-    device: Annotated[
-        Device,
-        typer.Option("--device", help="What ONNX Runtime will run it on: cuda takes no int8, int4"),
-    ] = Device.cpu,
-    backend: Annotated[
-        Backend,
-        typer.Option("--backend", help="tensorrt adds plans (fp16, bf16 or fp32, contiguous form)"),
-    ] = Backend.onnxruntime,
-    compute_capability: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--compute-capability",
-            metavar="X.Y",
-            help="Of the GPUs to build plans for, as 8.9; may be repeated",
-            show_default="the GPU's here",
-        ),
-    ] = None,
-    fuse: Annotated[
-        bool,
-        typer.Option("--fuse", help="Add draft, verify and accept as one graph, for CUDA"),
-    ] = False,
-    attention: Annotated[
-        Attention,
-        typer.Option(
-            "--attention",
-            help="How the target reads its cache, to compare on CUDA; chain takes no trees",
-        ),
-    ] = Attention.bias,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder", show_default="bundles/ and the target's name"),
-    ] = None,
+    precision: TargetPrecision = None,
+    max_length: MaxLength = None,
+    out: Out = None,
+    drafter: Drafters = None,
+    drafter_checkpoint: DrafterCheckpoints = None,
+    draft_model: DraftModel = None,
+    device: TargetDevice = Device.cpu,
+    backend: BuildBackend = Backend.onnxruntime,
+    compute_capability: ComputeCapabilities = None,
+    reduce_range: ReduceRange = False,
+    form: GraphForm = Form.slots,
+    fuse: Fuse = False,
+    attention: TargetAttention = Attention.bias,
 ) -> None:
-    """Build a bundle: graphs, tokenizer and manifest. Without arguments: the demo's."""
-    from spec_export import make_bundle
+    """Build a bundle: the target's and its drafters' graphs, the tokenizer and a manifest.
 
-    path = make_bundle.build(
-        model=model,
-        drafters=drafter or [],
-        drafter_checkpoints=drafter_checkpoint or [],
-        precision=None if precision is None else precision.value,
-        max_length=max_length,
-        out=out,
-        form=form.value,
-        reduce_range=reduce_range,
-        draft_model=draft_model,
-        backend=backend.value,
-        device=device.value,
-        compute_capabilities=compute_capability or [],
-        fuse=fuse,
-        attention=attention.value,
+    Without options it builds the demo's bundle with its best drafter.
+    """
+    from spec_export.make_bundle import BuildOptions, build
+
+    path = build(
+        BuildOptions(
+            model=model,
+            drafters=drafter or (),
+            drafter_checkpoints=drafter_checkpoint or (),
+            precision=None if precision is None else precision.value,
+            max_length=max_length,
+            out=out,
+            form=form.value,
+            reduce_range=reduce_range,
+            draft_model=draft_model,
+            backend=backend.value,
+            compute_capabilities=compute_capability or (),
+            device=device.value,
+            fuse=fuse,
+            attention=attention.value,
+        )
     )
     print(path)

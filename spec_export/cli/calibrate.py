@@ -1,4 +1,4 @@
-"""spec-export calibrate: how a bundle's drafters guess, measured and stored in its manifest."""
+"""Defines `spec-export calibrate`, which measures how well a bundle's drafters guess."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,18 +17,23 @@ def command(
         Path | None,
         typer.Option(
             "--prompts",
-            help="JSON Lines, as for spec-runtime bench",
+            help="JSON Lines of prompts, as spec-runtime bench reads them",
             show_default="the sixteen shipped ones",
         ),
     ] = None,
     drafter: Annotated[
         str | None,
-        typer.Option("--drafter", help="A drafter of the bundle", show_default="all of them"),
+        typer.Option(
+            "--drafter", help="Name of the bundle's drafter to measure", show_default="all of them"
+        ),
     ] = None,
     max_new_tokens: options.MaxNewTokens = 128,
     threads: options.Threads = None,
 ) -> None:
-    """Measure how often a drafter's guesses are right, by depth and rank, for trees and tune."""
+    """Measure how often a drafter's guesses are right, and store it in the bundle's manifest.
+
+    The accuracies by depth and rank shape the trees that the runtime grows and tunes.
+    """
     from spec_export import calibrate
     from spec_runtime.bundle import find
 
@@ -52,7 +57,7 @@ def command(
             on_skip=progress.console.print,
         )
     finally:
-        if tasks:  # else an empty line would come before the error's
+        if tasks:  # otherwise an empty line would be printed before the error
             progress.stop()
     console = Console(highlight=False)
     for name, calibration in found.items():
@@ -60,6 +65,7 @@ def command(
 
 
 def _accuracy_table(name: str, calibration: dict[str, Any]) -> Table:
+    """Returns a table of how often the target's token is among the best guesses, by depth."""
     table = Table(
         title=f"{name}: target's token among the guesses, {calibration['positions']} positions of "
         f"{calibration['prompts']} answers"
@@ -74,6 +80,7 @@ def _accuracy_table(name: str, calibration: dict[str, Any]) -> Table:
 
 
 def _length_table(calibration: dict[str, Any]) -> Table:
+    """Returns a table of the accepted length by the number of a tree's nodes."""
     from spec_runtime.trees.templates import expected_accepted_length, searched
 
     accuracy = calibration["accuracy"]

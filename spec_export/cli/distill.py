@@ -1,4 +1,4 @@
-"""spec-export distill: answers by the target itself, to train drafters on."""
+"""Defines `spec-export distill`, which lets the target write the answers drafters train on."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,9 @@ def command(
     ] = None,
     num_prompts: Annotated[
         int | None,
-        typer.Option("--num-prompts", help="Answers to write", show_default="the file's, or 1000"),
+        typer.Option(
+            "--num-prompts", help="Number of answers to write", show_default="the file's, or 1000"
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", help="Longest answer, in tokens")
@@ -28,20 +30,28 @@ def command(
         int, typer.Option("--max-prompt-tokens", help="Longest sampled prompt, in tokens")
     ] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="Of the answers; 0 is greedy")
+        float,
+        typer.Option("--temperature", help="Temperature the answers are sampled at; 0 is greedy"),
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same prompts")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed of the sampled prompts and answers")
+    ] = 0,
     batch_size: Annotated[
-        int, typer.Option("--batch-size", help="Prompts at once; also what an interruption loses")
+        int,
+        typer.Option(
+            "--batch-size", help="Prompts answered at once; an interruption loses one batch"
+        ),
     ] = 64,
     engine: Annotated[
-        str, typer.Option("--engine", help="auto, transformers, openvino or vllm")
+        str,
+        typer.Option("--engine", help="What runs the target: auto, transformers, openvino or vllm"),
     ] = "auto",
     precision: Annotated[
-        str, typer.Option("--precision", help="fp32, bf16 or fp16: of the engine's weights")
+        str,
+        typer.Option("--precision", help="Precision of the engine's weights: fp32, bf16 or fp16"),
     ] = "fp32",
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on with a file that is there")
+        bool, typer.Option("--resume/--no-resume", help="Continue a file that is there")
     ] = True,
 ) -> None:
     """Let the target answer prompts and keep the answers as training data."""

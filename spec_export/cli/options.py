@@ -1,4 +1,4 @@
-"""Options that several verbs take."""
+"""Defines the options that several verbs take."""
 
 from enum import StrEnum
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""spec-export train: trains the drafter a recipe describes."""
+"""Defines `spec-export train`, which trains the drafter that a recipe describes."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +11,9 @@ def command(
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Override, as in train.lr=3e-4; repeatable"
+            "--set",
+            metavar="KEY=VALUE",
+            help="Override one value of the recipe, such as train.lr=3e-4; repeatable",
         ),
     ] = None,
     out: Annotated[
@@ -19,19 +21,21 @@ def command(
         typer.Option("--out", help="Checkpoint folder", show_default="runs/ and the recipe"),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder")
+        bool, typer.Option("--resume", help="Continue from the last checkpoint in the folder")
     ] = False,
     cache: Annotated[
         Path | None,
         typer.Option(
-            "--cache", help="Feature cache, to share among recipes", show_default="in --out"
+            "--cache",
+            help="Folder of cached features, which recipes may share",
+            show_default="in --out",
         ),
     ] = None,
     init: Annotated[
         Path | None, typer.Option("--init", help="Start from this drafter's weights")
     ] = None,
 ) -> None:
-    """Train a drafter: checkpoints, curves and accuracy per position."""
+    """Train a drafter and write its checkpoints, its curves and its accuracy per position."""
     from spec_export.training import run as train
 
     train.run(recipe, set_ or [], out, resume, cache, init)

@@ -1,1 +1,1 @@
-"""Generates training data: prompts answered by the target itself."""
+"""Makes training data by letting the target itself answer prompts (self-distillation)."""

@@ -1,9 +1,9 @@
-"""Self-distillation: let the target answer prompts, and keep the answers to train drafters on.
+"""Lets the target answer prompts and writes the answers down, to train drafters on them.
 
-Prompts come from a file or from the target itself, sampled behind the chat template's user prefix.
-Rows `{"prompt": ids, "response": ids}` (as `data.read` takes them) are appended batch by batch; a
-sidecar remembers the last whole batch, so that an interrupted run goes on where it was and ends
-with the same file. This file does not know how tokens are made: see distill_engines.
+Prompts come from a file, or from the target itself, which samples them behind the chat template's
+user prefix. Rows {"prompt": ids, "response": ids}, as `data.read` takes them, are appended batch by
+batch. A second file beside them, the sidecar, records the last whole batch, so that an interrupted
+run goes on where it was and ends with the same file. The engines in engines.py generate the tokens.
 """
 
 import hashlib
@@ -23,18 +23,19 @@ from spec_export import target
 from spec_export.distill.engines import (
     ENGINES,
     PRECISIONS,
-    Engine,
+    AnswerEngine,
     GenerationParams,
     choose,
     open_engine,
 )
 from spec_export.training import data
 from spec_export.training.checkpoint import collect_provenance
+from spec_runtime.files import sha256, write_atomically
 
-# How prompts are sampled: the target's own distribution, without its improbable tail.
+# Prompts are sampled from the target's own distribution, without its improbable tail.
 PROMPT_TEMPERATURE = 1.0
 PROMPT_TOP_K = 100
-# A target that ends no prompt in so many batches in a row will not begin to.
+# A target that has ended no prompt in so many batches in a row is given up.
 MAX_EMPTY_BATCHES = 20
 
 
@@ -44,19 +45,19 @@ class DistillError(ValueError):
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """One distillation run.
+    """The settings of one distillation run.
 
     Attributes:
-        model: as `target.resolve` takes it; None = the demo.
+        model: the target as `target.resolve` takes it; None means the demo.
         out: the JSON Lines file to write; its sidecar is `<out>.state.json`.
-        prompts: JSON Lines of {"prompt": text or ids} with an optional "source"; None = the target
-            samples its own.
-        num_prompts: rows to write; None = the whole file, or 1000 sampled ones.
-        max_new_tokens: longest answer, end token included.
-        max_prompt_tokens: longest sampled prompt; those not ended by then are left out.
-        temperature: of the answers; 0 = greedy.
-        batch_size: prompts handed to the engine at once; it sets how much an interruption loses.
-        resume: go on with `out` where it exists; otherwise that is an error.
+        prompts: JSON Lines of {"prompt": text or ids} with an optional "source"; None lets the
+            target sample its own.
+        num_prompts: rows to write; None means the whole prompts file, or 1000 sampled ones.
+        max_new_tokens: tokens of the longest answer, end token included.
+        max_prompt_tokens: tokens of the longest sampled prompt; longer ones are left out.
+        temperature: the answers' sampling temperature; 0 is greedy.
+        batch_size: prompts that the engine gets at once; an interruption loses at most these.
+        resume: go on with `out` if it exists already; without it that is an error.
     """
 
     model: str | None
@@ -88,7 +89,7 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class DistillResult:
-    """Rows and answer tokens in the file; tokens and seconds of this run alone."""
+    """Rows and answer tokens in the whole file; new tokens and seconds of this run alone."""
 
     out: Path
     engine: str
@@ -99,16 +100,19 @@ class DistillResult:
 
 
 @dataclass(frozen=True)
-class _Prompt:
+class _PromptIds:
+    """A prompt's token ids, without the chat template's, and the source that its row named."""
+
     ids: list[int]
     source: str | None = None
 
 
 @dataclass(frozen=True)
-class _State:
-    """The sidecar: what `out` holds after its last whole batch, and after the last row.
+class _Sidecar:
+    """The contents of `out` after its last whole batch, and (`finished`) after its last row.
 
-    A batch of which only some rows were wanted is not whole: asking for more rows redoes it.
+    A batch of which only some rows were wanted is not whole: if more rows are asked for later, the
+    batch is made again.
     """
 
     settings: dict[str, Any]
@@ -121,7 +125,10 @@ class _State:
 
 
 def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
-    """Write `config.out`; see the module docstring. ValueError where anything given is unusable."""
+    """Writes `config.out`, or the rest of it; see the module docstring.
+
+    Raises ValueError if the target, the prompts, the settings or the files cannot be used.
+    """
     console = console or Console(stderr=True)
     source = target.resolve(config.model)
     tokenizer = load_tokenizer(source)
@@ -130,7 +137,7 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
     if given is not None and goal > len(given):
         raise DistillError(f"num_prompts is {goal}, {config.prompts} holds {len(given)}")
     engine_name = choose(config.engine, source)
-    state = _open_state(config, _settings(config, source, engine_name))
+    state = _open_sidecar(config, _settings(config, source, engine_name))
 
     if state.finished is not None and state.finished["rows"] == goal:
         done = state.finished
@@ -144,7 +151,7 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
     with console.status(f"loading {source.name} ({engine_name}, {config.precision})"):
         engine = open_engine(engine_name, source, config.precision, config.batch_size)
     distiller = _Distiller(config, engine, tokenizer, source, given)
-    _write_state(config.out, state)  # first, so that there is never a file without it
+    _write_sidecar(config.out, state)  # first, so that no file is ever without a sidecar
     _truncate(config.out, state.size)
     rows, answer_tokens, num_empty = state.rows, state.answer_tokens, 0
     with _progress(console, goal, rows) as advance, open(config.out, "ab") as file:
@@ -172,14 +179,14 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
                 )
             finished = {"rows": rows, "answer_tokens": answer_tokens, "size": file.tell()}
             state = replace(state, finished=finished if rows == goal else None)
-            _write_state(config.out, state)
+            _write_sidecar(config.out, state)
             advance(rows, num_new)
     seconds = time.perf_counter() - start
     return DistillResult(config.out, engine.name, rows, answer_tokens, num_new, seconds)
 
 
 def load_tokenizer(source: target.Source) -> Any:
-    """The target's transformers tokenizer without the model: engines load that themselves."""
+    """Returns the target's transformers tokenizer; the engines load the model themselves."""
     from transformers import AutoTokenizer
 
     extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
@@ -191,15 +198,15 @@ def load_tokenizer(source: target.Source) -> Any:
 
 
 class _Distiller:
-    """Prompts and answers of one batch after another; a batch depends on its number alone."""
+    """Makes the prompts and answers of a batch; a batch depends on its number alone."""
 
     def __init__(
         self,
         config: DistillConfig,
-        engine: Engine,
+        engine: AnswerEngine,
         tokenizer: Any,
         source: target.Source,
-        given: list[_Prompt] | None,
+        given: list[_PromptIds] | None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -213,7 +220,7 @@ class _Distiller:
             )
 
     def batch(self, number: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
-        """The first `limit` rows of batch `number`, and whether that is all of them."""
+        """Returns the first `limit` rows of batch `number`, and whether these are all its rows."""
         if self.given is None:
             prompts = self._sampled(number)
         else:
@@ -251,8 +258,11 @@ class _Distiller:
         ]
         return rows, whole
 
-    def _sampled(self, number: int) -> list[_Prompt]:
-        """User messages the target makes up: those it ends, without special tokens inside."""
+    def _sampled(self, number: int) -> list[_PromptIds]:
+        """Returns user messages that the target makes up.
+
+        Messages that it does not end, or that have special tokens inside, are left out.
+        """
         params = GenerationParams(
             max_new_tokens=self.config.max_prompt_tokens,
             temperature=PROMPT_TEMPERATURE,
@@ -262,13 +272,14 @@ class _Distiller:
         )
         drawn = self.engine.generate([self.prefix] * self.config.batch_size, params)
         return [
-            _Prompt(ids[:-1])
+            _PromptIds(ids[:-1])
             for ids in drawn
             if len(ids) > 1 and ids[-1] in self.end_ids and not self.special_ids & set(ids[:-1])
         ]
 
 
-def _read_prompts(path: Path, tokenizer: Any) -> list[_Prompt]:
+def _read_prompts(path: Path, tokenizer: Any) -> list[_PromptIds]:
+    """Returns a file's prompts, text tokenised; raises DistillError on a row without one."""
     prompts = []
     for where, row in data.read_rows(path):
         prompt = row.get("prompt")
@@ -279,14 +290,14 @@ def _read_prompts(path: Path, tokenizer: Any) -> list[_Prompt]:
         )
         if not prompt or not valid:
             raise DistillError(f'{where}: expected "prompt": a text or token ids, not empty')
-        prompts.append(_Prompt(prompt, row.get("source")))
+        prompts.append(_PromptIds(prompt, row.get("source")))
     if not prompts:
         raise DistillError(f"{path} holds no prompts")
     return prompts
 
 
 def _end_ids(source: target.Source, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end an answer: the tokenizer's, then those of the checkpoint's generation config."""
+    """Returns the ids that end an answer: the tokenizer's, then the generation config's."""
     from transformers import GenerationConfig
 
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -302,7 +313,7 @@ def _end_ids(source: target.Source, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _seed(seed: int, batch: int, purpose: str) -> int:
-    """A seed for one batch, 31 bits: nothing carries over from the batch before."""
+    """Returns a seed of 31 bits for one batch; nothing carries over from the batch before."""
     digest = hashlib.blake2b(f"{seed} {batch} {purpose}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -311,28 +322,32 @@ def _seed(seed: int, batch: int, purpose: str) -> int:
 
 
 def _settings(config: DistillConfig, source: target.Source, engine: str) -> dict[str, Any]:
-    """What must not change between the parts of one file."""
+    """Returns the settings that must not change between the parts of one file."""
     settings = asdict(config)
     for name in ("out", "num_prompts", "resume", "model"):
         del settings[name]
     settings |= {"target": source.name, "engine": engine, "prompts": None}
     if config.prompts is not None:
-        settings["prompts"] = hashlib.sha256(config.prompts.read_bytes()).hexdigest()
+        settings["prompts"] = sha256(config.prompts)
     return settings
 
 
-def _state_path(out: Path) -> Path:
+def _sidecar_path(out: Path) -> Path:
     return out.with_name(out.name + ".state.json")
 
 
-def _open_state(config: DistillConfig, settings: dict[str, Any]) -> _State:
-    path = _state_path(config.out)
+def _open_sidecar(config: DistillConfig, settings: dict[str, Any]) -> _Sidecar:
+    """Returns the sidecar to go on from, a new one if there is no file yet.
+
+    Raises DistillError if the file may not be resumed, was changed, or has other settings.
+    """
+    path = _sidecar_path(config.out)
     if not config.out.exists():
-        return _State(settings, collect_provenance())
+        return _Sidecar(settings, collect_provenance())
     if not config.resume:
         raise DistillError(f"{config.out} exists: resume it, remove it or choose another file")
     try:
-        state = _State(**json.loads(path.read_text(encoding="utf-8")))
+        state = _Sidecar(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise DistillError(
             f"cannot go on with {config.out}: no usable {path.name} ({error}), remove both"
@@ -353,23 +368,21 @@ def _open_state(config: DistillConfig, settings: dict[str, Any]) -> _State:
     return state
 
 
-def _write_state(out: Path, state: _State) -> None:
-    path = _state_path(out)
+def _write_sidecar(out: Path, state: _Sidecar) -> None:
+    path = _sidecar_path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, json.dumps(asdict(state), indent=1) + "\n")
 
 
 def _truncate(path: Path, size: int) -> None:
-    """Drop what lies behind the last whole batch: rows of an interrupted one, half a line."""
+    """Cuts the file behind its last whole batch: removes rows of an interrupted batch."""
     with open(path, "ab") as file:
         file.truncate(size)
 
 
 @contextmanager
 def _progress(console: Console, goal: int, rows: int) -> Iterator[Any]:
-    """A bar over rows with answer tokens a second; yields `advance(rows, new_tokens)`."""
+    """Shows a bar over rows with answer tokens a second; yields `advance(rows, new_tokens)`."""
     columns = (
         TextColumn("distilling"),
         BarColumn(),

@@ -1,7 +1,6 @@
-"""Engines that write the target's answers: transformers, OpenVINO GenAI, vLLM, behind one method.
+"""Generates the target's answers with transformers, OpenVINO GenAI or vLLM, behind one method.
 
-Each is a thin adapter over a library's own batching. This file knows token ids and sampling
-parameters; it knows nothing of prompts' text, chat templates or files of answers.
+Each engine is a thin adapter over a library's own batching, from token ids to token ids.
 """
 
 import importlib.util
@@ -20,12 +19,15 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 class EngineError(ValueError):
-    """An engine that is not installed, or cannot run this target."""
+    """An engine is not installed, or cannot run this target."""
 
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """How to continue a batch. `top_k` 0 = no cut; `seed` counts only where temperature > 0."""
+    """The way to continue a batch of prompts.
+
+    `top_k` 0 means all tokens; `seed` matters only if temperature > 0.
+    """
 
     max_new_tokens: int
     temperature: float
@@ -34,8 +36,11 @@ class GenerationParams:
     end_ids: tuple[int, ...]
 
 
-class Engine(Protocol):
-    """A loaded target. `max_length`: its context in tokens, None where the library checks."""
+class AnswerEngine(Protocol):
+    """A loaded target that answers prompts.
+
+    `max_length` is its context in tokens, or None if the library checks the length itself.
+    """
 
     name: str
     max_length: int | None
@@ -43,7 +48,7 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: GenerationParams
     ) -> list[list[int]]:
-        """New tokens for each prompt, up to and with the first end id.
+        """Returns the new tokens of each prompt, up to and with the first end id.
 
         The same batch and seed give the same tokens.
         """
@@ -51,7 +56,10 @@ class Engine(Protocol):
 
 
 def choose(name: str, source: Source) -> str:
-    """The engine that "auto" means here: vLLM on a GPU, OpenVINO on a CPU, else transformers."""
+    """Returns `name`, or the engine that "auto" means on this machine.
+
+    That is vLLM on a GPU and OpenVINO on a CPU, as far as they are installed, else transformers.
+    """
     if name != "auto":
         return name
     import torch
@@ -62,8 +70,11 @@ def choose(name: str, source: Source) -> str:
     return "openvino" if usable else "transformers"
 
 
-def open_engine(name: str, source: Source, precision: str, batch_size: int) -> Engine:
-    """Load the target in the engine called `name`; EngineError where that cannot be."""
+def open_engine(name: str, source: Source, precision: str, batch_size: int) -> AnswerEngine:
+    """Loads the target in the engine called `name`.
+
+    Raises EngineError if the engine is not installed, or cannot run the target.
+    """
     packages = {"openvino": "openvino_genai", "vllm": "vllm"}
     if name in packages and not _installed(packages[name]):
         hint = "pip install 'specsplit[distill]'" if name == "openvino" else "pip install vllm"
@@ -90,7 +101,7 @@ class TransformersEngine:
         self.model, self.tokenizer = target.load(source, dtype)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self.device)
-        # What a checkpoint recommends (top-p, penalties) must not bend the target's distribution.
+        # The checkpoint's own top-p or penalties must not change the target's distribution.
         self.model.generation_config = transformers.GenerationConfig()
         self.max_length: int | None = self.model.config.max_position_embeddings
 
@@ -134,7 +145,7 @@ class TransformersEngine:
 class OpenVINOEngine:
     """OpenVINO GenAI's continuous batching, on the CPU.
 
-    Reads a GGUF file, or a folder exported by optimum-intel (`openvino_model.xml`).
+    It reads a GGUF file, or a folder exported by optimum-intel (`openvino_model.xml`).
     """
 
     name = "openvino"
@@ -148,7 +159,8 @@ class OpenVINOEngine:
         kind = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}[precision]
         properties = {
             "INFERENCE_PRECISION_HINT": kind,
-            # The defaults quantise the cache and the activations to 8 bits: another distribution.
+            # The defaults quantise the cache and the activations to 8 bits, which changes the
+            # distribution.
             "KV_CACHE_PRECISION": kind,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
             "INFERENCE_NUM_THREADS": default_threads(),
@@ -242,14 +254,14 @@ class VLLMEngine:
 
 
 def save_dequantized(source: Source, folder: Path) -> None:
-    """A GGUF target as a Hugging Face folder with float32 weights.
+    """Writes a GGUF target as a Hugging Face folder with float32 weights.
 
-    The dequantised weights are the target; an engine's own 4-bit kernels would round anew.
+    The dequantised weights are the target; an engine's own 4-bit kernels would round them again.
     """
     from spec_export import target
 
     model, tokenizer = target.load(source)
-    # The weights no longer are quantised, but the model still says so, and refuses to be saved.
+    # The weights are no longer quantised, but transformers thinks so and would refuse to save.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -258,10 +270,11 @@ def save_dequantized(source: Source, folder: Path) -> None:
 
 
 def write_f16_gguf(source: Path, destination: Path) -> None:
-    """Copy a GGUF file with its matrices as float16, its vectors as they are.
+    """Copies a GGUF file with its matrices as float16 and its vectors unchanged.
 
-    OpenVINO's reader rounds the offsets of 4-bit blocks to integers, which makes another model of
-    it (every greedy answer of the demo changes); float16 keeps the dequantised weights to 11 bits.
+    OpenVINO's reader rounds the offsets of 4-bit blocks to integers, which makes another model
+    (every greedy answer of the demo changes). float16 keeps the dequantised weights to 11 bits.
+    Raises EngineError if the file cannot be read or a weight exceeds float16.
     """
     import gguf
 
@@ -300,6 +313,7 @@ def _openvino_folder(source: Source) -> bool:
 
 
 def _until_end(ids: list[int], end_ids: Sequence[int]) -> list[int]:
+    """Returns the ids up to and with the first end id."""
     for position, token in enumerate(ids):
         if token in end_ids:
             return ids[: position + 1]

@@ -1,5 +1,4 @@
-"""Drafters: one file each, holding Config, module, loss and export signature. See README.md on
-adding one."""
+"""Holds the drafters, one file each, with Config, module, loss and export; see README.md."""
 
 from __future__ import annotations
 
@@ -10,12 +9,15 @@ from spec_runtime.proposers import BUILT_IN, PROPOSERS
 
 
 def trainable() -> list[str]:
-    """Names of the drafters that can be trained, in the registration table's order."""
+    """Returns the names of the drafters that can be trained, in the registration table's order."""
     return [name for name in PROPOSERS if name not in BUILT_IN]
 
 
 def load(name: str) -> ModuleType:
-    """The module of one drafter: `Config`, `Drafter`. ValueError if the name is unknown."""
+    """Returns a drafter's module, which has `Config` and `Drafter`.
+
+    Raises ValueError if the name is unknown.
+    """
     if name not in trainable():
         raise ValueError(f"got drafter {name!r}, expected one of {', '.join(trainable())}")
     return importlib.import_module(f"spec_export.drafters.{name}")

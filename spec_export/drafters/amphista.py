@@ -1,15 +1,18 @@
-"""Amphista: staged adaptation layers that know the sampled token, and heads that see each other.
+"""Defines Amphista: staged adaptation layers that read the sampled token, and heads that see each
+other.
 
     h1_t = SAL1(fc1([h_t; e(x_{t+1})])),  h2_t = SAL2(fc2([h1_t; e(x_{t+1})]))
 
-are causal decoder layers with a cache each. MLP_k of h1 (heads 1 … ⌊K/2⌋) or of h2 (the rest), K
-rows in all, plus a position table, go through the auto-embedding block: bidirectional
-self-attention over the K rows; row k's output head guesses token t + k + 1 (guess k − 1 elsewhere
-in this code). L = Σ_k mean[λ_soft · CE(q_k, target's distribution) + λ_hard · CE(q_k, token)].
+The staged adaptation layers SAL1 and SAL2 are causal decoder layers with a cache each. Heads 1 …
+⌊K/2⌋ read MLP_k(h1), the others MLP_k(h2). These K rows, plus a position table, go through the
+auto-embedding block, bidirectional self-attention over the K rows. Row k's output head guesses
+token t + k + 1; elsewhere in this code that is guess k − 1.
 
-Where the paper is silent: fc norms each of its inputs, whose scales differ a hundredfold; a SAL's
-output passes through the target's final norm (which learns) on its way to the heads, so that they
-read what the target's head is used to. Knows nothing of files, optimisers or engines.
+    L = Σ_k mean[λ_soft · CE(q_k, p) + λ_hard · CE(q_k, token)],  p the target's distribution
+
+Where the paper is silent: fc norms each of its inputs, because their scales differ a hundredfold. A
+SAL's output passes through a norm that learns and starts with the final features' scale, so that
+the heads read rows like those that the target's head reads.
 """
 
 from __future__ import annotations
@@ -39,10 +42,13 @@ STAGES = {"none": 0, "one": 1, "two": 2}
 
 @dataclass(frozen=True)
 class Config:
-    """The paper's ablations are `auto_embedding` false (which has no position table either),
-    `position_table` false, `staged` "one" (one SAL for all heads) or "none" (heads read h_t: no
-    sampled token either, no taps), and `sampled_token` false. Two `attention_layers` make its
-    variant alpha; `taps` are target layers that fc1 reads beside h_t."""
+    """The settings of Amphista.
+
+    The paper's ablations are `auto_embedding` false (without a position table too),
+    `position_table` false, `staged` "one" (one SAL for all heads) or "none" (the heads read h_t,
+    without sampled token and taps), and `sampled_token` false. Two `attention_layers` make the
+    paper's variant alpha. `taps` are target layers that fc1 reads beside h_t.
+    """
 
     num_heads: int = 4
     staged: str = "two"
@@ -80,7 +86,7 @@ class Config:
 
 
 class Mixer(nn.Module):
-    """fc over the concatenation of `num_inputs` vectors, each normed first."""
+    """Norms each of `num_inputs` vectors and multiplies their concatenation by fc."""
 
     def __init__(self, num_inputs: int, dims: LayerDims) -> None:
         super().__init__()
@@ -96,11 +102,12 @@ class Mixer(nn.Module):
 
 
 class MutualAttention(nn.Module):
-    """Self-attention over the K rows of a group [..., K, D], each seeing all; no rotary embedding.
+    """Self-attention over the K rows of a group [..., K, D]: every row sees all, without rotary
+    embedding.
 
-    Pre-norm and residual; its output, and that of the feed-forward part if there is one, is zero at
-    first. Products and softmax stand in the open: an Attention operator would be taken for one that
-    has a cache.
+    It is pre-norm and residual. Its output product, and that of the feed-forward part if there is
+    one, start at 0. The attention is written as products and a softmax, because the graph's
+    rewriter would take an Attention operator for one with a cache.
     """
 
     def __init__(self, dims: LayerDims, feed_forward: bool) -> None:
@@ -132,8 +139,7 @@ class MutualAttention(nn.Module):
 
 
 class Drafter(HeadsDrafter):
-    """The trainable part; the target's embedding, and with shared heads its LM head, are borrowed,
-    frozen and never saved."""
+    """The trained part; see DrafterBase for what it borrows."""
 
     config: Config
     mixers: Any  # nn.ModuleLists and a ParameterList; mypy sees plain Modules in them
@@ -177,13 +183,13 @@ class Drafter(HeadsDrafter):
                 self.position_table = nn.Parameter(torch.zeros(K, ends.dims.hidden_size))
 
     def stage_inputs(self, feature: Tensor, embedding: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What fc1 reads besides a stage's own input: h_t and taps, cut from feature [..., F]; and
-        what every fc reads: the embedding, if the sampled token is read."""
+        """Returns two lists of inputs [..., D]: those of fc1 alone, h_t and taps, cut from feature
+        [..., F]; and those of every fc, the embedding if the sampled token is read."""
         chunks = feature.split(self.dims.hidden_size, -1)[: 1 + len(self.config.taps)]
         return list(chunks), [embedding] if self.config.sampled_token else []
 
     def stages(self, batch: Batch) -> list[Tensor]:
-        """h1 and h2 of every row, [B, T-1, D] each; with "none", h_t itself."""
+        """Returns h1 and h2 of every row, [B, T-1, D] each; h_t itself with staged = "none"."""
         assert batch.feature_BTF is not None, "heads read features"
         embedding = self.embed_VD[batch.token_BT[:, 1:]]
         inputs, token = self.stage_inputs(batch.feature_BTF[:, :-1].float(), embedding)
@@ -197,8 +203,10 @@ class Drafter(HeadsDrafter):
         return self.exchange([rows_BRD[at] for rows_BRD in self.stages(batch)])
 
     def exchange(self, stages: list[Tensor]) -> Tensor:
-        """From N rows of h1 and h2, [..., D] each, to what the output heads read, [N, K, D]. All
-        products of a graph are of rank 3, as the quantised forms want them."""
+        """Returns what the output heads read, [N, K, D], from N rows of h1 and h2, [..., D] each.
+
+        In a graph all its products have rank 3, as the quantised forms want them.
+        """
         size = (self.dims.hidden_size,)
         if self.final_norms:
             pairs = zip(stages, self.final_norms, strict=True)
@@ -217,7 +225,8 @@ class Drafter(HeadsDrafter):
     # ---- export ----------------------------------------------------------------------------------
 
     def runtime_config(self) -> dict[str, Any]:
-        """What the proposer must know: see `spec_runtime/proposers/heads.py`. No mask rows."""
+        """Returns what the proposer reads: see `spec_runtime/proposers/heads.py`; there are no mask
+        rows."""
         return {
             "inputs": "features+tokens",
             "num_masks": 0,
@@ -230,11 +239,12 @@ class Drafter(HeadsDrafter):
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
-        """The drafter's graph "drafter", contiguous form; stateless with staged = "none".
+        """Returns the graph "drafter", in the contiguous form; stateless with staged = "none".
 
-        Inputs input_ids i64[1,N], features f32[1,N,F], position_ids, mask, logit_rows i64[M], the
-        cache inputs; outputs guess_ids i64[K,C], guess_log_probs f32[K,C] of the last logit row.
-        Stateless: features f32[1,D] alone, of the last committed position.
+        Its inputs are input_ids i64[1,N], features f32[1,N,F], position_ids, mask, logit_rows
+        i64[M] and the caches; its outputs guess_ids i64[K,C] and guess_log_probs f32[K,C] of the
+        last logit row, and the caches. The stateless graph reads only features f32[1,D] of the last
+        committed position.
         """
         outputs, width = ["guess_ids", "guess_log_probs"], self.dims.hidden_size
         if self.config.staged == "none":
@@ -246,11 +256,11 @@ class Drafter(HeadsDrafter):
         features_1NF = torch.zeros(1, num_rows, (1 + len(self.config.taps)) * width)
         inputs.insert(1, GraphInput("features", features_1NF, {1: "N"}))
         outputs += [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-        return {"drafter": export(_Graph(self, config), inputs, outputs, "amphista")}
+        return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "amphista")}
 
 
-class _Graph(nn.Module):
-    """The drafter as the runtime runs it: one chain of rows over two caches."""
+class _DrafterGraph(nn.Module):
+    """The graph "drafter": one chain of rows over the stages' caches."""
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__()
@@ -260,7 +270,9 @@ class _Graph(nn.Module):
     def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         drafter = self.drafter
         position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
-        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        step = decoder.SharedInputs(
+            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
+        )
         stage, token = drafter.stage_inputs(features, F.embedding(input_ids, drafter.embed_VD))
         rows: list[Tensor] = []
         caches: list[Tensor] = []
@@ -274,6 +286,8 @@ class _Graph(nn.Module):
 
 
 class _StatelessGraph(nn.Module):
+    """The graph "drafter" without stages: one feature row in, top-k guesses out."""
+
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.drafter = drafter

@@ -1,17 +1,16 @@
-"""A draft model: a small language model of its own, which reads tokens and nothing of the target's.
+"""Defines draft models: small language models of their own, which read tokens and no feature.
 
-Either a Llama-like one trained here, or any causal LM of a supported family with the target's
-vocabulary (`Pretrained`). What is trained here borrows the target's embedding and LM head, frozen,
-behind two projections,
+A draft model is a Llama-like one trained here, or any causal LM of a supported family with the
+target's vocabulary (`Pretrained`). One trained here borrows the target's embedding and LM head,
+frozen, through two projections:
 
-    x_t = e(token t) · P_in,   q(token t+1) = softmax(LM_head(RMSNorm(layers(x)_t) · P_out)),
+    x_t = e(token t) · P_in,   q(token t+1) = softmax(LM_head(RMSNorm(layers(x)_t) · P_out))
 
-because a vocabulary of its own would be most of it: 49 k tokens of width 384 are 19 M parameters,
-twice the rest. The projections are folded into both tables on export.
+A vocabulary of its own would be most of the model: 49 k tokens of width 384 are 19 M parameters,
+twice the rest. On export the projections are folded into both tables.
 
-The model's row t+1 guesses token t+2, which is guess 0 of row t for all drafters. Loss: mean
-cross-entropy of the answers' tokens + prompt_weight · mean of the others. Knows nothing of trees,
-files or optimisers.
+The model's row t+1 guesses token t+2, which is guess 0 of row t for all drafters. The loss is the
+mean cross-entropy of the answers' tokens plus prompt_weight · the mean of the other tokens'.
 """
 
 from __future__ import annotations
@@ -40,9 +39,12 @@ from spec_export.graphs.trace import export, step_inputs
 
 @dataclass(frozen=True)
 class Config:
-    """The model's sizes; its heads are as wide as the target's, whose rotary tables it uses.
-    `num_guesses` levels are drafted, `max_width` nodes expanded in each: 1 drafts a chain.
-    `soft_weight`: part of a label that is the target's distribution."""
+    """The model's sizes and how it drafts.
+
+    Its attention heads are as wide as the target's, because it uses the target's rotary tables.
+    `num_guesses` levels are drafted, and `max_width` nodes expanded in each: 1 drafts a chain.
+    `soft_weight` is the share of the target's distribution in the labels.
+    """
 
     hidden_size: int = 384
     intermediate_size: int = 1024
@@ -75,7 +77,7 @@ class Config:
             )
 
     def runtime_config(self) -> dict[str, Any]:
-        """What the proposer must know: see `spec_runtime/proposers/draft_model.py`."""
+        """Returns what the proposer reads: see `spec_runtime/proposers/draft_model.py`."""
         return {
             "num_guesses": self.num_guesses,
             "max_width": self.max_width,
@@ -85,8 +87,7 @@ class Config:
 
 
 class Drafter(DrafterBase):
-    """The model trained here; the target's embedding and (trimmed) LM head are borrowed, frozen and
-    never saved."""
+    """A model trained here: projections, layers and norm; see DrafterBase for what it borrows."""
 
     config: Config
     layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
@@ -104,7 +105,7 @@ class Drafter(DrafterBase):
             ends.dims.head_dim,
             ends.dims.norm_eps,
         )
-        # so that rows start with a variance of 1, and logits too
+        # rows and logits start with a variance of 1
         embed_std, head_std = ends.embed_VD.float().std(), ends.head_VD.float().std()
         self.project_in = nn.Parameter(torch.randn(D, d) * D**-0.5 / embed_std)
         self.layers = nn.ModuleList(DecoderLayer(self.layer_dims) for _ in range(config.layers))
@@ -112,22 +113,22 @@ class Drafter(DrafterBase):
         self.project_out = nn.Parameter(torch.randn(d, D) * (d * D) ** -0.5 / head_std)
 
     def hidden_rows(self, token_BT: Tensor) -> Tensor:
-        """Last hidden states of the model's own rows, [B, T, d]: row t has read tokens 0 … t."""
+        """Returns the last hidden states, [B, T, d]: row t has read tokens 0 … t."""
         x = self.embed_VD[token_BT] @ self.project_in
         for layer in self.layers:
             x = layer.causal(x, self.cos, self.sin)
         return x
 
     def output_rows(self, hidden: Tensor) -> Tensor:
-        """What the target's head reads, [..., D]."""
+        """Returns what the target's head reads, [..., D], from hidden rows [..., d]."""
         norm, eps = self.final_norm.to(hidden.dtype), self.dims.norm_eps
         return F.rms_norm(hidden, norm.shape, norm, eps) @ self.project_out
 
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss of a batch, and `correct_K`, `count_K` of guess 0 of the answers (top-1
-        accuracy's numerator, denominator).
+        """Returns the mean loss of a batch, f32 scalar, and the answers' top-1 hits `correct_K` and
+        labelled rows `count_K` of guess 0, i64[1].
 
         Tokens past the end or outside the draft vocabulary are ignored. Nothing is random.
         """
@@ -141,8 +142,7 @@ class Drafter(DrafterBase):
         return total, {"correct_K": hits[None], "count_K": count[None]}
 
     def _cross_entropy(self, batch: Batch, rows_BRD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean loss of the tokens that carry one, how many of them are guessed, how many they
-        are."""
+        """Returns the mean loss of the labelled tokens, their top-1 hits, and their number."""
         label_BR = self.labels(batch, 1)[..., 0]
         b, t = (label_BR != IGNORED).nonzero(as_tuple=True)
         label_R, out = label_BR[b, t], self.output_rows(rows_BRD[b, t])
@@ -156,12 +156,12 @@ class Drafter(DrafterBase):
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
-        """Top guesses at every row, the tokens between being the true ones: token ids i64 and
+        """Returns the top guesses at every row, along the true tokens: token ids i64 and
         log-probabilities f32, both [B, T-1, num_guesses, top_k]."""
         rows_BRD = self.hidden_rows(batch.token_BT)[:, 1:]
         ids, log_probs = self.top_guesses(rows_BRD, self.output_rows, top_k)
         R, K = rows_BRD.shape[1], self.config.num_guesses
-        # guess k of row t is guess 0 of row t + k; past the end there is nothing to guess
+        # guess k of row t is guess 0 of row t + k; past the end the last row stands in
         row_RK = torch.arange(R)[:, None] + torch.arange(K)
         row_RK = row_RK.clamp(max=R - 1).to(ids.device)
         return ids[:, row_RK], log_probs[:, row_RK]
@@ -173,7 +173,7 @@ class Drafter(DrafterBase):
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
-        """The graph "drafter", contiguous form: see `_export`."""
+        """Returns the graph "drafter" in the contiguous form: see `_export`."""
         dims = self.layer_dims
         config = replace(
             target,
@@ -183,11 +183,11 @@ class Drafter(DrafterBase):
             num_kv_heads=dims.num_kv_heads,
             taps=(),
         )
-        return _export(_Graph(self, config), config, self.head_VD.dtype, capacity_symbolic)
+        return _export(_TrainedGraph(self, config), config, self.head_VD.dtype, capacity_symbolic)
 
 
-class _Graph(nn.Module):
-    """The model as the runtime runs it: rows over a cache, top-k guesses out."""
+class _TrainedGraph(nn.Module):
+    """The graph "drafter" of a model trained here: rows over a cache, top-k guesses out."""
 
     embed_Vd: Tensor
     head_Vd: Tensor
@@ -205,7 +205,9 @@ class _Graph(nn.Module):
         drafter = self.drafter
         position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
         x = F.embedding(input_ids, self.embed_Vd)
-        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        step = decoder.SharedInputs(
+            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
+        )
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
@@ -216,17 +218,20 @@ class _Graph(nn.Module):
 
 
 class Pretrained:
-    """Any causal LM with the target's vocabulary, as it is; only `config`'s drafting fields
+    """A causal LM with the target's vocabulary, used as it is; only `config`'s drafting fields
     count."""
 
+    is_one_pass = False
+    shares_target_cache = False
+
     def __init__(self, backbone: decoder.Backbone, vocab_size: int, config: Config) -> None:
-        """`vocab_size`: the target's. Ids from there on, padding of the model's table, are never
+        """`vocab_size` is the target's. Higher ids, the padding of the model's table, are never
         guessed."""
         self.config = config
         self._backbone, self._vocab_size = backbone, vocab_size
 
     def parameters(self) -> Iterator[Tensor]:
-        """All its weights: it shares none with the target."""
+        """Returns all its weights: it shares none with the target."""
         return self._backbone.parameters()
 
     def runtime_config(self) -> dict[str, Any]:
@@ -236,14 +241,15 @@ class Pretrained:
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
-        """The graph "drafter", contiguous form: see `_export`."""
+        """Returns the graph "drafter" in the contiguous form: see `_export`."""
         backbone = self._backbone
-        graph = _TopTokens(backbone, self._vocab_size, self.config.top_k)
+        graph = _PretrainedGraph(backbone, self._vocab_size, self.config.top_k)
         return _export(graph, backbone.config, backbone.dtype, capacity_symbolic)
 
 
-class _TopTokens(nn.Module):
-    """A backbone with its best tokens in place of logits and features."""
+class _PretrainedGraph(nn.Module):
+    """The graph "drafter" of a `Pretrained` model: a backbone whose outputs are its best tokens
+    instead of logits and features."""
 
     def __init__(self, backbone: decoder.Backbone, vocab_size: int, top_k: int) -> None:
         super().__init__()
@@ -258,8 +264,8 @@ class _TopTokens(nn.Module):
 
 
 def require_same_tokens(target_ids: dict[str, int], model_ids: dict[str, int], rows: int) -> None:
-    """ValueError unless both vocabularies, token -> id, have the same tokens, and the model's
-    embedding, of `rows` rows, has them all."""
+    """Raises ValueError unless both vocabularies, token -> id, have the same tokens, and the
+    model's embedding of `rows` rows has them all."""
     expected, got = ({i: token for token, i in ids.items()} for ids in (target_ids, model_ids))
     for i in sorted(expected | got):
         if expected.get(i) != got.get(i):
@@ -276,8 +282,11 @@ def require_same_tokens(target_ids: dict[str, int], model_ids: dict[str, int], r
 def _export(
     graph: nn.Module, config: decoder.DecoderConfig, dtype: torch.dtype, capacity_symbolic: bool
 ) -> dict[str, ir.Model]:
-    """Inputs input_ids i64[1,N], position_ids, mask, logit_rows i64[M], the cache inputs; outputs
-    guess_ids i64[M,C], guess_log_probs f32[M,C]."""
+    """Returns the graph "drafter" in the contiguous form.
+
+    Its inputs are input_ids i64[1,N], position_ids, mask, logit_rows i64[M] and the caches; its
+    outputs guess_ids i64[M,C], guess_log_probs f32[M,C] and the caches.
+    """
     inputs = step_inputs(config, dtype, capacity_symbolic)
     caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
     outputs = ["guess_ids", "guess_log_probs", *caches]

@@ -1,20 +1,19 @@
-"""EAGLE-1 and EAGLE-2: one decoder layer that predicts the target's next feature, and goes on from
-its own.
+"""Defines EAGLE-1 and EAGLE-2: a decoder layer that predicts the target's next feature.
 
-Real row t reads the feature of position t and token t+1, and its output is the feature of t+1; the
-target's LM head, shared and frozen, turns that into guess 0, token t+2. Each further guess is a
-new row, of the token guessed and the feature predicted, one position on; it sees the real rows up
-to t and its own path:
+Real row t reads the feature of position t and token t+1, and its output is the feature of t+1. The
+target's LM head, shared and frozen, turns that into guess 0, token t+2. Each further guess is a new
+row one position on, which reads the guessed token and the predicted feature, and sees the real rows
+up to t and its own path:
 
     x_t = fc([f_t ; e(token t+1)]) -> f̂_{t+1} -> x = fc([f̂_{t+1} ; e(token t+2)]) -> f̂_{t+2} -> …
 
-    L = w_reg · SmoothL1(f̂_{t+1}, f_{t+1}) + w_cls · CE(LM_head(f̂_{t+1})), the target's distribution
-    as labels
+    L = w_reg · SmoothL1(f̂_{t+1}, f_{t+1}) + w_cls · CE(p_{t+1}, softmax(LM_head(f̂_{t+1})))
 
-with uniform noise on the features that are read. As in EAGLE only the first guess is trained;
-`ttt_steps` > 1 unrolls the drafter on its own features and adds their losses, decay^k each. Unlike
-EAGLE's own, the layer has an input norm, since it starts from the target's last layer. Knows
-nothing of trees, files or optimisers.
+with p_{t+1} the target's distribution (`soft_weight` = 1), and uniform noise on the features that
+are read. As in EAGLE only the first guess is trained. `ttt_steps` > 1 unrolls the drafter on its
+own features and adds the later guesses' losses, weighted by decay^k. Unlike EAGLE's own, the layer
+has an input norm, because it starts from the target's last layer. EAGLE-2 has the same weights; the
+runtime grows its tree by path probability.
 """
 
 from __future__ import annotations
@@ -43,9 +42,12 @@ from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 @dataclass(frozen=True)
 class Config:
-    """`num_guesses` levels are drafted, `max_width` nodes expanded in each. `normalise`: feature
-    and embedding are normed with their own gains before fc mixes them. `feature_noise`: EAGLE's
-    0.2, uniform in ± noise / 2 · 512 / sequence length."""
+    """The settings of EAGLE.
+
+    `num_guesses` levels are drafted, and `max_width` nodes expanded in each. `normalise` norms
+    feature and embedding with gains of their own before fc mixes them. `feature_noise` (EAGLE has
+    0.2) is uniform in ± noise / 2 · 512 / sequence length.
+    """
 
     layers: int = 1
     num_guesses: int = 5
@@ -74,8 +76,7 @@ class Config:
 
 
 class Drafter(DrafterBase):
-    """The trainable part; the target's embedding and (trimmed) LM head are borrowed, frozen and
-    never saved."""
+    """The trained part: fc and the layers; see DrafterBase for what it borrows."""
 
     config: Config
     layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
@@ -97,7 +98,7 @@ class Drafter(DrafterBase):
     # ---- rows ------------------------------------------------------------------------------------
 
     def input_rows(self, embedding: Tensor, feature: Tensor) -> Tensor:
-        """Layer input [..., D] from embedding and feature [..., D]."""
+        """Returns the layer's input [..., D] from embedding and feature, both [..., D]."""
         x = torch.cat((feature, embedding), -1)
         if self.config.normalise:
             chunks = x.unflatten(-1, (2, -1)).float()
@@ -106,10 +107,10 @@ class Drafter(DrafterBase):
         return F.linear(x, self.fc.t(), self.fc_bias)
 
     def rollout(self, batch: Batch, feature_BTD: Tensor, num_levels: int) -> list[Tensor]:
-        """Predicted features [B, T-1, D] of each level, the tokens being the true ones.
+        """Returns each level's predicted features [B, T-1, D], along the true tokens.
 
-        Row t of level k is the row of token t+1+k at position t+k, and predicts the feature of
-        t+1+k; from level 1 on it reads what the level before it predicted.
+        Row t of level k belongs to token t+1+k at position t+k and predicts the feature of t+1+k.
+        From level 1 on it reads the feature that the level before it predicted.
         """
         R = batch.token_BT.shape[1] - 1
         token_BT = F.pad(batch.token_BT, (0, num_levels))  # no label there
@@ -131,11 +132,11 @@ class Drafter(DrafterBase):
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss of a batch and, per trained guess, `correct_K` and `count_K` (top-1 accuracy's
-        numerator, denominator).
+        """Returns the mean loss of a batch, f32 scalar, and each trained guess's top-1 hits
+        `correct_K` and labelled rows `count_K`, i64[K].
 
-        Rows without a label (past the end, a prompt token, or a token outside the draft
-        vocabulary) are ignored.
+        Rows without a label (past the end, a prompt token, or a token outside the draft vocabulary)
+        are ignored.
         """
         config, feature_BTD = self.config, batch.feature_BTF
         assert feature_BTD is not None, "EAGLE reads features"
@@ -168,7 +169,7 @@ class Drafter(DrafterBase):
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
-        """Top guesses at every real row, the tokens between being the true ones: token ids i64 and
+        """Returns the top guesses at every real row, along the true tokens: token ids i64 and
         log-probabilities f32, both [B, T-1, num_guesses, top_k]."""
         assert batch.feature_BTF is not None, "EAGLE reads features"
         rows = torch.stack(self.rollout(batch, batch.feature_BTF, self.config.num_guesses), dim=2)
@@ -177,7 +178,7 @@ class Drafter(DrafterBase):
     # ---- export ----------------------------------------------------------------------------------
 
     def runtime_config(self) -> dict[str, Any]:
-        """What the proposer must know: see `spec_runtime/proposers/feature.py`."""
+        """Returns what the proposer reads: see `spec_runtime/proposers/feature.py`."""
         return {
             "num_guesses": self.config.num_guesses,
             "max_width": self.config.max_width,
@@ -188,11 +189,11 @@ class Drafter(DrafterBase):
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
-        """The drafter's graph "drafter", contiguous form.
+        """Returns the graph "drafter" in the contiguous form.
 
-        Inputs input_ids i64[1,N], features f32[1,N,D], position_ids, mask, logit_rows i64[M], the
-        cache inputs; outputs guess_ids i64[M,C], guess_log_probs f32[M,C], hidden f32[M,D], the
-        predicted features.
+        Its inputs are input_ids i64[1,N], features f32[1,N,D], position_ids, mask, logit_rows
+        i64[M] and the caches; its outputs guess_ids i64[M,C], guess_log_probs f32[M,C], hidden
+        f32[M,D] (the predicted features) and the caches.
         """
         config = replace(target, num_layers=self.config.layers, taps=())
         inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
@@ -200,13 +201,15 @@ class Drafter(DrafterBase):
         inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, D), {1: "N"}))
         caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
         outputs = ["guess_ids", "guess_log_probs", "hidden", *caches]
-        return {"drafter": export(_Graph(self, config), inputs, outputs, "eagle")}
+        return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "eagle")}
 
 
 def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Attention [B, R, H*Dh] of a level's queries [B, R, H, Dh] over the keys and values [B, R, G,
-    Dh] of all levels so far, the last being its own: of level 0 row t sees rows up to t, of the
-    others its own group's alone."""
+    """Returns the attention [B, R, H*Dh] of a level's queries [B, R, H, Dh] over the keys and
+    values [B, R, G, Dh] of all levels so far, the last of which are the level's own.
+
+    Row t sees rows up to t of level 0, and of the other levels only the rows of its own path.
+    """
     (k, v), *group = rows
     if not group:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -226,9 +229,8 @@ def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
     return out.flatten(2)
 
 
-class _Graph(nn.Module):
-    """The drafter as the runtime runs it: rows over a cache, top-k guesses and predicted features
-    out."""
+class _DrafterGraph(nn.Module):
+    """The graph "drafter": rows over a cache, top-k guesses and predicted features out."""
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__()
@@ -236,7 +238,7 @@ class _Graph(nn.Module):
         self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
         fc = drafter.fc.detach()
         if drafter.config.normalise:
-            # the gains are folded into fc, so that the graph norms both with one operator
+            # the gains are folded into fc, so that one operator norms both
             fc = drafter.input_norm.detach().reshape(-1, 1) * fc
             self.unit_norm = decoder.RMSNorm(torch.ones(config.hidden_size), config.norm_eps)
         self.fc = decoder.Projection(fc.t(), drafter.fc_bias)
@@ -249,7 +251,9 @@ class _Graph(nn.Module):
         if drafter.config.normalise:
             x = self.unit_norm(x.view(1, -1, 2, D)).view(1, -1, 2 * D)
         x = self.fc(x)
-        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        step = decoder.SharedInputs(
+            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
+        )
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)

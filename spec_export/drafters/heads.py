@@ -1,9 +1,11 @@
-"""Drafters with one head per guess: residual blocks and an output head of its own, or the target's.
+"""Provides what drafters with one head per guess share: residual blocks, output heads, their loss.
 
-Guess k of a row reads a hidden row of its own, which the drafter makes; here are what comes behind
-it and the loss over all of them, L = Σ_k weight_k · mean_rows [(1−s) · CE(q_k, token) + s · CE(q_k,
-p)], p the target's distribution of that token, s the soft weight. Knows nothing of where a row
-comes from.
+A drafter makes a hidden row for each guess k. Residual blocks and an output head, a trained one or
+the target's, turn it into a distribution q_k. The loss is
+
+    L = Σ_k weight_k · mean over rows of [(1−s) · CE(q_k, token) + s · CE(q_k, p)]
+
+with p the target's distribution of that token and s the soft weight.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ HEADS = ("own", "shared")
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(x · W), W zero at first, so that a new block changes nothing."""
+    """Computes x + SiLU(x · W). W starts at 0, so that a new block changes nothing."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -34,10 +36,11 @@ class ResidualBlock(nn.Module):
 
 
 class HeadsDrafter(DrafterBase):
-    """The base of such drafters.
+    """The base of drafters with one head per guess.
 
-    `config` has `num_heads` K, `heads` (own: an output head per guess, from the target's; shared:
-    the target's, frozen) and `top_k`. weight_K f32[K] and soft_weight as in the module docstring.
+    `config` has `num_heads` K, `top_k` and `heads`: "own" is an output head per guess, which starts
+    as the target's; "shared" is the target's, frozen. weight_K f32[K] and soft_weight are those of
+    the module docstring.
     """
 
     is_one_pass = True
@@ -66,17 +69,17 @@ class HeadsDrafter(DrafterBase):
 
     @abstractmethod
     def head_rows(self, batch: Batch, at: tuple[Tensor, Tensor]) -> Tensor:
-        """What the output heads read at rows `at` (batch and row indices, i64[N] each):
-        [N, K, D]."""
+        """Returns what the output heads read, [N, K, D], at the rows `at`: batch and row indices,
+        i64[N] each."""
 
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of a batch and, per guess k, `correct_K` and `count_K` (top-1 accuracy's numerator,
-        denominator).
+        """Returns the loss of a batch, f32 scalar, and each guess's top-1 hits `correct_K` and
+        labelled rows `count_K`, i64[K].
 
         A guess without a label (past the end, a prompt token, or a token outside the draft
-        vocabulary) is ignored, whatever its row's other guesses have.
+        vocabulary) is ignored, even if other guesses of its row have one.
         """
         assert batch.feature_BTF is not None, "heads read features"
         label_BRK = self.labels(batch, self.config.num_heads)
@@ -112,8 +115,8 @@ class HeadsDrafter(DrafterBase):
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
-        """Top guesses at every row: token ids i64 and log-probabilities f32, both [B, T-1, K,
-        top_k]."""
+        """Returns the top guesses at every row: token ids i64 and log-probabilities f32, both
+        [B, T-1, K, top_k]."""
         B, T = batch.token_BT.shape
         b, t = torch.ones(B, T - 1, device=batch.token_BT.device).nonzero(as_tuple=True)
         # logits of all rows at once would be gigabytes
@@ -123,8 +126,12 @@ class HeadsDrafter(DrafterBase):
         return ids, log_probs
 
     def best(self, rows_NKD: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Best tokens of head rows: ids i64 and log-probabilities f32, both [N, K, top_k]. Traced
-        into graphs as it is: without own heads one product for all guesses."""
+        """Returns the best tokens of head rows: ids i64 and log-probabilities f32, both
+        [N, K, top_k].
+
+        Graphs are traced from this very function. Without own heads it is one product for all
+        guesses.
+        """
         if self.output_heads:
             logits = [F.linear(rows_NKD[:, k], head) for k, head in enumerate(self.output_heads)]
             logits_NKV = torch.stack(logits, 1)

@@ -1,16 +1,16 @@
-"""Hydra: K heads, each fed with the embeddings of all guesses before its own.
+"""Defines Hydra: K heads, each fed with the embeddings of all guesses before its own.
 
-Head k (from 0) reads the final feature and the path so far, x̂ being guesses (true tokens while
+Head k, from 0, reads the final feature and the path so far; x̂ are guesses (true tokens in
 training):
 
     z = W_k · [h_t; e(x_{t+1}); e(x̂_{t+2}); …; e(x̂_{t+1+k})],   W_k ∈ R^{(k+2)d×d}
     z ← z + SiLU(V_{k,l} z),  l = 1 … num_layers
     q(x_{t+2+k}) = softmax(LM_head(norm(z)))
 
-and all start as the target's own head: W_k picks h_t, V is zero. Hydra++ is `prefix_layer = true`
-(h_t first goes through one causal decoder layer with its own cache), `num_layers = 4` and
+All heads start as the target's own head: W_k picks h_t, and V is 0. Hydra++ has `prefix_layer =
+true` (h_t first goes through one causal decoder layer with its own cache), `num_layers = 4` and
 `soft_weight = 1` (the target's distribution as the label). The paper's heads own their output
-matrices; these share the target's. Knows nothing of files, optimisers or engines.
+matrices; these share the target's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 @dataclass(frozen=True)
 class Config(SequentialConfig):
-    """`num_guesses` heads of `num_layers` residual layers each."""
+    """The settings of Hydra: `num_guesses` heads of `num_layers` residual layers each, and
+    Hydra++'s `prefix_layer`."""
 
     num_layers: int = 1
     prefix_layer: bool = False
@@ -44,6 +45,8 @@ class Config(SequentialConfig):
 
 
 class _Head(nn.Module):
+    """The weights of head k: W_k, the residual layers V, and the norm before the LM head."""
+
     def __init__(self, k: int, num_layers: int, D: int, scale: float) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.cat((torch.eye(D), torch.zeros((k + 1) * D, D))))
@@ -52,7 +55,7 @@ class _Head(nn.Module):
 
 
 class Drafter(SequentialDrafter):
-    """The trainable part; see DrafterBase."""
+    """The trained part; see DrafterBase for what it borrows."""
 
     config: Config
     heads: Any  # nn.ModuleList of _Head; mypy sees plain Modules in it
@@ -77,7 +80,7 @@ class Drafter(SequentialDrafter):
         return self.prefix.causal(self.unit(feature_BRD), self.cos, self.sin)
 
     def path_rows(self, context_RD: Tensor, token_RK: Tensor) -> Tensor:
-        """The heads as the formula has them; `_Graph` is the same taken level by level."""
+        """Computes the heads by the formula; `_StepNetwork` does the same level by level."""
         chunks = [self.unit(context_RD), *self.unit_embedding(token_RK).unbind(1)]
         rows = []
         for k, head in enumerate(self.heads):
@@ -90,16 +93,18 @@ class Drafter(SequentialDrafter):
     # ---- export ----------------------------------------------------------------------------------
 
     def traceable(self) -> tuple[Any, Any]:
-        graph = _Graph(self)
+        graph = _StepNetwork(self)
         return graph.start, graph
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
-        """As SequentialDrafter.export. With a prefix layer "start" has a cache, contiguous form:
-        input_ids i64[1,N] (every such graph has them; this one reads features alone), features
-        f32[1,N,D], position_ids, mask, logit_rows i64[M], the cache inputs -> state f32[M,W] and
-        the caches."""
+        """Returns the graphs of `SequentialDrafter.export`.
+
+        With a prefix layer "start" has a cache, in the contiguous form: input_ids i64[1,N] (unused,
+        but every graph with a cache has them), features f32[1,N,D], position_ids, mask, logit_rows
+        i64[M], the cache inputs -> state f32[M,W] and the caches.
+        """
         graphs = super().export(target, capacity_symbolic=capacity_symbolic)
         if self.config.prefix_layer:
             config = replace(target, num_layers=1, taps=())
@@ -108,12 +113,12 @@ class Drafter(SequentialDrafter):
             features = torch.zeros(1, num_rows, self.dims.hidden_size)
             inputs.insert(1, GraphInput("features", features, {1: "N"}))
             outputs = ["state", "kv.0.k.out", "kv.0.v.out"]
-            graphs["start"] = export(_PrefixStart(self, config), inputs, outputs, "start")
+            graphs["start"] = export(_PrefixStartGraph(self, config), inputs, outputs, "start")
         return graphs
 
 
-class _Start(nn.Module):
-    """h's part of every head's first product: [R, D] -> [R, K·D]."""
+class _StartNetwork(nn.Module):
+    """Computes h_t's part of every head's first product: [R, D] -> [R, K·D]."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
@@ -126,14 +131,14 @@ class _Start(nn.Module):
         return self.project(self.unit(context_RD))
 
 
-class _Graph(nn.Module):
-    """The heads level by level. The state holds every head's z before its layers, as summed up so
-    far: a token adds e · W to it once, for all heads that will read it.
+class _StepNetwork(nn.Module):
+    """Computes the heads level by level.
 
-    Block (j, k ≥ j) of the first products serves level j and head k. One product computes all of
-    them, and the level picks its own: to gather weights by level would move more memory than that,
-    and could not be quantised. Heads before the level get some block or other; nobody reads them
-    again.
+    The state holds each head's z before its residual layers, summed up so far: a token adds its
+    e · W once, for all heads that will read it. Block (j, k ≥ j) of the first products serves level
+    j and head k. One product computes all blocks, and the level picks its own: to gather weights by
+    level would move more memory, and could not be quantised. Heads before the level get an
+    arbitrary block, because they are not read again.
     """
 
     pick_KK: Tensor
@@ -143,12 +148,12 @@ class _Graph(nn.Module):
         heads: list[_Head] = list(drafter.heads)
         self.D, self.K, self.eps = drafter.dims.hidden_size, len(heads), drafter.dims.norm_eps
         D, K = self.D, self.K
-        self.start = _Start(drafter)
+        self.start = _StartNetwork(drafter)
         self.embed = drafter.unit_embedding
-        rows = [slice((j + 1) * D, (j + 2) * D) for j in range(K)]  # of token j in `first`
+        rows = [slice((j + 1) * D, (j + 2) * D) for j in range(K)]  # token j's rows of `first`
         blocks = [heads[k].first[rows[j]].detach() for j in range(K) for k in range(j, K)]
         self.project = decoder.Projection(torch.cat(blocks, 1).t())
-        before = [0, *accumulate(range(K, 0, -1))]  # level j -> blocks of earlier levels
+        before = [0, *accumulate(range(K, 0, -1))]  # number of blocks of the levels before j
         pick = [[before[j] + max(k - j, 0) for k in range(K)] for j in range(K)]
         self.register_buffer("pick_KK", torch.tensor(pick))
         tables = zip(*(head.layers for head in heads), strict=True)
@@ -169,19 +174,19 @@ class _Graph(nn.Module):
         return F.rms_norm(z, norm_D.shape, norm_D, self.eps), state_NKD.view(-1, K * D)
 
 
-class _PrefixStart(nn.Module):
-    """The prefix layer over a cache, then the heads' share of its output."""
+class _PrefixStartGraph(nn.Module):
+    """The graph "start" with a prefix layer: the layer over a cache, then `_StartNetwork`."""
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__()
         self.drafter = drafter
         self.layer = as_traceable(drafter.prefix, config)
-        self.start = _Start(drafter)
+        self.start = _StartNetwork(drafter)
 
     def forward(self, token_1N: Tensor, feature_1ND: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         position_ids, mask, logit_rows, write_index, src, perm, past_k, past_v = inputs
         cos, sin = self.drafter.cos, self.drafter.sin
-        step = decoder.Step(position_ids, mask, write_index, src, perm, cos, sin)
+        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, cos, sin)
         x, k, v = self.layer(self.drafter.unit(feature_1ND), past_k, past_v, step)
         context_MD = x.index_select(1, logit_rows).view(-1, self.drafter.dims.hidden_size)
         return self.start(context_MD), k, v

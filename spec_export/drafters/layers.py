@@ -1,9 +1,8 @@
-"""Building blocks shared by the drafters: rotary tables, a Llama-style decoder layer, the target's
-frozen ends.
+"""Provides what drafters share: their base class, a Llama-style decoder layer, rotary embedding.
 
-Knows tensors and shapes; knows nothing of any drafter's objective, of data, or of ONNX files. A
-layer's attention is the caller's: a training mask is the drafter's own idea, while the traced graph
-takes the backbone's attention.
+The base class borrows the target's frozen ends (embedding and LM head). A layer leaves attention to
+its caller: in training each drafter has a mask of its own, and the traced graph has the backbone's
+attention with a cache.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from spec_export.drafters.losses import IGNORED
 
 @dataclass(frozen=True)
 class LayerDims:
-    """Sizes of a decoder layer; a drafter takes its target's."""
+    """The sizes of a decoder layer; most drafters take their target's."""
 
     hidden_size: int
     intermediate_size: int
@@ -41,11 +40,11 @@ class LayerDims:
 
 @dataclass(frozen=True)
 class TargetEnds:
-    """What a drafter borrows from its target, frozen: embedding, LM head, final norm, rotary
-    tables, last layer.
+    """The parts that a drafter borrows from its target, frozen.
 
-    embed_VD, head_VD and final_norm_D are float32, cos and sin f32 [positions, r/2]; `last_layer`
-    holds tensors by `DecoderLayer`'s parameter names, to start from.
+    They are embedding, LM head and final norm (float32), the rotary tables cos and sin (f32
+    [positions, r/2], r columns of a head being turned), and the last layer: tensors by
+    `DecoderLayer`'s parameter names, for layers that start from it.
     """
 
     dims: LayerDims
@@ -59,8 +58,8 @@ class TargetEnds:
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences. token_BT i64, loss_BT bool (answer tokens), feature_BTF or None,
-    length_B i64."""
+    """Right-padded sequences: token_BT i64, loss_BT bool (True at answer tokens), feature_BTF or
+    None (the final feature, then each tap), length_B i64."""
 
     token_BT: Tensor
     loss_BT: Tensor
@@ -69,15 +68,19 @@ class Batch:
 
 
 class DrafterBase(nn.Module):
-    """What every drafter borrows from its target, frozen and never saved.
+    """The base of all drafters: holds what they borrow from the target, frozen and never saved.
 
-    draft_token_ids i64[Vd] are the tokens it may guess (all by default), head_VD [Vd, D] the
-    target's LM head trimmed to them, draft_index_V i64[V] the way back (IGNORED where a token is
-    missing). `config` is the drafter's own Config, with `taps` and `top_k`. is_one_pass: one run
-    of the graph "drafter" makes all guesses.
+    draft_token_ids i64[Vd] are the tokens that the drafter may guess (all by default), head_VD
+    [Vd, D] is the target's LM head trimmed to them, and draft_index_V i64[V] leads from a token to
+    its row of head_VD (IGNORED where it has none). With draft_token_ids = [1, 4] of V = 5 tokens
+    draft_index_V is [−100, 0, −100, −100, 1]. `config` is the drafter's own Config, with `taps` and
+    `top_k`. is_one_pass says that one run of the graph "drafter" makes all guesses.
+    shares_target_cache says that it runs on the target's own layers and cache, so that
+    `export_from_target(backbone)` takes the place of `export`.
     """
 
     is_one_pass: ClassVar[bool] = False
+    shares_target_cache: ClassVar[bool] = False
     draft_token_ids: Tensor
     draft_index_V: Tensor
     embed_VD: Tensor
@@ -102,27 +105,32 @@ class DrafterBase(nn.Module):
         }
         for name, tensor in borrowed.items():
             self.register_buffer(name, tensor, persistent=False)
-        # the root mean square of a final feature: what stands behind the target's last norm
+        # the root mean square of a final feature, which the target's last norm gives it
         self.feature_scale = ends.final_norm_D.float().square().mean().sqrt().item()
 
     def forward(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The drafter's `loss`; distributed training wraps `forward` alone."""
+        """Returns the drafter's `loss`: distributed training wraps `forward` alone."""
         return self.loss(batch, generator)  # type: ignore[no-any-return, operator]
 
     def labels(self, batch: Batch, num_guesses: int) -> Tensor:
-        """Draft-vocabulary labels i64[B, T-1, K]: guess k of row t (k from 0) is token t + 2 + k.
+        """Returns draft-vocabulary labels i64[B, T-1, K]: guess k of row t is token t + 2 + k.
 
-        IGNORED past the end, on tokens that carry no loss, and outside the draft vocabulary.
+        k counts from 0. Labels are IGNORED past the end, on tokens that carry no loss, and outside
+        the draft vocabulary. Tokens 5 6 7 8, all answers, K = 2 and the whole vocabulary:
+        [[7, 8], [8, −100], [−100, −100]].
         """
         label_BT = torch.where(batch.loss_BT, self.draft_index_V[batch.token_BT], IGNORED)
         ahead_BT = F.pad(label_BT, (0, num_guesses), value=IGNORED)[:, 2:]
         return ahead_BT.unfold(1, num_guesses, 1)[:, : label_BT.shape[1] - 1]
 
     def top_tokens(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Best tokens of logits [..., Vd]: ids i64 and log-probabilities f32, both [..., top_k].
-        Traced into graphs as it is."""
+        """Returns the best tokens of logits [..., Vd]: ids i64 and log-probabilities f32, both
+        [..., top_k].
+
+        The ids are the target's. Graphs are traced from this very function.
+        """
         top = torch.log_softmax(logits.float(), -1).topk(top_k, dim=-1)
         return self.draft_token_ids[top.indices], top.values
 
@@ -130,8 +138,8 @@ class DrafterBase(nn.Module):
     def top_guesses(
         self, rows: Tensor, output_rows: Callable[[Tensor], Tensor], top_k: int
     ) -> tuple[Tensor, Tensor]:
-        """Best tokens of hidden `rows` [..., D] through `output_rows` and the shared head: ids i64
-        and log-probabilities f32, both [..., top_k]."""
+        """Returns the best tokens of hidden `rows` [..., D] through `output_rows` and the shared
+        head: ids i64 and log-probabilities f32, both [..., top_k]."""
         ids, log_probs = [], []
         # the logits of all rows at once would be gigabytes
         for chunk in rows.flatten(0, -2).split(4096):
@@ -144,16 +152,21 @@ class DrafterBase(nn.Module):
 
 
 def fusion(num_inputs: int, width: int) -> nn.Parameter:
-    """fc over concatenated inputs of a like scale, f32[num_inputs * width, width]: at first it
-    hands the first one on, with a little of the others."""
+    """Returns a product over concatenated inputs of a like scale, f32[num_inputs * width, width].
+
+    Before training it passes the first input on, with a little of the others.
+    """
     weight = torch.randn(num_inputs, width, width) * 0.3 * width**-0.5
     weight[0] = torch.eye(width)
     return nn.Parameter(weight.flatten(0, 1))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half-rotation RoPE of x [..., heads, Dh] by cos, sin [..., r/2] of each row's position;
-    columns past r pass."""
+    """Returns x [..., heads, Dh] with rotary embedding (the two halves of a head's first r columns
+    are turned into each other).
+
+    cos and sin [..., r/2] belong to each row's position. Columns past r stay as they are.
+    """
     r = 2 * cos.shape[-1]
     first, second = x[..., :r].chunk(2, dim=-1)
     cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
@@ -162,7 +175,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and SwiGLU with the target's sizes; weights stored [in, out] as the traced
+    """A decoder layer: pre-norm attention and SwiGLU. Weights are stored [in, out], as the traced
     graph wants them."""
 
     def __init__(self, dims: LayerDims) -> None:
@@ -179,19 +192,22 @@ class DecoderLayer(nn.Module):
             nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
 
     def load_target_layer(self, tensors: dict[str, Tensor]) -> None:
-        """Start from one of the target's own layers (names as this module's, biases left out)."""
+        """Copies one of the target's own layers; `tensors` has this module's parameter names."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 parameter.copy_(tensors[name])
 
     def start_as_identity(self) -> None:
-        """Its rows pass at first. A layer of the target would not let them: it adds to a residual
-        stream some thirty times stronger than what a drafter feeds it."""
+        """Sets both output products to 0, so that before training rows pass unchanged.
+
+        A layer of the target would drown them: it adds to a residual stream that is some thirty
+        times stronger than what a drafter feeds it.
+        """
         nn.init.zeros_(self.out)
         nn.init.zeros_(self.down)
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [..., H, Dh], k and v [..., G, Dh] of x [..., D], before rotary embedding."""
+        """Returns q [..., H, Dh], k and v [..., G, Dh] of x [..., D], before rotary embedding."""
         d = self.dims
         normed = F.rms_norm(x, (d.hidden_size,), self.attention_norm, d.norm_eps)
         heads = (normed @ self.qkv).unflatten(-1, (-1, d.head_dim))
@@ -199,8 +215,8 @@ class DecoderLayer(nn.Module):
         return q, k, v
 
     def causal(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The layer over whole sequences x [B, T, D]: row t at position t, seeing rows 0 … t. cos
-        and sin are the whole tables."""
+        """Runs the layer over whole sequences x [B, T, D]: row t is at position t and sees rows
+        0 … t. cos and sin are the whole tables."""
         q, k, v = self.project_qkv(x)
         cos, sin = cos[: x.shape[1]], sin[: x.shape[1]]
         q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.to(q.dtype)
@@ -217,8 +233,8 @@ class DecoderLayer(nn.Module):
 
 
 def as_traceable(layer: DecoderLayer, config: decoder.DecoderConfig) -> decoder.Layer:
-    """The same weights as a layer of the backbone's kind, whose attention reads and writes a
-    cache."""
+    """Returns a layer of the backbone's kind with the same weights; its attention reads and writes
+    a cache."""
     d = layer.dims
     return decoder.Layer(
         decoder.RMSNorm(layer.attention_norm, d.norm_eps),

@@ -1,6 +1,6 @@
-"""Losses over guesses: hard labels, the target's distribution, features. Pure functions of tensors.
+"""Computes the losses of guesses: on hard labels, on the target's distribution, and on features.
 
-Knows nothing of drafters, data or optimisers.
+p is the target's distribution, q the drafter's; R counts rows with a label.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ CHUNK_ROWS = 256  # logits of a chunk stay in cache: 256 rows of an 8 k vocabula
 
 
 def position_weights(count: int, decay: float) -> Tensor:
-    """lambda_k = decay^k for k = 0 … count-1 (Medusa and ParallelSpec use 0.8)."""
+    """Returns λ_k = decay^k for k = 0 … count-1, f32[count] (Medusa and ParallelSpec use 0.8)."""
     return decay ** torch.arange(count, dtype=torch.float32)
 
 
 class _HeadCrossEntropy(torch.autograd.Function):
-    """See `head_cross_entropy`. The gradient is taken chunk by chunk in the forward pass, while the
-    logits are in cache: keeping [R, V] logits for a backward pass cost more than both matrix
-    products."""
+    """Computes `head_cross_entropy` and its gradient chunk by chunk in the forward pass.
+
+    The logits are in the processor's cache then: to keep [R, V] logits for a backward pass would
+    cost more than both matrix products. With s = soft_weight, the gradient at row r's logits is
+    weight_r · (q_r − s · p_r − (1 − s) · onehot(label_r)).
+    """
 
     @staticmethod
     def forward(
@@ -74,14 +77,16 @@ def head_cross_entropy(
     teacher_RD: Tensor | None = None,
     soft_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy through a frozen head, and its guesses.
+    """Returns the cross-entropy through a frozen head, and its guesses.
 
-    loss = Σ_r weight_r · [ −(1−s) log q_r(label_r) − s Σ_v p_r(v) log q_r(v) ], q = softmax(hidden
-    · headᵀ), p = softmax(teacher · headᵀ), s = soft_weight. No gradient reaches head, weights or
-    teacher.
+        loss = Σ_r weight_r · [ −(1−s) log q_r(label_r) − s Σ_v p_r(v) log q_r(v) ],
 
-    hidden_RD, head_VD and teacher_RD of one dtype, label_R i64 without IGNORED, weight_R f32.
-    Returns (loss f32 scalar, argmax of q i64[R]).
+    q = softmax(hidden · headᵀ), p = softmax(teacher · headᵀ), s = soft_weight. No gradient reaches
+    head, weights or teacher.
+
+    hidden_RD, head_VD and teacher_RD have one dtype; label_R is i64 without IGNORED, weight_R f32.
+    The results are the loss, an f32 scalar, and the argmax of q, i64[R]. Raises ValueError on a
+    soft_weight without teacher_RD.
     """
     if soft_weight and teacher_RD is None:
         raise ValueError("got a soft_weight without the target's features: soft labels need them")
@@ -101,8 +106,11 @@ def trained_head_cross_entropy(
     teacher_VD: Tensor,
     soft_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """As `head_cross_entropy`, for a head that learns too; p = softmax(teacher · teacher_VDᵀ), the
-    target's own head. A chunk's logits are made again for its backward pass, never all kept."""
+    """Returns what `head_cross_entropy` does, for a head that learns too.
+
+    p = softmax(teacher · teacher_VDᵀ), where teacher_VD is the target's own head. Logits are
+    computed again for the backward pass, chunk by chunk, so that they are never all in memory.
+    """
 
     def chunk(rows: slice) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden_RD[rows], head_VD).float()
@@ -113,8 +121,8 @@ def trained_head_cross_entropy(
         return (losses_R * weight_R[rows]).sum(), logits.argmax(-1)
 
     loss, guess_R = hidden_RD.new_zeros((), dtype=torch.float32), torch.empty_like(label_R)
-    # chunks larger than CHUNK_ROWS, because each adds a [V, D] gradient; one at least, so that the
-    # head has a gradient without rows too
+    # Chunks are larger than CHUNK_ROWS, because each one adds a [V, D] gradient. There is always
+    # one, so that the head has a gradient even if there are no rows.
     for start in range(0, max(len(hidden_RD), 1), 4 * CHUNK_ROWS):
         rows = slice(start, start + 4 * CHUNK_ROWS)
         part, guess_R[rows] = checkpoint(chunk, rows, use_reentrant=False)
@@ -123,6 +131,11 @@ def trained_head_cross_entropy(
 
 
 def feature_regression(predicted_RD: Tensor, feature_RD: Tensor, weight_R: Tensor) -> Tensor:
-    """sum_r weight_r · SmoothL1(f̂_r, f_r), averaged over D as EAGLE does; float32 scalar."""
-    losses = F.smooth_l1_loss(predicted_RD.float(), feature_RD.float(), reduction="none").mean(-1)
-    return (losses * weight_R).sum()
+    """Returns EAGLE's regression loss of predicted features, an f32 scalar.
+
+    loss = Σ_r weight_r · mean over D of SmoothL1(f̂_r, f_r). No gradient reaches feature_RD: in
+    joint training the target would otherwise move its features towards the drafter's.
+    """
+    feature_RD = feature_RD.detach().float()
+    losses_R = F.smooth_l1_loss(predicted_RD.float(), feature_RD, reduction="none").mean(-1)
+    return (losses_R * weight_R).sum()

@@ -1,11 +1,11 @@
-"""Medusa: K heads on the target's final hidden state, each guessing one token ahead of the last.
+"""Defines Medusa: K heads on the target's final hidden state, each guessing one token further.
 
-    p^(k)_t = softmax(W2^(k) · (SiLU(W1^(k) h_t) + h_t)),  k = 1 … K,
+    q^(k)_t = softmax(W2^(k) · (SiLU(W1^(k) h_t) + h_t)),  k = 1 … K,
+    L = Σ_k λ_k · mean[−log q^(k)_t(y_{t+k+1})],  λ_k = decay^k
 
-guesses token t + k + 1: the target's own head has given token t + 1, so that head k is guess k − 1
-elsewhere in this code. W1 starts at zero; W2 is the target's LM head, frozen and shared, or a copy
-of it that learns. L = Σ_k λ_k · mean[−log p^(k)_t(y_{t+k+1})], λ_k = decay^k. Knows nothing of
-files, optimisers or engines.
+Head k guesses token t + k + 1, because the target's own head has given token t + 1; elsewhere in
+this code it is guess k − 1. W1 starts at 0. W2 is the target's LM head, frozen and shared, or a
+copy of it that learns.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ from spec_export.graphs.trace import GraphInput, export
 
 @dataclass(frozen=True)
 class Config:
-    """`num_heads` K heads of `num_layers` residual blocks; `heads` says whose output head they use.
-    They read the final feature alone: `taps` stays empty."""
+    """The settings of Medusa.
+
+    There are `num_heads` K heads of `num_layers` residual blocks. `heads` is "shared" (the target's
+    LM head) or "own" (a trained copy for each). They read the final feature alone: `taps` stays
+    empty. `soft_weight` is the share of the target's distribution in the labels.
+    """
 
     num_heads: int = 4
     num_layers: int = 1
@@ -52,7 +56,7 @@ class Config:
 
 
 class Drafter(HeadsDrafter):
-    """The trainable part: the blocks, and the output heads if they are its own."""
+    """The trained part: the residual blocks, and the output heads if it has its own."""
 
     config: Config
 
@@ -74,28 +78,30 @@ class Drafter(HeadsDrafter):
         return self.blocks_of(feature_NF[:, : self.dims.hidden_size])
 
     def blocks_of(self, hidden_ND: Tensor) -> Tensor:
-        """Every head's blocks on the same rows [N, D]: [N, K, D]."""
+        """Runs every head's blocks on the same rows [N, D]; returns [N, K, D]."""
         return torch.stack([block(hidden_ND) for block in self.blocks], dim=-2)
 
     def runtime_config(self) -> dict[str, Any]:
-        """What the manifest says; the proposer needs none of it."""
+        """Returns what the manifest says; the proposer needs none of it."""
         config = self.config
         return {"num_guesses": config.num_heads, "taps": list(config.taps), "top_k": config.top_k}
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
-        """The drafter's graph "drafter", stateless.
+        """Returns the stateless graph "drafter".
 
-        Input features f32[1, D] of the last committed position; outputs guess_ids i64[K, C],
-        guess_log_probs f32[K, C].
+        Its input is features f32[1, D] of the last committed position; its outputs are guess_ids
+        i64[K, C] and guess_log_probs f32[K, C].
         """
         features = GraphInput("features", torch.zeros(1, self.dims.hidden_size), {})
         outputs = ["guess_ids", "guess_log_probs"]
-        return {"drafter": export(_Graph(self), [features], outputs, "medusa")}
+        return {"drafter": export(_DrafterGraph(self), [features], outputs, "medusa")}
 
 
-class _Graph(nn.Module):
+class _DrafterGraph(nn.Module):
+    """The graph "drafter": all heads on one feature row, top-k guesses out."""
+
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.drafter = drafter

@@ -1,18 +1,19 @@
-"""ParallelSpec: one small transformer guesses K+1 tokens in one pass through K trained [MASK]
-embeddings.
+"""Defines ParallelSpec: a small transformer guesses K+1 tokens in one pass, through K trained
+[MASK] embeddings.
 
-A *parallel group* is one real row and the K mask rows behind it. Rows follow the runtime's feed:
-real row t carries the feature of position t and the embedding of token t+1, sits at position t and
-guesses token t+2 (the token after the root); mask row k of its group sits at position t+k, sees the
-real rows up to t and its own group's masks 1 … k, and guesses token t+2+k:
+A *parallel group* is one real row and the K mask rows behind it. Real row t reads the feature of
+position t and the embedding of token t+1, is at position t and guesses token t+2, the token after
+the root. Mask row k of its group is at position t+k, sees the real rows up to t and its own group's
+masks 1 … k, and guesses token t+2+k:
 
     t = 2, K = 2        real0 real1 real2 real3 | mask1 mask2
     mask1 (position 3)    x     x     x     .   |   x     .
     mask2 (position 4)    x     x     x     .   |   x     x
 
-Styles (section 4 of the paper): *medusa*, L = −log q(y_0) − Σ_k λ_k log q(y_k), λ_k = decay^k;
-*eagle*, L = Σ_k [w_reg · SmoothL1(f_k, f̂_k) + w_cls · CE(LM_head(f̂_k), y_k)]. Knows nothing of
-files, optimisers or engines.
+There are two styles (section 4 of the paper), each guess's loss being a mean over its rows:
+
+    medusa:  L = −log q(y_0) − Σ_{k≥1} λ_k log q(y_k),  λ_k = decay^k
+    eagle:   L = Σ_{k≥0} [w_reg · SmoothL1(f_k, f̂_k) + w_cls · CE(LM_head(f̂_k), y_k)]
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ MASK_FEATURES = ("zero", "anchor")
 
 @dataclass(frozen=True)
 class Config:
-    """`num_masks` K masks give K+1 guesses; `taps` are extra target layers read beside the final
-    feature. `mask_feature`: what mask rows read in its place, nothing or the feature of the row
-    their group is anchored at, which learns sooner."""
+    """The settings of ParallelSpec.
+
+    `num_masks` K masks give K+1 guesses. `taps` are target layers that are read beside the final
+    feature. `mask_feature` is what mask rows read in place of a feature: "zero", nothing, or
+    "anchor", the feature of their group's real row, with which the drafter learns sooner.
+    `anchor_fraction` is the share of labelled rows that get a group in a training step.
+    """
 
     num_masks: int = 4
     style: str = "medusa"
@@ -91,8 +96,7 @@ class Config:
 
 
 class Drafter(DrafterBase):
-    """The trainable part; the target's embedding and (trimmed) LM head are borrowed, frozen and
-    never saved."""
+    """The trained part: masks, fc, layers and norm; see DrafterBase for what it borrows."""
 
     is_one_pass = True
     config: Config
@@ -118,8 +122,8 @@ class Drafter(DrafterBase):
         for layer in self.layers:
             layer.load_target_layer(ends.last_layer)
         if num_chunks > 1:
-            # the drafter starts as "the feature stays as it is", from where the head makes sense of
-            # what it writes
+            # before training the drafter predicts that the feature does not change, which the LM
+            # head can read
             for layer in self.layers:
                 layer.start_as_identity()
             if config.style == "eagle":
@@ -131,8 +135,8 @@ class Drafter(DrafterBase):
     # ---- rows ------------------------------------------------------------------------------------
 
     def input_rows(self, embedding: Tensor, feature: Tensor | None) -> Tensor:
-        """Layer input [..., D] from embedding [..., D] and feature [..., F] (zeros on mask
-        rows)."""
+        """Returns the layers' input [..., D] from embedding [..., D] and feature [..., F], which
+        may be 0 on mask rows."""
         if self.config.inputs == "tokens":
             return embedding
         assert feature is not None, "features+tokens needs features"
@@ -142,8 +146,10 @@ class Drafter(DrafterBase):
         return normed.flatten(-2) @ self.fc
 
     def mask_rows(self, feature: Tensor | None, anchor_BA: Tensor) -> Tensor:
-        """Layer input of the mask rows of the groups anchored at rows anchor_BA of feature
-        [B, T-1, F], [B, A, K, D]."""
+        """Returns the layers' input of mask rows, [B, A, K, D].
+
+        Their groups are anchored at the real rows anchor_BA i64 of feature [B, T-1, F].
+        """
         shape = (*anchor_BA.shape, self.config.num_masks, -1)
         if feature is None or self.config.mask_feature == "zero":
             width = self.num_features * self.dims.hidden_size
@@ -154,8 +160,8 @@ class Drafter(DrafterBase):
         return self.input_rows(self.mask_embed.expand(shape), anchors.expand(shape))
 
     def output_rows(self, hidden: Tensor) -> Tensor:
-        """What the shared head reads, [..., D]: normed (medusa) or the predicted feature itself
-        (eagle)."""
+        """Returns what the shared head reads, [..., D]: the normed row (medusa) or the predicted
+        feature itself (eagle)."""
         if self.config.style == "eagle":
             return hidden
         return F.rms_norm(
@@ -165,8 +171,8 @@ class Drafter(DrafterBase):
     # ---- group-wise parallel training ------------------------------------------------------------
 
     def hidden_rows(self, batch: Batch, anchor_BA: Tensor) -> tuple[Tensor, Tensor]:
-        """Last hidden states of the real rows [B, T-1, D] and of the groups anchored at row
-        anchor_BA, [B, A, K, D]."""
+        """Returns the last hidden states of the real rows, [B, T-1, D], and of the mask rows of the
+        groups anchored at the real rows anchor_BA, [B, A, K, D]."""
         K = self.config.num_masks
         embedding = self.embed_VD[batch.token_BT[:, 1:]]
         feature = None if batch.feature_BTF is None else batch.feature_BTF[:, :-1]
@@ -203,8 +209,11 @@ class Drafter(DrafterBase):
         visible_BAR: Tensor,
         group_KK: Tensor,
     ) -> Tensor:
-        """Attention of mask rows q [B,A,K,H,Dh] over real keys [B,G,R,Dh] and their own group's
-        [B,A,K,G,Dh]."""
+        """Returns the attention [B,A,K,H*Dh] of mask rows q [B,A,K,H,Dh] over real keys and values
+        [B,G,R,Dh] and those of their own group, k and v [B,A,K,G,Dh].
+
+        visible_BAR says which real rows a group sees, group_KK which masks a mask sees.
+        """
         B, A, K, H, Dh = q.shape
         G = real_k.shape[1]
         q = q.unflatten(-2, (G, H // G)) * Dh**-0.5  # heads h of one key/value head g
@@ -222,8 +231,8 @@ class Drafter(DrafterBase):
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss of a batch and, per guess k, `correct_K` and `count_K` (top-1 accuracy's
-        numerator, denominator).
+        """Returns the mean loss of a batch, f32 scalar, and each guess's top-1 hits `correct_K` and
+        labelled rows `count_K`, i64[K+1].
 
         Positions without a label (past the end, a prompt token, or a token outside the draft
         vocabulary) are ignored. Groups are anchored at a random `anchor_fraction` of the labelled
@@ -273,8 +282,8 @@ class Drafter(DrafterBase):
     def _choose_anchors(
         self, has_label_BR: Tensor, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor]:
-        """Row indices [B, A] of the groups' anchors, and which of them are real (rows short of
-        anchors are padded)."""
+        """Returns the row indices i64[B, A] of the groups' anchors, and bool[B, A], False where a
+        sequence has fewer than A anchors and the index is padding."""
         fraction = self.config.anchor_fraction
         score = torch.rand(has_label_BR.shape, generator=generator).to(has_label_BR.device)
         score = torch.where(has_label_BR, score, -1.0)
@@ -285,8 +294,8 @@ class Drafter(DrafterBase):
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
-        """Top guesses at every real row: token ids i64 and log-probabilities f32, both [B, T-1,
-        K+1, top_k]."""
+        """Returns the top guesses at every real row: token ids i64 and log-probabilities f32, both
+        [B, T-1, K+1, top_k]."""
         B, T = batch.token_BT.shape
         anchor_BA = torch.arange(T - 1, device=batch.token_BT.device).expand(B, T - 1)
         real, masks = self.hidden_rows(batch, anchor_BA)
@@ -296,7 +305,7 @@ class Drafter(DrafterBase):
     # ---- export ----------------------------------------------------------------------------------
 
     def runtime_config(self) -> dict[str, Any]:
-        """What the proposer must know: see `spec_runtime/proposers/heads.py`."""
+        """Returns what the proposer reads: see `spec_runtime/proposers/heads.py`."""
         return {
             "inputs": self.config.inputs,
             "mask_feature": self.config.mask_feature,
@@ -311,11 +320,11 @@ class Drafter(DrafterBase):
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
-        """The drafter's graph "drafter", contiguous form.
+        """Returns the graph "drafter" in the contiguous form.
 
-        Inputs input_ids i64[1,N] (mask k as mask_token_base + k − 1), features f32[1,N,F] (not with
-        inputs = "tokens"), position_ids, mask, logit_rows i64[M], the cache inputs; outputs
-        guess_ids i64[M,C], guess_log_probs f32[M,C].
+        Its inputs are input_ids i64[1,N] (mask k is id mask_token_base + k − 1), features
+        f32[1,N,F] (not with inputs = "tokens"), position_ids, mask, logit_rows i64[M] and the
+        caches; its outputs guess_ids i64[M,C], guess_log_probs f32[M,C] and the caches.
         """
         config = replace(target, num_layers=self.config.layers, taps=())
         inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
@@ -325,19 +334,18 @@ class Drafter(DrafterBase):
             inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, width), {1: "N"}))
         caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
         outputs = ["guess_ids", "guess_log_probs", *caches]
-        return {"drafter": export(_Graph(self, config), inputs, outputs, "parallelspec")}
+        return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "parallelspec")}
 
 
-class _Graph(nn.Module):
-    """The drafter as the runtime runs it: one chain of rows over a cache, top-k guesses out."""
+class _DrafterGraph(nn.Module):
+    """The graph "drafter": one chain of rows over a cache, top-k guesses out."""
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__()
         self.drafter = drafter
         self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
         if drafter.num_features:
-            # the chunks' gains are folded into fc, so that the graph norms all chunks with one
-            # operator
+            # the gains are folded into fc, so that one operator norms all chunks
             self.fc = decoder.Projection(
                 (drafter.input_norm.reshape(-1, 1) * drafter.fc).detach().t()
             )
@@ -356,7 +364,9 @@ class _Graph(nn.Module):
         if feature is not None:
             chunks = torch.cat((feature, x), -1).view(1, -1, drafter.num_features + 1, D)
             x = self.fc(self.unit_norm(chunks).view(1, -1, (drafter.num_features + 1) * D))
-        step = decoder.Step(position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin)
+        step = decoder.SharedInputs(
+            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
+        )
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)

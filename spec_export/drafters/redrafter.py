@@ -1,15 +1,15 @@
-"""ReDrafter: a recurrent network over the draft, read beside the target's feature, searched by
-beams.
+"""Defines ReDrafter: a recurrent network over the draft, read beside the target's feature.
 
     s_0 = 0,  s_{k+1} = SiLU(W e(x̂_{t+1+k}) + U s_k + b)
     z = P · [h_t; s_{k+1}],  z ← z + SiLU(V_l z + c_l),  l = 1 … num_layers
     q(x_{t+2+k}) = softmax(LM_head(norm(z)))
 
-x̂_{t+1} is the root, later x̂ are guesses (true tokens while training); all levels share all
-weights. The beam has `max_width` paths; it grows as a tree, so that equal prefixes are one node,
-and the tree's best nodes are drafted, beams that ended early among them. The published heads own
-their output matrix; this one shares the target's, P leads to its width, and it starts as the
-target's own head (P picks h_t, V is zero). Knows nothing of files, optimisers or engines.
+x̂_{t+1} is the root, later x̂ are guesses (true tokens in training). All levels share all weights.
+The drafts are searched by beams of `max_width` paths. The beam grows as a tree, so that equal
+prefixes are one node, and the tree's best nodes are drafted, beams that ended early among them.
+
+The published heads own their output matrix; this one shares the target's, and P leads to its width.
+It starts as the target's own head: P picks h_t, and V is 0.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
 
 @dataclass(frozen=True)
 class Config(SequentialConfig):
-    """`num_guesses` levels; `max_width` is the beam's width; `num_layers` residual layers in the
-    head."""
+    """The settings of ReDrafter: `num_guesses` levels, a beam of `max_width` paths, and
+    `num_layers` residual layers in the head."""
 
     num_layers: int = 2
 
@@ -38,7 +38,7 @@ class Config(SequentialConfig):
 
 
 class Drafter(SequentialDrafter):
-    """The trainable part; see DrafterBase. State: [P's share of h_t ; s]."""
+    """The trained part; the state is [P's share of h_t ; s]."""
 
     config: Config
 

@@ -1,9 +1,9 @@
-"""Semi-autoregressive drafting: the target's feature once a step, a tiny language model over the
-draft tokens.
+"""Defines semi-autoregressive drafting: a tiny language model over the draft tokens, beside the
+target's feature, which is read once a step.
 
     q(d_{j+1} | w_≤i, d_≤j) = q0(d_{j+1} | h_p(w_≤i), h_q(d_≤j)),  j ≥ 1
 
-d_1 is the root w_{i+1}, so that guess k (from 0) has j = k + 1. h_q, by `kind`:
+d_1 is the root w_{i+1}, so that guess k, from 0, has j = k + 1. `kind` chooses h_q:
 
 - *fixed_attention*: Σ_l α_l MLP(e(d_l)) / Σ_l α_l, α_l = sigmoid(a_l) learnable, MLP two layers of
   d/2 neurons with SiLU after both; width d/2.
@@ -11,32 +11,37 @@ d_1 is the root w_{i+1}, so that guess k (from 0) has j = k + 1. h_q, by `kind`:
 - *transformer*: `layers` decoder layers over d_≤j, width d; with none of them h_q = e(d_j).
 
 The head q0 is W3ᵀ SiLU([W_pᵀ h_p ; W_qᵀ h_q]) + b3 with W_p ∈ R^{d×1024}, W3 ∈ R^{2048×V}
-(`head = "own"`). `head = "shared"` is not the paper's: W3 leads back to width d, then a norm and
-the target's own head, frozen, which keeps the file of a small target small.
-Loss: Σ_k mean −log q0, the target frozen ("separate"; the paper's mean over all tokens but for
-the weight of the last few). Knows nothing of files, optimisers or engines.
+(`head = "own"`). `head = "shared"` is not the paper's: W3 leads back to width d, then come a norm
+and the target's own frozen head, which keeps the file of a small target small.
+
+    L = Σ_k mean[−log q0(token of guess k)]
+
+This is the paper's mean over all tokens but for the weight of the last few. With a frozen target it
+is the paper's "separate" training.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from spec_export.drafters.heads import HEADS
 from spec_export.drafters.layers import DecoderLayer, TargetEnds, rotate
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
 
 KINDS = ("fixed_attention", "lstm", "rnn", "transformer")
-HEADS = ("own", "shared")
-CHUNK_ROWS = 1024  # logits of so many rows are in memory at once
+CHUNK_ROWS = 1024  # rows whose logits are in memory at once
 
 
 @dataclass(frozen=True)
 class Config(SequentialConfig):
-    """`kind` of h_q, `layers` if it is a transformer; `head_width` columns each of W_p and W_q."""
+    """The settings: the `kind` of h_q, its `layers` if it is a transformer, whose `head` q0 is, and
+    `head_width` columns each of W_p and W_q."""
 
     num_guesses: int = 3
     kind: str = "fixed_attention"
@@ -60,11 +65,16 @@ class Config(SequentialConfig):
 
 
 def _weight(*shape: int) -> nn.Parameter:
+    """Returns a random matrix that keeps the variance of its input."""
     return nn.Parameter(torch.randn(shape) * shape[0] ** -0.5)
 
 
 class _FixedAttention(nn.Module):
-    """State: Σ_l α_l MLP(e(d_l))."""
+    """h_q by fixed attention; its state is Σ_l α_l MLP(e(d_l)).
+
+    As for every kind of h_q, `forward` takes embeddings x [R, D], the state [R, state_width] and
+    the level i64[1]; it returns h_q [R, width] and the next state.
+    """
 
     def __init__(self, D: int, num_guesses: int) -> None:
         super().__init__()
@@ -82,7 +92,7 @@ class _FixedAttention(nn.Module):
 
 
 class _Rnn(nn.Module):
-    """State: its units."""
+    """h_q by a recurrent network; its state is the units' last output."""
 
     def __init__(self, D: int) -> None:
         super().__init__()
@@ -96,7 +106,10 @@ class _Rnn(nn.Module):
 
 
 class _Lstm(nn.Module):
-    """State: output and cell of each layer. Gates in the order input, forget, cell, output."""
+    """h_q by an LSTM; its state is the output and the cell of each layer.
+
+    The gates are in the order input, forget, cell, output.
+    """
 
     def __init__(self, D: int, num_layers: int = 2) -> None:
         super().__init__()
@@ -120,8 +133,13 @@ class _Lstm(nn.Module):
 
 
 class _Transformer(nn.Module):
-    """State: keys and values of the path, per layer [K, 2, G, Dh]. Position = level."""
+    """h_q by decoder layers; its state is the keys and values of the path, [K, 2, G, Dh] a layer.
 
+    A token's position is its level. Before training a layer passes its input on unchanged, as
+    `DecoderLayer.start_as_identity` explains.
+    """
+
+    layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
     cos: Tensor
     sin: Tensor
     level_K: Tensor
@@ -134,7 +152,8 @@ class _Transformer(nn.Module):
         self.state_width = num_layers * num_guesses * 2 * d.num_kv_heads * d.head_dim
         self.layers = nn.ModuleList(DecoderLayer(d) for _ in range(num_layers))
         for layer in self.layers:
-            layer.load_target_layer(ends.last_layer)  # type: ignore[operator]
+            layer.load_target_layer(ends.last_layer)
+            layer.start_as_identity()
         self.register_buffer("cos", ends.cos[:num_guesses].clone(), persistent=False)
         self.register_buffer("sin", ends.sin[:num_guesses].clone(), persistent=False)
         self.register_buffer("level_K", torch.arange(num_guesses), persistent=False)
@@ -145,7 +164,6 @@ class _Transformer(nn.Module):
         cos, sin = self.cos.index_select(0, level), self.sin.index_select(0, level)
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
             q, k, v = layer.project_qkv(x)
             G, Dh = k.shape[-2:]
             new = torch.stack((rotate(k, cos, sin), v), 1)[:, None]
@@ -162,7 +180,7 @@ class _Transformer(nn.Module):
 
 
 class Drafter(SequentialDrafter):
-    """The trainable part; see DrafterBase. State: [W_pᵀ h_p ; h_q's own]."""
+    """The trained part; the state is [W_pᵀ h_p ; h_q's own state]."""
 
     config: Config
 

@@ -1,11 +1,10 @@
-"""What drafters that run level by level share: paths and loss for teacher-forced training, the top
-of the network, the two graphs.
+"""Provides what drafters that run level by level share: teacher-forced training and two graphs.
 
 Such a drafter makes a state of the target's feature h_t (`start`) and takes it down a path token by
-token (`step`), the root x_{t+1} first; each step guesses the next token. Row t of a batch walks the
-true path x_{t+1} … x_{t+K}, and guess k (from 0) is about token t+2+k. Knows no drafter's network.
+token (`step`), the root x_{t+1} first; each step guesses the next token. In training row t of a
+batch walks the true path x_{t+1} … x_{t+K}, and guess k, from 0, is about token t+2+k.
 
-Inputs are brought to unit root mean square before any weight: an embedding's entries are a hundred
+Inputs are scaled to a root mean square of 1 before any weight: an embedding's entries are a hundred
 times smaller than a feature's, and weights of one size cannot serve both.
 """
 
@@ -27,8 +26,11 @@ from spec_export.graphs.trace import GraphInput, export
 
 @dataclass(frozen=True)
 class SequentialConfig:
-    """`num_guesses` levels K; at most `max_width` nodes of a level are expanded; `soft_weight` is
-    the share of the target's distribution in the labels."""
+    """The fields that all such drafters have.
+
+    There are `num_guesses` levels K; at most `max_width` nodes of a level are expanded;
+    `soft_weight` is the share of the target's distribution in the labels.
+    """
 
     num_guesses: int = 4
     max_width: int = 4
@@ -51,7 +53,7 @@ class SequentialConfig:
 
 
 class SequentialDrafter(DrafterBase):
-    """A subclass says what `start` and `step` do."""
+    """The base of drafters that run level by level; a subclass defines `start` and `step`."""
 
     config: Any  # a SequentialConfig
     ones_D: Tensor
@@ -59,26 +61,27 @@ class SequentialDrafter(DrafterBase):
     def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
         super().__init__(config, ends, draft_token_ids)
         self.register_buffer("ones_D", torch.ones(ends.dims.hidden_size), persistent=False)
-        # the scale of the target's final features, which is what the shared head is used to
 
     # ---- the network -----------------------------------------------------------------------------
 
     def start(self, context_RD: Tensor) -> Tensor:
-        """State f32[R, W] before the root."""
+        """Returns the state f32[R, W] before the root, from features [R, D]."""
         raise NotImplementedError
 
     def step(self, token_R: Tensor, state_RW: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        """One token further: what `logits` reads, [R, …], and the state [R, W] after it. `level`
-        i64[1] is 0 at the root."""
+        """Goes one token further; returns what `logits` reads, [R, …], and the next state [R, W].
+
+        `level` i64[1] is 0 at the root.
+        """
         raise NotImplementedError
 
     def context(self, batch: Batch) -> Tensor:
-        """What `start` reads at rows 0 … T-2, [B, T-1, D]: the target's final features."""
+        """Returns what `start` reads at rows 0 … T-2, [B, T-1, D]: the target's final features."""
         assert batch.feature_BTF is not None, "no features"
         return batch.feature_BTF[:, :-1, : self.dims.hidden_size]
 
     def path_rows(self, context_RD: Tensor, token_RK: Tensor) -> Tensor:
-        """What `logits` reads along each row's path, [R, K, …]."""
+        """Returns what `logits` reads along each row's path, [R, K, …]."""
         state, rows = self.start(context_RD), []
         for k, token_R in enumerate(token_RK.unbind(1)):
             row, state = self.step(token_R, state, torch.tensor([k], device=token_R.device))
@@ -86,31 +89,35 @@ class SequentialDrafter(DrafterBase):
         return torch.stack(rows, 1)
 
     def logits(self, rows: Tensor) -> Tensor:
-        """Over the draft vocabulary, [..., Vd]: the target's own head, frozen."""
+        """Returns logits over the draft vocabulary, [..., Vd], by the target's own frozen head."""
         return F.linear(rows, self.head_VD.to(rows.dtype))
 
     def head_loss(
         self, rows: Tensor, label_R: Tensor, weight_R: Tensor, teacher_RD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See losses.head_cross_entropy."""
+        """Returns loss and guesses of rows [R, D]; see losses.head_cross_entropy."""
         teacher_RD, head_VD = teacher_RD.to(rows.dtype), self.head_VD.to(rows.dtype)
         return head_cross_entropy(
             rows, head_VD, label_R, weight_R, teacher_RD, self.config.soft_weight
         )
 
     def unit(self, x: Tensor) -> Tensor:
-        """x [..., D] in float32 with a root mean square of 1."""
+        """Returns x [..., D] in float32, scaled to a root mean square of 1."""
         return F.rms_norm(x.float(), self.ones_D.shape, self.ones_D, self.dims.norm_eps)
 
     def unit_embedding(self, token: Tensor) -> Tensor:
-        """Of tokens i64[...], [..., D]."""
+        """Returns the embeddings of tokens i64[...], scaled to a root mean square of 1:
+        f32[..., D]."""
         # quantize.py reads embedding tables by indices [1, N]
         return self.unit(F.embedding(token[None], self.embed_VD))[0]
 
     # ---- training --------------------------------------------------------------------------------
 
     def paths(self, batch: Batch) -> Tensor:
-        """The tokens each row walks, i64[B, T-1, K]: t+1 … t+K, 0 past the end."""
+        """Returns the tokens that each row walks, i64[B, T-1, K]: t+1 … t+K, 0 past the end.
+
+        Tokens 5 6 7 with K = 2: [[6, 7], [7, 0]].
+        """
         K = self.config.num_guesses
         return F.pad(batch.token_BT, (0, K))[:, 1:].unfold(1, K, 1)[
             :, : batch.token_BT.shape[1] - 1
@@ -119,11 +126,11 @@ class SequentialDrafter(DrafterBase):
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Σ_k of guess k's mean cross-entropy; `correct_K` and `count_K` (top-1 hits, labelled
-        guesses).
+        """Returns Σ_k of guess k's mean cross-entropy, f32 scalar, and each guess's top-1 hits
+        `correct_K` and labelled rows `count_K`, i64[K].
 
-        A guess counts wherever it has a label: the tokens before it are given, so it does not
-        matter whether they have one.
+        A guess counts wherever it has a label, even if the tokens before it have none: these are
+        given.
         """
         label_BRK = self.labels(batch, self.config.num_guesses)
         b, t = (label_BRK != IGNORED).any(-1).nonzero(as_tuple=True)
@@ -142,25 +149,23 @@ class SequentialDrafter(DrafterBase):
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
-        """Top guesses along every row's true path: token ids i64 and log-probabilities f32, both
-        [B, T-1, K, top_k]."""
+        """Returns the top guesses along every row's true path: token ids i64 and log-probabilities
+        f32, both [B, T-1, K, top_k]."""
         context, paths = self.context(batch), self.paths(batch)
         ids, log_probs = [], []
         pairs = zip(context.flatten(0, 1).split(1024), paths.flatten(0, 1).split(1024), strict=True)
         for context_RD, token_RK in pairs:
-            chosen, values = self._top(self.path_rows(context_RD, token_RK), top_k)
+            logits = self.logits(self.path_rows(context_RD, token_RK))
+            chosen, values = self.top_tokens(logits, top_k)
             ids.append(chosen)
             log_probs.append(values)
         shape = (*paths.shape, top_k)
         return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
 
-    def _top(self, rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        return self.top_tokens(self.logits(rows), top_k)
-
     # ---- export ----------------------------------------------------------------------------------
 
     def runtime_config(self) -> dict[str, Any]:
-        """What the proposer must know: see `spec_runtime/proposers/sequential.py`."""
+        """Returns what the proposer reads: see `spec_runtime/proposers/sequential.py`."""
         return {
             "num_guesses": self.config.num_guesses,
             "max_width": self.config.max_width,
@@ -169,25 +174,28 @@ class SequentialDrafter(DrafterBase):
         }
 
     def traceable(self) -> tuple[Any, Any]:
-        """`start` and `step` as the graphs have them: functions, or modules with weights laid out
-        for running."""
+        """Returns `start` and `step` for the graphs: functions, or modules whose weights are laid
+        out for running."""
         return self.start, self.step
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
-        """Two stateless graphs. "start": features f32[1, D] -> state f32[1, W]. "step": input_ids
-        i64[N], state f32[N, W], level i64[1] -> guess_ids i64[N, C], guess_log_probs f32[N, C],
-        state.out f32[N, W]."""
+        """Returns two stateless graphs.
+
+        "start": features f32[1, D] -> state f32[1, W].
+        "step": input_ids i64[N], state f32[N, W], level i64[1] -> guess_ids i64[N, C],
+        guess_log_probs f32[N, C], state.out f32[N, W].
+        """
         start, step = self.traceable()
         return {"start": self._export_start(start), "step": self._export_step(start, step)}
 
     def _export_start(self, start: Any) -> ir.Model:
         features = GraphInput("features", torch.zeros(1, self.dims.hidden_size), {})
-        return export(_Start(start), [features], ["state"], "start")
+        return export(_StartGraph(start), [features], ["state"], "start")
 
     def _export_step(self, start: Any, step: Any) -> ir.Model:
-        N = 5  # see GraphInput: any size that is no constant
+        N = 5  # an example's size, free in the graph: see GraphInput
         state = start(torch.zeros(N, self.dims.hidden_size)).detach()
         inputs = [
             GraphInput("input_ids", torch.zeros(N, dtype=torch.int64), {0: "N"}),
@@ -195,10 +203,12 @@ class SequentialDrafter(DrafterBase):
             GraphInput("level", torch.zeros(1, dtype=torch.int64), {}),
         ]
         outputs = ["guess_ids", "guess_log_probs", "state.out"]
-        return export(_Step(self, step), inputs, outputs, "step")
+        return export(_StepGraph(self, step), inputs, outputs, "step")
 
 
-class _Start(nn.Module):
+class _StartGraph(nn.Module):
+    """The graph "start": one feature row in, its state out."""
+
     def __init__(self, start: Any) -> None:
         super().__init__()
         self.start = start
@@ -207,11 +217,14 @@ class _Start(nn.Module):
         return (self.start(feature_1D),)
 
 
-class _Step(nn.Module):
+class _StepGraph(nn.Module):
+    """The graph "step": tokens and states in, top-k guesses and next states out."""
+
     def __init__(self, drafter: SequentialDrafter, step: Any) -> None:
         super().__init__()
         self.drafter, self.step = drafter, step
 
     def forward(self, token_N: Tensor, state_NW: Tensor, level: Tensor) -> tuple[Tensor, ...]:
         rows, state_NW = self.step(token_N, state_NW, level)
-        return (*self.drafter._top(rows, self.drafter.config.top_k), state_NW)
+        drafter = self.drafter
+        return (*drafter.top_tokens(drafter.logits(rows), drafter.config.top_k), state_NW)

@@ -1,23 +1,23 @@
-"""Skip-layer: the target's first E layers draft for all of them (early exit).
+"""Defines skip-layer drafting: the target's first E layers draft for all of them (early exit).
 
-    q(y | x_≤p) = softmax(head · g(x^E_p)),   g(x) = n or n + SiLU(n W) with n = RMSNorm(x),
+    q(y | x_≤i) = softmax(head · g(x^E_i)),   g(x) = n or n + SiLU(n W) with n = RMSNorm(x),
+    L = mean[(1−s) · CE(q, token) + s · CE(q, p)]
 
-x^E_p what comes out of layer E at position p. In this code's rows, guess k of row t is read at
-position t + 1 + k: every guess is the same function, one token on. Norm and W are all that learns;
-the loss is the mean of (1−s) · CE(q, token) + s · CE(q, p), p the target's distribution.
+x^E_i is the output of layer E at position i, and p is the target's distribution. In this code's
+rows, guess k of row t is read at position t + 1 + k: every guess is the same function, one token
+on. Only the norm and W learn.
 
-With `exit_layers`, meant for joint training, it is LayerSkip's early-exit loss, whose gradient
-teaches the target to be done earlier:
+With `exit_layers`, meant for joint training, the loss is LayerSkip's early-exit loss, whose
+gradient teaches the target to be done earlier:
 
-    L_t = Σ_{l ∈ C_t} e(l) · CE_l / Σ_{l ∈ C_t} e(l),   e(l) = Σ_{i<l} i = l(l−1)/2,
+    L_t = Σ_{l ∈ C_t} e(l) · CE_l / Σ_{l ∈ C_t} e(l),   e(l) = Σ_{i<l} i = l(l−1)/2
 
-CE_l the loss above read behind layer l through the same g, C_t the exits on at optimiser step t: E
-always, of the others every R-th, rotating. The paper's sum takes the last layer in as one more
-exit; here that share is [joint]'s backbone_weight : drafter_weight, in which the paper's common
-scale of all e(l) is contained. The paper lets E rotate with the rest.
+CE_l is the loss above, read behind layer l through the same g. C_t are the exits of optimiser step
+t: E always, and every R-th of the others in rotation. The paper's sum has the last layer as one
+more exit; here that share is [joint]'s backbone_weight : drafter_weight, in which the paper's
+common scale of all e(l) is contained. In the paper E rotates with the others.
 
-Its graph holds the target's own layers, so it is made from the backbone as the bundle has it. Knows
-nothing of files, optimisers or engines.
+The graph holds the target's own layers, so it is made from the backbone that the bundle has.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
 from spec_export.drafters.losses import IGNORED, head_cross_entropy
 from spec_export.graphs.trace import export, step_inputs
 
-HEADS = ("target", "trained")
+EXIT_HEADS = ("target", "trained")
 
 
 @dataclass(frozen=True)
 class Config:
-    """`layers` E of the target run a level, at most `num_guesses` levels of `max_width` nodes.
-    `head`: target (behind its norm, whose scale alone learns) or trained (a residual block
-    more). `exit_layers`: exits trained besides E, every `exit_every`-th of them a step (R)."""
+    """The settings of skip-layer drafting.
+
+    The first `layers` E of the target run for each level, for at most `num_guesses` levels of
+    `max_width` nodes. `head` is "target" (the target's head behind a norm, whose scale alone
+    learns) or "trained" (a residual block more). `exit_layers` are exits that are trained besides
+    E, every `exit_every`-th (R) of them in a step.
+    """
 
     layers: int = 8
     head: str = "trained"
@@ -55,8 +59,8 @@ class Config:
     exit_every: int = 1
 
     def __post_init__(self) -> None:
-        if self.head not in HEADS:
-            raise ValueError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
+        if self.head not in EXIT_HEADS:
+            raise ValueError(f"got head {self.head!r}, expected one of {', '.join(EXIT_HEADS)}")
         if min(self.layers, self.num_guesses, self.max_width, self.top_k) < 1:
             raise ValueError(
                 f"got layers {self.layers}, num_guesses {self.num_guesses}, max_width "
@@ -77,15 +81,16 @@ class Config:
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """What training reads; the graph computes it."""
+        """Returns the target layers whose outputs training reads; the graph computes its own."""
         return (self.layers, *self.exit_layers)
 
 
 class Drafter(DrafterBase):
-    """The trainable part: the norm's scale, and the block."""
+    """The trained part: the norm's scale, and the residual block."""
 
+    shares_target_cache = True
     config: Config
-    optimizer_step = 0  # t; joint training counts it
+    optimizer_step = 0  # t of the module docstring; joint training sets it
 
     def __init__(
         self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
@@ -96,21 +101,21 @@ class Drafter(DrafterBase):
             self.block = ResidualBlock(ends.dims.hidden_size)
 
     def head_rows(self, exit_rows: Tensor) -> Tensor:
-        """g: [..., D] -> [..., D]."""
+        """Returns g of the rows [..., D]."""
         normed = F.rms_norm(exit_rows, (self.dims.hidden_size,), self.norm, self.dims.norm_eps)
         return self.block(normed) if self.config.head == "trained" else normed
 
     def _rows(self, batch: Batch) -> tuple[Tensor, dict[int, Tensor]]:
-        """The target's final feature, and what comes out of each tapped layer, at positions 1 …
-        T-1: [B, T-1, D] each."""
+        """Returns the target's final feature, and the output of each tapped layer, at positions
+        1 … T-1: [B, T-1, D] each."""
         assert batch.feature_BTF is not None, "it reads the target's layers"
         final, *exits = batch.feature_BTF[:, 1:].float().split(self.dims.hidden_size, dim=-1)
         return final, dict(zip(self.config.taps, exits, strict=True))
 
     def exit_shares(self) -> dict[int, float]:
-        """The exits of this step, E first, and their shares of the loss.
+        """Returns the exits of this step, E first, and their shares of the loss.
 
-        E = 2 and exit_layers (3, 4), one a step: {2: 1/4, 3: 3/4}, then {2: 1/7, 4: 6/7}.
+        With E = 2 and exit_layers (3, 4), one a step: {2: 1/4, 3: 3/4}, then {2: 1/7, 4: 6/7}.
         """
         c = self.config
         active = [c.layers, *c.exit_layers[self.optimizer_step % c.exit_every :: c.exit_every]]
@@ -122,7 +127,8 @@ class Drafter(DrafterBase):
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of a batch and, per guess k, `correct_K` and `count_K`: the rows that far in."""
+        """Returns the loss of a batch, f32 scalar, and each guess's top-1 hits `correct_K` and
+        labelled rows `count_K`, i64[K]: guess k counts the rows from k on."""
         final_BRD, exits = self._rows(batch)
         label_BR = self.labels(batch, 1)[..., 0]
         keep_BR = label_BR != IGNORED
@@ -142,7 +148,7 @@ class Drafter(DrafterBase):
             loss = loss + part
             hits.append(top_N == label_N)
         hit_BR = torch.zeros_like(keep_BR)
-        hit_BR[keep_BR] = hits[0]  # of E
+        hit_BR[keep_BR] = hits[0]  # those of exit E
         starts = range(self.config.num_guesses)
         correct_K = torch.stack([hit_BR[:, k:].sum() for k in starts])
         return loss, {
@@ -152,8 +158,8 @@ class Drafter(DrafterBase):
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
-        """Top guesses at every row: token ids i64 and log-probabilities f32, both [B, T-1, K,
-        top_k]; zeros past the end."""
+        """Returns the top guesses at every row: token ids i64 and log-probabilities f32, both
+        [B, T-1, K, top_k]; zeros past the end."""
         at_exit_BRD = self._rows(batch)[1][self.config.layers]
         ids, log_probs = self.top_guesses(at_exit_BRD, self.head_rows, top_k)
         K = self.config.num_guesses
@@ -162,7 +168,7 @@ class Drafter(DrafterBase):
         return ids, log_probs
 
     def runtime_config(self) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """Returns what the proposer reads: see `spec_runtime/proposers/skip_layer.py`."""
         c = self.config
         return {
             "layers": c.layers,
@@ -175,8 +181,12 @@ class Drafter(DrafterBase):
     def export_from_target(
         self, backbone: decoder.Backbone, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
-        """The graph "drafter" in the contiguous form: the backbone's inputs with the caches of E
-        layers, outputs guess_ids i64[M, C] and guess_log_probs f32[M, C]."""
+        """Returns the graph "drafter" in the contiguous form.
+
+        Its inputs are the backbone's with the caches of E layers; its outputs guess_ids i64[M, C],
+        guess_log_probs f32[M, C] and the caches. Raises ValueError unless E is less than the
+        target's number of layers.
+        """
         if self.config.layers >= backbone.config.num_layers:
             raise ValueError(
                 f"got layers {self.config.layers}, expected fewer than the target's "
@@ -186,10 +196,12 @@ class Drafter(DrafterBase):
         inputs = step_inputs(config, backbone.dtype, capacity_symbolic)
         caches = [f"{given.name}.out" for given in inputs if given.name.startswith("kv.")]
         outputs = ["guess_ids", "guess_log_probs", *caches]
-        return {"drafter": export(_Graph(self, backbone), inputs, outputs, "skip_layer")}
+        return {"drafter": export(_DrafterGraph(self, backbone), inputs, outputs, "skip_layer")}
 
 
-class _Graph(nn.Module):
+class _DrafterGraph(nn.Module):
+    """The graph "drafter": the target's first E layers, then g and the LM head."""
+
     cos: Tensor
     sin: Tensor
 
@@ -212,7 +224,7 @@ class _Graph(nn.Module):
         perm: Tensor,
         *kv: Tensor,
     ) -> tuple[Tensor, ...]:
-        step = decoder.Step(position_ids, mask, write_index, src, perm, self.cos, self.sin)
+        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, self.cos, self.sin)
         x_ND = self.embedding.embed(input_ids.view(-1))
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):

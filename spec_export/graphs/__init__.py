@@ -1,1 +1,1 @@
-"""Turns modules into ONNX graphs and rewrites them: tracing, cache forms, precisions, TensorRT."""
+"""Turns modules into ONNX graphs and rewrites these: cache forms, precisions, GPUs, TensorRT."""

@@ -1,9 +1,9 @@
-"""What graphs built for a device have besides: tokens chosen, the largest logits and banks, so that
-few numbers cross to the host.
+"""Adds GPU outputs to a graph: argmax, top logits, and buffers that stay on the device ("banks").
 
-A bank is a buffer [R, W] of rows that one graph writes in place and others, or the next run of the
-same one, read: features of the target by the slot of their KV row (R = S), states and hidden rows
-of a drafter by node. Knows outputs' and inputs' names, not what a drafter makes of them.
+They keep the number of values small that are copied to the host. A bank is a buffer [R, W] of
+rows. One graph writes rows in place; others, or the next run of the same graph, read them. Features
+of the target lie in banks by the slot of their KV row (R = S), states and hidden rows of a drafter
+by node.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.graphs.slots import GraphEditor, _dim
+from spec_export.graphs.edit import GraphEditor, fixed_size
 from spec_runtime.bundle import BANK, BANK_ROWS, FEATURE_ROWS, STATE_ROWS
 from spec_runtime.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
 
-MOST_TOP = 128  # logits of a row that add_top keeps
+MOST_TOP = 128  # how many logits of a row add_top keeps
 
 
 def add_argmax(model: ir.Model) -> ir.Model:
-    """Add the output `argmax_ids` i64[M] to a target's graph, in place: the argmax of each row of
-    `logits` f32[M, V], the first of equals; -1 where it is not finite, which hides no NaN."""
+    """Adds the output `argmax_ids` i64[M] to a target's graph, in place, and returns the graph.
+
+    It holds the argmax of each row of `logits` f32[M, V], the first of equal logits, or -1 where
+    the largest logit is not finite, so that the host notices a NaN.
+    """
     graph, edit = model.graph, GraphEditor(model, "argmax")
     logits = next(value for value in graph.outputs if value.name == "logits")
-    assert logits.dtype == ir.DataType.FLOAT, logits  # CUDA's ArgMax has no bfloat16
+    assert logits.dtype == ir.DataType.FLOAT, logits  # CUDA's ArgMax takes no bfloat16
     before = list(graph)[-1]
     (ids,) = edit.add(before, "ArgMax", [logits], axis=1, keepdims=1)
     (best,) = edit.add(before, "GatherElements", [logits, ids], axis=1)
@@ -42,12 +45,15 @@ def add_argmax(model: ir.Model) -> ir.Model:
 
 
 def add_top(model: ir.Model, most: int = MOST_TOP) -> ir.Model:
-    """Add what a sampler mostly needs of each row of `logits` f32[M, V], in place: `top_ids` i64
-    and `top_logits` f32[M, K], the K = `most` largest (all V, if fewer), falling, and `logsumexp`
-    f32[M] of the whole row, which is not finite where a logit is NaN or +inf."""
+    """Adds the outputs that a sampler mostly needs of `logits` f32[M, V], in place.
+
+    `top_ids` i64[M, K] and `top_logits` f32[M, K] are the K = `most` largest logits of each row
+    (all V, if there are fewer), largest first. `logsumexp` f32[M] is over the whole row; it is not
+    finite where a logit is NaN or +inf.
+    """
     graph, edit = model.graph, GraphEditor(model, "top")
     logits = next(value for value in graph.outputs if value.name == "logits")
-    K = min(most, _dim(logits, 1))
+    K = min(most, fixed_size(logits, 1))
     before, last = list(graph)[-1], edit.constant(np.array([1]))
     size = edit.constant(np.array([K]))
     top, ids = edit.add(before, "TopK", [logits, size], axis=1, num_outputs=2)
@@ -73,9 +79,12 @@ def add_top(model: ir.Model, most: int = MOST_TOP) -> ir.Model:
 def write_banks(
     model: ir.Model, outputs: Sequence[str], num_rows: int | str, rows: str = BANK_ROWS
 ) -> ir.Model:
-    """Each of these outputs `X` [N, W], in place, is also written to rows `rows` i64[N] (an input,
-    new if there is none of this name) of the bank `bank.X` [num_rows, W], which comes out as
-    `bank.X.out`; a name's own `.out` is left out."""
+    """Makes a graph also write each of these outputs `X` [N, W] to a bank, in place.
+
+    The bank is the input `bank.X` [num_rows, W] and comes out as `bank.X.out`; if X itself ends in
+    `.out`, that ending is dropped from the bank's name. The input called `rows`, i64[N], says which
+    rows are written; it is added if the graph has none.
+    """
     graph, edit = model.graph, GraphEditor(model, "banks")
     inputs = {value.name: value for value in graph.inputs}
     values = {value.name: value for value in graph.outputs}
@@ -83,8 +92,8 @@ def write_banks(
         value, name = values[output], f"{BANK}{output.removesuffix('.out')}"
         assert value.shape is not None, output
         if rows not in inputs:
-            inputs[rows] = _input(graph, rows, ir.DataType.INT64, [value.shape[0]])
-        bank = inputs.get(name) or _bank(graph, name, value, num_rows)
+            inputs[rows] = edit.add_input(rows, ir.DataType.INT64, [value.shape[0]])
+        bank = inputs.get(name) or _add_bank(edit, name, value, num_rows)
         before = list(graph)[-1]
         (index,) = edit.add(before, "Unsqueeze", [inputs[rows], edit.constant(np.array([1]))])
         (written,) = edit.add(before, "ScatterND", [bank, index, value])
@@ -97,21 +106,25 @@ def write_banks(
 def read_features(
     model: ir.Model, target: ir.Model, taps: Sequence[int] = (), num_rows: int = 1
 ) -> ir.Model:
-    """A drafter's graph with the input `feature_rows` i64[N] instead of `features` [1, N, F] (or
-    [1, F], with N = 1), in place: r >= 0 is row r of the target's banks of the final hidden state
-    and these taps; r < 0 is row -1 - r of the bank of `hidden` [num_rows, F], which an earlier run
-    wrote, or zeros if the graph has no such output."""
+    """Makes a drafter's graph read features from banks, in place.
+
+    The input `feature_rows` i64[N] takes the place of `features` [1, N, F] (or [1, F], with N = 1).
+    A row r >= 0 is row r of the target's banks of the final hidden state and these taps. A row
+    r < 0 is row -1 - r of the bank of `hidden` [num_rows, F], which an earlier run wrote, or zeros
+    if the graph has no such output. Example: rows [7, -1, -3] read slot 7 of the target's banks and
+    rows 0 and 2 of the drafter's own bank.
+    """
     graph, edit = model.graph, GraphEditor(model, "bank_features")
     old = next(value for value in graph.inputs if value.name == "features")
     assert old.shape is not None
     assert old.dtype is not None
-    rows = _input(graph, FEATURE_ROWS, ir.DataType.INT64, [old.shape[-2]])
+    rows = edit.add_input(FEATURE_ROWS, ir.DataType.INT64, [old.shape[-2]])
     kept = {value.name: value for value in target.graph.outputs}
     before, parts = next(iter(graph)), []
     zero, last = (edit.constant(np.array([row])) for row in (0, -1))
     (theirs,) = edit.add(before, "Max", [rows, zero])
     for name in ("features", *(f"taps.{tap}" for tap in taps)):
-        bank = _bank(graph, f"{BANK}{name}", kept[name], "S")
+        bank = _add_bank(edit, f"{BANK}{name}", kept[name], "S")
         parts += edit.add(before, "Gather", [bank, theirs], axis=0)
     read = parts[0] if len(parts) == 1 else edit.add(before, "Concat", parts, axis=1)[0]
     (read,) = edit.add(before, "Cast", [read], to=old.dtype.value)
@@ -136,14 +149,16 @@ def read_features(
 
 
 def read_states(model: ir.Model, num_rows: int) -> ir.Model:
-    """The step graph of a sequential drafter with the input `state_rows` i64[N], rows of the bank
-    of states [num_rows, W], instead of `state` [N, W]; its own states are written there. In
-    place."""
+    """Makes the step graph of a sequential drafter keep its states in a bank, in place.
+
+    The input `state_rows` i64[N], rows of the bank of states [num_rows, W], takes the place of
+    `state` [N, W]; the states that the step makes are written to the same bank.
+    """
     graph, edit = model.graph, GraphEditor(model, "bank_states")
     old = next(value for value in graph.inputs if value.name == "state")
     assert old.shape is not None
-    rows = _input(graph, STATE_ROWS, ir.DataType.INT64, [old.shape[0]])
-    bank = _bank(graph, f"{BANK}state", old, num_rows)
+    rows = edit.add_input(STATE_ROWS, ir.DataType.INT64, [old.shape[0]])
+    bank = _add_bank(edit, f"{BANK}state", old, num_rows)
     (read,) = edit.add(next(iter(graph)), "Gather", [bank, rows], axis=0)
     old.replace_all_uses_with(read)
     graph.inputs.remove(old)
@@ -152,8 +167,10 @@ def read_states(model: ir.Model, num_rows: int) -> ir.Model:
 
 
 def keep_target(model: ir.Model) -> ir.Model:
-    """A target's graph, in the slots form, with its features in banks: that of the token in KV slot
-    s in row s. In place."""
+    """Makes a target's graph, in the slots form, keep its features in banks, in place.
+
+    The feature of the token in KV slot s goes to row s.
+    """
     outputs = [str(value.name) for value in model.graph.outputs]
     features = [name for name in outputs if name == "features" or name.startswith("taps.")]
     return write_banks(model, features, "S", "slots")
@@ -162,9 +179,12 @@ def keep_target(model: ir.Model) -> ir.Model:
 def keep_drafter(
     model: ir.Model, target: ir.Model, config: Mapping[str, Any], scratch: int
 ) -> ir.Model:
-    """Any graph of a drafter with features and states in banks; in place. config: as in its
-    manifest entry; scratch: the most nodes of a given tree."""
-    # the root, its parent, and the nodes expanded of a tree, grown or given
+    """Makes any graph of a drafter keep its features and states in banks, in place.
+
+    target: the target's graph, whose features are read. config: the drafter's, as in its manifest
+    entry. scratch: the most nodes of a tree that is given instead of grown.
+    """
+    # Rows for the root, its parent, and the nodes that are expanded in a tree, grown or given.
     num_rows = 2 + max(scratch, config.get("num_guesses", 1) * config.get("max_width", 1))
     inputs = {value.name for value in model.graph.inputs}
     outputs = {value.name for value in model.graph.outputs}
@@ -177,18 +197,7 @@ def keep_drafter(
     return model
 
 
-def _bank(graph: ir.Graph, name: str, like: ir.Value, num_rows: int | str) -> ir.Value:
+def _add_bank(edit: GraphEditor, name: str, like: ir.Value, num_rows: int | str) -> ir.Value:
+    """Adds an input for a bank whose rows are as wide and of the same type as those of `like`."""
     assert like.dtype is not None
-    return _input(graph, name, like.dtype, [num_rows, _dim(like, 1)])
-
-
-def _input(
-    graph: ir.Graph,
-    name: str,
-    dtype: ir.DataType,
-    shape: Sequence[int | str | ir.SymbolicDim | None],
-) -> ir.Value:
-    """A new input of the graph."""
-    value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
-    graph.inputs.append(value)
-    return value
+    return edit.add_input(name, like.dtype, [num_rows, fixed_size(like, 1)])

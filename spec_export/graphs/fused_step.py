@@ -1,7 +1,8 @@
-"""The fused step: verify, accept and draft as one graph, for one-pass drafters at temperature 0.
+"""Joins verify, accept and draft into one graph, for one-pass drafters at temperature 0.
 
-Around the target's graph and the drafter's (both in the slots form, unchanged) stand small standard
-operators, none of them control flow, so that the step is one captured launch on CUDA:
+The graph of this *fused step* holds the target's graph and the drafter's (both in the slots form,
+unchanged) and, around them, small standard operators. None of these is control flow, so that the
+step is one captured launch on CUDA:
 
 - before the target: positions and tree mask, from the tree and the committed slots;
 - acceptance: y = argmax of each row; a node is right if its token is y of its parent; a path is
@@ -9,10 +10,9 @@ operators, none of them control flow, so that the step is one captured launch on
   ok[n] = not any(A[n, m] and not right[m]); the deepest such node ends the accepted path;
 - before the drafter: the accepted rows (feature, next token), padded to the deepest path there is,
   and the masks behind them;
-- after it: the most probable paths of its guesses, as tree.grow finds them, become the next tree.
+- after it: the most probable paths of its guesses, as trees.grow finds them, become the next tree.
 
-What the next step needs are outputs `state.….out`, which the runtime binds as its inputs. Knows the
-runtime's contract for both graphs; knows no drafter's kind.
+What the next step needs are outputs `state.….out`, which the runtime binds to its inputs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.graphs.slots import GraphEditor, _dim, _remove_dead
+from spec_export.graphs.edit import GraphEditor, fixed_size, remove_dead
 from spec_runtime.bundle import BANK, DRAFT, FEATURE_ROWS
 
-BUFFERS = ("kv.", BANK)
+BUFFERS = ("kv.", BANK)  # prefixes of inputs that are buffers on the device
 
 INT, BOOL, REAL = (kind.value for kind in (ir.DataType.INT64, ir.DataType.BOOL, ir.DataType.FLOAT))
 
@@ -40,21 +40,26 @@ def fuse(
     mask_ids: Sequence[int] = (),
     repeat_feature: bool = False,
 ) -> ir.Model:
-    """The two graphs as one step over trees of N = `num_nodes` nodes; both models are used up.
+    """Returns the two graphs as one step over trees of N = `num_nodes` nodes; both are used up.
 
-    taps, mask_ids, repeat_feature: what the drafter reads, as in its manifest entry. D: the number
-    of guesses, thus the deepest node. State, input `state.X` and output `state.X.out` each:
+    taps, mask_ids and repeat_feature say what the drafter reads, as its manifest entry does. D is
+    the number of guesses and so the depth of the deepest node. Each part of the state is an input
+    `state.X` and an output `state.X.out`:
 
     token i64[N] (-1: no node), parent i64[N], depth i64[N], ancestor bool[N, N] (A above), slot
     i64[N] (where a node's KV row goes), taken bool[S] (slots of committed rows), counts i64[2]
     (committed rows; the first slot that was never used).
 
     KV inputs and outputs are the two graphs' own, the drafter's with `draft.` before the name.
-    Outputs besides: result i64[2D + 4]: the D + 1 emitted tokens (accepted ones, then the bonus)
-    and the D + 1 nodes of their path, both -1 behind the last, whether the path's last node had a
-    child, and the number of drafted nodes; path_features f32[D + 1, F], of these nodes.
+    There are two more outputs. result i64[2D + 4] holds the D + 1 emitted tokens (the accepted
+    ones, then the bonus) and the D + 1 nodes of their path, both filled up with -1, then 1 if the
+    path's last node had a child, and the number of drafted nodes. path_features f32[D + 1, F] are
+    the features of the path's nodes.
 
-    ValueError: fewer than two nodes, or a drafter that does not guess in one pass.
+    Example, D = 2: one drafted token, 7, is accepted at node 3 and the bonus is 9, in a tree of
+    four drafted nodes where node 3 has a child: result = [7, 9, -1, 0, 3, -1, 1, 4].
+
+    Raises ValueError for fewer than two nodes, or a drafter that does not guess in one pass.
     """
     if num_nodes < 2:
         raise ValueError(f"got trees of {num_nodes} node to fuse, expected at least 2")
@@ -69,23 +74,24 @@ def fuse(
             f"got a drafter with inputs {sorted(inputs)} and outputs {sorted(outputs)} to fuse, "
             "expected one that guesses in one pass"
         )
-    step = _Step(target, drafter)
+    fused = _FusedGraph(target, drafter)
     shape = outputs["guess_ids"].shape
-    num_rows = None if shape is None else shape[0]  # open: as many as rows asked for
+    num_rows = None if shape is None else shape[0]  # a symbol if guesses are rows asked for
     num_guesses = num_rows if isinstance(num_rows, int) else 1 + len(mask_ids)
-    num_candidates = _dim(outputs["guess_ids"], 1)
-    step.verify(num_nodes)
-    step.accept(num_guesses, taps)
-    step.draft(mask_ids, repeat_feature)
-    step.grow(superset(num_nodes, num_guesses, num_candidates), num_candidates)
-    return step.finish()
+    num_candidates = fixed_size(outputs["guess_ids"], 1)
+    fused.verify(num_nodes)
+    fused.accept(num_guesses, taps)
+    fused.draft(mask_ids, repeat_feature)
+    fused.grow(superset(num_nodes, num_guesses, num_candidates), num_candidates)
+    return fused.finish()
 
 
 def superset(num_nodes: int, num_guesses: int, num_candidates: int) -> list[tuple[int, ...]]:
-    """Every path of candidate ranks that can be among the best `num_nodes` - 1, parents first.
+    """Returns every path of candidate ranks that can be among the best `num_nodes` - 1.
 
-    A path (r_1, …, r_d) comes no earlier than the sum over e of (r_1 + 1)…(r_e + 1) paths that are
-    at least as probable: those with no rank above its own, itself included.
+    Parents come before their children. A path (r_1, …, r_d) can be left out if too many paths are
+    at least as probable. These are, at each depth e, the (r_1 + 1)…(r_e + 1) paths none of whose
+    ranks is above this path's, itself included.
 
     >>> superset(4, 2, 8)
     [(0,), (1,), (2,), (0, 0), (0, 1)]
@@ -103,10 +109,11 @@ def superset(num_nodes: int, num_guesses: int, num_candidates: int) -> list[tupl
     return paths
 
 
-class _Step:
-    """The graph while it is put together; its methods are called in the order they stand in.
+class _FusedGraph:
+    """Holds the graph while it is put together; the methods are called in the order they stand in.
 
-    Names as the state's; `path`, `kept` and the like are over the D + 1 rows of the accepted path.
+    Values have the names of the state. Those with the suffix P (`path_P`, `kept_P`) are over the
+    D + 1 rows of the accepted path.
     """
 
     def __init__(self, target: ir.Model, drafter: ir.Model) -> None:
@@ -122,7 +129,7 @@ class _Step:
         self.next: dict[str, ir.Value] = {}
 
     def verify(self, N: int) -> None:
-        """State and the target's feeds."""
+        """Adds the state's inputs and feeds the tree to the target's graph."""
         self.N = N
         sizes: Any = (
             *((name, INT, [N]) for name in ("token", "parent", "depth", "slot")),
@@ -131,13 +138,7 @@ class _Step:
             ("counts", INT, [2]),
         )
         for name, dtype, shape in sizes:
-            value = ir.Value(
-                name=f"state.{name}",
-                shape=ir.Shape(shape),
-                type=ir.TensorType(ir.DataType(dtype)),
-            )
-            self.graph.inputs.append(value)
-            self.state[name] = value
+            self.state[name] = self.edit.add_input(f"state.{name}", ir.DataType(dtype), shape)
         op, state = self.op, self.state
         self.length = op("Gather", state["counts"], [0])
         self.fresh = op("Gather", state["counts"], [1])
@@ -145,7 +146,7 @@ class _Step:
         shape_NS = op("Concat", [N], shape_S, axis=0)
         slot_NN = op("Expand", state["slot"], [N, N])
         mask_NS = op("Expand", state["taken"], shape_NS)
-        # a node's own columns are slots that are not taken
+        # The columns of the tree's own nodes are slots that are not taken yet.
         mask_NS = op("ScatterElements", mask_NS, slot_NN, state["ancestor"], axis=1)
         self.feed(
             self.target_inputs,
@@ -158,7 +159,7 @@ class _Step:
         )
 
     def accept(self, D: int, taps: Sequence[int]) -> None:
-        """The accepted path, and what of the state it changes."""
+        """Finds the accepted path, and updates the slots and counts of the state."""
         op, state, N, P = self.op, self.state, self.N, D + 1
         self.P = P
         y_N = op("ArgMax", self.real(self.target_outputs["logits"]), axis=1, keepdims=0)
@@ -167,7 +168,9 @@ class _Step:
         wrong_NN = op("And", state["ancestor"], op("Not", right_N))
         ok_N = op("Not", self.any(wrong_NN, 1))
         reach_N = op("Where", ok_N, op("Add", state["depth"], [1]), [0])
-        best = op("ArgMax", self.real(reach_N), axis=0)  # i64[1]: the deepest; siblings differ
+        best = op(
+            "ArgMax", self.real(reach_N), axis=0
+        )  # i64[1]: the deepest right node; there is only one, since siblings have different tokens
         self.best, self.count = best, op("Gather", reach_N, best)
         on_path_N = op("Squeeze", op("Gather", state["ancestor"], best), [0])
         at_depth_PN = op("Equal", op("Unsqueeze", state["depth"], [0]), np.arange(P)[:, None])
@@ -193,11 +196,11 @@ class _Step:
         )
         names = ["features", *(f"taps.{tap}" for tap in taps)]
         parts = [self.target_outputs[name] for name in names]
-        self.F = sum(_dim(part, 1) for part in parts)
+        self.F = sum(fixed_size(part, 1) for part in parts)
         self.features_NF = self.real(op("Concat", *parts, axis=1) if taps else parts[0])
         self.path_P = path_P
         self.path_features_PF = op("Gather", self.features_NF, path_P)
-        # the rows of the path stay; other nodes' slots are written again
+        # The KV rows of the path stay; the slots of other nodes will be written again.
         ranks_N = op("CumSum", op("Cast", on_path_N, to=INT), self.edit.constant(np.array(0)))
         fresh_N = op("Add", self.fresh, op("Sub", ranks_N, [1]))
         self.next["slot"] = op("Where", on_path_N, fresh_N, state["slot"])
@@ -206,13 +209,13 @@ class _Step:
         self.next["counts"] = op("Add", state["counts"], self.count)
 
     def draft(self, mask_ids: Sequence[int], repeat_feature: bool) -> None:
-        """The drafter's feeds: the path's rows in a chain, then the masks."""
+        """Feeds the drafter's graph: the path's rows as a chain, then the mask tokens."""
         op, P, K = self.op, self.P, len(mask_ids)
         banks = {name for name in self.drafter_inputs if name.startswith(BANK)}
-        for name in banks:  # as the target leaves them
+        for name in banks:  # the drafter reads them as the target leaves them
             self.drafter_inputs[name].replace_all_uses_with(self.target_outputs[f"{name}.out"])
         best_slot = op("Gather", self.state["slot"], self.best)
-        if "input_ids" not in self.drafter_inputs:  # it keeps nothing
+        if "input_ids" not in self.drafter_inputs:  # the drafter reads the last feature only
             features = op("Gather", self.features_NF, self.best)
             self.feed(
                 self.drafter_inputs,
@@ -225,7 +228,7 @@ class _Step:
         is_mask_n = self.edit.constant(P_and_masks >= P)
         ahead_n = op("Add", ahead_n, op("Where", is_mask_n, self.count, [0]))
         slot_n = op("Add", self.length, P_and_masks)
-        # a row sees those before it that are kept, and itself
+        # A row attends the kept rows before it, and itself.
         seen_n = op("Or", op("Less", P_and_masks, self.count), is_mask_n)
         seen_nn = op("Or", op("And", np.tri(n, dtype=np.bool_), seen_n), np.eye(n, dtype=np.bool_))
         size_S = op("Squeeze", op("Shape", self.state["taken"]), [0])
@@ -259,25 +262,25 @@ class _Step:
         self.feed(self.drafter_inputs, **feeds)
 
     def grow(self, paths: list[tuple[int, ...]], C: int) -> None:
-        """The next tree: the most probable of the superset's paths."""
+        """Makes the next tree of the most probable paths of the superset."""
         op, N = self.op, self.N
         index = {path: i for i, path in enumerate(paths)}
         flat = [[k * C + rank for k, rank in enumerate(path)] for path in paths]
         deepest = max(map(len, paths))
         num_flat = deepest * C
-        # one more, of log-probability 0, behind the ends of paths
+        # Paths shorter than the deepest are filled up with an entry of log-probability 0.
         steps_MD = np.array([row + [num_flat] * (deepest - len(row)) for row in flat])
         M = len(paths)
         ancestor_MM = np.zeros((M, M), np.bool_)
         for i, path in enumerate(paths):
             ancestor_MM[i, [index[path[:k]] for k in range(1, len(path) + 1)]] = True
         ids = self.drafter_outputs["guess_ids"]
-        # strictly below 0: a child never comes before its parent
+        # Each log-probability is kept strictly below 0, so that no child comes before its parent.
         log_probs = op(
             "Min", self.real(self.drafter_outputs["guess_log_probs"]), np.array([-1e-4], np.float32)
         )
         flat_ids, log_probs = op("Reshape", ids, [-1]), op("Reshape", log_probs, [-1])
-        if deepest < self.P - 1:  # so few nodes that no path can use the last guesses
+        if deepest < self.P - 1:  # with so few nodes, no path can use the last guesses
             flat_ids, log_probs = (op("Slice", x, [0], [num_flat]) for x in (flat_ids, log_probs))
         flat_log_probs = op("Concat", log_probs, np.array([0], np.float32), axis=0)
         score_M = op("ReduceSum", op("Gather", flat_log_probs, steps_MD), [1], keepdims=0)
@@ -291,20 +294,21 @@ class _Step:
         place = op("Where", op("Less", parent, [0]), [0], place)
         ancestor = op("Gather", op("Gather", ancestor_MM, chosen), chosen, axis=1)
         tokens = op("Gather", flat_ids, op("Gather", leaf_M, chosen))
-        # fewer paths than nodes: the last ones are no nodes
+        # If there are fewer paths than nodes, the last entries stand for no node.
         missing = N - 1 - min(N - 1, M)
         none = [np.full(missing, -1)] if missing else []
         zeros = [np.zeros(missing, np.int64)] if missing else []
         self.next["token"] = op("Concat", self.bonus, tokens, *none, axis=0)
         self.next["parent"] = op("Concat", [0], place, *zeros, axis=0)
         self.next["depth"] = op("Concat", [0], op("Gather", depth_M, chosen), *zeros, axis=0)
-        # the root is everyone's ancestor, and everyone their own
+        # The root is an ancestor of every node, and every node is its own ancestor here.
         padded = op("Pad", op("Cast", ancestor, to=INT), np.array([1, 1, missing, missing]))
         fixed_NN = np.eye(N, dtype=np.bool_)
         fixed_NN[:, 0] = True
         self.next["ancestor"] = op("Or", op("Cast", padded, to=BOOL), fixed_NN)
 
     def finish(self) -> ir.Model:
+        """Sets the inputs and outputs of the whole graph and returns the model."""
         graph, outputs = self.graph, []
         for name, before in self.state.items():
             outputs.append(self.named(self.next[name], f"state.{name}.out", before))
@@ -317,14 +321,14 @@ class _Step:
         kv_out = [v for v in graph.outputs if str(v.name).startswith(ours)]
         graph.inputs[:] = [*self.state.values(), *kv]
         graph.outputs[:] = [*outputs, *kv_out]
-        _remove_dead(graph)  # what made outputs that are none here
+        remove_dead(graph)  # nodes that made outputs of the two graphs which are none here
         graph.sort()
         return self.model
 
     # ---- helpers ---------------------------------------------------------------------------------
 
     def _take_in(self, drafter: ir.Model) -> None:
-        """The drafter's nodes, weights and cache inputs and outputs become this graph's."""
+        """Moves the drafter's nodes, weights, cache inputs and cache outputs into this graph."""
         source = drafter.graph
         nodes, weights = list(source), list(source.initializers.values())
         inputs, outputs = list(source.inputs), list(source.outputs)
@@ -346,12 +350,13 @@ class _Step:
             assert self.model.opset_imports.setdefault(domain, version) == version, domain
 
     def op(self, op_type: str, *inputs: Any, **attributes: int) -> ir.Value:
+        """Appends a node with one output and returns that; see `outputs`."""
         return self.outputs(op_type, *inputs, **attributes)[0]
 
     def outputs(
         self, op_type: str, *inputs: Any, num_outputs: int = 1, **attributes: int
     ) -> Sequence[ir.Value]:
-        """A node at the end; lists and arrays become constants."""
+        """Appends a node and returns its outputs; lists and arrays become constants."""
         values = [
             value if isinstance(value, ir.Value) else self.edit.constant(np.asarray(value))
             for value in inputs
@@ -363,13 +368,15 @@ class _Step:
         return node.outputs
 
     def batch(self, value: ir.Value) -> ir.Value:
+        """Returns the value with a batch axis of size 1 in front."""
         return self.op("Unsqueeze", value, [0])
 
     def int32(self, value: ir.Value) -> ir.Value:
+        """Returns the value as int32."""
         return self.op("Cast", value, to=ir.DataType.INT32.value)
 
     def real(self, value: ir.Value) -> ir.Value:
-        """As float32, which every provider's ArgMax takes."""
+        """Returns the value as float32, which every provider's ArgMax takes."""
         if value.dtype == ir.DataType.FLOAT:
             return value
         result = self.op("Cast", value, to=REAL)
@@ -377,11 +384,12 @@ class _Step:
         return result
 
     def any(self, value: ir.Value, axis: int, keep: int = 0) -> ir.Value:
+        """Returns, along `axis`, where any entry of a boolean value is true."""
         most = self.op("ReduceMax", self.real(value), [axis], keepdims=keep)
         return self.op("Cast", most, to=BOOL)
 
     def feed(self, inputs: dict[str, ir.Value], **values: ir.Value) -> None:
-        """These values in place of the inputs of these names; they must be all but the buffers."""
+        """Puts these values in the place of the inputs of these names: all but the buffers."""
         wanted = {name for name in inputs if not name.startswith(BUFFERS)}
         assert set(values) == wanted, (sorted(values), sorted(wanted))
         for name, value in values.items():
@@ -398,7 +406,10 @@ class _Step:
         shape: Sequence[Any] = (),
         dtype: int = INT,
     ) -> ir.Value:
-        """An output of this name, behind an Identity: the value may be an output already."""
+        """Returns the value under this name, behind an Identity: it may be an output already.
+
+        Shape and type are those of `like`, if given.
+        """
         (result,) = self.outputs("Identity", value)
         result.name = name
         result.shape = ir.Shape(shape) if like is None else like.shape

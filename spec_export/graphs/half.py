@@ -1,33 +1,48 @@
-"""A float32 graph with its arithmetic in float16 or bfloat16, for TensorRT, which takes a graph's
-types as they are.
+"""Brings the arithmetic of a float32 graph into float16 or bfloat16.
 
-Weights, key/value caches and products take the narrow type. Softmax and what it feeds, up to the
-next product, stay in float32: a sum over a vocabulary overflows float16. All other inputs and
-outputs keep their types. Knows operators, not what a graph is for.
+Graphs for GPUs need this, because TensorRT and CUDA take a graph's types as they are. Weights,
+key/value caches and products take the narrow type. Softmax and what it feeds, up to the next
+product, stay in float32, because a sum over a vocabulary overflows float16. All other inputs and
+outputs keep their types.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
+from spec_export.graphs.edit import add_initializer, remove_unused_initializers
+
 WIDE = frozenset(("Softmax", "LogSoftmax", "TopK"))
 NARROW = frozenset(("MatMul", "Gemm", "Attention"))
+HALVES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
+
+
+def narrow(model: ir.Model, precision: str) -> ir.Model:
+    """Brings a float32 graph into the type of the precision, in place, and returns it.
+
+    Nothing changes for precisions other than fp16 and bf16, or where a weight has the type already.
+    """
+    dtype = HALVES.get(precision)
+    weights = model.graph.initializers.values()
+    if dtype is not None and all(weight.dtype != dtype for weight in weights):
+        to_half(model, dtype)
+    return model
 
 
 def to_half(model: ir.Model, dtype: ir.DataType) -> ir.Model:
-    """Rewrite `model` in place and return it. dtype: FLOAT16 or BFLOAT16."""
+    """Rewrites `model` in place and returns it. dtype: FLOAT16 or BFLOAT16."""
     graph = model.graph
     casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
     wide: set[ir.Value | None] = set()
 
     def as_type(value: ir.Value, wanted: ir.DataType, before: ir.Node | None) -> ir.Value:
-        """`value` in the type `wanted`, made once."""
+        """Returns `value` in the type `wanted`; the cast is made once."""
         if value.dtype == wanted:
             return value
         key = (value, wanted)
         if key not in casts:
             if value.const_value is not None and value.is_initializer():
-                casts[key] = _initializer(graph, value, wanted)
+                casts[key] = _converted(graph, value, wanted)
             else:
                 node = ir.node("Cast", [value], {"to": wanted.value})
                 casts[key] = made = node.outputs[0]
@@ -65,21 +80,15 @@ def to_half(model: ir.Model, dtype: ir.DataType) -> ir.Model:
             output.name = f"{name}.narrow"
             graph.outputs[i] = cast = as_type(output, ir.DataType.FLOAT, None)
             cast.name = name
-    for name, value in list(graph.initializers.items()):
-        if not value.uses():
-            del graph.initializers[name]
+    remove_unused_initializers(graph)
     graph.sort()
     return model
 
 
-def _initializer(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Adds an initializer that holds the numbers of the initializer `value` in this type."""
     assert value.const_value is not None
     array = value.const_value.numpy().astype(dtype.numpy())
-    made = ir.Value(
-        name=f"{value.name}.{dtype.name.lower()}",
-        shape=value.shape,
-        type=ir.TensorType(dtype),
-        const_value=ir.tensor(array, dtype=dtype),
+    return add_initializer(
+        graph, ir.tensor(array, dtype=dtype), f"{value.name}.{dtype.name.lower()}"
     )
-    graph.register_initializer(made)
-    return made

@@ -1,12 +1,11 @@
-"""Weights of a slots-form graph to int8 or int4, in ONNX Runtime's operators.
+"""Quantises the weights of a slots-form graph to int8 or int4, in ONNX Runtime's operators.
 
 *int8*: every product is row-wise: q = u8(x / s) with zero point 128 and s = max|x| / 127 *of that
-row*, so that a tree node's result does not depend on its siblings; weights s8 with one scale per
-output column; int32 accumulation exact.
-*int4*: weights w = d·q + m in blocks of 32 (GGUF's Q4_1 maps exactly): MatMulNBits on d·q plus
-block sums of x times m; the LM head in 8 bits, blocks of 32.
+row*, so that a tree node's result does not depend on its siblings. Weights are s8 with one scale
+per output column; the int32 accumulation is exact.
+*int4*: weights are w = d·q + m in blocks of 32 (GGUF's Q4_1 maps exactly): MatMulNBits on d·q, plus
+the block sums of x times m. The LM head is in 8 bits, in blocks of 32.
 Both keep the embedding in 8 bits with one scale per 32 values (GGUF's Q8_0 maps exactly).
-Knows MatMul, Gemm and Gather nodes with weights; knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.graphs.slots import MS, GraphEditor
+from spec_export.graphs.edit import MS, GraphEditor, remove_dead
 
 BLOCK = 32
-FULL, REDUCED = 127, 63  # largest int8 weight
+FULL, REDUCED = 127, 63  # the largest int8 weight in the full and in the reduced range
 PRECISIONS = ("fp32", "int8", "int4", "fp16", "bf16")
-# products below this many weights stay in float: a drafter's small adapters gain nothing
+# Products with fewer weights stay in float: a drafter's small adapters would gain nothing.
 SMALLEST = 4096
 
 
 def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.Model:
-    """Rewrite `model` (slots form, float32) in place. fp32, fp16 and bf16 pass: they are the
-    module's own dtype. `reduce_range`: int8 weights within ±63, for CPUs whose products saturate.
+    """Rewrites `model` (slots form, float32) in place for int8 or int4, and returns it.
 
-    ValueError: an unknown precision.
+    Other precisions are the module's own types, and nothing changes. `reduce_range` keeps int8
+    weights within ±63, for CPUs whose products saturate. Raises ValueError if the precision is
+    unknown.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
@@ -53,21 +53,16 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
                 if len(node.inputs) > 2 and node.inputs[2] is not None:  # a Gemm's bias
                     (y,) = edit.add(node, "Add", [y, node.inputs[2]])
                 edit.replace(node.outputs[0], y)
-    for node in reversed(list(edit.graph)):
-        if not any(value.uses() or value.is_graph_output() for value in node.outputs):
-            edit.graph.remove(node, safe=True)
-    for name, value in list(edit.graph.initializers.items()):
-        if not value.uses():
-            del edit.graph.initializers[name]
+    remove_dead(edit.graph)
     return model
 
 
 def saturation_probe() -> ir.Model:
-    """A product every int8 graph relies on, at its extremes: u8 [1, 64] · s8 127 → i32 [1, 1],
-    zero point 128.
+    """Returns a graph of one integer product at its extremes, to try a CPU's kernels with.
 
-    255 everywhere must give (255 − 128) · 127 · 64; a kernel that saturates pairs in 16 bits gives
-    less.
+    It computes u8 [1, 64] · s8 127 → i32 [1, 1] with zero point 128, as every int8 graph does.
+    An input of 255 everywhere must give (255 − 128) · 127 · 64; a kernel that saturates pairs in
+    16 bits gives less.
     """
     x = ir.Value(name="x", shape=ir.Shape([1, 64]), type=ir.TensorType(ir.DataType.UINT8))
     weight = ir.tensor(np.full((64, 1), 127, np.int8), name="weight")
@@ -88,7 +83,7 @@ def saturation_probe() -> ir.Model:
 
 
 def _weight(node: ir.Node) -> np.ndarray | None:
-    """The big float matrix this node reads, if any."""
+    """Returns the float matrix this node reads if it is large enough to be quantised, else None."""
     index = {"MatMul": 1, "Gemm": 1, "Gather": 0}.get(node.op_type)
     value = None if index is None else node.inputs[index]
     if value is None or not value.is_initializer() or value.const_value is None:
@@ -104,8 +99,10 @@ def _weight(node: ir.Node) -> np.ndarray | None:
 
 
 def _quantize_embedding(edit: GraphEditor, node: ir.Node, table_VD: np.ndarray) -> None:
-    """Gather 8-bit rows and their block scales, then multiply: only the rows asked for are ever
-    unpacked."""
+    """Replaces the Gather of an embedding by one of 8-bit rows and one of their block scales.
+
+    Only the rows asked for are ever unpacked.
+    """
     V, D = table_VD.shape
     if D % BLOCK:
         return
@@ -124,7 +121,7 @@ def _quantize_embedding(edit: GraphEditor, node: ir.Node, table_VD: np.ndarray) 
 
 
 class _Int8:
-    """Row-wise int8 products; one quantisation serves every product that reads the same value."""
+    """Makes row-wise int8 products; all products that read a value share its quantisation."""
 
     def __init__(self, edit: GraphEditor, largest: int) -> None:
         self.edit, self.largest = edit, largest
@@ -153,11 +150,11 @@ class _Int8:
         return edit.add(node, "Mul", [y, size])[0]
 
     def _rows(self, node: ir.Node, x: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """x [..., K] -> u8 of the same shape, and max|x| f32 [..., 1] of each row.
+        """Quantises x [..., K]: returns u8 of the same shape, and max|x| f32 [..., 1] of each row.
 
         The 1/127 of a row's scale sits in QuantizeLinear's constant and in the weights' scales,
         which saves a node. A zero row's quotient is undefined but finite after the cast, and 0
-        times it is 0.
+        times that is 0.
         """
         edit = self.edit
         (size,) = edit.add(node, "Abs", [x])
@@ -172,7 +169,7 @@ class _Int8:
 
 
 class _Int4:
-    """4-bit weights in blocks of 32 with scale and minimum; 8-bit blocks for the head."""
+    """Makes products of 4-bit weights in blocks of 32 with scale and minimum; the head's have 8."""
 
     def __init__(self, edit: GraphEditor) -> None:
         self.edit = edit
@@ -223,8 +220,11 @@ class _Int4:
 
 
 def _q4(blocks_NBK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Packed u8[N, B, 16] (2j low, 2j+1 high), scale f32[N, B], minimum f32[N, B] with w ≈ scale·q
-    + minimum."""
+    """Packs blocks f32[N, B, 32] into 4 bits, so that w ≈ scale·q + minimum.
+
+    Returns q packed u8[N, B, 16] (value 2j in the low half of a byte, 2j+1 in the high half), scale
+    f32[N, B] and minimum f32[N, B].
+    """
     low, high = blocks_NBK.min(-1), blocks_NBK.max(-1)
     scale = (high - low) / 15
     q = (
@@ -236,7 +236,7 @@ def _q4(blocks_NBK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | No
 
 
 def _q8(blocks_NBK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Packed u8[N, B, 32] with the default zero point 128, scale f32[N, B]."""
+    """Packs blocks f32[N, B, 32] into u8[N, B, 32] with zero point 128 and scale f32[N, B]."""
     scale = np.abs(blocks_NBK).max(-1) / 127
     q = np.rint(blocks_NBK / np.where(scale == 0, 1, scale)[..., None]) + 128
     return q.astype(np.uint8), scale.astype(np.float32), None

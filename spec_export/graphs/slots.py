@@ -1,9 +1,9 @@
-"""Rewrite the traced graph (contiguous form) into the slots form that ONNX Runtime runs.
+"""Rewrites a traced graph (contiguous form) into the slots form that ONNX Runtime runs.
 
-Per layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes one of ATTENTIONS, see
-`to_slots`. No KV row is ever moved. Also makes the step cheaper: activations stay [1, N, D] so that
-no reshape stands between layers, and Add + RMSNormalization become one node. Knows node patterns of
-decoder.py's trace; knows nothing of weights' precisions.
+In each layer {Gather, Concat, Gather, TensorScatter} ×2 + Attention becomes one of ATTENTIONS, see
+`to_slots`. No KV row is ever moved. Two more changes make a step cheaper: activations stay
+[1, N, D], so that no reshape stands between layers, and Add + RMSNormalization become one node. The
+patterns looked for are those that a trace of decoder.py leaves.
 """
 
 from __future__ import annotations
@@ -14,127 +14,51 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from spec_export.graphs.edit import (
+    MASKED,
+    MS,
+    GraphEditor,
+    fixed_size,
+    input_at,
+    producer,
+    remove_dead,
+)
 from spec_runtime.bundle import ATTENTIONS as ATTENTIONS
-
-MS = "com.microsoft"
-# finite, because a row of −inf only would be NaN; far below any logit in fp16 too
-MASKED = {ir.DataType.FLOAT: -1e9, ir.DataType.FLOAT16: -6e4, ir.DataType.BFLOAT16: -1e9}
-
-
-class GraphEditor:
-    """Helpers to insert nodes into a graph; `prefix` sets the new names apart from those of other
-    rewrites."""
-
-    def __init__(self, model: ir.Model, prefix: str) -> None:
-        self.graph = model.graph
-        self.prefix = prefix
-        self._constants: dict[tuple[str, bytes, tuple[int, ...]], ir.Value] = {}
-        self._count = 0
-
-    def name(self, stem: str) -> str:
-        self._count += 1
-        return f"{self.prefix}.{stem}.{self._count}"
-
-    def constant(self, array: np.ndarray, stem: str = "const") -> ir.Value:
-        """An initializer holding `array`; equal arrays are stored once."""
-        array = np.ascontiguousarray(array)
-        key = (str(array.dtype), array.tobytes(), array.shape)
-        if key not in self._constants:
-            self._constants[key] = self.initializer(ir.tensor(array), self.name(stem))
-        return self._constants[key]
-
-    def initializer(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
-        value = ir.Value(
-            name=name,
-            shape=ir.Shape(tensor.shape.numpy()),
-            type=ir.TensorType(tensor.dtype),
-            const_value=tensor,
-        )
-        self.graph.register_initializer(value)
-        return value
-
-    def add(
-        self,
-        before: ir.Node,
-        op_type: str,
-        inputs: Sequence[ir.Value | None],
-        num_outputs: int = 1,
-        domain: str = "",
-        **attributes: int | float | str | list[int],
-    ) -> list[ir.Value]:
-        """Insert a node before `before` and return its outputs."""
-        node = ir.node(
-            op_type, list(inputs), attributes or None, domain=domain, num_outputs=num_outputs
-        )
-        for i, output in enumerate(node.outputs):
-            output.name = self.name(f"{op_type.lower()}_{i}")
-        self.graph.insert_before(before, node)
-        return list(node.outputs)
-
-    def replace(self, old: ir.Value, new: ir.Value) -> None:
-        """Every use of `old`, graph outputs included, reads `new`, which takes over name, shape and
-        type."""
-        new.shape, new.type = old.shape, old.type
-        name, is_output = old.name, old.is_graph_output()
-        old.replace_all_uses_with(new, replace_graph_outputs=True)
-        if is_output:
-            old.name, new.name = self.name("dead"), name
-
-
-def producer(value: ir.Value | None, op_type: str) -> ir.Node:
-    """The node that makes `value`, which must be of this type: anything else is a graph we did not
-    trace."""
-    node = None if value is None else value.producer()
-    assert node is not None, value
-    assert node.op_type == op_type, (value, op_type, node)
-    return node
-
-
-def _input(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None, (node, index)
-    return value
-
-
-def _dim(value: ir.Value, axis: int) -> int:
-    size = None if value.shape is None else value.shape[axis]
-    assert isinstance(size, int), (value, axis)
-    return size
 
 
 def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
-    """Rewrite `model` in place from the contiguous to the slots form and return it.
+    """Rewrites `model` in place from the contiguous to the slots form and returns it.
 
-    Inputs write_index, src, perm go; `slots` i64[N] and `seqlens_k` i32[1] come, and what nobody
-    reads goes. `attention`, one of ATTENTIONS:
+    The inputs write_index, src and perm go; `slots` i64[N] and `seqlens_k` i32[1] come, unless the
+    attention reads no such input. `attention` is one of ATTENTIONS:
 
     - bias: ScatterND ×2 into the slots, then com.microsoft.GroupQueryAttention in borrow mode:
       empty key and value, the cache as past, no present outputs, causal=0, the tree mask as
       attention_bias, only rows up to `seqlens_k` read. On CUDA a bias takes its unfused kernels.
     - full_buffer: ScatterND ×2, then the standard Attention-24 over the whole buffers with the
-      boolean mask; no seqlens_k. Costs by the buffers' length, which have to be finite. On CUDA its
-      memory-efficient kernel first copies all key/value rows once per query head; the provider
-      option sdpa_kernel=16 (unfused only, ONNX Runtime's AttentionBackend::MATH) keeps it off for
-      one session, and backends/ort.py sets it for such a graph. The environment variable
-      ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION=1 does so for a whole process.
+      boolean mask; no seqlens_k. Its cost grows with the length of the buffers, all of whose values
+      have to be finite. On CUDA its memory-efficient kernel first copies all key/value rows once
+      per query head; the provider option sdpa_kernel=16 (unfused only, ONNX Runtime's
+      AttentionBackend::MATH) keeps it off for one session, and backends/cuda.py sets it for such a
+      graph. The environment variable ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION=1 does so for a whole
+      process.
     - chain: GroupQueryAttention, causal and without bias, which appends the N new rows in place as
-      rows seqlens_k + 1 - N to seqlens_k; no mask, no slots. Right for chains in order alone
+      rows seqlens_k + 1 - N to seqlens_k; no mask, no slots. It is right only for chains in order
       (kv.ChainCache). In borrow mode it computes the same (ONNX Runtime 1.31, CPU), but on CUDA
       the kernels for decoding (XQA, Flash's fast path) want new rows and past = present.
 
-    ValueError: an unknown `attention`.
+    Raises ValueError for an unknown `attention`.
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"got attention {attention!r}, expected one of {', '.join(ATTENTIONS)}")
     graph, edit = model.graph, GraphEditor(model, "slots")
     model.opset_imports[MS] = 1
     inputs = {value.name: value for value in graph.inputs}
-    slots = ir.Value(name="slots", shape=ir.Shape(["N"]), type=ir.TensorType(ir.DataType.INT64))
-    seqlens = ir.Value(name="seqlens_k", shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT32))
-    graph.inputs.extend([slots, seqlens])
+    slots = edit.add_input("slots", ir.DataType.INT64, ["N"])
+    seqlens = edit.add_input("seqlens_k", ir.DataType.INT32, [1])
     nodes = [node for node in graph if node.op_type == "Attention"]
     first = next(iter(graph))
-    cache = _input(producer(nodes[0].inputs[1], "TensorScatter"), 0)
+    cache = input_at(producer(nodes[0].inputs[1], "TensorScatter"), 0)
     shared = _shared_inputs(edit, first, inputs["mask"], slots, seqlens, cache)
     for node in nodes:
         _rewrite_attention(edit, node, attention, shared, inputs["position_ids"])
@@ -142,7 +66,7 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     _fuse_norms(edit)
     for name in ("write_index", "src", "perm"):
         graph.inputs.remove(inputs[name])
-    _remove_dead(graph)
+    remove_dead(graph)
     for value in (inputs["mask"], slots, seqlens):
         if not value.uses():
             graph.inputs.remove(value)
@@ -150,9 +74,13 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     return model
 
 
-class _Shared(NamedTuple):
-    """Values every layer may read: scatter indices i64[1,N,G,3], the mask, also as a bias, its
-    width and the caches' length i32[1], an empty key."""
+class _SharedValues(NamedTuple):
+    """Holds the values that every layer may read.
+
+    indices: where new rows go, for ScatterND, i64[1, N, G, 3]. mask bool[1, 1, N, S], and bias, the
+    same to be added to scores. width: of the mask, i32[1]. capacity: number of cache slots, i32[1].
+    seqlens: the last slot in use, i32[1]. empty: a key without rows, [1, 0, G·Dh].
+    """
 
     indices: ir.Value
     mask: ir.Value
@@ -170,8 +98,9 @@ def _shared_inputs(
     slots: ir.Value,
     seqlens: ir.Value,
     cache: ir.Value,
-) -> _Shared:
-    G, Dh = _dim(cache, 1), _dim(cache, 3)
+) -> _SharedValues:
+    """Inserts the nodes that make the shared values before `first`, the graph's first node."""
+    G, Dh = fixed_size(cache, 1), fixed_size(cache, 3)
     assert cache.dtype is not None
     dtype = cache.dtype.numpy()
     zero = edit.constant(np.zeros(1, dtype=dtype), "zero")
@@ -182,7 +111,7 @@ def _shared_inputs(
     (width,) = edit.add(first, "Cast", [width], to=ir.DataType.INT32.value)
     (capacity,) = edit.add(first, "Shape", [cache], start=2, end=3)
     (capacity,) = edit.add(first, "Cast", [capacity], to=ir.DataType.INT32.value)
-    # row n, head g -> (0, g, slots[n])
+    # Row n of head g goes to (0, g, slots[n]).
     (column,) = edit.add(first, "Reshape", [slots, edit.constant(np.array([1, -1, 1, 1]))])
     batch_and_head = np.zeros((1, 1, G, 3), dtype=np.int64)
     batch_and_head[..., 1] = np.arange(G)
@@ -191,12 +120,15 @@ def _shared_inputs(
     )
     (indices,) = edit.add(first, "Add", [spread, edit.constant(batch_and_head)])
     empty = edit.constant(np.zeros((1, 0, G * Dh), dtype=dtype), "empty")
-    return _Shared(indices, mask, bias, width, capacity, seqlens, empty)
+    return _SharedValues(indices, mask, bias, width, capacity, seqlens, empty)
 
 
-class _Layer(NamedTuple):
-    """One layer: its Attention node, the query [1, N, H·Dh], new key and value [1, N, G·Dh], and
-    the caches before [1, G, S, Dh]."""
+class _LayerValues(NamedTuple):
+    """Holds what one layer's attention reads.
+
+    node: the traced Attention. query [1, N, H·Dh]; new: key and value [1, N, G·Dh]. past: the
+    caches before the step, [1, G, S, Dh] each.
+    """
 
     node: ir.Node
     query: ir.Value
@@ -205,14 +137,17 @@ class _Layer(NamedTuple):
     num_heads: int
 
     @property
-    def options(self) -> dict[str, Any]:
+    def scale(self) -> dict[str, Any]:
+        """The node's attribute `scale`, if it has one."""
         scale = self.node.attributes.get("scale")
         return {} if scale is None else {"scale": scale.as_float()}
 
 
-def _write(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
-    """Both caches with the new rows in their slots."""
-    rows = edit.constant(np.array([1, -1, _dim(layer.past[0], 1), _dim(layer.past[0], 3)]))
+def _write(edit: GraphEditor, layer: _LayerValues, shared: _SharedValues) -> list[ir.Value]:
+    """Inserts the writes of the new rows into their slots; returns both caches after them."""
+    rows = edit.constant(
+        np.array([1, -1, fixed_size(layer.past[0], 1), fixed_size(layer.past[0], 3)])
+    )
     caches = []
     for past, new in zip(layer.past, layer.new, strict=True):
         (row,) = edit.add(layer.node, "Reshape", [new, rows])
@@ -220,8 +155,10 @@ def _write(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
     return caches
 
 
-def _attend_with_bias(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
-    """What the layer mixes, [1, N, H·Dh], and its caches: "bias"."""
+def _attend_with_bias(
+    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues
+) -> list[ir.Value]:
+    """Inserts the attention "bias"; returns the mixed rows [1, N, H·Dh] and both caches."""
     caches = _write(edit, layer, shared)
     inputs = [layer.query, shared.empty, shared.empty, *caches, shared.seqlens, shared.width]
     mixed = edit.add(
@@ -230,27 +167,31 @@ def _attend_with_bias(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list
         [*inputs, None, None, None, shared.bias],
         domain=MS,
         num_heads=layer.num_heads,
-        kv_num_heads=_dim(layer.past[0], 1),
+        kv_num_heads=fixed_size(layer.past[0], 1),
         causal=0,
-        **layer.options,
+        **layer.scale,
     )
     return [*mixed, *caches]
 
 
-def _attend_whole_buffers(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
-    """The same: "full_buffer"."""
+def _attend_whole_buffers(
+    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues
+) -> list[ir.Value]:
+    """Inserts the attention "full_buffer"; returns the mixed rows [1, N, H·Dh] and both caches."""
     node, caches = layer.node, _write(edit, layer, shared)
-    H, Dh = layer.num_heads, _dim(layer.past[0], 3)
+    H, Dh = layer.num_heads, fixed_size(layer.past[0], 3)
     (q,) = edit.add(node, "Reshape", [layer.query, edit.constant(np.array([1, -1, H, Dh]))])
     (q,) = edit.add(node, "Transpose", [q], perm=[0, 2, 1, 3])
-    (mixed,) = edit.add(node, "Attention", [q, *caches, shared.mask], **layer.options)
+    (mixed,) = edit.add(node, "Attention", [q, *caches, shared.mask], **layer.scale)
     (mixed,) = edit.add(node, "Transpose", [mixed], perm=[0, 2, 1, 3])
     flat = edit.constant(np.array([1, -1, H * Dh]))
     return [*edit.add(node, "Reshape", [mixed, flat]), *caches]
 
 
-def _attend_to_chain(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[ir.Value]:
-    """The same: "chain"."""
+def _attend_to_chain(
+    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues
+) -> list[ir.Value]:
+    """Inserts the attention "chain"; returns the mixed rows [1, N, H·Dh] and both caches."""
     return edit.add(
         layer.node,
         "GroupQueryAttention",
@@ -258,8 +199,8 @@ def _attend_to_chain(edit: GraphEditor, layer: _Layer, shared: _Shared) -> list[
         3,
         MS,
         num_heads=layer.num_heads,
-        kv_num_heads=_dim(layer.past[0], 1),
-        **layer.options,
+        kv_num_heads=fixed_size(layer.past[0], 1),
+        **layer.scale,
     )
 
 
@@ -274,32 +215,34 @@ def _rewrite_attention(
     edit: GraphEditor,
     attention: ir.Node,
     kind: str,
-    shared: _Shared,
+    shared: _SharedValues,
     position_ids: ir.Value,
 ) -> None:
-    """One layer. The trace holds heads as [1, heads, N, Dh]; here they stay side by side, [1, N,
-    heads·Dh]."""
+    """Replaces one layer's attention by the given kind.
+
+    The trace holds heads as [1, heads, N, Dh]; here they stay side by side, [1, N, heads·Dh].
+    """
     scatters = [producer(attention.inputs[i], "TensorScatter") for i in (1, 2)]
-    G, Dh = _dim(_input(scatters[0], 0), 1), _dim(_input(scatters[0], 0), 3)
+    G, Dh = fixed_size(input_at(scatters[0], 0), 1), fixed_size(input_at(scatters[0], 0), 3)
     split_qk = producer(attention.inputs[0], "Split")
     rotary = producer(split_qk.inputs[0], "RotaryEmbedding")
-    H = _dim(_input(rotary, 0), 1) - G
+    H = fixed_size(input_at(rotary, 0), 1) - G
     cos, sin = rotary.inputs[1], rotary.inputs[2]
-    source = _input(rotary, 0).producer()
+    source = input_at(rotary, 0).producer()
     assert source is not None
     if source.op_type == "Split":  # heads split as [q and k, v]
         heads = _flat_source(source)
         qk, v = edit.add(
             attention, "Split", [heads, edit.constant(np.array([(H + G) * Dh, G * Dh]))], 2, axis=-1
         )
-    else:  # q/k norm: heads split as [q, k, v], norms over Dh, concatenated
+    else:  # with q/k norms: heads split as [q, k, v], normed over Dh, then concatenated
         assert source.op_type == "Concat", source
         norms = [producer(value, "RMSNormalization") for value in source.inputs]
         heads = _flat_source(producer(norms[0].inputs[0], "Split"))
         sizes = edit.constant(np.array([H * Dh, G * Dh, G * Dh]))
         *parts, v = edit.add(attention, "Split", [heads, sizes], 3, axis=-1)
         qk = _head_norms(edit, attention, parts, norms, (H, G), Dh)
-    width = rotary.attributes.get("rotary_embedding_dim")  # absent or 0: all of the head
+    width = rotary.attributes.get("rotary_embedding_dim")  # absent or 0 means the whole head
     (turned,) = edit.add(
         attention,
         "RotaryEmbedding",
@@ -310,8 +253,8 @@ def _rewrite_attention(
     q, k = edit.add(
         attention, "Split", [turned, edit.constant(np.array([H * Dh, G * Dh]))], 2, axis=-1
     )
-    past = _input(scatters[0], 0), _input(scatters[1], 0)
-    mixed, *caches = ATTEND[kind](edit, _Layer(attention, q, (k, v), past, H), shared)
+    past = input_at(scatters[0], 0), input_at(scatters[1], 0)
+    mixed, *caches = ATTEND[kind](edit, _LayerValues(attention, q, (k, v), past, H), shared)
     for scatter, cache in zip(scatters, caches, strict=True):
         edit.replace(scatter.outputs[0], cache)
     (transpose,) = (use.node for use in attention.outputs[0].uses())
@@ -321,9 +264,9 @@ def _rewrite_attention(
 
 
 def _flat_source(split: ir.Node) -> ir.Value:
-    """The QKV product behind Split ← Transpose ← Reshape."""
+    """Returns the QKV product that reaches `split` through a Reshape and a Transpose."""
     reshape = producer(producer(split.inputs[0], "Transpose").inputs[0], "Reshape")
-    return _input(reshape, 0)
+    return input_at(reshape, 0)
 
 
 def _head_norms(
@@ -334,6 +277,7 @@ def _head_norms(
     heads: tuple[int, int],
     Dh: int,
 ) -> ir.Value:
+    """Inserts the norms of queries and keys over each head; returns both side by side."""
     normed = []
     for part, norm, count in zip(parts, norms, heads, strict=True):
         (x,) = edit.add(before, "Reshape", [part, edit.constant(np.array([1, -1, count, Dh]))])
@@ -344,8 +288,10 @@ def _head_norms(
 
 
 def _keep_rank_three(edit: GraphEditor) -> None:
-    """Activations [1, N, D] from the embedding to the outputs: drop the flattening Reshape, squeeze
-    at the end."""
+    """Keeps activations [1, N, D] from the embedding to the outputs.
+
+    The Reshape that flattens the token ids goes, and outputs are squeezed to [N, D] at the end.
+    """
     graph = edit.graph
     ids = next(value for value in graph.inputs if value.name == "input_ids")
     for use in list(ids.uses()):
@@ -361,7 +307,7 @@ def _keep_rank_three(edit: GraphEditor) -> None:
             and node.inputs[1].name == "logit_rows"
         )
         if picks_rows and node.attributes["axis"].as_int() == 0:
-            # the rows asked for leave the batch: [1, N, D] -> [N, D] -> [M, D]
+            # The rows asked for lose the batch axis: [1, N, D] -> [N, D] -> [M, D].
             (flat,) = edit.add(node, "Squeeze", [node.inputs[0], edit.constant(np.array([0]))])
             node.replace_input_with(0, flat)
     for i, output in enumerate(graph.outputs):
@@ -375,14 +321,16 @@ def _keep_rank_three(edit: GraphEditor) -> None:
             graph.outputs[i] = flat
     for value in [v for node in graph for v in node.outputs]:
         if value not in graph.outputs:
-            value.shape = None  # ranks changed: ONNX Runtime infers them anew
+            value.shape = None  # the ranks have changed; ONNX Runtime infers them anew
 
 
 def _fuse_norms(edit: GraphEditor) -> None:
-    """Add followed by RMSNormalization -> SkipSimplifiedLayerNormalization, whose 4th output is the
-    sum."""
+    """Replaces Add and the RMSNormalization behind it by one SkipSimplifiedLayerNormalization.
+
+    The fourth output of that node is the sum.
+    """
     for norm in [node for node in edit.graph if node.op_type == "RMSNormalization"]:
-        x, gamma = _input(norm, 0), _input(norm, 1)
+        x, gamma = input_at(norm, 0), input_at(norm, 1)
         add = x.producer()
         if (
             add is None
@@ -398,15 +346,3 @@ def _fuse_norms(edit: GraphEditor) -> None:
             unused.name = ""
         edit.replace(norm.outputs[0], outputs[0])
         edit.replace(x, outputs[3])
-
-
-def _remove_dead(graph: ir.Graph) -> None:
-    """Drop nodes nobody reads, from the end so that chains go at once, and initializers left
-    without a reader."""
-    outputs = set(graph.outputs)
-    for node in reversed(list(graph)):
-        if all(not value.uses() and value not in outputs for value in node.outputs):
-            graph.remove(node, safe=True)
-    for name, value in list(graph.initializers.items()):
-        if not value.uses() and value not in outputs:
-            del graph.initializers[name]

@@ -1,15 +1,13 @@
-"""TensorRT plans from a bundle's graphs: parse, check what was parsed, build, name by content.
+"""Builds TensorRT plans from a bundle's graphs, and names each by a hash of what shapes it.
 
-Needs no GPU with TensorRT-RTX (`tensorrt_rtx`); TensorRT proper builds for the GPU it runs on.
-Networks are strongly typed: every tensor has the type the graph gives it. Knows parsers, profiles
-and keys; which graphs there are is make_bundle.py's to say, running plans is the runtime's.
+TensorRT-RTX (`tensorrt_rtx`) builds without a GPU; TensorRT proper builds for the GPU it runs on.
+Networks are strongly typed: every tensor has the type that the graph gives it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import time
@@ -21,60 +19,48 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.graphs.half import to_half
-from spec_export.graphs.slots import MASKED, GraphEditor
-from spec_runtime.backends.cuda import open_cuda
-from spec_runtime.backends.tensorrt import (
-    DTYPES,
-    TensorRT,
-    import_tensorrt,
-    is_cache,
-    shape_of,
-)
+from spec_export.graphs.edit import MASKED, GraphEditor
+from spec_export.graphs.half import narrow
+from spec_runtime.backends.cuda_api import open_cuda
+from spec_runtime.backends.shapes import is_cache, shape_of
+from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.bundle import Graph, Plan, TensorSpec
-from spec_runtime.files import sha256
+from spec_runtime.files import sha256, write_atomically
 from spec_runtime.profile import cache_folder
 from spec_runtime.proposers.rows import CHUNK_ROWS
 from spec_runtime.target import PREFILL_ROWS
 
 ENGINES = "engines"
-SETTINGS = 1  # of build_plan: one more when it sets something else, so that no old plan is kept
-HALVES = {"fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}
-Size = tuple[int, ...]  # least, likeliest, largest
-Profile = dict[str, Size]  # of each free axis
+# The version of what `build_plan` sets; raise it with every change, so that no old plan is kept.
+SETTINGS = 1
+Size = tuple[int, ...]  # the least, likeliest and largest size of an axis
+Profile = dict[str, Size]  # by free axis
 
 
 # ------------------------------------------------------------------------------- graphs
 
 
 def adapt(model: ir.Model, precision: str) -> ir.Model:
-    """Rewrite a graph of the contiguous form, or without a cache, in place for TensorRT: with one
-    additive mask, and in the precision's type if it was traced in float32, as drafters are."""
+    """Rewrites a graph of the contiguous form, or without a cache, for TensorRT, in place.
+
+    It gets one additive mask. If it was traced in float32, as drafters are, it also gets the type
+    of the precision.
+    """
     return with_additive_mask(narrow(model, precision))
 
 
-def narrow(model: ir.Model, precision: str) -> ir.Model:
-    """A graph traced in float32 in the precision's type, fp16's or bf16's, in place; any other as
-    it is."""
-    dtype = HALVES.get(precision)
-    weights = model.graph.initializers.values()
-    if dtype is not None and all(weight.dtype != dtype for weight in weights):
-        to_half(model, dtype)
-    return model
-
-
 def with_additive_mask(model: ir.Model) -> ir.Model:
-    """Every Attention of the contiguous form reads one additive mask, made once from the boolean
-    input; in place.
+    """Makes every Attention of the contiguous form read one additive mask, in place.
 
-    TensorRT-RTX 1.7 builds one attention with a boolean mask, but no two that share it.
+    The mask is made once from the boolean input, because TensorRT-RTX 1.7 builds one attention with
+    a boolean mask, but no two that share such a mask.
     """
     attentions = [node for node in model.graph if node.op_type == "Attention"]
     if not attentions:
         return model
     query, mask = attentions[0].inputs[0], attentions[0].inputs[3]
     assert mask is not None
-    assert all(node.inputs[3] is mask for node in attentions), "several masks"
+    assert all(node.inputs[3] is mask for node in attentions), "got several masks, expected one"
     assert query is not None
     assert query.dtype is not None
     edit, dtype = GraphEditor(model, "additive"), query.dtype.numpy()
@@ -87,9 +73,10 @@ def with_additive_mask(model: ir.Model) -> ir.Model:
 
 
 def profiles_for(graph: Graph, num_nodes: int, scratch: int) -> tuple[Profile, ...]:
-    """The optimisation profiles of a graph, from narrow to wide: one row, as in plain decoding; a
-    tree of up to `num_nodes` nodes; a chunk of the prompt with up to `scratch` rows behind it, into
-    which any tree fits too.
+    """Returns the optimisation profiles of a graph, from narrow to wide.
+
+    They are for one row, as in plain decoding; for a tree of up to `num_nodes` nodes; and for a
+    chunk of the prompt with up to `scratch` rows behind it, into which any tree fits too.
 
     Example, trees of 24 nodes: N is (1, 1, 1), then (1, 24, 24), then (1, 256, 384).
     """
@@ -97,7 +84,7 @@ def profiles_for(graph: Graph, num_nodes: int, scratch: int) -> tuple[Profile, .
     if not axes:
         return ({},)
     chunk = max(PREFILL_ROWS, CHUNK_ROWS)
-    # of rows, rows of logits, rows moved
+    # By profile: sizes of the rows N, the rows of logits M and the rows moved A.
     widths: list[tuple[Size, Size, Size]] = [
         ((1, 1, 1), (1, 1, 1), (1, 1, 1)),
         ((1, num_nodes, num_nodes), (1, num_nodes, num_nodes), (1, 2, num_nodes)),
@@ -109,7 +96,7 @@ def profiles_for(graph: Graph, num_nodes: int, scratch: int) -> tuple[Profile, .
         both = tuple(a + n for a, n in zip(moved, rows, strict=True))
         sizes = {"N": rows, "M": logits, "A": moved, "A+N": both}
         if isinstance(capacity, int):
-            # an update must be shorter than the cache
+            # An update must be shorter than the cache.
             sizes = {
                 axis: tuple(min(size, capacity - 1) for size in three)
                 for axis, three in sizes.items()
@@ -122,19 +109,21 @@ def profiles_for(graph: Graph, num_nodes: int, scratch: int) -> tuple[Profile, .
 
 
 @dataclass(frozen=True)
-class Built:
-    """One plan and what it cost: bytes, seconds (0.0 where the bundle replaced had it)."""
+class BuiltPlan:
+    """Holds a plan and what it cost in bytes and seconds (0.0 if an older bundle had the plan)."""
 
     plan: Plan
     num_bytes: int
     seconds: float
 
 
-class Builder:
-    """Builds the plans of one bundle. compute_capabilities: as "8.9"; none = the GPU here.
+class PlanBuilder:
+    """Builds the plans of one bundle.
 
-    previous: plan file name -> a path with that plan, taken instead of building it again.
-    ValueError: TensorRT is not installed, no GPU and none named, or one it does not build for.
+    compute_capabilities: of the GPUs, such as "8.9"; none means the GPU here.
+    previous: paths of plans by file name; such a plan is copied instead of built again.
+    Raises ValueError if TensorRT is not installed, if no GPU is named and none is here, or if
+    TensorRT does not build for a GPU named.
     """
 
     def __init__(
@@ -149,8 +138,8 @@ class Builder:
 
     def add_plans(
         self, root: Path, name: str, graph: Graph, profiles: tuple[Profile, ...]
-    ) -> tuple[Graph, list[Built]]:
-        """`graph` with its plans, which are written to `root`/engines as `name`-sm89-….plan."""
+    ) -> tuple[Graph, list[BuiltPlan]]:
+        """Writes plans to `root`/engines as `name`-sm89-….plan; returns the graph with them."""
         graph_hash = hash_graph(root / graph.file)
         built = [
             self._build(root, name, graph, graph_hash, profiles, capability)
@@ -166,7 +155,7 @@ class Builder:
         graph_hash: str,
         profiles: tuple[Profile, ...],
         capability: str,
-    ) -> Built:
+    ) -> BuiltPlan:
         trt = self._trt
         key = plan_key(graph_hash, trt, capability, profiles)
         number = capability.replace(".", "")
@@ -176,19 +165,21 @@ class Builder:
         path.parent.mkdir(exist_ok=True)
         if path.name in self._previous:
             shutil.copyfile(self._previous[path.name], path)
-            return Built(plan, path.stat().st_size, 0.0)
+            return BuiltPlan(plan, path.stat().st_size, 0.0)
         data = build_plan(trt, root / graph.file, graph, profiles, capability)
         path.write_bytes(data)
-        return Built(plan, len(data), time.perf_counter() - begin)
+        return BuiltPlan(plan, len(data), time.perf_counter() - begin)
 
 
 def choose_capabilities(
     trt: TensorRT, wanted: Sequence[str], known: Sequence[str]
 ) -> tuple[str, ...]:
-    """Those to build for, each once. wanted: entries such as "8.9" or "8.0,8.9"; known: those this
-    TensorRT builds for here. ValueError: none is wanted, or one is not known.
+    """Returns the compute capabilities to build for, each once.
 
-    Example: wanted ["8.0,8.9", "8.9"] are ("8.0", "8.9").
+    wanted: entries such as "8.9" or "8.0,8.9". known: those that this TensorRT builds for here.
+    Raises ValueError if none is wanted, or one is not known.
+
+    Example: wanted ["8.0,8.9", "8.9"] gives ("8.0", "8.9").
     """
     if not known:
         raise ValueError(
@@ -213,13 +204,13 @@ def choose_capabilities(
 def plan_key(
     graph_hash: str, trt: TensorRT, compute_capability: str, profiles: Sequence[Profile]
 ) -> str:
-    """A sha256 of all that shapes a plan."""
+    """Returns the SHA-256, in hex, of everything that shapes a plan."""
     parts = [SETTINGS, graph_hash, trt.flavour, trt.version, compute_capability, list(profiles)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def hash_graph(path: Path) -> str:
-    """Of the ONNX file and of the files that hold its weights."""
+    """Returns the SHA-256, in hex, of the ONNX file together with the files of its weights."""
     model = ir.load(path)
     tensors = [value.const_value for value in model.graph.initializers.values()]
     files = {str(t.location) for t in tensors if isinstance(t, ir.ExternalTensor)}
@@ -234,26 +225,29 @@ def build_plan(
     profiles: Sequence[Profile],
     compute_capability: str,
 ) -> bytes:
-    """The serialised engine. ValueError: TensorRT does not parse or build the graph, or parsed
-    something else than the manifest says."""
+    """Returns the serialised engine.
+
+    Raises ValueError if TensorRT does not parse or build the graph, or if what it parsed differs
+    from what the manifest says.
+    """
     module = trt.module
     trt.logger.errors.clear()
     builder = module.Builder(trt.logger)
     network = builder.create_network(0)
     parser = module.OnnxParser(network, trt.logger)
-    if not parser.parse_from_file(str(path)):  # by path: the weights lie beside it
+    if not parser.parse_from_file(str(path)):  # by its path, since the weights lie beside it
         told = [" ".join(parser.get_error(i).desc().split()) for i in range(parser.num_errors)]
         raise ValueError(f"{trt.flavour} does not parse {path.name}: {'; '.join(told)[:400]}")
     check_network(module, network, graph, path.name)
     for attention in _attentions(module, network):
-        attention.decomposable = True  # fp32, and shapes without a fused kernel
+        attention.decomposable = True  # for fp32, and for shapes without a fused kernel
     config = builder.create_builder_config()
-    config.clear_flag(module.BuilderFlag.TF32)  # fp32 is fp32
+    config.clear_flag(module.BuilderFlag.TF32)  # fp32 keeps all its bits
     if trt.flavour == "tensorrt_rtx":
         config.num_compute_capabilities = 1
         kind = getattr(module.ComputeCapability, _enum_name(compute_capability))
         config.set_compute_capability(kind, 0)
-        # the runtime brings the memory, which capturing a CUDA graph needs
+        # The runtime brings the memory, because capturing a CUDA graph needs that.
         config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)
     for sizes in profiles:
         profile = builder.create_optimization_profile()
@@ -282,9 +276,11 @@ def build_plan(
 
 
 def check_network(module: Any, network: Any, graph: Graph, file: str) -> None:
-    """ValueError unless the parsed network is the graph the manifest tells of: its tensors with
-    their types and free axes, an attention and two updates in place a layer, and each update from a
-    network input kv.… to the output kv.….out."""
+    """Raises ValueError unless the parsed network is the graph that the manifest describes.
+
+    Compared are its tensors with their types and free axes. Each layer must have one attention and
+    two updates in place, each from a network input kv.… to the output kv.….out.
+    """
     for kind, number, get, specs in (
         ("input", network.num_inputs, network.get_input, graph.inputs),
         ("output", network.num_outputs, network.get_output, graph.outputs),
@@ -309,20 +305,22 @@ def check_network(module: Any, network: Any, graph: Graph, file: str) -> None:
 
 
 def _require(file: str, what: str, got: Any, expected: Any) -> None:
+    """Raises ValueError if TensorRT parsed something else than expected."""
     if got != expected:
         raise ValueError(f"{file} as TensorRT parsed it: {what}: got {got}, expected {expected}")
 
 
 def _open_shape(spec: TensorSpec) -> tuple[int, ...]:
+    """Returns the shape as TensorRT writes it, with -1 for free axes."""
     return tuple(-1 if isinstance(axis, str) else axis for axis in spec.shape)
 
 
 def _attentions(module: Any, network: Any) -> list[Any]:
-    """The network's attentions, each of which its layers are the borders of."""
+    """Returns the network's attentions, found by the layer at the end of each."""
     layers = (network.get_layer(i) for i in range(network.num_layers))
     borders = [layer for layer in layers if layer.type == module.LayerType.ATTENTION_OUTPUT]
     for border in borders:
-        border.__class__ = module.IAttentionOutputLayer  # how these bindings cast
+        border.__class__ = module.IAttentionOutputLayer  # this is how these bindings cast
     return [border.attention for border in borders]
 
 
@@ -330,7 +328,7 @@ def _attentions(module: Any, network: Any) -> list[Any]:
 
 
 def _gpu_here() -> list[str]:
-    """Its compute capability, if there is one."""
+    """Returns the compute capability of the GPU here, or nothing without one."""
     try:
         return [open_cuda().compute_capability]
     except ValueError:
@@ -338,7 +336,7 @@ def _gpu_here() -> list[str]:
 
 
 def _known(trt: TensorRT, here: list[str]) -> list[str]:
-    """The compute capabilities to build for, ascending."""
+    """Returns the compute capabilities that this TensorRT can build for, ascending."""
     if trt.flavour == "tensorrt":
         return here
     names = (
@@ -349,22 +347,25 @@ def _known(trt: TensorRT, here: list[str]) -> list[str]:
 
 
 def timing_path(trt: TensorRT, compute_capability: str) -> Path:
-    """Where TensorRT's measurements of its kernels are kept. Not for TensorRT-RTX: it measures
-    none, and asks for a GPU if given some."""
+    """Returns the file that keeps TensorRT's timings of its kernels.
+
+    TensorRT-RTX has none: it measures no kernels, and asks for a GPU if given timings.
+    """
     return cache_folder() / "tensorrt" / f"{trt.version}-{_enum_name(compute_capability)}.timing"
 
 
 def load_timing(config: Any, path: Path) -> None:
+    """Gives the build the timings kept at `path`, or an empty cache if there are none."""
     data = path.read_bytes() if path.is_file() else b""
     config.set_timing_cache(config.create_timing_cache(data), False)
 
 
 def save_timing(config: Any, path: Path) -> None:
+    """Writes the timings to `path`, those just measured included."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(bytes(config.get_timing_cache().serialize()))
-    os.replace(temporary, path)
+    write_atomically(path, bytes(config.get_timing_cache().serialize()))
 
 
 def _enum_name(compute_capability: str) -> str:
+    """Returns TensorRT's name of a compute capability; "8.9" is SM89."""
     return f"SM{compute_capability.replace('.', '')}"

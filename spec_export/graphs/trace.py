@@ -1,7 +1,6 @@
-"""From a traced module to an ONNX model in memory and on disk (standard operators, opset 24).
+"""Traces a module into an ONNX model of standard operators (opset 24) and writes it to disk.
 
-It knows names, symbolic dimensions and external data; it knows nothing of precisions, of the ONNX
-Runtime form of the graph (onnx_rewrite.py) or of bundles.
+The result is the contiguous form of a graph; `slots` makes the form that ONNX Runtime runs from it.
 """
 
 from __future__ import annotations
@@ -19,17 +18,19 @@ import torch
 from onnx_ir.passes import common as passes
 from torch import Tensor, nn
 
-from spec_export.decoder import Backbone, DecoderConfig
+from spec_export.decoder import Backbone
+from spec_export.decoder_config import DecoderConfig
 
 OPSET = 24
 # IR 11 is what TensorRT's parser reads; nothing newer is used.
 IR_VERSION = 11
-SMALL_BYTES = 256  # tensors up to here stay in the graph: ONNX Runtime reads shapes only there
+# Tensors of up to this size stay in the graph's file: ONNX Runtime reads shapes only from there.
+SMALL_BYTES = 256
 
 
 @dataclass(frozen=True)
 class GraphInput:
-    """One input of a graph: name, a tensor to trace with, and names of its symbolic axes.
+    """Describes one input of a graph: its name, a tensor to trace with, and its symbolic axes.
 
     Over all inputs of a graph, axes have the same name if and only if they have the same size, and
     sizes are 2 or more: the tracer tells axes apart by size and takes 0 and 1 for constants. A name
@@ -50,7 +51,7 @@ class GraphInput:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's notes (absent torchvision, renamed axes) say nothing about our graph."""
+    """Silences the exporter's notes (absent torchvision, renamed axes), which do not concern us."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -63,7 +64,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _Flat(nn.Module):
-    """A module called with a flat argument list, so that input names follow it one by one."""
+    """Calls a module with a flat argument list, so that each input gets one name."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -76,10 +77,10 @@ class _Flat(nn.Module):
 def export(
     module: nn.Module, inputs: Sequence[GraphInput], outputs: Sequence[str], name: str
 ) -> ir.Model:
-    """Trace `module(*inputs)` into a model with exactly the given names.
+    """Traces `module(*inputs)` into a model with exactly the given input and output names.
 
-    The weights stay shared with the module: nothing is copied until the model is written.
-    ValueError: sizes in the examples that do not tell the axes apart, see `GraphInput`.
+    The weights stay shared with the module: nothing is copied until the model is written. Raises
+    ValueError if the examples' sizes do not tell the axes apart, see `GraphInput`.
     """
     _check_sizes(inputs)
     shapes = tuple(dict.fromkeys(given.axes, torch.export.Dim.DYNAMIC) for given in inputs)
@@ -107,6 +108,7 @@ def export(
 
 
 def _check_sizes(inputs: Sequence[GraphInput]) -> None:
+    """Raises ValueError unless axes of equal names, and no others, have equal sizes above 1."""
     sizes: dict[str, int] = {}
     for given in inputs:
         for axis, name in given.axes.items():
@@ -121,7 +123,7 @@ def _check_sizes(inputs: Sequence[GraphInput]) -> None:
 
 
 def _name_axes(graph: ir.Graph, inputs: Sequence[GraphInput]) -> None:
-    """Replace the tracer's symbols (s2, s77, ...) by the given axis names, in all values."""
+    """Replaces the tracer's symbols (s2, s77, ...) by the given axis names, in all values."""
     names: dict[str | None, str] = {}
     for value, given in zip(graph.inputs, inputs, strict=True):
         assert value.name == given.name, (value.name, given.name)
@@ -140,7 +142,7 @@ def _name_axes(graph: ir.Graph, inputs: Sequence[GraphInput]) -> None:
 
 
 def _name_weights(graph: ir.Graph, module: nn.Module) -> None:
-    """Initializers take the module's parameter names, a shared tensor the first of its names."""
+    """Gives initializers the module's parameter names, a shared tensor the first of its names."""
     first: dict[int, str] = {}
     renamed: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -152,7 +154,7 @@ def _name_weights(graph: ir.Graph, module: nn.Module) -> None:
 
 
 def _drop_flat_reshapes(graph: ir.Graph) -> None:
-    """`index_select` leaves Reshape(index, [-1]) before its Gather, where the index is flat."""
+    """Removes the Reshape(index, [-1]) that `index_select` puts before Gather, for flat indices."""
     for node in list(graph):
         if node.op_type != "Reshape" or node.inputs[0] is None or node.inputs[1] is None:
             continue
@@ -166,9 +168,11 @@ def _drop_flat_reshapes(graph: ir.Graph) -> None:
 def step_inputs(
     config: DecoderConfig, dtype: torch.dtype, capacity_symbolic: bool
 ) -> list[GraphInput]:
-    """The inputs of one step over a cache (contiguous form), in order; target and drafters share
-    them."""
-    # all different, and none 0 or 1, which the tracer would take for constants
+    """Returns the inputs of one step over a cache (contiguous form), in order.
+
+    The target and the drafters with a cache share them. `capacity_symbolic`: see `export_backbone`.
+    """
+    # Sizes that all differ; the tracer would take 0 and 1 for constants.
     N, M, A = 5, 3, 2
     S = 16 if capacity_symbolic else config.rows
     s_axis = {2: "S"} if capacity_symbolic else {}
@@ -193,9 +197,9 @@ def step_inputs(
 
 
 def export_backbone(backbone: Backbone, *, capacity_symbolic: bool = True) -> ir.Model:
-    """The contiguous form of the backbone graph, named as the runtime's contract has it.
+    """Traces the backbone into its contiguous form, with the names that the runtime expects.
 
-    `capacity_symbolic`: leave the number of cache slots S open, as ONNX Runtime takes it; otherwise
+    `capacity_symbolic` leaves the number of cache slots S open, as ONNX Runtime takes it; otherwise
     S is fixed at max_length + scratch, as TensorRT needs it.
     """
     config = backbone.config
@@ -211,9 +215,9 @@ def export_backbone(backbone: Backbone, *, capacity_symbolic: bool = True) -> ir
 
 
 def save(model: ir.Model, path: Path) -> None:
-    """Write the graph to `path`, its weights to the .bin file of the same name, each once.
+    """Writes the graph to `path` and its weights, each once, to the .bin file of the same name.
 
-    The model itself is left as it is, its tensors in memory.
+    The model itself does not change: its tensors stay in memory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     external = path.with_suffix(".bin").name
@@ -221,8 +225,11 @@ def save(model: ir.Model, path: Path) -> None:
 
 
 def save_beside(model: ir.Model, path: Path, lender: Path) -> None:
-    """As `save`, but weights that the graph `lender`, in the same folder, has too stay in its file
-    alone. The model's tensors become references to the files."""
+    """Writes the graph to `path` and shares the weights that it has in common with `lender`.
+
+    `lender` is a graph in the same folder. Weights that it has stay in its file alone; the others
+    go to the .bin file of this graph. The model's tensors become references to these files.
+    """
     assert lender.parent == path.parent, "ONNX Runtime reads no weights outside the graph's folder"
     lent: dict[tuple[object, ...], ir.ExternalTensor] = {}
     for value in ir.load(lender).graph.initializers.values():
@@ -258,5 +265,6 @@ def save_beside(model: ir.Model, path: Path, lender: Path) -> None:
 
 
 def _content(tensor: ir.TensorProtocol) -> tuple[object, ...]:
+    """Returns a key that two tensors have in common if and only if they hold the same."""
     digest = hashlib.sha256(tensor.tobytes()).digest()
     return tensor.dtype, tuple(tensor.shape.numpy()), digest

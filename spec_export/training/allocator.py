@@ -1,5 +1,7 @@
-"""Keep glibc from giving big blocks back to the system: fresh pages for every activation cost half
-of a CPU step."""
+"""Keeps glibc from giving big blocks back to the system.
+
+Fresh pages for every activation would cost half of a training step on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
 def keep_big_blocks() -> None:
-    """Serve blocks up to 1 GiB from the heap and never trim it; does nothing where there is no
-    glibc."""
+    """Makes glibc serve blocks of up to 1 GiB from its heap and never trim the heap.
+
+    Does nothing where there is no glibc.
+    """
     if not sys.platform.startswith("linux"):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,13 +1,11 @@
-"""Saving and loading: training checkpoints (to go on from) and finished drafters (to export).
+"""Saves and loads training checkpoints (to go on from) and finished drafters (to export).
 
-Both are folders written whole or not at all, with the SHA-256 of every file. This file knows
-tensors, optimisers and random states. It does not know any drafter's architecture: a config is a
-mapping here.
+Both are folders that are written whole or not at all, with the SHA-256 of every file. A drafter's
+config is a mapping here: `recipe.build_config` makes its Config from it.
 """
 
 import dataclasses
 import datetime
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -26,6 +24,8 @@ import safetensors
 import safetensors.torch
 import torch
 
+from spec_runtime.files import sha256
+
 FORMAT = 1
 STEP_PREFIX = "step-"
 PACKAGES = ("specsplit", "torch", "transformers", "safetensors", "numpy")
@@ -38,8 +38,8 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` found besides the states it restored. `progress` and `provenance` are as given to
-    `save`."""
+    """The facts of a checkpoint that `load` has restored; `progress` and `provenance` are as given
+    to `save`."""
 
     path: Path
     step: int
@@ -49,7 +49,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class SavedDrafter:
-    """A finished drafter. `state` in the dtype asked for; `draft_token_ids` int64[Vd] or None."""
+    """A finished drafter.
+
+    Floating tensors of `state` are float32. `draft_token_ids` is int64[Vd], or None where the
+    drafter can guess the whole vocabulary.
+    """
 
     name: str
     config: dict[str, Any]
@@ -59,13 +63,18 @@ class SavedDrafter:
     path: Path
 
     def load_into(self, module: torch.nn.Module) -> None:
-        """Copy the tensors into `module`, all of them or CheckpointError."""
+        """Copies the tensors into `module`.
+
+        Raises CheckpointError unless names and shapes are exactly the module's.
+        """
         _load_strictly(module, self.state, str(self.path))
 
 
 def collect_provenance(**facts: Any) -> dict[str, Any]:
-    """Command, commit, versions and date of this run, with `facts` (config, recipe, …) added; JSON
-    values only."""
+    """Returns command, commit, versions and date of this run, and `facts` (config, recipe, …).
+
+    All values are plain JSON.
+    """
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -90,42 +99,39 @@ def collect_provenance(**facts: Any) -> dict[str, Any]:
 def save(
     folder: str | Path,
     step: int,
-    module: torch.nn.Module | Mapping[str, torch.Tensor],
+    module: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
     *,
-    generator: np.random.Generator | None = None,
-    progress: Mapping[str, Any] | None = None,
-    provenance: Mapping[str, Any] | None = None,
-    keep: int = 2,
+    progress: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    keep: int,
 ) -> Path:
-    """Write `folder/step-00000123` atomically, then delete all but the `keep` newest; returns the
-    new path.
+    """Writes the checkpoint `folder/step-00000123` and returns its path.
+
+    Torch's random states are saved too. All but the `keep` newest checkpoints are deleted
+    afterwards.
 
     Args:
-        module: the module, or the part of its state dict worth keeping (no frozen target tensors).
-        generator: a NumPy generator whose state is kept beside torch's own random states.
-        progress: anything JSON that the training loop needs to go on (epoch, position, best loss,
-        curves).
+        module: the module whose tensors are worth keeping (no frozen target).
+        progress: JSON values that the training loop needs to go on, such as its curve.
+        provenance: see `collect_provenance`.
     """
     folder = Path(folder)
     final = folder / f"{STEP_PREFIX}{step:08d}"
     states = {
         "optimizer": optimizer.state_dict(),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
         "torch_rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy_rng": None if generator is None else _json_value(generator.bit_generator.state),
     }
 
     def write(temporary: Path) -> dict[str, Any]:
-        state = module.state_dict() if isinstance(module, torch.nn.Module) else module
-        safetensors.torch.save_file(_detached(state), temporary / "model.safetensors")
+        tensors = _detached(module.state_dict())
+        safetensors.torch.save_file(tensors, temporary / "model.safetensors")
         torch.save(states, temporary / "states.pt")
         return {
             "step": step,
-            "progress": _json_value(progress or {}),
-            "provenance": _json_value(provenance or {}),
+            "progress": _json_value(progress),
+            "provenance": _json_value(provenance),
         }
 
     _write_folder(final, "checkpoint.json", write)
@@ -135,50 +141,28 @@ def save(
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The checkpoint with the highest step in `folder`, None where there is none."""
+    """Returns the checkpoint with the highest step in `folder`, or None if there is none."""
     found = _checkpoints(Path(folder))
     return found[-1] if found else None
 
 
-def load(
-    path: str | Path,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-    *,
-    generator: np.random.Generator | None = None,
-    restore_rng: bool = True,
-    partial: bool = False,
-) -> Checkpoint:
-    """Restore what `save` wrote into the given objects.
+def load(path: str | Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
+    """Restores what `save` wrote into `module`, `optimizer` and torch's random states.
 
-    Args:
-        partial: the checkpoint holds a part of `module`'s tensors (those frozen were left out); an
-        unknown or
-            mismatching one is refused all the same.
-    Raises:
-        CheckpointError: missing, altered or truncated files, or tensors that do not fit `module`.
+    Raises CheckpointError on missing, altered or truncated files, and on tensors or an optimiser's
+    state that do not fit.
     """
     path = Path(path)
     header = _read_folder(path, "checkpoint.json")
-    _load_strictly(module, _read_tensors(path / "model.safetensors"), str(path), partial)
+    _load_strictly(module, _read_tensors(path / "model.safetensors"), str(path))
     states = torch.load(path / "states.pt", map_location="cpu", weights_only=True)
-    if optimizer is not None:
-        try:
-            optimizer.load_state_dict(states["optimizer"])
-        except ValueError as error:
-            raise CheckpointError(f"{path}: the optimiser's state does not fit: {error}") from error
-    for name, wanted in (("scheduler", scheduler), ("numpy_rng", generator)):
-        if wanted is not None and states[name] is None:
-            raise CheckpointError(f"{path} holds no {name} state, expected one saved with it")
-    if scheduler is not None:
-        scheduler.load_state_dict(states["scheduler"])
-    if generator is not None:
-        generator.bit_generator.state = states["numpy_rng"]
-    if restore_rng:
-        torch.set_rng_state(states["torch_rng"])
-        if torch.cuda.is_available() and len(states["cuda_rng"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(states["cuda_rng"])
+    try:
+        optimizer.load_state_dict(states["optimizer"])
+    except ValueError as error:
+        raise CheckpointError(f"{path}: the optimiser's state does not fit: {error}") from error
+    torch.set_rng_state(states["torch_rng"])
+    if torch.cuda.is_available() and len(states["cuda_rng"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states["cuda_rng"])
     return Checkpoint(path, header["step"], header["progress"], header["provenance"])
 
 
@@ -192,19 +176,23 @@ def save_drafter(
     config: Any,
     provenance: Mapping[str, Any],
     draft_token_ids: np.ndarray | None = None,
-    dtype: torch.dtype | None = torch.bfloat16,
 ) -> Path:
-    """Write `drafter.safetensors` and `config.json` to `folder`, replacing a drafter already there.
+    """Writes `drafter.safetensors` and `config.json` to `folder` and returns it.
+
+    Floating tensors are stored in bfloat16, which halves the file. A drafter that is already there
+    is replaced.
 
     Args:
-        config: the drafter's Config (dataclass or mapping), JSON values.
-        draft_token_ids: integer[Vd], absolute ids of the draft vocabulary; kept in the same file.
-        dtype: floating tensors are stored so; None = as they are. bfloat16 halves the file.
+        config: the drafter's Config (dataclass or mapping) of JSON values.
+        draft_token_ids: integer[Vd], the target's ids of the draft vocabulary; they are stored
+            beside the tensors.
+    Raises:
+        CheckpointError: `folder` holds other files, or `state` a tensor of a reserved name.
     """
-    tensors = {}
-    for key, tensor in _detached(state).items():
-        cast = dtype is not None and tensor.is_floating_point()
-        tensors[key] = tensor.to(dtype) if cast else tensor
+    tensors = {
+        key: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        for key, tensor in _detached(state).items()
+    }
     if DRAFT_TOKEN_IDS in tensors:
         raise CheckpointError(
             f"the state dict holds {DRAFT_TOKEN_IDS!r}, expected it as an argument"
@@ -228,12 +216,11 @@ def save_drafter(
     return final
 
 
-def load_drafter(folder: str | Path, dtype: torch.dtype | None = torch.float32) -> SavedDrafter:
-    """Read what `save_drafter` wrote, floating tensors as `dtype` (None = as stored).
+def load_drafter(folder: str | Path) -> SavedDrafter:
+    """Returns what `save_drafter` wrote, floating tensors as float32.
 
-    Raises:
-        CheckpointError: missing, altered or truncated files, or tensors other than `config.json`
-        lists.
+    Raises CheckpointError on missing, altered or truncated files, and on tensors other than those
+    that `config.json` lists.
     """
     folder = Path(folder)
     header = _read_folder(folder, "config.json")
@@ -245,7 +232,7 @@ def load_drafter(folder: str | Path, dtype: torch.dtype | None = torch.float32) 
         name=header["name"],
         config=header["config"],
         state={
-            key: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            key: tensor.float() if tensor.is_floating_point() else tensor
             for key, tensor in tensors.items()
         },
         draft_token_ids=None if ids is None else ids.numpy(),
@@ -258,15 +245,19 @@ def load_drafter(folder: str | Path, dtype: torch.dtype | None = torch.float32) 
 
 
 def _write_folder(final: Path, header_name: str, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Let `write` fill a temporary folder beside `final`, add the header with hashes, and
-    rename."""
+    """Writes the folder `final` whole or not at all.
+
+    `write` fills a temporary folder beside it and returns the header's facts; the header with the
+    files' hashes is added, and the folder is renamed. Raises CheckpointError if `final` holds other
+    files.
+    """
     final.parent.mkdir(parents=True, exist_ok=True)
     token = uuid.uuid4().hex[:8]
     temporary = final.parent / f".{final.name}.{token}.tmp"
     temporary.mkdir()
     try:
         header = {"format": FORMAT, **write(temporary)}
-        header["files"] = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
+        header["files"] = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
         text = json.dumps(header, indent=1, ensure_ascii=False)
         (temporary / header_name).write_text(text + "\n", encoding="utf-8")
         for file in temporary.iterdir():
@@ -277,8 +268,7 @@ def _write_folder(final: Path, header_name: str, write: Callable[[Path], dict[st
                 raise CheckpointError(
                     f"{final} holds other files, expected a new folder or a {header_name}"
                 )
-            # A folder cannot be renamed over a full one: move the old one out of the way, then
-            # away.
+            # A folder cannot be renamed over a full one: rename the old one first, remove it last.
             old = final.parent / f".{final.name}.{token}.old"
             final.rename(old)
             temporary.rename(final)
@@ -290,7 +280,10 @@ def _write_folder(final: Path, header_name: str, write: Callable[[Path], dict[st
 
 
 def _read_folder(folder: Path, header_name: str) -> dict[str, Any]:
-    """The header, once every file's hash is found to agree with it."""
+    """Returns the header, after comparing every file's hash with it.
+
+    Raises CheckpointError on a file that is missing or has another hash.
+    """
     try:
         header = json.loads((folder / header_name).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -301,7 +294,7 @@ def _read_folder(folder: Path, header_name: str) -> dict[str, Any]:
     for name, expected in header["files"].items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing, expected it beside {header_name}")
-        got = _sha256(folder / name)
+        got = sha256(folder / name)
         if got != expected:
             raise CheckpointError(
                 f"{folder / name} has SHA-256 {got[:12]}…, expected {expected[:12]}…: "
@@ -311,22 +304,18 @@ def _read_folder(folder: Path, header_name: str) -> dict[str, Any]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
+    """Returns the whole checkpoints in `folder`, by rising step."""
     found = [
         path for path in folder.glob(f"{STEP_PREFIX}*") if (path / "checkpoint.json").is_file()
     ]
     return sorted(found, key=lambda path: int(path.name.removeprefix(STEP_PREFIX)))
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 # ---- tensors ----
 
 
 def _detached(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of their own: safetensors refuses tensors that share memory, such as tied ones."""
+    """Returns a copy of each tensor: safetensors refuses tensors that share memory."""
     return {
         key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for key, tensor in state.items()
@@ -341,10 +330,12 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _signature(tensor: torch.Tensor) -> list[Any]:
+    """Returns dtype and shape, as `config.json` lists them: ["bfloat16", 576, 192]."""
     return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
 
 
 def _compare(found: Mapping[str, list], expected: Mapping[str, list], where: str) -> None:
+    """Raises CheckpointError that lists every difference between two tables of signatures."""
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys())
     differing = [
@@ -360,27 +351,28 @@ def _compare(found: Mapping[str, list], expected: Mapping[str, list], where: str
         raise CheckpointError(f"{where}: tensors do not fit: {'; '.join(problems)}")
 
 
-def _load_strictly(
-    module: torch.nn.Module, state: Mapping[str, torch.Tensor], where: str, partial: bool = False
-) -> None:
-    own = module.state_dict()
-    if partial:
-        own = {key: tensor for key, tensor in own.items() if key in state}
-    # dtypes may differ (a bf16 file into an fp32 module): only shapes must agree.
+def _load_strictly(module: torch.nn.Module, state: Mapping[str, torch.Tensor], where: str) -> None:
+    """Copies `state` into `module`; raises CheckpointError unless names and shapes agree.
+
+    dtypes may differ: a bfloat16 file is loaded into a float32 module.
+    """
     _compare(
         {key: list(tensor.shape) for key, tensor in state.items()},
-        {key: list(tensor.shape) for key, tensor in own.items()},
+        {key: list(tensor.shape) for key, tensor in module.state_dict().items()},
         where,
     )
-    module.load_state_dict(state, strict=not partial)
+    module.load_state_dict(state)
 
 
 # ---- provenance ----
 
 
 def _git_commit() -> str | None:
-    """Commit of the source tree this file is run from ("-dirty" appended), None outside of one."""
-    root = Path(__file__).resolve().parent.parent
+    """Returns the commit of the source tree that this file is in, or None outside of one.
+
+    "-dirty" is appended if files differ from the commit.
+    """
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -394,7 +386,7 @@ def _git_commit() -> str | None:
 
 
 def _json_value(value: Any) -> Any:
-    """`value` as plain JSON; TypeError for what has no JSON form."""
+    """Returns `value` as plain JSON; raises TypeError for what has no JSON form."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,6 @@
-"""Training data: JSON Lines rows into token sequences with a loss mask.
+"""Reads training data: rows of JSON Lines become token sequences with a loss mask.
 
-This file knows three row schemas and the target's chat template. It knows nothing of batches,
-features or drafters.
+There are three row schemas, see `read`; text is tokenised through the target's chat template.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 XZ_MAGIC = b"\xfd7zXZ\x00"
 SCHEMAS = '{"prompt", "response"}, {"tokens", "loss_mask"} or {"messages"}'
-# Any text a chat template leaves alone will do; it must not occur in the template itself.
+# Stands for the user's text. A chat template must leave it alone and must not contain it.
 SENTINEL = "specsplit0user0text"
 
 
@@ -30,8 +29,8 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One sequence. `token_T` int32 ids; `loss_T` bool, True at the answer's tokens (those to be
-    predicted)."""
+    """One sequence: `token_T` int32 ids, `loss_T` bool, True at the answer's tokens, which are to
+    be predicted."""
 
     token_T: np.ndarray
     loss_T: np.ndarray
@@ -44,7 +43,7 @@ def read(
     max_length: int,
     sources: Collection[str] | None = None,
 ) -> list[Example]:
-    """Read every row of `paths` (JSON Lines, plain or xz), in order, cut to `max_length` tokens.
+    """Returns every row of `paths` (JSON Lines, plain or xz), in order, cut to `max_length` tokens.
 
     Row schemas: {"prompt": ids, "response": ids} (self-distilled: the chat template's text around a
     user message is added), {"tokens": ids, "loss_mask": 0/1} and {"messages": [{"role",
@@ -55,8 +54,7 @@ def read(
         tokenizer: the target's transformers tokenizer.
         sources: keep only rows whose "source" is listed, "" meaning rows without one; None = all.
     Raises:
-        DataError: a file or row that cannot be read, a listed source that no row has, or no example
-        left.
+        DataError: a file or row cannot be read, no row has a listed source, or no example is left.
     """
     reader = _RowReader(tokenizer)
     examples: list[Example] = []
@@ -88,7 +86,11 @@ def read(
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:line", object) for each non-empty line; xz is recognised by its first bytes."""
+    """Yields ("file:line", object) for each line that is not empty.
+
+    A file compressed by xz is recognised by its first bytes. Raises DataError on a file that cannot
+    be read and on a line that is not a JSON object.
+    """
     try:
         with open(path, "rb") as file:
             compressed = file.read(len(XZ_MAGIC)) == XZ_MAGIC
@@ -113,11 +115,11 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def chat_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids that the chat template puts before a lone user message, and after it up to the answer.
+    """Returns the ids that the chat template puts before a lone user message, and after it.
 
-    Without a chat template: the beginning-of-text id, if the tokenizer adds one, and nothing.
-
-    SmolLM2-Instruct: `<|im_start|>system\\n…<|im_end|>\\n<|im_start|>user\\n`,
+    Those after it lead up to the answer. Without a chat template they are the beginning-of-text id,
+    if the tokenizer adds one, and nothing. SmolLM2-Instruct's decode to
+    `<|im_start|>system\\n…<|im_end|>\\n<|im_start|>user\\n` and
     `<|im_end|>\\n<|im_start|>assistant\\n`.
     """
     if not getattr(tokenizer, "chat_template", None):
@@ -133,11 +135,11 @@ def chat_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def split(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
-    """(train, validation): about `fraction` of the prompts validate, chosen by a hash of the
-    prompt.
+    """Returns (train, validation): about `fraction` of the prompts validate.
 
-    A prompt's side depends on nothing else, so that it stays when rows are added, and equal prompts
-    never fall on both sides. Where fraction > 0 and there are two prompts, neither side is empty.
+    A hash of the prompt alone decides its side, so that the side stays when rows are added, and
+    equal prompts never fall on both sides. If fraction > 0 and there are two prompts, neither side
+    is empty. Raises DataError if there are fewer.
     """
     if fraction <= 0:
         return list(examples), []
@@ -156,12 +158,12 @@ def split(examples: Sequence[Example], fraction: float) -> tuple[list[Example], 
 def most_frequent_tokens(
     examples: Iterable[Example], count: int, vocab_size: int, always: Iterable[int] = ()
 ) -> np.ndarray:
-    """The draft vocabulary: `count` ids, int64[count] ascending, most frequent answer tokens first
-    taken.
+    """Returns the draft vocabulary, int64[count] ascending: the most frequent answer tokens.
 
-    `always` (pass the tokenizer's special ids and every end id) are in whatever their frequency.
-    Ties, and places left once every answer token is in, go to the lower id: merges learnt earlier
-    are the commoner.
+    The ids `always` (pass the tokenizer's special ids and every end id) are in it whatever their
+    frequency. Ties go to the lower id, and so do places that are left when every answer token is
+    in: tokenizers learn common merges first. Raises DataError on a count or an id outside of the
+    vocabulary, and if `always` has more ids than `count`.
     """
     if not 1 <= count <= vocab_size:
         raise DataError(f"draft vocabulary of {count} tokens, expected 1 to {vocab_size}")
@@ -182,14 +184,14 @@ def most_frequent_tokens(
 
 
 def _prompt_draw(example: Example) -> float:
-    """A number in [0, 1) that depends only on the tokens before the first answer token."""
+    """Returns a number in [0, 1) that depends only on the tokens before the first answer token."""
     prompt = example.token_T[: int(np.argmax(example.loss_T))]
     digest = hashlib.blake2b(prompt.astype("<i4").tobytes(), digest_size=6).digest()
     return int.from_bytes(digest, "little") / 2**48
 
 
 class _RowReader:
-    """Rows to (token_T, loss_T), with what the tokenizer says worked out once."""
+    """Turns rows into (token_T, loss_T); asks the tokenizer for its properties only once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -198,6 +200,7 @@ class _RowReader:
         self.affixes: tuple[list[int], list[int]] | None = None
 
     def sequence(self, row: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
+        """Returns a row's token ids int32[T] and loss mask bool[T]; raises DataError."""
         keys = row.keys() - {"source"}
         if keys == {"prompt", "response"}:
             prompt, response = self._ids(row, "prompt", where), self._ids(row, "response", where)
@@ -221,6 +224,7 @@ class _RowReader:
         raise DataError(f"{where}: got keys {sorted(keys)}, expected {SCHEMAS}")
 
     def _ids(self, row: dict[str, Any], key: str, where: str) -> list[int]:
+        """Returns the row's token ids under `key`; raises DataError on ids of another tokenizer."""
         ids = row[key]
         if not isinstance(ids, list) or any(type(i) is not int for i in ids):
             raise DataError(f'{where}: "{key}" is not a list of token ids')
@@ -232,8 +236,11 @@ class _RowReader:
         return ids
 
     def _chat(self, messages: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Render turn by turn; an answer is what the template adds behind its own generation
-        prompt."""
+        """Returns a conversation's tokens and loss mask.
+
+        The template renders it turn by turn. The text that a turn adds behind the template's own
+        generation prompt is an answer.
+        """
         valid = isinstance(messages, list) and all(
             isinstance(m, dict)
             and isinstance(m.get("role"), str)
@@ -262,7 +269,7 @@ class _RowReader:
                 )
             pieces.append((_encode(self.tokenizer, before[len(done) :]), False))
             answer = _encode(self.tokenizer, after[len(before) :])
-            # The template's text behind the end token ("\n") is never generated: no loss on it.
+            # The template's text behind the end token, a newline, is never generated: no loss.
             ends = [i for i, token in enumerate(answer) if token in self.special_ids]
             cut = ends[-1] + 1 if ends else len(answer)
             pieces += [(answer[:cut], True), (answer[cut:], False)]
@@ -285,7 +292,7 @@ def _render(tokenizer: Any, messages: list[dict[str, Any]], generation_prompt: b
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    # The template writes its own special tokens; the tokenizer must not add others.
+    # The template writes its own special tokens; the tokenizer must not add any.
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -296,5 +303,5 @@ def _joined(pieces: Sequence[tuple[list[int], bool]]) -> tuple[np.ndarray, np.nd
 
 
 def source_counts(examples: Iterable[Example]) -> dict[str, int]:
-    """Examples by source ("" = none), for provenance."""
+    """Returns the number of examples of each source ("" for none), for provenance."""
     return dict(sorted(Counter(example.source or "" for example in examples).items()))

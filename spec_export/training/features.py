@@ -1,19 +1,20 @@
-"""The feature cache: the target's hidden states over the training data, written once and shared by
-all drafters.
+"""Stores the target's hidden states over the training data, once for all drafters.
 
-A folder of flat arrays, one row a token, sequences back to back:
-    token_T.npy i32, loss_T.npy bool, offset.npy i64 (sequence i is rows offset[i]:offset[i+1]),
-    feature_TF.npy bfloat16 bit patterns as u16 (features after the final norm, then each tap),
-    cache.json what it was made from, and how many sequences are done (an interrupted build goes on
-    from there).
-Knows the backbone's forward pass; knows nothing of drafters or losses.
+The feature cache is a folder of flat arrays, one row a token, sequences back to back:
+
+    token_T.npy     i32
+    loss_T.npy      bool, True at answer tokens
+    offset.npy      i64, sequence i is rows offset[i]:offset[i+1]
+    feature_TF.npy  bfloat16 bit patterns as u16: features after the final norm, then each tap
+    cache.json      what the cache was made from, and how many sequences are done
+
+An interrupted build goes on from the last whole block of sequences.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,16 +25,17 @@ import torch
 from torch import Tensor
 
 from spec_export.training.data import Example
+from spec_runtime.files import write_atomically
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # padded tokens of one forward pass
 BLOCK = 256  # sequences between two progress marks
 
 
 class FeatureCache:
-    """Read access: `sequence(i)` gives token i64[T], loss bool[T], feature bf16[T, F].
+    """Reads a finished cache; a `batches.SequenceStore`.
 
-    `taps`: the taps wanted, some of those the cache holds; None = all. ValueError: an unfinished
-    cache, or a tap it lacks.
+    `taps` are the taps wanted, some of those that the cache holds; None means all. Raises
+    ValueError on an unfinished cache, and on a tap that it lacks.
     """
 
     def __init__(self, folder: Path, taps: Sequence[int] | None = None) -> None:
@@ -63,10 +65,11 @@ class FeatureCache:
 
     @property
     def length_N(self) -> np.ndarray:
-        """Tokens of each sequence, i64."""
+        """Returns the number of tokens of each sequence, i64[number of sequences]."""
         return np.diff(self.offset)
 
     def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns token i64[T], loss bool[T] and feature bf16[T, F] of sequence i."""
         rows = slice(self.offset[i], self.offset[i + 1])
         token = torch.from_numpy(self.token_T[rows].astype(np.int64))
         stored = np.array(self.feature_TF[rows])
@@ -77,7 +80,7 @@ class FeatureCache:
 
 
 def size_estimate(examples: Sequence[Example], num_features: int) -> int:
-    """Bytes the cache of these examples takes on disk; `num_features` = F."""
+    """Returns the bytes that the cache of these examples takes on disk; `num_features` is F."""
     return sum(len(e.token_T) for e in examples) * (2 * num_features + 5)
 
 
@@ -89,37 +92,34 @@ def build(
     taps: Sequence[int],
     progress: Any = None,
 ) -> FeatureCache:
-    """Run a (bf16) transformers target over every example and keep its features; resumes a stopped
-    build, and takes a finished one that holds more taps.
+    """Runs a (bf16) transformers target over every example and stores its features.
 
-    `progress(done, total)` is called with token counts. ValueError: a folder made from other data,
-    or a full disk.
+    A stopped build goes on, and a finished cache that holds more taps is taken as it is.
+    `progress(done, total)` is called with token counts. Raises ValueError if the folder was made
+    from other data, target or taps, and if the disk is too small.
     """
     wanted = taps
+    found = None
     if (folder / "cache.json").is_file():
-        held = json.loads((folder / "cache.json").read_text()).get("taps", [])
+        found = json.loads((folder / "cache.json").read_text())
+        held = found.get("taps", [])
         taps = held if set(taps) <= set(held) else taps
-    hidden = model.config.hidden_size
-    num_features = hidden * (1 + len(taps))
-    digest = hashlib.sha256()
-    for example in examples:
-        digest.update(example.token_T.astype("<i4").tobytes() + example.loss_T.tobytes())
+    num_features = model.config.hidden_size * (1 + len(taps))
     made_from = {
         "target": target_name,
         "taps": list(taps),
-        "data": digest.hexdigest(),
+        "data": _digest(examples),
         "num_features": num_features,
     }
-    if (folder / "cache.json").is_file():
-        about = json.loads((folder / "cache.json").read_text())
-        if {key: about.get(key) for key in made_from} != made_from:
-            raise ValueError(
-                f"got feature cache {folder} made from other data, target or taps: "
-                "name another folder"
-            )
-    else:
+    if found is None:
         about = made_from | {"sequences_done": 0}
         _create(folder, examples, num_features, about)
+    elif {key: found.get(key) for key in made_from} != made_from:
+        raise ValueError(
+            f"got feature cache {folder} made from other data, target or taps: name another folder"
+        )
+    else:
+        about = found
     offset = np.load(folder / "offset.npy")
     feature_TF = np.lib.format.open_memmap(folder / "feature_TF.npy", mode="r+")
     for start in range(about["sequences_done"], len(examples), BLOCK):
@@ -136,9 +136,18 @@ def build(
     return FeatureCache(folder, wanted)
 
 
+def _digest(examples: Sequence[Example]) -> str:
+    """Returns the SHA-256 of all tokens and loss masks in hex."""
+    digest = hashlib.sha256()
+    for example in examples:
+        digest.update(example.token_T.astype("<i4").tobytes() + example.loss_T.tobytes())
+    return digest.hexdigest()
+
+
 def _create(
     folder: Path, examples: Sequence[Example], num_features: int, about: dict[str, Any]
 ) -> None:
+    """Writes a cache without features yet; raises ValueError if the disk is too small for it."""
     folder.mkdir(parents=True, exist_ok=True)
     need, free = size_estimate(examples, num_features), shutil.disk_usage(folder).free
     if need > free:
@@ -158,7 +167,7 @@ def _create(
 
 
 def _batches(block: range, examples: Sequence[Example], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of `block` by length, in groups of about `batch_tokens` padded tokens."""
+    """Yields the indices of `block` by length, in groups of up to `batch_tokens` padded tokens."""
     group: list[int] = []
     for i in sorted(block, key=lambda i: len(examples[i].token_T)):
         if group and (len(group) + 1) * len(examples[i].token_T) > batch_tokens:
@@ -171,8 +180,10 @@ def _batches(block: range, examples: Sequence[Example], batch_tokens: int) -> It
 
 @torch.inference_mode()
 def _forward(tokens: Sequence[np.ndarray], model: Any, taps: Sequence[int]) -> list[np.ndarray]:
-    """Features of right-padded sequences, u16 [T, F] each; causal attention needs no mask for right
-    padding."""
+    """Returns the features of each sequence, u16[T, F].
+
+    The sequences are padded on the right, where causal attention needs no mask.
+    """
     longest = max(len(t) for t in tokens)
     ids = torch.zeros(len(tokens), longest, dtype=torch.int64)
     for row, token_T in zip(ids, tokens, strict=True):
@@ -184,6 +195,4 @@ def _forward(tokens: Sequence[np.ndarray], model: Any, taps: Sequence[int]) -> l
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1))
-    os.replace(temporary, path)
+    write_atomically(path, json.dumps(value, indent=1))

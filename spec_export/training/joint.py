@@ -1,18 +1,18 @@
-"""Joint training: the drafter and a LoRA adapter on its target learn together.
+"""Trains a drafter and a LoRA adapter on its target together.
 
     loss = backbone_weight · L_backbone + drafter_weight · L_drafter
 
-L_backbone is the cross-entropy of the answer ("ce"), or KL(p_original ‖ p) with the original being
+L_backbone is the cross-entropy of the answer ("ce"), or KL(p_original ‖ p), where the original is
 the same network with its adapter off ("distill", Medusa-2's self-distillation). The drafter reads
 live features, so that its gradient reaches the target. The adapter is on every linear layer but
-the LM head, which drafters share; Medusa-2 is settings of this. What comes out is a merged target,
-in a folder of its own, and the drafter for it.
+the LM head, which drafters share. Medusa-2 is one choice of these settings. The run leaves a merged
+target in a folder of its own, and the drafter for it.
 
 `layer_dropout` is LayerSkip's: while the target trains, a sequence skips layer l (from 0) of L with
-probability p_max · (2^(l/(L−1)) − 1), so that what follows learns to do without.
+probability p_max · (2^(l/(L−1)) − 1), so that the later layers learn to do without it.
 
-Asked for FSDP, it spreads the frozen weights of the target's layers over the processes, which is
-where the memory goes; adapter and drafter stay whole in each, as without it. Knows no drafter.
+With FSDP the frozen weights of the target's layers are spread over the processes, since they take
+most of the memory. The adapter and the drafter stay whole in each process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,13 +36,14 @@ from spec_export import target as target_files
 from spec_export.drafters.layers import Batch
 from spec_export.training import recipe
 from spec_export.training.data import Example
-from spec_export.training.run import Trainer, Validation, console
+from spec_export.training.trainer import Trainer, TrainingJob
+from spec_export.training.validate import Validation
 
 CHUNK_ROWS = 512  # rows whose [rows, V] logits exist at once
 
 
-class Tokens:
-    """Sequences without stored features, by `FeatureCache`'s interface."""
+class TokenStore:
+    """Sequences without stored features: a `SequenceStore` whose features have width 0."""
 
     def __init__(self, examples: Sequence[Example]) -> None:
         self._examples = examples
@@ -51,13 +51,14 @@ class Tokens:
         self.num_sequences = len(examples)
 
     def sequence(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns token i64[T], loss bool[T] and feature f32[T, 0] of sequence i."""
         example = self._examples[i]
         token = torch.from_numpy(example.token_T.astype(np.int64))
         return token, torch.from_numpy(example.loss_T.copy()), torch.zeros(len(token), 0)
 
 
 class JointModel(nn.Module):
-    """Target with adapter and drafter; its forward pass is the joint loss."""
+    """The target with its adapter, and the drafter; the forward pass computes the joint loss."""
 
     target: Any  # a PeftModel around a transformers model
     drafter: Any
@@ -85,13 +86,16 @@ class JointModel(nn.Module):
         self.train()
 
     def shard_target(self, device: torch.device) -> tuple[int, int]:
-        """Leave this process its share of the frozen weights of the target's layers, each layer's
-        gathered only while it runs. Returns how many parameters of the target it holds now, and
-        held before."""
+        """Leaves this process its share of the frozen weights of the target's layers.
+
+        A layer's weights are gathered only while it runs. Returns how many parameters of the target
+        this process holds now, and held before.
+        """
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         before = sum(p.numel() for p in self.target.parameters())
         whole = {p for p in self.target.parameters() if p.requires_grad}
-        # not the model around them: transformers knows it by its class, which this changes
+        # not the model around the layers: fully_shard changes a module's class, by which
+        # transformers recognises the model
         for layer in self.target.base_model.model.model.layers:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         shards = {n: p for n, p in self.named_parameters() if isinstance(p, DTensor)}
@@ -100,13 +104,17 @@ class JointModel(nn.Module):
         return before - elsewhere, before
 
     def _maybe_skip(self, p: float, layer: Any, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        """Replaces a layer's output by its input for each sequence with probability p."""
         if self._dropout_generator is None:
             return out
         skips_B = torch.rand(len(out), generator=self._dropout_generator) < p
         return torch.where(skips_B.to(out.device)[:, None, None], given[0], out)
 
     def features(self, token_BT: Tensor) -> Tensor:
-        """[B, T, F] of right-padded sequences: final state, then the drafter's taps."""
+        """Returns the features [B, T, F] of right-padded sequences, token_BT i64.
+
+        They are the final hidden state, then the drafter's taps.
+        """
         out = self.target.base_model.model.model(
             token_BT, output_hidden_states=True, use_cache=False
         )
@@ -116,6 +124,10 @@ class JointModel(nn.Module):
     def forward(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the joint loss, f32 scalar, and the drafter's counts.
+
+        While the drafter trains alone, the loss is the drafter's, and the target gets no gradient.
+        """
         self._dropout_generator = generator if self.trains_backbone else None
         with torch.set_grad_enabled(self.trains_backbone):
             feature = self.features(batch.token_BT)
@@ -128,7 +140,10 @@ class JointModel(nn.Module):
         return self.settings.backbone_weight * backbone + self.drafter_weight * loss, counts
 
     def backbone_loss(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Mean over answer tokens, row t predicting token t + 1; `hidden` is the final state."""
+        """Returns L_backbone, f32 scalar: a mean over answer tokens, row t predicting token t + 1.
+
+        `hidden` [B, T, D] is the target's final hidden state, with a gradient.
+        """
         is_row = batch.loss_BT[:, 1:]
         label_R = batch.token_BT[:, 1:][is_row]
         row_RD = hidden[:, :-1][is_row]
@@ -145,88 +160,101 @@ class JointModel(nn.Module):
         return total / max(1, len(label_R))
 
     def _chunk_loss(self, head: Any, row: Tensor, original: Tensor, label: Tensor) -> Tensor:
+        """Returns the summed loss of rows [R, D]: cross-entropy, or KL(p_original ‖ p)."""
         logits = head(row).float()
         if self.settings.backbone_loss == "ce":
             return nn.functional.cross_entropy(logits, label, reduction="sum")
         with torch.no_grad():
-            p = head(original).float().log_softmax(-1)
-        log_q = logits.log_softmax(-1)
-        return nn.functional.kl_div(log_q, p, log_target=True, reduction="sum")
+            log_p_original = head(original).float().log_softmax(-1)
+        log_p = logits.log_softmax(-1)
+        return nn.functional.kl_div(log_p, log_p_original, log_target=True, reduction="sum")
 
 
 class JointTrainer(Trainer):
-    """Trainer over live features; the adapter learns at its own rate, and later if so set."""
+    """Trains drafter and adapter on live features.
+
+    The adapter has a learning rate of its own, and may rest for the first steps.
+    """
 
     def __init__(
         self,
-        plan: recipe.Recipe,
+        job: TrainingJob,
         target: Any,
         tokenizer: Any,
-        drafter: Any,
         examples: Sequence[Example],
-        num_training: int,
-        out: Path,
-        about: dict[str, Any],
-        accelerator: Accelerator,
         shards_target: bool = False,
     ) -> None:
-        """shards_target: see `JointModel.shard_target`; of use with several processes."""
-        assert plan.joint is not None
-        self.joint = plan.joint
-        self.tokenizer = tokenizer
-        self.both = JointModel(target, drafter, plan.joint)
-        self.is_sharded = shards_target and accelerator.num_processes > 1
+        """`shards_target`: spreads the target over the processes, if there are several of them;
+        see `JointModel.shard_target`."""
+        assert job.plan.joint is not None
+        self.joint, self.tokenizer = job.plan.joint, tokenizer
+        self.joint_model = JointModel(target, job.drafter, self.joint)
+        self.is_sharded = shards_target and job.accelerator.num_processes > 1
+        share = None
         if self.is_sharded:
-            held, whole = self.both.shard_target(accelerator.device)
+            held, whole = self.joint_model.shard_target(job.accelerator.device)
             share = f"{held / whole:.0%} of the target's {whole / 1e6:.1f} M parameters"
-            if accelerator.is_main_process:
-                console.print(f"sharded: a process holds {share}", soft_wrap=True)
-        super().__init__(plan, drafter, Tokens(examples), num_training, out, about, accelerator)
+        super().__init__(job, TokenStore(examples))
+        if share is not None:
+            self.print_line(f"sharded: a process holds {share}")
 
     def trained_module(self) -> nn.Module:
-        return self.both
+        return self.joint_model
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        adapter = [p for p in self.both.target.parameters() if p.requires_grad]
+        adapter = [p for p in self.joint_model.target.parameters() if p.requires_grad]
         return [
             *super().parameter_groups(),
             {"params": adapter, "base_lr": self.joint.backbone_lr},
         ]
 
     def start_step(self) -> None:
-        """Stages and ramps. Medusa-2: heads alone first, or a drafter weight that rises as a
-        quarter of a sine wave. A drafter's own curriculum goes by `optimizer_step`."""
+        """Sets this step's stage and weights.
+
+        Medusa-2 trains the heads alone first, or raises the drafter's weight as the first quarter
+        of a sine wave: weight · sin(π/2 · (step + 1) / steps). A drafter with a curriculum of its
+        own reads `optimizer_step`.
+        """
         self.drafter.optimizer_step = self.step
-        self.both.trains_backbone = self.step >= self.joint.drafter_only_steps
+        self.joint_model.trains_backbone = self.step >= self.joint.drafter_only_steps
         if self.joint.drafter_ramp == "sine":
             progress = min(1.0, (self.step + 1) / self.total_steps)
-            self.both.drafter_weight = self.joint.drafter_weight * math.sin(math.pi / 2 * progress)
+            ramp = math.sin(math.pi / 2 * progress)
+            self.joint_model.drafter_weight = self.joint.drafter_weight * ramp
 
     def batch(self, indices: np.ndarray) -> Batch:
+        """Returns a batch, for validation with the target's features as they are now.
+
+        A training step computes its own features, with a gradient, in `JointModel.forward`.
+        """
         batch = super().batch(indices)
-        if torch.is_grad_enabled():  # a training step makes its own, with a gradient
+        if torch.is_grad_enabled():
             return batch
-        feature = self.both.features(batch.token_BT)
+        feature = self.joint_model.features(batch.token_BT)
         return Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
 
     @torch.no_grad()
     def validate(self) -> Validation:
-        """Without the adapter's dropout."""
-        self.both.eval()
+        """Returns what `Trainer.validate` does, with the adapter's dropout off."""
+        self.joint_model.eval()
         try:
             return super().validate()
         finally:
-            self.both.train()
+            self.joint_model.train()
 
     def saved_state(self) -> nn.Module:
-        """The trained part: drafter and adapter, not the frozen target."""
+        """Returns the trained part: drafter and adapter, not the frozen target."""
         part = nn.Module()
         part.drafter = self.drafter
-        part.adapter = nn.ParameterList(p for p in self.both.target.parameters() if p.requires_grad)
+        adapter = (p for p in self.joint_model.target.parameters() if p.requires_grad)
+        part.adapter = nn.ParameterList(adapter)
         return part
 
     def export(self) -> Path:
-        """Write the drafter, and the merged target beside it in `target/`."""
+        """Writes the drafter, and the merged target beside it in `target/`.
+
+        Returns the drafter's folder.
+        """
         folder = super().export()
         if self.accelerator.is_main_process:
             merged = self._whole_target().merge_and_unload()
@@ -235,12 +263,13 @@ class JointTrainer(Trainer):
         return folder
 
     def _whole_target(self) -> Any:
+        """Returns the target with its adapter; a sharded one is loaded again to be whole."""
         if not self.is_sharded:
-            return self.both.target
+            return self.joint_model.target
         again, _ = target_files.load(target_files.resolve(self.plan.model))
         whole = JointModel(again, self.drafter, self.joint).target
         trained = [
-            [p for p in x.parameters() if p.requires_grad] for x in (whole, self.both.target)
+            [p for p in x.parameters() if p.requires_grad] for x in (whole, self.joint_model.target)
         ]
         with torch.no_grad():
             for to, source in zip(*trained, strict=True):

@@ -1,27 +1,25 @@
-"""Training recipes: read a TOML file, apply overrides, refuse what is not known.
+"""Reads training recipes: TOML files with overrides, whose unknown or wrong keys are refused.
 
-This file knows the sections every drafter shares. It does not know any drafter's fields:
-`[drafter]` stays a mapping until the drafter's own Config class is built from it with
-`build_config`. It reads no training data.
+A recipe has the sections that every drafter shares, and [drafter], which stays a mapping until the
+drafter's own Config class is built from it by `build_config`.
 """
 
 import dataclasses
-import json
 import math
 import os
 import tomllib
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from spec_runtime.mapping import check_keys, from_mapping
+
 T = TypeVar("T")
 
 
 class RecipeError(ValueError):
-    """A recipe, an override or a config mapping that cannot be used."""
+    """A recipe, an override or a drafter's config that cannot be used."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -31,19 +29,22 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class TargetSection:
-    """`model`: folder, hub id or GGUF file; absent = the built-in demo. "./x" is relative to the
-    recipe file."""
+    """[target]: the model to draft for.
+
+    `model` is a folder, a hub id or a GGUF file; absent means the built-in demo. "./x" is relative
+    to the recipe file.
+    """
 
     model: str | None = None
 
 
 @dataclass(frozen=True)
 class DataSection:
-    """Which rows to train on.
+    """[data]: the rows to train on.
 
-    `path` stays as written in the recipe (so that provenance names no machine); `Recipe.data_paths`
-    resolves it. `sources` keeps only rows whose "source" is listed; "" stands for rows that have
-    none.
+    `path` stays as written in the recipe, so that provenance names no machine; `Recipe.data_paths`
+    resolves it. `max_length` cuts sequences, in tokens. `sources` keeps only rows whose "source" is
+    listed; "" stands for rows that have none.
     """
 
     path: str | tuple[str, ...]
@@ -64,12 +65,12 @@ class DataSection:
 
 @dataclass(frozen=True)
 class TrainSection:
-    """How to train. Training ends at `epochs`, `max_steps` or `max_minutes`, whichever comes first;
-    the learning rate's schedule ends there too.
+    """[train]: optimiser, schedule and how long to train.
 
-    `batch_tokens` counts the tokens of one micro-batch; an optimiser step takes `grad_accumulation`
-    of them. `warmup`: an integer counts optimiser steps, a fraction below 1 is a share of all of
-    them.
+    Training ends at `epochs`, `max_steps` or `max_minutes`, whichever comes first; the learning
+    rate's schedule ends there too. `batch_tokens` counts the tokens of one micro-batch; an
+    optimiser step takes `grad_accumulation` micro-batches. `warmup` is a number of optimiser steps
+    (an integer) or a share of all of them (a fraction below 1).
     """
 
     batch_tokens: int = 8192
@@ -91,12 +92,8 @@ class TrainSection:
     keep_checkpoints: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "grad_accumulation", "log_every", "validate_every"):
-            _require(
-                getattr(self, name) >= 1,
-                f"[train] {name} is {getattr(self, name)}, expected at least 1",
-            )
-        for name in ("checkpoint_every", "keep_checkpoints"):
+        counts = ("batch_tokens", "grad_accumulation", "log_every", "validate_every")
+        for name in (*counts, "checkpoint_every", "keep_checkpoints"):
             _require(
                 getattr(self, name) >= 1,
                 f"[train] {name} is {getattr(self, name)}, expected at least 1",
@@ -115,6 +112,10 @@ class TrainSection:
             self.warmup >= 0 and (isinstance(self.warmup, int) or self.warmup < 1),
             f"[train] warmup is {self.warmup}, expected an integer (steps) or a fraction below 1",
         )
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """Raises RecipeError unless something positive ends the training."""
         _require(
             (self.epochs, self.max_steps, self.max_minutes) != (None, None, None),
             "[train] has neither epochs nor max_steps nor max_minutes, expected one of them",
@@ -137,16 +138,20 @@ class TrainSection:
         )
 
     def total_steps(self, steps_per_epoch: int) -> int:
-        """Optimiser steps of the whole run, at least 1."""
+        """Returns the optimiser steps of the whole run, at least 1."""
         if self.epochs is None and self.max_steps is None:
-            return 10**9  # the time ends it
+            return 10**9  # max_minutes ends the run
         by_epochs = math.inf if self.epochs is None else math.ceil(self.epochs * steps_per_epoch)
         by_steps = math.inf if self.max_steps is None else self.max_steps
         return max(1, int(min(by_epochs, by_steps)))
 
     def lr_factor(self, step: int, total_steps: int, time_share: float = 0.0) -> float:
-        """Multiplier of `lr` for optimiser step `step` (from 0): linear warm-up, then the schedule
-        down to 0 as steps end, or the time, of which `time_share` is over."""
+        """Returns the multiplier of `lr` for optimiser step `step`, counted from 0.
+
+        After a linear warm-up the schedule falls to 0 at the last step, or earlier if the time ends
+        first: `time_share` is the share of `max_minutes` that is over. A linear schedule over 6
+        steps with 2 of warm-up: 0.5, 1, 1, 0.75, 0.5, 0.25.
+        """
         warmup = (
             self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * total_steps)
         )
@@ -160,8 +165,12 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class ExportSection:
-    """`precision` of the exported drafter. `draft_vocab`: how many of the most frequent answer
-    tokens its head can guess (trained and exported with it); absent = the whole vocabulary."""
+    """[export]: the drafter's form in a bundle.
+
+    `precision` is the exported drafter's. `draft_vocab` is the number of the most frequent answer
+    tokens that its head can guess; it is trained and exported so. Absent means the whole
+    vocabulary.
+    """
 
     precision: Literal["fp32", "int8", "int4", "fp16", "bf16"] = "fp32"
     draft_vocab: int | None = None
@@ -175,11 +184,12 @@ class ExportSection:
 
 @dataclass(frozen=True)
 class JointSection:
-    """Train the target too, through a LoRA adapter; see joint.py. Absent = the target is frozen.
+    """[joint]: trains the target too, through a LoRA adapter; see joint.py.
 
-    `backbone_lr` is the adapter's, `train.lr` the drafter's. For the first `drafter_only_steps` the
-    adapter rests; `drafter_ramp = "sine"` raises the drafter's weight to `drafter_weight` over the
-    whole run. `layer_dropout`: how often a sequence skips the target's last layer.
+    Without this section the target is frozen. `backbone_lr` is the adapter's learning rate,
+    `train.lr` the drafter's. The adapter rests for the first `drafter_only_steps`. `drafter_ramp =
+    "sine"` raises the drafter's weight to `drafter_weight` over the whole run. `layer_dropout` is
+    the probability with which a sequence skips the target's last layer.
     """
 
     lora_rank: int = 32
@@ -212,8 +222,11 @@ class JointSection:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole recipe. `drafter` is the section as written: "name" and fields of that drafter's
-    Config."""
+    """A whole recipe.
+
+    `drafter` is that section as written: "name" and the fields of that drafter's Config. `folder`
+    is the recipe file's, from which relative paths start.
+    """
 
     target: TargetSection
     drafter: Mapping[str, Any]
@@ -235,38 +248,33 @@ class Recipe:
 
     @property
     def drafter_fields(self) -> dict[str, Any]:
-        """`[drafter]` without its name: what `build_config(Config, …, "[drafter]")` takes."""
+        """Returns [drafter] without its name: the fields of the drafter's Config."""
         return {key: value for key, value in self.drafter.items() if key != "name"}
 
     @property
     def data_paths(self) -> tuple[Path, ...]:
-        """The data files, relative paths taken from the recipe's folder."""
+        """Returns the data files; relative paths start from the recipe's folder."""
         paths = (self.data.path,) if isinstance(self.data.path, str) else self.data.path
         return tuple(self.folder / path for path in paths)
 
     @property
     def model(self) -> str | None:
-        """The target as `spec_export.target.resolve` takes it."""
+        """Returns the target as `spec_export.target.resolve` takes it."""
         model = self.target.model
         if model is not None and model.startswith(("./", "../")):
             return str(self.folder / model)
         return model
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON/TOML values by section, unset keys left out, paths as written."""
+        """Returns plain JSON and TOML values by section.
+
+        Keys that are not set are left out, and paths stay as written.
+        """
         sections = {name: getattr(self, name) for name in SECTIONS if getattr(self, name)}
         return {
             name: _plain(value if name == "drafter" else dataclasses.asdict(value))
             for name, value in sections.items()
         }
-
-    def to_toml(self) -> str:
-        """The recipe with every default spelled out; `parse` reads it back equal."""
-        blocks = []
-        for name, section in self.as_dict().items():
-            lines = [f"{_key(key)} = {_toml(value)}" for key, value in section.items()]
-            blocks.append("\n".join([f"[{name}]", *lines]))
-        return "\n\n".join(blocks) + "\n"
 
 
 SECTIONS: dict[str, type | None] = {
@@ -277,12 +285,14 @@ SECTIONS: dict[str, type | None] = {
     "export": ExportSection,
     "joint": JointSection,
 }
-OPTIONAL = ("joint",)  # absent means something else than all defaults
+OPTIONAL = ("joint",)  # leaving the section out is not the same as taking its defaults
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the recipe at `path` with `overrides` ("section.key=value") applied; RecipeError names
-    what is wrong."""
+    """Reads the recipe at `path` and applies `overrides`, each "section.key=value".
+
+    Raises RecipeError, which names what is wrong.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -294,12 +304,15 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def parse(
     text: str, overrides: Sequence[str] = (), folder: Path = Path(), where: str = "recipe"
 ) -> Recipe:
-    """Like `load`, from TOML text; `folder` is what relative data paths start from."""
+    """Does what `load` does, from TOML text.
+
+    Relative data paths start from `folder`; `where` names the recipe in messages.
+    """
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{where} is not valid TOML: {error}") from error
-    _refuse_unknown(tables, SECTIONS, where)
+    check_keys(tables, SECTIONS, (), where, RecipeError)
     for name, table in tables.items():
         _require(
             isinstance(table, dict), f"{where}: {name} is {table!r}, expected a section [{name}]"
@@ -310,7 +323,7 @@ def parse(
             value = _from_working_folder(value, folder)
         tables.setdefault(section, {})[key] = value
     for name in ("drafter", "data", "train"):
-        _require(name in tables, f"{where} has no section [{name}], expected {_listed(SECTIONS)}")
+        _require(name in tables, f"{where} has no section [{name}], expected {', '.join(SECTIONS)}")
     built = {
         name: tables.get(name, {})
         if cls is None
@@ -322,8 +335,11 @@ def parse(
 
 
 def parse_override(text: str) -> tuple[str, str, Any]:
-    """`"train.lr=3e-4"` → `("train", "lr", 0.0003)`. The value is TOML; what is not TOML is a bare
-    string."""
+    """Returns section, key and value of an override: "train.lr=3e-4" gives ("train", "lr", 0.0003).
+
+    The value is read as TOML; anything else is taken as a string, so that quotes may be left out.
+    Raises RecipeError on another form, an unknown section, or a broken TOML string or list.
+    """
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
@@ -332,7 +348,7 @@ def parse_override(text: str) -> tuple[str, str, Any]:
         )
     if section not in SECTIONS:
         raise RecipeError(
-            f"override {text!r}: unknown section {section!r}, expected {_listed(SECTIONS)}"
+            f"override {text!r}: unknown section {section!r}, expected {', '.join(SECTIONS)}"
         )
     value = value.strip()
     try:
@@ -347,115 +363,20 @@ def parse_override(text: str) -> tuple[str, str, Any]:
 
 
 def build_config(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
-    """A frozen dataclass from a TOML/JSON mapping.
+    """Returns the frozen dataclass `cls` from the values of a TOML or JSON mapping.
 
-    Args:
-        cls: dataclass whose field types are made of bool, int, float, str, Literal, tuple, list,
-        dict and `| None`. mapping: its fields; lists become tuples where the field is one, integers
-        become floats likewise. where: what to call the mapping in errors, such as "recipe.toml
-        [drafter]".
-    Raises:
-        RecipeError: a key unknown (the known ones are listed) or missing, a value of another type,
-        or a value
-            that the class itself refuses in `__post_init__`.
+    `where` names the mapping in messages, such as "recipe.toml [drafter]". Raises RecipeError on an
+    unknown or missing key, a value of another type, and a value that the class itself refuses; see
+    `spec_runtime.mapping.from_mapping`.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    _refuse_unknown(mapping, fields, where)
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for name, value in mapping.items():
-        try:
-            values[name] = _converted(value, hints[name])
-        except TypeError:
-            expected = _type_name(hints[name])
-            raise RecipeError(f"{where}: {name} is {value!r}, expected {expected}") from None
-    for name, f in fields.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        _require(name in values or not required, f"{where}: key {name!r} is missing")
-    try:
-        return cls(**values)
-    except RecipeError:
-        raise
-    except ValueError as error:
-        raise RecipeError(f"{where}: {error}") from error
-
-
-def _converted(value: Any, hint: Any) -> Any:
-    """`value` as `hint` wants it; TypeError where it does not fit."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        # Exact matches first: `int | float` keeps 3 an integer whichever way round it is written.
-        for option in sorted(arguments, key=lambda option: option is not type(value)):
-            try:
-                return _converted(value, option)
-            except TypeError:
-                continue
-        raise TypeError
-    if origin is Literal:
-        if any(type(value) is type(option) and value == option for option in arguments):
-            return value
-        raise TypeError
-    if origin in (tuple, list) or hint in (tuple, list):
-        if not isinstance(value, (list, tuple)):
-            raise TypeError
-        container = origin or hint
-        if not arguments:
-            return container(value)
-        if container is list or arguments[-1] is Ellipsis:
-            return container(_converted(item, arguments[0]) for item in value)
-        if len(arguments) != len(value):
-            raise TypeError
-        return tuple(
-            _converted(item, option) for item, option in zip(value, arguments, strict=True)
-        )
-    if origin is dict or hint is dict:
-        if not isinstance(value, Mapping):
-            raise TypeError
-        if not arguments:
-            return dict(value)
-        return {_converted(k, arguments[0]): _converted(v, arguments[1]) for k, v in value.items()}
-    if hint is float and type(value) is int:
-        return float(value)
-    if hint is None or hint is type(None):
-        if value is None:
-            return None
-        raise TypeError
-    if type(value) is hint:  # exact, so that true is not an integer
-        return value
-    raise TypeError
-
-
-def _type_name(hint: Any) -> str:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        # TOML cannot say None: "absent" is how a reader writes it.
-        names = ["absent" if option is type(None) else _type_name(option) for option in arguments]
-        return " or ".join(names)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(option) for option in arguments)
-    if origin in (tuple, list):
-        if origin is list or arguments[-1] is Ellipsis:
-            return f"a list of {_type_name(arguments[0])}"
-        return "[" + ", ".join(_type_name(option) for option in arguments) + "]"
-    return getattr(origin or hint, "__name__", str(hint))
-
-
-def _refuse_unknown(mapping: Mapping[str, Any], known: Mapping[str, Any], where: str) -> None:
-    unknown = [key for key in mapping if key not in known]
-    if unknown:
-        names = ", ".join(repr(key) for key in unknown)
-        raise RecipeError(f"{where}: unknown key {names}, expected {_listed(known)}")
-
-
-def _listed(known: Mapping[str, Any]) -> str:
-    return ", ".join(known)
+    return from_mapping(cls, mapping, where, RecipeError, none="absent")
 
 
 def _from_working_folder(value: Any, folder: Path) -> Any:
-    """A data path typed on the command line starts from the working folder: restate it from the
-    recipe's."""
+    """Restates a data path, or a list of them, from the working folder to the recipe's `folder`.
+
+    A path typed on the command line starts from the working folder.
+    """
     if isinstance(value, list):
         return [_from_working_folder(item, folder) for item in value]
     if not isinstance(value, str) or os.path.isabs(value):
@@ -464,28 +385,9 @@ def _from_working_folder(value: Any, folder: Path) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    """Returns mappings and sequences as dicts and lists, without the keys whose value is None."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
-
-
-def _key(key: str) -> str:
-    bare = key.isascii() and key.replace("_", "").replace("-", "").isalnum()
-    return key if bare else _toml(key)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, str):
-        # TOML's basic string is JSON's, but for DEL, which TOML wants escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
-    return str(value)  # TOML dates, which tomllib reads into datetime objects

@@ -1,227 +1,115 @@
-"""CUDA's runtime API, as far as we use it, and the ways between host and device.
-
-Knows addresses and streams; nothing of graphs, tensors' names or tokens.
-"""
+"""Opens a graph with ONNX Runtime on CUDA, with all buffers on the device."""
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import weakref
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
-log = logging.getLogger("spec_runtime")
+from spec_runtime.backends.base import Backend, DeviceBackend, Rows, Runtime
+from spec_runtime.backends.copies import open_copies
+from spec_runtime.backends.device_runs import DeviceRuns
+from spec_runtime.backends.session import (
+    OrtBackend,
+    SessionOptions,
+    as_lender,
+    open_buffers,
+    open_session,
+)
+from spec_runtime.backends.shapes import KV
+from spec_runtime.backends.threads import default_threads
+from spec_runtime.bundle import Bundle, Graph
+
+EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's promise needs
+# Provider settings by a graph's attention. For Attention-24 with a mask, the memory-efficient
+# kernel would first copy all key/value rows once per query head; 16 is AttentionBackend::MATH, the
+# unfused kernels alone.
+CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
 
 
-class Cuda:
-    """The few calls of CUDA's runtime API we need, on one stream of the first device.
+class CudaBackend(OrtBackend, DeviceBackend):
+    """One session on CUDA with its KV buffers and banks, see OrtBackend.
 
-    api: cuda.bindings.runtime. ValueError: there is no device. RuntimeError: a call failed.
+    `has_cuda_graphs` captures shapes that come again.
     """
 
-    def __init__(self, api: Any) -> None:
-        self._api = api
-        error, count = api.cudaGetDeviceCount()
-        if int(error) or not count:
-            reason = f" ({self._explain(error)})" if int(error) else ""
-            raise ValueError(
-                f"got no CUDA device{reason}, expected an NVIDIA GPU and its driver: install "
-                "them, or choose --backend onnxruntime"
-            )
-        kinds = api.cudaDeviceAttr
-        major, minor = (
-            self._call("cudaDeviceGetAttribute", kind, 0)
-            for kind in (
-                kinds.cudaDevAttrComputeCapabilityMajor,
-                kinds.cudaDevAttrComputeCapabilityMinor,
-            )
+    def __init__(
+        self,
+        path: Path,
+        graph: Graph,
+        capacity: int,
+        threads: int | None = None,
+        share: OrtBackend | None = None,
+        banks: OrtBackend | None = None,
+        has_cuda_graphs: bool = False,
+    ) -> None:
+        self.form, self.capacity = graph.form, capacity
+        partner = share if banks is None else banks
+        self.copies = open_copies() if partner is None else partner.copies
+        settings = self.copies.settings | EXACT | CUDA_SETTINGS.get(graph.attention, {})
+        options = SessionOptions(threads or default_threads(), "cuda", has_cuda_graphs, settings)
+        session = open_session(path, graph, options)
+        self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
+        self._names = {spec.name for spec in graph.outputs}
+        self._runs = DeviceRuns(session, graph, capacity, self.buffers, self.copies)
+        # Copies and runs on the way must end before the memory goes.
+        weakref.finalize(self, self.copies.settle).atexit = False
+
+    @property
+    def bytes_to_host(self) -> int:
+        return self._runs.bytes_to_host
+
+    def has_output(self, name: str) -> bool:
+        return name in self._names
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """See Backend.run."""
+        return self._runs.run(feeds, outputs, ())[0]
+
+    def run_keeping(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], Mapping[str, Rows]]:
+        """See DeviceBackend.run_keeping."""
+        return self._runs.run(feeds, outputs, kept)
+
+
+def open_graph(
+    bundle: Bundle,
+    graph: Graph,
+    capacity: int,
+    runtime: Runtime,
+    share: Backend | None,
+    banks: Backend | None,
+) -> CudaBackend:
+    """Opens a graph on CUDA, see backends.open_graph.
+
+    Raises ValueError for a bundle that was not built for CUDA.
+    """
+    _require_cuda_kernels(bundle.manifest.target.precision, graph)
+    return CudaBackend(
+        bundle.path / graph.file,
+        graph,
+        capacity,
+        runtime.num_threads,
+        share=None if share is None else as_lender(share),
+        banks=None if banks is None else as_lender(banks),
+        has_cuda_graphs=runtime.has_cuda_graphs,
+    )
+
+
+def _require_cuda_kernels(precision: str, graph: Graph) -> None:
+    """Refuses what ONNX Runtime's CUDA provider has no kernel for, or would run on the CPU."""
+    is_quantised = precision in ("int8", "int4")
+    # CUDA's GroupQueryAttention takes half precision alone.
+    is_wide = (
+        graph.form == "slots"
+        and graph.attention != "full_buffer"
+        and any(spec.name.startswith(KV) and spec.dtype == "float32" for spec in graph.inputs)
+    )
+    if is_quantised or is_wide:
+        got = f"an {precision} bundle" if is_quantised else f"{graph.file} in float32, slots form"
+        raise ValueError(
+            f"got {got} with backend cuda, expected one made by spec-export build --device cuda"
         )
-        self.compute_capability = f"{major}.{minor}"
-        # not the default stream, on which nothing can be captured
-        self._stream = self._call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
-        self.stream = int(self._stream)
-
-    @classmethod
-    def open(cls) -> Cuda:
-        """On the real API. ValueError: it is not installed, or there is no device."""
-        try:
-            from cuda.bindings import runtime
-        except ImportError as error:
-            raise ValueError(
-                f"CUDA's Python bindings are not installed ({error}): run "
-                "pip install 'specsplit[tensorrt]' or pip install cuda-bindings"
-            ) from None
-        return cls(runtime)
-
-    def malloc(self, nbytes: int) -> int:
-        """The address of device memory."""
-        return int(self._call("cudaMalloc", nbytes))
-
-    def free(self, address: int) -> None:
-        self._call("cudaFree", address)
-
-    def pinned(self, nbytes: int) -> np.ndarray:
-        """Pinned host memory i8[nbytes], freed with the last view of it."""
-        address = int(self._call("cudaMallocHost", nbytes))
-        memory = (ctypes.c_byte * nbytes).from_address(address)
-        weakref.finalize(memory, self._call, "cudaFreeHost", address)
-        return np.ctypeslib.as_array(memory)
-
-    def zero(self, address: int, nbytes: int) -> None:
-        self._call("cudaMemsetAsync", address, 0, nbytes, self._stream)
-
-    def to_device(self, device: int, host: int, nbytes: int) -> None:
-        kind = self._api.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self._call("cudaMemcpyAsync", device, host, nbytes, kind, self._stream)
-
-    def to_host(self, host: int, device: int, nbytes: int) -> None:
-        kind = self._api.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._call("cudaMemcpyAsync", host, device, nbytes, kind, self._stream)
-
-    def wait(self) -> None:
-        """Until everything on the stream is done."""
-        self._call("cudaStreamSynchronize", self._stream)
-
-    def capture(self, enqueue: Callable[[], None]) -> Any:
-        """What `enqueue` puts on the stream, as an executable graph; it is not run."""
-        mode = self._api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        self._call("cudaStreamBeginCapture", self._stream, mode)
-        try:
-            enqueue()
-        finally:
-            graph = self._call("cudaStreamEndCapture", self._stream)
-        executable = self._call("cudaGraphInstantiate", graph, 0)
-        self._call("cudaGraphDestroy", graph)
-        return executable
-
-    def launch(self, executable: Any) -> None:
-        self._call("cudaGraphLaunch", executable, self._stream)
-
-    def destroy(self, executable: Any) -> None:
-        self._call("cudaGraphExecDestroy", executable)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        error, *values = getattr(self._api, name)(*arguments)
-        if int(error):
-            raise RuntimeError(f"{name}: {self._explain(error)}")
-        return values[0] if values else None
-
-    def _explain(self, error: Any) -> str:
-        text = self._api.cudaGetErrorString(error)[1]
-        return text.decode() if isinstance(text, bytes) else str(text)
-
-
-@cache
-def open_cuda() -> Cuda:
-    """One for the whole process: all graphs run on its stream."""
-    return Cuda.open()
-
-
-# ------------------------------------------------------------------------------- copies
-
-# of what is fetched
-TYPES = {
-    **{"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(double)": "float64"},
-    **{"tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"},
-}
-
-
-class Copies:
-    """Between the host and ONNX Runtime's values on a device by its own calls, each of which waits
-    until it is done."""
-
-    @property
-    def settings(self) -> dict[str, str]:
-        """Provider options of the sessions that compute on these values."""
-        return {}
-
-    @property
-    def waits(self) -> bool:
-        """Whether a run has to be waited for where it ends."""
-        return True
-
-    def host(self, nbytes: int) -> np.ndarray:
-        """Memory u8[nbytes] to send from."""
-        return np.zeros(nbytes, np.uint8)
-
-    def send(self, memory: np.ndarray, value: Any) -> int:
-        """Fills the value [nbytes] with all of it; returns what to `claim` it by."""
-        value.update_inplace(memory)
-        return 0
-
-    def claim(self, ticket: int) -> None:
-        """Before memory is written again that was sent."""
-
-    def fetch(self, values: Sequence[Any], landing: dict[int, np.ndarray]) -> list[np.ndarray]:
-        """Their content, until `landing` is passed again: room that the caller keeps for us."""
-        return [value.numpy() for value in values]
-
-    def settle(self) -> None:
-        """Until all is done that was sent and run."""
-
-
-class StreamCopies(Copies):
-    """By way of pinned memory, on one stream with all runs of all sessions that share buffers: what
-    is sent, run and fetched is in order without waiting; the host waits once, for what it reads."""
-
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-        self._num_waits = 0
-        self._is_idle = True
-
-    @property
-    def settings(self) -> dict[str, str]:
-        return {"user_compute_stream": str(self._cuda.stream)}
-
-    @property
-    def waits(self) -> bool:
-        return False
-
-    def host(self, nbytes: int) -> np.ndarray:
-        return self._cuda.pinned(nbytes).view(np.uint8)
-
-    def send(self, memory: np.ndarray, value: Any) -> int:
-        self._cuda.to_device(value.data_ptr(), memory.ctypes.data, memory.nbytes)
-        self._is_idle = False
-        return self._num_waits
-
-    def claim(self, ticket: int) -> None:
-        if ticket == self._num_waits:
-            self.settle()
-
-    def fetch(self, values: Sequence[Any], landing: dict[int, np.ndarray]) -> list[np.ndarray]:
-        found = []
-        for value in values:
-            address = value.data_ptr()
-            if address not in landing:
-                dtype = TYPES[value.data_type()]
-                count = int(np.prod(value.shape()))
-                memory = self.host(max(count, 1) * np.dtype(dtype).itemsize)
-                landing[address] = memory.view(dtype)[:count].reshape(value.shape())
-            array = landing[address]
-            self._cuda.to_host(array.ctypes.data, address, array.nbytes)
-            found.append(array)
-        if found:
-            self._is_idle = False
-            self.settle()
-        return found
-
-    def settle(self) -> None:
-        if not self._is_idle:
-            self._cuda.wait()
-            self._num_waits += 1
-            self._is_idle = True
-
-
-def open_copies(device: str) -> Copies:
-    """For sessions on a device: on a stream of their own if CUDA's Python bindings are there."""
-    if device == "cuda":
-        try:
-            return StreamCopies(Cuda.open())
-        except (ValueError, RuntimeError) as error:  # if there is no GPU, the session says so
-            log.debug("no stream is shared: %s", error)
-    return Copies()

@@ -1,5 +1,7 @@
-"""More rows than a run needs, so that few shapes come, and come again: those of a CUDA graph, or of
-an execution context. Knows the feeds of the forms (see kv.py and bundle.Graph); no engine.
+"""Pads a batch to a few fixed widths so that CUDA graphs can be reused.
+
+A CUDA graph, like a TensorRT execution context, holds for one shape. The feeds that are padded are
+those of the graph forms, see bundle.Graph and kv.py.
 """
 
 from __future__ import annotations
@@ -20,19 +22,20 @@ def pad_rows(
     capacity: int,
     most: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """The feeds with each axis of rows filled up to the next of WIDTHS, and the sizes then.
+    """Pads each axis of rows up to the next of WIDTHS; returns the feeds and their new sizes.
 
-    Rows repeat the last one. In the slots form it is written to its slot again, with the same
-    content; the contiguous form and attention "chain" write the new rows behind all others, where
-    the next run writes. Nobody attends to them. sizes: of the feeds' free axes. most: limits of
-    some. Unchanged where the cache is too full for it, or an axis longer than WIDTHS.
+    `sizes` are those of the feeds' free axes, and `most` limits some of them. A padding row repeats
+    the last row. In the slots form it writes that row's slot again, with the same content; in the
+    contiguous form and with attention "chain" it is written behind all other rows, where the next
+    run writes. No row attends to it. Feeds stay as they are if the cache has no room for the
+    padding; an axis stays as it is if it is longer than all WIDTHS.
 
-    Example, contiguous, 5 nodes and one moved row: src [9] and perm [0, 1, 2, 3, 4, 5] become, with
-    8 nodes, src [9] and perm [0, 1, 2, 3, 4, 5, 6, 7, 8].
+    Example in the contiguous form, with 5 nodes and one moved row: src [9] and perm
+    [0, 1, 2, 3, 4, 5] become, with 8 nodes, src [9] and perm [0, 1, 2, 3, 4, 5, 6, 7, 8].
     """
     feeds, limits = dict(feeds), most or {}
     wider = {
-        axis: _width(size, limits.get(axis, WIDTHS[-1])) if axis not in ("S", "A+N") else size
+        axis: padded_width(size, limits.get(axis, WIDTHS[-1])) if axis not in ("S", "A+N") else size
         for axis, size in sizes.items()
     }
     more = wider.get("N", 0) - sizes.get("N", 0)
@@ -42,7 +45,7 @@ def pad_rows(
             return feeds, dict(sizes)
         feeds["perm"] = _wider_perm(feeds["perm"], sizes, wider)
     elif "seqlens_k" in feeds:
-        # never fewer rows to read than there are new ones
+        # The rows to read are never fewer than the new ones.
         top = int(feeds["seqlens_k"][0])
         top = top + more if graph.attention == "chain" else max(top, wider["N"] - 1)
         if top >= capacity:
@@ -55,20 +58,21 @@ def pad_rows(
     return feeds, wider
 
 
-def _width(num_rows: int, most: int) -> int:
+def padded_width(num_rows: int, most: int) -> int:
+    """Returns the least of WIDTHS that holds so many rows and is at most `most`, or `num_rows`."""
     return next((width for width in WIDTHS if num_rows <= width <= most), num_rows)
 
 
 def _wider_perm(perm: np.ndarray, sizes: Mapping[str, int], wider: Mapping[str, int]) -> np.ndarray:
-    """The same rows in the same places, those that fill behind them."""
+    """Returns a perm that puts the same rows in the same places, and padding rows behind them."""
     A, wider_A = sizes["A"], wider["A"]
     moved = np.where(perm < A, perm, perm + wider_A - A)
-    filling = [np.arange(A, wider_A), np.arange(wider_A + sizes["N"], wider["A+N"])]
-    return np.concatenate([moved, *filling])
+    padding = [np.arange(A, wider_A), np.arange(wider_A + sizes["N"], wider["A+N"])]
+    return np.concatenate([moved, *padding])
 
 
 def _repeat_last(feed: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """The feed with the last entry of each axis repeated up to this shape."""
+    """Returns the feed with the last entry of each axis repeated up to this shape."""
     for axis, size in enumerate(shape):
         n = feed.shape[axis]
         if n < size:

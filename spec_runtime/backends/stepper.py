@@ -1,9 +1,8 @@
-"""A graph that makes its own next inputs: two bindings over two sets of state, used in turn.
+"""Runs a graph that makes its own next inputs: two bindings over two sets of state, in turn.
 
-Its KV buffers are lent by the sessions that share them. State goes in as `state.X` and comes out as
-`state.X.out`, which the next run reads in its place: never the same memory in one run, for ONNX
-Runtime does not order readers before the writer. On CUDA each binding is one captured graph. States
-of other shapes have bindings of their own. Knows nothing of what the state means.
+State goes in as `state.X` and comes out as `state.X.out`, which the next run reads in its place.
+The two are never the same memory in one run, for ONNX Runtime does not order readers before the
+writer. KV buffers are lent by other backends.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spec_runtime.backends.ort import (
-    PROVIDERS,
+from spec_runtime.backends.base import Backend, Runtime
+from spec_runtime.backends.session import (
     OrtBackend,
-    _bind_caches,
-    _check_signature,
-    _open_session,
-    _run_options,
-    copied,
+    SessionOptions,
+    as_lender,
+    bind_buffers,
+    open_session,
+    run_options,
+    zero_value,
 )
-from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import Graph
 
 RESULT, STATE = "result", "state."
 
 
 class _Side(NamedTuple):
-    """A binding that reads `state` and writes the other side's; options that name its graph."""
+    """A binding that reads `state` and writes the other side's; `options` name its CUDA graph."""
 
     binding: Any
     state: dict[str, Any]
@@ -39,44 +38,39 @@ class _Side(NamedTuple):
 
 
 class OrtStepper:
-    """lenders: how names of KV buffers and banks begin -> the backend whose buffers they are, under
-    the rest of the name.
+    """A session that steps from state to state.
 
-    `start` sets the state, `step` runs once and returns the output `result`, `fetch` another one of
-    the last run. bytes_to_host: copied by these so far.
+    `start` sets the state, `step` runs once and returns the output `result`, `fetch` returns
+    another output of the last run. Each shape of the state has two bindings; on CUDA each is one
+    captured graph. `lenders` are the backends whose KV buffers and banks the graph uses: by how
+    their names begin here, before their names there. `bytes_to_host` counts what was copied from
+    the device so far.
     """
 
     def __init__(
-        self,
-        path: Path,
-        graph: Graph,
-        lenders: Mapping[str, OrtBackend],
-        threads: int | None = None,
-        device: str = "cpu",
-        is_captured: bool = False,
+        self, path: Path, graph: Graph, lenders: Mapping[str, OrtBackend], runtime: Runtime
     ) -> None:
         self.bytes_to_host = 0
-        self._landing: dict[int, np.ndarray] = {}
-        self._device = device
-        provider = PROVIDERS[device]
-        self._copies = lenders[""]._copies
-        self._session = _open_session(
-            path, threads or default_threads(), provider, is_captured, self._copies.settings
+        self._landing: dict[int, np.ndarray] = {}  # see Copies.fetch
+        self._device = runtime.device
+        self._copies = lenders[""].copies
+        options = SessionOptions(
+            runtime.num_threads, runtime.device, runtime.has_cuda_graphs, self._copies.settings
         )
-        _check_signature(self._session, graph, path)
+        self._session = open_session(path, graph, options)
         self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith(STATE)]
         self._results = [spec for spec in graph.outputs if not spec.name.endswith(".out")]
-        self._caches: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
         for spec in graph.inputs:
             if not spec.name.startswith(STATE):
-                before = max((b for b in lenders if spec.name.startswith(b)), key=len)
-                self._caches[spec.name] = lenders[before]._caches[spec.name.removeprefix(before)]
+                prefix = max((p for p in lenders if spec.name.startswith(p)), key=len)
+                self._buffers[spec.name] = lenders[prefix].buffers[spec.name.removeprefix(prefix)]
         self._pairs: dict[tuple[tuple[int, ...], ...], tuple[_Side, _Side]] = {}  # by shapes
         self._last: _Side | None = None
         self._next: tuple[_Side, _Side] | None = None
 
     def start(self, state: Mapping[str, np.ndarray]) -> None:
-        """The state of the next run: an array for each `state.X`, by X, as the graph has it."""
+        """Sets the state of the next run: by X, an array of the graph's type for `state.X`."""
         given = {
             name: np.ascontiguousarray(state[name.removeprefix(STATE)]) for name in self._inputs
         }
@@ -90,7 +84,7 @@ class OrtStepper:
             self._next[0].state[name].update_inplace(array)
 
     def step(self) -> np.ndarray:
-        """One run; its `result`."""
+        """Runs once and returns a copy of the output `result`."""
         assert self._next is not None, "step before start"
         self._last, other = self._next
         self._next = other, self._last
@@ -100,12 +94,12 @@ class OrtStepper:
         return result.copy()
 
     def fetch(self, name: str) -> np.ndarray:
-        """A copy of this output of the last run."""
+        """Returns a copy of this output of the last run."""
         assert self._last is not None, "fetch before step"
         return self._copy(self._last.outputs[name])
 
     def state(self) -> dict[str, np.ndarray]:
-        """A copy of the state of the next run, as for `start`."""
+        """Returns a copy of the state of the next run, in the form that `start` takes."""
         assert self._next is not None, "state before start"
         values = self._next[0].state.items()
         return {name.removeprefix(STATE): self._copy(value) for name, value in values}
@@ -121,13 +115,12 @@ class OrtStepper:
         shapes = {spec.name: [int(size) for size in spec.shape] for spec in self._results}
         sides = []
         for graph_id in (first, first + 1):
-            # each its own memory: on the CPU a value keeps the array it is made from
-            state = {name: self._zeros(array.shape, array.dtype) for name, array in given.items()}
+            state = {name: self._zeros(a.shape, str(a.dtype)) for name, a in given.items()}
             outputs = {
                 spec.name: self._zeros(shapes[spec.name], spec.dtype) for spec in self._results
             }
-            binding = _bind_caches(self._session, self._caches)
-            sides.append(_Side(binding, state, outputs, _run_options(graph_id)))
+            binding = bind_buffers(self._session, self._buffers)
+            sides.append(_Side(binding, state, outputs, run_options(graph_id)))
         for side, other in (sides, sides[::-1]):
             for name in given:
                 side.binding.bind_ortvalue_input(name, side.state[name])
@@ -136,5 +129,14 @@ class OrtStepper:
                 side.binding.bind_ortvalue_output(name, value)
         return sides[0], sides[1]
 
-    def _zeros(self, shape: Sequence[int], dtype: Any) -> Any:
-        return copied(np.zeros(shape, dtype), self._device)
+    def _zeros(self, shape: Sequence[int], dtype: str) -> Any:
+        return zero_value(shape, dtype, self._device)
+
+
+def open_stepper(
+    path: Path, graph: Graph, lenders: Mapping[str, Backend], runtime: Runtime
+) -> OrtStepper:
+    """Opens a graph on the buffers of backends that run on ONNX Runtime, see OrtStepper."""
+    return OrtStepper(
+        path, graph, {prefix: as_lender(each) for prefix, each in lenders.items()}, runtime
+    )

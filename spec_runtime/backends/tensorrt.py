@@ -1,102 +1,41 @@
-"""TensorRT: one plan a graph, all its buffers on the device, one CUDA stream.
+"""Runs a graph's TensorRT plan, with all buffers on the device and everything on one CUDA stream.
 
 Each KV buffer is one device address, bound as a graph input and as the output that updates it in
 place. Feeds and results pass through pinned host buffers. A run takes the first profile that holds
 its shapes; a shape seen for the second time is captured as a CUDA graph and replayed from then on.
-Knows plans, addresses and shapes; knows nothing of what the rows mean. `tensorrt` (11.x) and
-TensorRT-RTX have the same interface and are one code path. spec_export builds with it too.
 """
 
 from __future__ import annotations
 
-import importlib
-import logging
 import math
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from spec_runtime.backends.cuda import Cuda, open_cuda
+from spec_runtime.backends.base import Backend, Runtime
+from spec_runtime.backends.cuda_api import Cuda, open_cuda
 from spec_runtime.backends.pad_rows import pad_rows
-from spec_runtime.bundle import BANK, FLAVOURS, Bundle, Graph, Plan, TensorSpec
-
-# flavour -> its Python module and our extra that brings it
-PACKAGES = {
-    "tensorrt": ("tensorrt", "tensorrt"),
-    "tensorrt_rtx": ("tensorrt_rtx_bindings", "tensorrt-rtx"),
-}
-DTYPES = {
-    **{"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "BOOL": "bool"},
-    **{"INT64": "int64", "INT32": "int32", "INT8": "int8", "UINT8": "uint8"},
-}
-MAX_STEPS = 64  # execution contexts kept, one a shape
-
-log = logging.getLogger("spec_runtime")
-
-
-# ------------------------------------------------------------------------------- what is installed
-
-
-class TensorRT(NamedTuple):
-    """The Python module of a flavour, its version as plans have it, and the logger of all its
-    objects."""
-
-    module: Any
-    flavour: str
-    version: str
-    logger: Any
-
-    @property
-    def reason(self) -> str:
-        """The last error TensorRT told."""
-        return self.logger.errors[-1][:400] if self.logger.errors else "it gave no reason"
-
-
-def import_tensorrt(flavours: Sequence[str] = FLAVOURS) -> TensorRT:
-    """The first of these flavours that is installed. ValueError says what to install."""
-    reasons = []
-    for flavour in flavours:
-        name = PACKAGES[flavour][0]
-        try:
-            module = importlib.import_module(name)
-        except (ImportError, OSError) as error:  # OSError: a library it needs does not load
-            reasons.append(f"{name} ({error})")
-            continue
-        version = str(module.__version__)
-        if flavour == "tensorrt" and int(version.partition(".")[0]) < 11:
-            reasons.append(f"{name} (version {version}, expected 11 or later)")
-            continue
-        return TensorRT(module, flavour, version, _logger(module))
-    extras = " or ".join(f"pip install 'specsplit[{PACKAGES[flavour][1]}]'" for flavour in flavours)
-    raise ValueError(f"TensorRT is not installed: got no {', no '.join(reasons)}; run {extras}")
-
-
-@cache
-def _logger(module: Any) -> Any:
-    """One a module, which keeps the errors told, as one line each."""
-
-    class Logger(module.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            module.ILogger.__init__(self)
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (module.ILogger.ERROR, module.ILogger.INTERNAL_ERROR):
-                self.errors.append(" ".join(message.split()))
-
-    return Logger()
-
-
-# ------------------------------------------------------------------------------- pure decisions
+from spec_runtime.backends.shapes import (
+    MAX_SHAPES,
+    LeastRecentlyUsed,
+    axis_sizes,
+    is_cache,
+    num_bytes,
+    shape_of,
+)
+from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
+from spec_runtime.bundle import Bundle, Graph, Plan, TensorSpec
 
 
 def choose_plan(plans: Sequence[Plan], flavour: str, version: str, compute_capability: str) -> Plan:
-    """The plan for this flavour, version and GPU. ValueError lists what there is."""
+    """Returns the plan for this flavour, version and GPU.
+
+    Raises ValueError, which lists what there is, if none fits.
+    """
     wanted = (flavour, version, compute_capability)
     for plan in plans:
         if (plan.flavour, plan.version, plan.compute_capability) == wanted:
@@ -109,37 +48,13 @@ def choose_plan(plans: Sequence[Plan], flavour: str, version: str, compute_capab
     )
 
 
-def is_cache(spec: TensorSpec) -> bool:
-    """Whether it is a KV buffer or a bank (bundle.BANK), before or after a step."""
-    return spec.name.startswith(("kv.", BANK))
-
-
-def axis_sizes(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """The free axes' sizes in these inputs' shapes. ValueError: a shape the graph does not take.
-
-    Example: input_ids [1, "N"] given as [1, 5] is {"N": 5}.
-    """
-    sizes: dict[str, int] = {}
-    for spec in graph.inputs:
-        if is_cache(spec):
-            continue
-        shape = tuple(shapes[spec.name])
-        fits = len(shape) == len(spec.shape) and all(
-            size == (sizes.setdefault(axis, size) if isinstance(axis, str) else axis)
-            for axis, size in zip(spec.shape, shape, strict=False)
-        )
-        if not fits:
-            raise ValueError(
-                f"got {spec.name} of shape {list(shape)}, expected {list(spec.shape)} with {sizes}"
-            )
-    return sizes
-
-
 def choose_profile(
     profiles: Sequence[Mapping[str, Sequence[int]]], sizes: Mapping[str, int]
 ) -> int:
-    """The index of the first profile, from narrow to wide, that holds these sizes. ValueError: none
-    does."""
+    """Returns the index of the first profile, from narrow to wide, that holds these sizes.
+
+    Raises ValueError if none does.
+    """
     for i, profile in enumerate(profiles):
         if all(profile[axis][0] <= size <= profile[axis][2] for axis, size in sizes.items()):
             return i
@@ -150,61 +65,25 @@ def choose_profile(
     )
 
 
-def shape_of(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape)
-
-
-def num_bytes(spec: TensorSpec, profiles: Sequence[Mapping[str, Sequence[int]]]) -> int:
-    """Of the largest shape any profile allows."""
-    largest = {axis: max(p[axis][2] for p in profiles) for axis in profiles[0]}
-    # numpy has no bfloat16
-    item = 2 if spec.dtype == "bfloat16" else np.dtype(spec.dtype).itemsize
-    return math.prod(shape_of(spec, largest)) * item
-
-
-_V = TypeVar("_V")
-
-
-class Recent(Generic[_V]):
-    """The values last asked for, at most `limit`; the one unused for longest goes first.
-
-    close: called with each that goes.
-    """
-
-    def __init__(self, limit: int, close: Callable[[_V], None]) -> None:
-        self._limit, self._close = limit, close
-        self._values: OrderedDict[Hashable, _V] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], _V]) -> _V:
-        """The value of `key`, made if it is not there."""
-        if key in self._values:
-            self._values.move_to_end(key)
-            return self._values[key]
-        if len(self._values) >= self._limit:
-            self._close(self._values.popitem(last=False)[1])
-        self._values[key] = made = make()
-        return made
-
-    def clear(self) -> None:
-        while self._values:
-            self._close(self._values.popitem()[1])
-
-
 # ------------------------------------------------------------------------------- running
 
 
-class _Step:
-    """One execution context, set up for one profile and one set of shapes and never changed again:
-    a CUDA graph is valid only as long as the context it was captured from stays as it was."""
+class ShapedContext:
+    """One execution context, set up for one profile and one set of shapes.
 
-    def __init__(self, context: Any, trt: TensorRT, cuda: Cuda, is_captured: bool) -> None:
+    It is never changed again: a CUDA graph is valid only as long as the context that it was
+    captured from stays as it was.
+    """
+
+    def __init__(self, context: Any, trt: TensorRT, cuda: Cuda, may_capture: bool) -> None:
         self._context, self._trt, self._cuda = context, trt, cuda
-        self._may_capture = is_captured
+        self._may_capture = may_capture
         self._is_warm = False
         self._executable: Any = None
 
     def run(self) -> None:
-        """The first time enqueued, which finishes TensorRT's own preparations; then captured."""
+        """Enqueues the first run, which finishes TensorRT's own preparations; then captures, and
+        replays from then on."""
         if self._executable is None and self._is_warm and self._may_capture:
             self._executable = self._cuda.capture(self._enqueue)
         if self._executable is not None:
@@ -213,9 +92,9 @@ class _Step:
         self._enqueue()
         if not self._is_warm:
             self._is_warm = True
-            # TensorRT-RTX can say so itself; TensorRT has no such question
-            ask = getattr(self._context, "is_stream_capturable", None)
-            self._may_capture = self._may_capture and (ask is None or ask(self._cuda.stream))
+            if self._trt.flavour == "tensorrt_rtx":  # TensorRT has no such method
+                capturable = self._context.is_stream_capturable(self._cuda.stream)
+                self._may_capture = self._may_capture and capturable
 
     def close(self) -> None:
         if self._executable is not None:
@@ -227,16 +106,17 @@ class _Step:
 
 
 class _Buffer(NamedTuple):
-    """One input or output: the device's memory and its pinned twin on the host, flat."""
+    """An input or output: its address on the device and its flat, pinned twin on the host."""
 
     device: int
     host: np.ndarray
 
 
 class TensorRTBackend:
-    """One engine with its KV buffers, [1, G, capacity, Dh] each, zero-initialised.
+    """One engine with its KV buffers [1, G, capacity, Dh], which start at zero.
 
-    engine: deserialised from `plan`, which was made from `graph`. is_captured: with CUDA graphs.
+    `engine` was deserialised from `plan`, which was made from `graph`. `has_cuda_graphs` captures
+    shapes that come again.
     """
 
     def __init__(
@@ -247,16 +127,19 @@ class TensorRTBackend:
         plan: Plan,
         capacity: int,
         cuda: Cuda,
-        is_captured: bool = True,
+        has_cuda_graphs: bool = True,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
         self._engine, self._trt, self._cuda = engine, trt, cuda
-        self._graph, self._profiles, self._is_captured = graph, plan.profiles, is_captured
+        self._graph, self._profiles = graph, plan.profiles
+        self._has_cuda_graphs = has_cuda_graphs
         check_engine(engine, trt.module, graph, plan, capacity)
         self._allocated: list[int] = []
-        self._steps: Recent[_Step] = Recent(MAX_STEPS, _Step.close)
-        # registered first: a later allocation may fail
-        weakref.finalize(self, _release, cuda, self._steps, self._allocated)
+        self._contexts: LeastRecentlyUsed[ShapedContext] = LeastRecentlyUsed(
+            MAX_SHAPES, ShapedContext.close
+        )
+        # Registered first: a later allocation may fail.
+        weakref.finalize(self, _release, cuda, self._contexts, self._allocated)
         self._inputs = {s.name: s for s in graph.inputs if not is_cache(s)}
         self._outputs = {s.name: s for s in graph.outputs if not is_cache(s)}
         both = (*self._inputs.values(), *self._outputs.values())
@@ -267,43 +150,45 @@ class TensorRTBackend:
             address = self._malloc(nbytes)
             cuda.zero(address, nbytes)
             self._addresses[spec.name] = self._addresses[f"{spec.name}.out"] = address
-        # what the contexts compute in: one for all, as they take turns on one stream
+        # All contexts compute in the same memory: they take turns on one stream.
         self._scratch_bytes = int(engine.device_memory_size_v2)
         self._scratch = self._malloc(max(self._scratch_bytes, 1))
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """See Backend.run; the arrays returned are views of pinned memory that the next run writes
-        again. ValueError: shapes no profile holds."""
+        """See Backend.run. Returns views of pinned memory that the next run writes again.
+
+        Raises ValueError for shapes that no profile holds.
+        """
         sizes = axis_sizes(self._graph, {name: feeds[name].shape for name in self._inputs})
         profile = choose_profile(self._profiles, sizes)
         most = {axis: three[-1] for axis, three in self._profiles[profile].items()}
         feeds, wider = pad_rows(self._graph, feeds, sizes, self.capacity, most)
-        step = self._steps.get(
-            (profile, *sorted(wider.items())), lambda: self._new_step(profile, wider)
+        context = self._contexts.get(
+            (profile, *sorted(wider.items())), lambda: self._new_context(profile, wider)
         )
         for name in self._inputs:
             buffer, feed = self._buffers[name], feeds[name]
             assert feed.dtype == buffer.host.dtype, (name, feed.dtype, buffer.host.dtype)
             buffer.host[: feed.size] = feed.reshape(-1)
             self._cuda.to_device(buffer.device, buffer.host.ctypes.data, feed.nbytes)
-        step.run()
+        context.run()
         results = {}
         for name in outputs:
             buffer, shape = self._buffers[name], shape_of(self._outputs[name], sizes)
-            # the first rows of what was computed
+            # Rows behind these are those that pad_rows added.
             flat = buffer.host[: math.prod(shape)]
             self._cuda.to_host(flat.ctypes.data, buffer.device, flat.nbytes)
             results[name] = flat.reshape(shape)
         self._cuda.wait()
         return results
 
-    def _new_step(self, profile: int, sizes: Mapping[str, int]) -> _Step:
+    def _new_context(self, profile: int, sizes: Mapping[str, int]) -> ShapedContext:
         strategy = self._trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self._engine.create_execution_context(strategy)
         if context is None:
             raise RuntimeError(f"TensorRT makes no execution context: {self._trt.reason}")
         context.set_device_memory(self._scratch, self._scratch_bytes)
-        # the stream is ours alone, so what follows on it comes after the switch
+        # The stream is ours alone, so what follows on it comes after the switch.
         done = [context.set_optimization_profile_async(profile, self._cuda.stream)]
         for name, spec in self._inputs.items():
             done.append(context.set_input_shape(name, shape_of(spec, sizes)))
@@ -314,7 +199,7 @@ class TensorRTBackend:
                 f"TensorRT does not take rows {dict(sizes)} of profile {profile}: "
                 f"{self._trt.reason}"
             )
-        return _Step(context, self._trt, self._cuda, self._is_captured)
+        return ShapedContext(context, self._trt, self._cuda, self._has_cuda_graphs)
 
     def _buffer(self, spec: TensorSpec) -> _Buffer:
         nbytes = num_bytes(spec, self._profiles)
@@ -325,15 +210,15 @@ class TensorRTBackend:
         return self._allocated[-1]
 
 
-def _release(cuda: Cuda, steps: Recent[_Step], allocated: list[int]) -> None:
-    steps.clear()
+def _release(cuda: Cuda, contexts: LeastRecentlyUsed[ShapedContext], allocated: list[int]) -> None:
+    contexts.clear()
     for address in allocated:
         cuda.free(address)
 
 
 def check_engine(engine: Any, module: Any, graph: Graph, plan: Plan, capacity: int) -> None:
-    """ValueError unless the engine has the graph's tensors, the plan's profiles and KV buffers of
-    `capacity` rows updated in place."""
+    """Refuses an engine without the graph's tensors, the plan's profiles, or KV buffers of
+    `capacity` rows that it updates in place. Raises ValueError."""
 
     def require(name: str, got: Any, expected: Any) -> None:
         if got != expected:
@@ -361,11 +246,20 @@ def check_engine(engine: Any, module: Any, graph: Graph, plan: Plan, capacity: i
             require(f"input of {output}", engine.get_aliased_input_tensor(output), spec.name)
 
 
-def open_plan(
-    bundle: Bundle, graph: Graph, capacity: int, is_captured: bool = True
+def open_graph(
+    bundle: Bundle,
+    graph: Graph,
+    capacity: int,
+    runtime: Runtime,
+    share: Backend | None,
+    banks: Backend | None,
 ) -> TensorRTBackend:
-    """The backend for one graph of a bundle. ValueError, one line, if this machine cannot run it:
-    no plan, TensorRT, GPU or plan for the GPU."""
+    """Opens a graph's plan, see backends.open_graph.
+
+    Raises ValueError, one line, if this machine cannot run it: without a plan, TensorRT, a GPU or a
+    plan for the GPU.
+    """
+    assert share is None, "contiguous caches cannot be shared"
     if not graph.plans:
         raise ValueError(
             f"got a bundle without a TensorRT plan for {graph.file}, expected one: run spec-export "
@@ -375,13 +269,13 @@ def open_plan(
     cuda = open_cuda()
     plan = choose_plan(graph.plans, trt.flavour, trt.version, cuda.compute_capability)
     engine = _deserialise(trt, bundle.file(plan.file))
-    # a graph without a cache has no rows to hold: its proposer passes 1
-    return TensorRTBackend(engine, trt, graph, plan, capacity, cuda, is_captured)
+    # A graph without a cache has no rows to hold: its proposer passes capacity 1.
+    return TensorRTBackend(engine, trt, graph, plan, capacity, cuda, runtime.has_cuda_graphs)
 
 
 @cache
 def _runtime(trt: TensorRT) -> Any:
-    """One for the whole process: no engine may outlive it."""
+    """Returns the one of the whole process: no engine may outlive it."""
     return trt.module.Runtime(trt.logger)
 
 

@@ -1,4 +1,4 @@
-"""How many threads this process may really use: its CPU affinity, capped by its cgroup quota."""
+"""Counts the CPUs that this process may really use: its affinity, capped by its cgroup quota."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def default_threads() -> int:
-    """Threads for an engine, at least 1."""
+    """Returns how many threads an engine should use, at least 1."""
     if hasattr(os, "sched_getaffinity"):
         available = len(os.sched_getaffinity(0))
     else:
@@ -19,10 +19,10 @@ def default_threads() -> int:
 def cgroup_quota(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> float | None:
-    """The smallest CPU quota on the way from this process's group to the root, in CPUs.
+    """Returns the smallest CPU quota between this process's group and the root, in CPUs.
 
-    Reads cgroup v2 (`cpu.max`: "150000 100000" is 1.5) and v1 (`cpu.cfs_quota_us` over
-    `cpu.cfs_period_us`). None: no limit, or not on Linux.
+    Returns None if there is no limit, or no Linux. Reads cgroup v2 (`cpu.max`: "150000 100000" is
+    1.5) and v1 (`cpu.cfs_quota_us` over `cpu.cfs_period_us`).
     """
     try:
         lines = membership.read_text().splitlines()
@@ -38,7 +38,7 @@ def cgroup_quota(
         else:
             continue
         folder = base / group.lstrip("/")
-        # inside a container the path may name the host's hierarchy: the mounted root still counts
+        # Inside a container the path may name the host's hierarchy; the mounted root still counts.
         for candidate in (folder, *folder.parents):
             if candidate == base or base in candidate.parents:
                 quotas.append(_quota(candidate))

@@ -1,19 +1,27 @@
-"""spec-runtime show: what a bundle holds, or a tree of one of its drafters, from its manifest alone
-(no engine is started)."""
+"""spec-runtime show: prints what a bundle holds, or a tree of one of its drafters.
+
+Reads the manifest alone; no graph is opened.
+"""
 
 import json
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from spec_runtime import bundle as bundles
 from spec_runtime.cli import options
 from spec_runtime.files import write_atomically
+from spec_runtime.mapping import to_json
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.trees import drawing, templates
+from spec_runtime.trees.budget import RankPath
 
 
 def command(
@@ -52,27 +60,23 @@ def command(
     """Show a bundle: target, graphs, drafters, sizes, provenance; or a drafter's tree."""
     opened = bundles.read(bundle or bundles.find())
     if tree:
-        _show_tree(opened, drafter, template, nodes, svg, png, as_json)
+        entry = _calibrated(opened, drafter)
+        name, paths = _named_tree(entry, template, nodes)
+        _show_tree(entry, name, paths, svg, png, as_json)
         return
     if any(option is not None for option in (template, drafter, nodes, svg, png)):
         raise ValueError("got options of a tree, expected --tree with them")
     sizes = {name: opened.file(name).stat().st_size for name in opened.manifest.files}
     if as_json:
-        manifest = bundles.to_json(opened.manifest)
+        manifest = to_json(opened.manifest)
         print(json.dumps({"bundle": str(opened.path), **manifest, "sizes": sizes}, indent=2))
         return
     Console(highlight=False).print(_table(opened, sizes))
 
 
-def _show_tree(
-    opened: bundles.Bundle,
-    drafter: str | None,
-    template: str | None,
-    nodes: int | None,
-    svg: Path | None,
-    png: Path | None,
-    as_json: bool,
-) -> None:
+def _calibrated(opened: bundles.Bundle, drafter: str | None) -> bundles.DrafterInfo:
+    """Returns the drafter of this name, None being the first; raises ValueError if the bundle has
+    none, or none with a calibration."""
     drafters = opened.manifest.drafters
     if drafter is None and not drafters:
         raise ValueError(f"{opened.path} has no trained drafter, expected one whose tree to draw")
@@ -82,15 +86,40 @@ def _show_tree(
             f"drafter {entry.name} has no calibration, which says how often a node is accepted: "
             f"run spec-export calibrate --bundle {opened.path}"
         )
+    return entry
+
+
+def _named_tree(
+    entry: bundles.DrafterInfo, template: str | None, nodes: int | None
+) -> tuple[str, tuple[RankPath, ...]]:
+    """Returns the name and the paths of the tree asked for.
+
+    Without `template` and `nodes` that is the drafter's own tree; if its trees are grown, the best
+    static tree of their size stands for them.
+    """
     if nodes is not None and template not in (None, "searched"):
         raise ValueError(f"got --nodes with tree {template}, expected it with searched alone")
+    if nodes is None and template is None:
+        own = templates.paths_of(entry)
+        if own is not None:
+            return "its own tree", own
+    assert entry.calibration is not None, entry.name
+    name = template or "searched"
+    num_nodes = nodes or entry.trees.get("max_nodes", templates.DEFAULT_NODES)
+    return name, templates.parse_tree(name, entry.calibration["accuracy"], num_nodes)
+
+
+def _show_tree(
+    entry: bundles.DrafterInfo,
+    name: str,
+    paths: Sequence[RankPath],
+    svg: Path | None,
+    png: Path | None,
+    as_json: bool,
+) -> None:
+    """Draws the tree into the files given, and prints it."""
+    assert entry.calibration is not None, entry.name
     accuracy = entry.calibration["accuracy"]
-    paths = None if nodes is not None or template is not None else templates.paths_of(entry)
-    name = template or ("searched" if paths is None else "its own tree")
-    if paths is None:
-        num_nodes = nodes or entry.trees.get("max_nodes", templates.DEFAULT_NODES)
-        budget = templates.parse_tree(name, accuracy, num_nodes)
-        paths = budget.paths or ()
     length = templates.expected_accepted_length(paths, accuracy)
     title = f"{entry.name}, {name}: {len(paths) + 1} nodes, accepted length {length:.2f} expected"
     if svg is not None:
@@ -114,54 +143,87 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _table(opened: bundles.Bundle, sizes: dict[str, int]) -> Table:
-    manifest, target = opened.manifest, opened.manifest.target
-    dims = target.dims
+    manifest = opened.manifest
     table = Table("", "", title=f"{manifest.name} ({opened.path})", show_header=False)
     table.add_row("schema", str(manifest.schema_version))
-    table.add_row(
-        "target",
-        f"{target.family}, {target.precision}, context {target.max_length} tokens\n"
-        f"{dims.num_layers} layers, width {dims.hidden_size}, vocabulary {dims.vocab_size}, "
-        f"{dims.num_heads} heads over {dims.num_kv_heads} of {dims.head_dim}\n"
-        f"rope {target.rope.get('type', 'default')}, taps {list(target.taps)}"
-        + (", modified by its drafter" if target.target_modified else ""),
-    )
-    table.add_row("graphs", "\n".join(_graph(role, g) for role, g in manifest.graphs.items()))
+    table.add_row("target", _target(manifest.target))
+    table.add_row("graphs", Text("\n".join(_graph(*item) for item in manifest.graphs.items())))
     table.add_section()
     for drafter in manifest.drafters:
-        lines = [_graph(role, graph) for role, graph in drafter.graphs.items()]
-        lines += [f"{key} {value}" for key, value in drafter.config.items()]
-        lines += [f"trees: {_pairs(drafter.trees)}"]
-        if drafter.expected_accepted_length is not None:
-            lines.append(f"accepted length {drafter.expected_accepted_length:.2f} expected")
-        if drafter.calibration is not None:
-            lengths = drafter.calibration["accepted_length"]
-            lines.append(
-                f"calibrated on {drafter.calibration['positions']} positions, "
-                f"accepted length by nodes: {_pairs(lengths)}"
-            )
-        table.add_row(f"drafter {drafter.name}", "\n".join(lines))
+        table.add_row(f"drafter {drafter.name}", _drafter(drafter))
     for name in BUILT_IN:
         if name != "none":
             table.add_row(f"drafter {name}", "always there; no graph")
     table.add_section()
     sized = [f"{size / 1e6:10.2f} MB  {name}" for name, size in sizes.items()]
-    table.add_row("files", "\n".join([*sized, f"{sum(sizes.values()) / 1e6:10.2f} MB  in all"]))
-    table.add_row("provenance", "\n".join(f"{k}: {_plain(v)}" for k, v in _sorted(manifest)))
+    total = f"{sum(sizes.values()) / 1e6:10.2f} MB  in all"
+    table.add_row("files", Text("\n".join([*sized, total])))
+    table.add_row("provenance", readable(dict(sorted(manifest.provenance.items()))))
     return table
 
 
-def _sorted(manifest: bundles.Manifest) -> list[tuple[str, Any]]:
-    return sorted(manifest.provenance.items())
+def _target(target: bundles.TargetInfo) -> Text:
+    dims = target.dims
+    return Text(
+        f"{target.family}, {target.precision}, context {target.max_length} tokens\n"
+        f"{dims.num_layers} layers, width {dims.hidden_size}, vocabulary {dims.vocab_size}, "
+        f"{dims.num_heads} heads over {dims.num_kv_heads} of {dims.head_dim}\n"
+        f"rope {target.rope.get('type', 'default')}; taps {_plain(target.taps)}"
+        + (", modified by its drafter" if target.target_modified else "")
+    )
+
+
+def _drafter(drafter: bundles.DrafterInfo) -> Group:
+    graphs = "\n".join(_graph(*item) for item in drafter.graphs.items())
+    parts: list[RenderableType] = [
+        Text(graphs),
+        readable(drafter.config),
+        readable({"trees": drafter.trees}),
+    ]
+    if drafter.expected_accepted_length is not None:
+        parts.append(Text(f"accepted length {drafter.expected_accepted_length:.2f} expected"))
+    if drafter.calibration is not None:
+        parts.append(Text(f"calibrated on {drafter.calibration['positions']} positions"))
+        parts.append(readable({"accepted length by nodes": drafter.calibration["accepted_length"]}))
+    return Group(*parts)
 
 
 def _graph(role: str, graph: bundles.Graph) -> str:
     return f"{role}: {graph.file}, form {graph.form}"
 
 
-def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items()) or "none"
+def readable(values: Mapping[str, Any]) -> Group:
+    """Returns one line a key, with what a key holds indented under it if that has keys itself.
+
+    Example: {"date": "2026-05-01", "train": {"lr": 0.001, "betas": [0.9, 0.95]}} gives
+
+        date: 2026-05-01
+        train:
+          lr: 0.001
+          betas: 0.9, 0.95
+    """
+    parts: list[RenderableType] = []
+    for key, value in values.items():
+        name = key or "(no name)"
+        if isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):
+            value = {str(number): item for number, item in enumerate(value, 1)}
+        if isinstance(value, dict) and value:
+            parts += [Text(f"{name}:"), Padding(readable(value), (0, 0, 0, 2))]
+        elif key == "command" and isinstance(value, list):
+            parts.append(Text(f"{name}: {shlex.join(map(str, value))}"))
+        else:
+            parts.append(Text(f"{name}: {_plain(value)}"))
+    return Group(*parts)
 
 
 def _plain(value: Any) -> str:
-    return _pairs(value) if isinstance(value, dict) else str(value)
+    """Returns a value without keys as text: [0.9, None] -> "0.9, none", [[0], [0, 1]] ->
+    "(0), (0, 1)"."""
+    if isinstance(value, list | tuple):
+        items = [f"({_plain(v)})" if isinstance(v, list | tuple) else _plain(v) for v in value]
+        return ", ".join(items) or "none"
+    if value is None or value == {}:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -46,14 +46,7 @@ def command(
     from spec_runtime import profile
     from spec_runtime.measure import provenance, tune
 
-    if figure is not None:  # found out now, not after the measurement
-        if figure.suffix not in (".svg", ".png", ".pdf"):
-            raise ValueError(
-                f"got figure {figure}, expected a name that ends in .svg, .png or .pdf"
-            )
-        importlib.import_module("matplotlib")
-    for file in filter(None, (out, figure)):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    _prepare(out, figure)
     folder = bundle or bundles.find()
     opened = bundles.read(folder, verify=False)
     console = Console(stderr=True)
@@ -80,7 +73,7 @@ def command(
         about = provenance.collect(threads=threads, prompts_file=prompts, manifest=opened.manifest)
         figures = {
             "provenance": about,
-            "profile": bundles.to_json(report.profile),
+            "profile": profile.to_json(report.profile),
             "sweep": report.sweep,
         }
         options.write_figures(out, figures)
@@ -88,8 +81,20 @@ def command(
         _draw(report, opened.manifest.name, figure)
 
 
+def _prepare(out: Path | None, figure: Path | None) -> None:
+    """Makes the folders of the files; raises before the measurement what would fail after it."""
+    if figure is not None:
+        if figure.suffix not in (".svg", ".png", ".pdf"):
+            raise ValueError(
+                f"got figure {figure}, expected a name that ends in .svg, .png or .pdf"
+            )
+        importlib.import_module("matplotlib")
+    for file in filter(None, (out, figure)):
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+
 def _encode(engine: "Engine", prompts: Path | None, console: Console) -> list[list[int]]:
-    """Token ids of the prompts that fit the context."""
+    """Returns the token ids of the prompts that fit the context; raises ValueError if none does."""
     from spec_runtime.measure import tune
     from spec_runtime.measure.prompts import read_prompts
 
@@ -108,6 +113,7 @@ def _encode(engine: "Engine", prompts: Path | None, console: Console) -> list[li
 
 
 def _print(profile: "Profile", name: str, path: Path) -> None:
+    """Prints the times, the candidates and the choice."""
     key, costs = profile.key, profile.costs
     console = Console(highlight=False)
     times = Table(title="one pass over a tree, ms")
@@ -146,7 +152,7 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _draw(report: "TuneReport", name: str, path: Path) -> None:
-    """Above verify's time by tree size, below the speed-ups: Medusa's figure 4b."""
+    """Draws the time of verify by tree size, and below it the speed-ups (Medusa's figure 4b)."""
     import matplotlib
 
     matplotlib.use("Agg")

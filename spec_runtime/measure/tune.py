@@ -1,51 +1,47 @@
-"""Which budget is fastest on this machine: measures, predicts, lets the best few race.
+"""Finds the budget that is fastest on this machine: measures the times, predicts the speed-ups
+(curve.py), and lets the best few budgets race.
 
-The speed-up of trees of n nodes over plain decoding is Medusa's acceleration rate over its overhead
-(figure 4b there),
-
-    speedup(n) = L(n) / (t(n) / t_plain),    t(n) = draft + verify(n) + host
-
-with the accepted length L of the bundle's calibration, or of a short run where it has none. Where
-the formula is inexact (merged prompt lookup, drafting level by level), the race decides. Knows
-nothing of terminals or of where the profile is kept (profile.py).
+Where the prediction is inexact (merged prompt lookup, drafting level by level), the race decides.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from spec_runtime.engine import Engine
+from spec_runtime.measure.curve import (
+    Curve,
+    Point,
+    grown_points,
+    monotone,
+    paying_budget,
+    static_points,
+)
 from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
 from spec_runtime.proposers.adaptive import scale_probabilities
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.stats import Stats
+from spec_runtime.step import Step
 from spec_runtime.target import LOGITS, Target, Wants
-from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.templates import path_probabilities, searched
+from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree, chain_parents
-
-if TYPE_CHECKING:
-    from spec_runtime.engine import Engine
-    from spec_runtime.step import Step
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXT_ROWS = 200  # committed while verify is measured
 MIN_ROUNDS, MAX_ROUNDS, VERIFY_SECONDS = 3, 15, 10.0
 RECORD_NODES, DRAFT_NODES, DRAFT_TOKENS = 48, 16, 32
 CLEARLY_FASTER = 1.02  # than plain decoding; what is closer may be chance
-MIN_VISITS = 8  # of a depth, for its accuracies to count
 RACE_ROUNDS, RACE_SECONDS = 2, 60.0  # a new round only within this time
-# a path probability falls into one of these; the ratio of neighbours is about 1.4
-EDGES = (*(0.7**k for k in range(20)), 0.0)
 
-# Few and short, but of several kinds: explaining, listing, reckoning, repeating, code, a story.
+# Few and short prompts of several kinds: explaining, listing, reckoning, repeating, code, a story.
 PROMPTS = (
     "Why does ice float on water? Answer in a short paragraph.",
     "List six things to check before a long bicycle tour, one per line.",
@@ -58,51 +54,18 @@ PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Curve:
-    """What the nodes of a drafter's trees are worth.
-
-    accuracy [k][r]: see templates. reliability: rows (predicted path probability, observed
-    acceptance, such nodes per position). A proposer without probabilities has `by_node` instead:
-    of the n-th drafted node, the share of trees that have it and of those in which it is accepted.
-    """
-
-    source: str
-    accuracy: tuple[tuple[float, ...], ...] = ()
-    reliability: tuple[tuple[float, float, float], ...] = ()
-    by_node: tuple[tuple[float, float], ...] = ()
-
-    @classmethod
-    def from_calibration(cls, calibration: dict[str, Any]) -> Curve:
-        positions = calibration["positions"]
-        return cls(
-            "calibration",
-            tuple(tuple(row) for row in calibration["accuracy"]),
-            tuple((p, seen, n / positions) for p, seen, n in calibration["reliability"]),
-        )
-
-
-@dataclass(frozen=True)
-class Point:
-    """Of one size of tree: its nodes (on average, root included), the accepted length to be
-    expected and the speed-up that follows."""
-
-    budget: Budget
-    nodes: float
-    accepted_length: float
-    speedup: float
-
-
-@dataclass(frozen=True)
 class TuneReport:
-    """The profile, and for the figure rows {nodes, predicted, measured} of speed-ups."""
+    """The profile; for the figure, speed-ups by size as rows {nodes, predicted, measured}."""
 
     profile: Profile
     sweep: list[dict[str, float]]
 
 
 class Recorder(ProposerWrapper):
-    """A proposer that notes each tree of `proposer`, the time it took and the path in it that came
-    true; not where only the root was asked for."""
+    """Notes each tree of `proposer`, the path in it that came true, and the seconds it took.
+
+    Trees for which only the root was asked are not noted.
+    """
 
     def __init__(self, proposer: Proposer) -> None:
         super().__init__(proposer)
@@ -124,130 +87,14 @@ class Recorder(ProposerWrapper):
         super().commit(step)
 
 
-def observed_curve(seen: Sequence[tuple[TokenTree, list[int]]]) -> Curve:
-    """Of trees and the paths in them that came true."""
-    trees = [tree for tree, _ in seen]
-    num_nodes = max((tree.num_nodes for tree in trees), default=1)
-    if num_nodes == 1 or any(t.log_prob_N is None and t.num_nodes > 1 for t in trees):
-        has_N, hit_N = np.zeros(num_nodes), np.zeros(num_nodes)
-        for tree, path in seen:
-            has_N[: tree.num_nodes] += 1
-            hit_N[path] += 1
-        shares = np.stack([has_N, hit_N], axis=1)[1:] / max(1, len(seen))
-        return Curve("run", by_node=tuple((a, b) for a, b in shares.tolist()))
-    depth = max(int(tree.depth_N.max()) for tree in trees)
-    width = max(len(tree.children(node)) for tree in trees for node in range(tree.num_nodes))
-    visits_K, hits_KC = np.zeros(depth), np.zeros((depth, width))
-    count_B, predicted_B, hit_B = np.zeros((3, len(EDGES)))
-    for tree, path in seen:
-        # siblings come best first; one that was not drafted counts as never right
-        for k, node in enumerate(path[:depth]):
-            visits_K[k] += 1
-            if k + 1 < len(path):
-                hits_KC[k, tree.children(node).index(path[k + 1])] += 1
-        if tree.log_prob_N is not None:
-            p_N = np.exp(tree.log_prob_N[1:])
-            bin_N = np.searchsorted(-np.array(EDGES), -p_N)
-            np.add.at(count_B, bin_N, 1)
-            np.add.at(predicted_B, bin_N, p_N)
-            np.add.at(hit_B, bin_N, np.isin(np.arange(1, tree.num_nodes), path))
-    enough = int(np.argmin(np.append((visits_K >= MIN_VISITS) & (hits_KC.sum(axis=1) > 0), False)))
-    accuracy_KC = hits_KC[:enough] / visits_K[:enough, None]
-    used = count_B > 0
-    rows = np.stack([predicted_B, hit_B, count_B * count_B / len(seen)], axis=1)[used]
-    return Curve(
-        "run",
-        tuple(tuple(row) for row in accuracy_KC.tolist()),
-        tuple((p, h, n) for p, h, n in (rows / count_B[used, None]).tolist()),
-    )
-
-
-def monotone(rows: Iterable[tuple[float, float, float]]) -> tuple[tuple[float, float], ...]:
-    """Rows (predicted, observed, weight) as points (predicted, observed) ascending in both:
-    neighbours in the wrong order get their common mean.
-
-    Example: (.1, .3, 1), (.2, .1, 3) -> (.1, .15), (.2, .15).
-    """
-    blocks: list[tuple[float, float, list[float]]] = []
-    by_predicted = {min(row[0], 1.0): row for row in rows if row[0] > 0 and row[2] > 0}
-    for predicted, (_, observed, weight) in sorted(by_predicted.items()):
-        block = (observed, weight, [predicted])
-        while blocks and blocks[-1][0] >= block[0]:
-            seen, w, members = blocks.pop()
-            total = w + block[1]
-            block = ((seen * w + block[0] * block[1]) / total, total, members + block[2])
-        blocks.append(block)
-    return tuple((p, seen) for seen, _, members in blocks for p in members)
-
-
-def static_points(curve: Curve, costs: Costs, max_nodes: int) -> list[Point]:
-    """The best static tree of each size from 2 nodes on, by the accuracies."""
-    if not curve.accuracy:
-        return []
-    paths = searched(curve.accuracy, max_nodes)
-    worth = path_probabilities(paths, curve.accuracy)
-    points, length = [], 1.0
-    for n, path in enumerate(paths, 2):
-        length += worth[path]
-        kept = paths[: n - 1]
-        budget = Budget(n, paths=kept)
-        ms = costs.of(n, max(map(len, kept)))
-        points.append(Point(budget, n, length, length * costs.plain / ms))
-    return points
-
-
-def grown_points(curve: Curve, costs: Costs, max_nodes: int) -> list[Point]:
-    """Trees grown down to each least probability of the reliability's rows, or of each size."""
-    points, nodes, length = [], 1.0, 1.0
-
-    def add(budget: Budget, more_nodes: float, more_tokens: float, num_levels: int) -> None:
-        nonlocal nodes, length
-        nodes, length = nodes + more_nodes, length + more_tokens
-        ms = costs.of(nodes, num_levels)
-        points.append(Point(budget, nodes, length, length * costs.plain / ms))
-
-    for n, (has, hit) in enumerate(curve.by_node[: max_nodes - 1], 2):
-        add(Budget(n), has, hit, 1)
-    rows = sorted(curve.reliability, reverse=True)
-    lower = [*(row[0] for row in rows[1:]), 0.0]
-    for (predicted, seen, count), below in zip(rows, lower, strict=False):
-        if predicted > 0 and nodes + count <= max_nodes:
-            least = (predicted * below) ** 0.5 or predicted / 2
-            budget = Budget(max_nodes, min_probability=round(least, 5))
-            add(budget, count, seen * count, max(1, len(curve.accuracy)))
-    return points
-
-
-def paying_budget(curve: Curve, costs: Costs, max_nodes: int, lookup_nodes: int = 0) -> Budget:
-    """Trees cut at each step where more nodes do not pay.
-
-    Its least probability leaves out only what never could: a node pays by more than the rate of the
-    root alone times the least slope of t.
-    """
-    reliability = monotone(curve.reliability)
-    step_ms = costs.step_ms(max_nodes)
-    t_N = np.array(step_ms)
-    later, sooner = np.tril_indices(len(t_N), -1)
-    slope = ((t_N[later] - t_N[sooner]) / (later - sooner)).min(initial=np.inf)
-    longest = t_N[: lookup_nodes + 1].max() + costs.level * max(0, len(curve.accuracy) - 1)
-    least = min(1.0, max(0.0, slope / longest))
-    if reliability:
-        predicted, seen = np.array([(0.0, 0.0), *reliability]).T
-        least = float(np.interp(least, seen, predicted))
-    return Budget(
-        max_nodes,
-        min_probability=0.999 * least,  # for the rounding
-        step_ms=step_ms,
-        level_ms=costs.level,
-        reliability=reliability,
-    )
-
-
 def measure_verify(
     target: Target, tokens: Sequence[int], sizes: Sequence[int], wants: Wants
 ) -> tuple[float, dict[int, float]]:
-    """Milliseconds of a pass: of plain decoding's, and by tree size with the features the drafter
-    wants. Medians of interleaved rounds behind some 200 committed rows of `tokens`, repeated."""
+    """Returns the milliseconds of one target pass: in plain decoding, and by tree size.
+
+    Passes over trees return what `wants` says, those of plain decoding logits alone. The times are
+    medians of interleaved rounds behind some 200 committed rows, which are `tokens` repeated.
+    """
     target.forget()
     num_rows = max(1, min(CONTEXT_ROWS, target.max_length // 2))
     target.prefill((list(tokens) * num_rows)[:num_rows])
@@ -270,34 +117,41 @@ def measure_verify(
     return ms[1, LOGITS], {n: ms[n, wants] for n in sizes}
 
 
-def _decoding(engine: Engine, budget: Budget | None) -> Engine:
-    """`engine` with this budget, as a profile's choice runs; None is plain decoding."""
+def decoding(engine: Engine, budget: Budget | None) -> Engine:
+    """Returns `engine` with this budget, run as a profile's choice is; None is plain decoding."""
     if budget is None:
         return engine.observed(lambda _: PlainProposer(), Budget(1))
     return engine.observed(scale_probabilities, budget)
 
 
 def _recording(engine: Engine, budget: Budget) -> tuple[Engine, Recorder]:
-    """The drafter alone, watched."""
+    """Returns an engine with the drafter alone, and what records its trees."""
     recorder = Recorder(_alone(engine.proposer))
     return engine.observed(lambda _: recorder, budget), recorder
 
 
 def _alone(proposer: Proposer) -> Proposer:
-    """The drafter without prompt lookup's candidates."""
+    """Returns the drafter without prompt lookup's candidates."""
     return proposer.drafter if isinstance(proposer, MergedProposer) else proposer
 
 
 def _draft_ms(
-    engine: Engine, prompt: list[int], num_levels: int, max_nodes: int
+    engine: Engine, recorder: Recorder, prompt: list[int], max_nodes: int
 ) -> tuple[float, float]:
-    """The drafter's time with one level, and of each further one, by least squares over depths."""
+    """Returns the drafter's milliseconds with one level, and those of each further level.
+
+    A drafter that runs a graph is timed over `prompt` with trees of several depths, and both times
+    follow by least squares. One that runs none takes the time that the recorder saw, at any depth.
+    """
+    if recorder.run_seconds <= 0:
+        return 1000 * statistics.median(recorder.seconds or [0.0]), 0.0
+    num_levels = max((int(tree.depth_N.max()) for tree, _ in recorder.seen), default=1)
     depths = np.unique(np.linspace(1, max(1, num_levels), 5).round().astype(int))
     ms_D = []
     for depth in depths.tolist():
-        drafting, recorder = _recording(engine, Budget(max_nodes, max_depth=depth))
+        drafting, timed = _recording(engine, Budget(max_nodes, max_depth=depth))
         drafting.generate(prompt, max_new_tokens=DRAFT_TOKENS, reuse=False)
-        ms_D.append(1000 * statistics.median(recorder.seconds or [0.0]))
+        ms_D.append(1000 * statistics.median(timed.seconds or [0.0]))
     slope = float(np.polyfit(depths, ms_D, 1)[0]) if len(depths) > 1 else 0.0
     level = max(0.0, slope)
     return max(0.0, float(np.mean(ms_D) - level * np.mean(depths - 1))), level
@@ -310,7 +164,10 @@ def race(
     num_rounds: int = RACE_ROUNDS,
     on_run: Callable[[], None] = lambda: None,
 ) -> dict[str, Stats]:
-    """Each engine's total over the prompts, in turns whose order rotates."""
+    """Returns each engine's total over the prompts; they take turns whose order rotates.
+
+    A further round begins only within RACE_SECONDS. `on_run` is called after each generation.
+    """
     parts: dict[str, list[Stats]] = {name: [] for name in engines}
     names, begin = list(engines), time.perf_counter()
     for turn in range(num_rounds):
@@ -336,27 +193,22 @@ def tune(
     sweep: bool = False,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> TuneReport:
-    """The profile of `engine`'s drafter (loaded without a profile), from `prompts`, token ids each.
+    """Returns the profile of `engine`'s drafter (loaded without a profile), from `prompts`, each a
+    list of token ids.
 
     `calibration`: the bundle's, see DrafterInfo. `quick`: no race, the predictions decide.
-    `sweep`: measure trees of many sizes as well. ValueError: an engine that only decodes plainly.
+    `sweep`: measure trees of many sizes as well. Raises ValueError for an engine that has no trees
+    to tune, and for prompts that the target answers with nothing.
     """
-    if engine.drafter == "none":
-        raise ValueError("got drafter none, expected one whose trees can be tuned")
-    target = engine.target
-    if target.chains_only:
-        raise ValueError(
-            "got a bundle whose target takes chains only (--attention chain), expected one built "
-            "with another --attention: there are no trees to tune"
-        )
-    proposer = engine.proposer
+    _check(engine)
+    target, proposer = engine.target, engine.proposer
     lookup_nodes = proposer.lookup_nodes if isinstance(proposer, MergedProposer) else 0
     limit = min(SIZES[-1], target.max_nodes)
     sizes = sorted({n for n in (*SIZES, engine.budget.max_nodes) if n <= target.max_nodes})
 
     on_stage("verify")
     longest = max(prompts, key=len)
-    plain_ms, verify = measure_verify(target, longest, sizes, engine.wants)
+    verify_ms = measure_verify(target, longest, sizes, engine.wants)
 
     on_stage("trees of the drafter")
     num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
@@ -365,36 +217,23 @@ def tune(
     if not run.steps:
         raise ValueError("got prompts that the target answers with nothing; give others")
     if calibration is None:
-        curve = observed_curve(recorder.seen)
+        curve = Curve.observed(recorder.seen)
     else:
         curve = Curve.from_calibration(calibration)
 
     on_stage("drafting")
-    draft, level = 1000 * statistics.median(recorder.seconds or [0.0]), 0.0
-    if recorder.run_seconds > 0:
-        depth = max((int(tree.depth_N.max()) for tree, _ in recorder.seen), default=1)
-        draft, level = _draft_ms(engine, prompts[0], depth, min(DRAFT_NODES, limit))
-    host = sum(run.timings[phase] for phase in ("accept", "commit", "other"))
-    host = 1000 * host / run.steps
-    costs = Costs(
-        verify=tuple((n, round(ms, 4)) for n, ms in verify.items()),
-        draft=round(draft, 4),
-        level=round(level, 4),
-        host=round(host, 4),
-        plain=round(plain_ms + host, 4),
-        prefill=round(1000 * run.prefill_seconds / max(1, run.prompt_tokens), 4),
-    )
+    draft_ms = _draft_ms(engine, recorder, prompts[0], min(DRAFT_NODES, limit))
+    costs = _costs(*verify_ms, *draft_ms, run)
 
     candidates = [Candidate(PLAIN, None, 1.0, expected_speedup=1.0)]
     candidates += _candidates(curve, costs, limit, lookup_nodes)
     candidates.append(Candidate("bundle", engine.budget))
-
     if not quick:
         on_stage("race")
-        engines = {c.name: _decoding(engine, c.budget) for c in candidates}
+        engines = {c.name: decoding(engine, c.budget) for c in candidates}
         stats = race(engines, prompts, max_new_tokens)
         candidates = [_measured(c, stats[c.name], stats[PLAIN]) for c in candidates]
-    profile = Profile(key, costs, curve.source, tuple(candidates), _choose(candidates))
+    profile = Profile(key, costs, curve.source, tuple(candidates), choose(candidates))
     if not sweep:
         return TuneReport(profile, [])
     on_stage("sizes of tree")
@@ -402,15 +241,45 @@ def tune(
     return TuneReport(profile, _sweep(engine, points, prompts, max_new_tokens))
 
 
-def _choose(candidates: Sequence[Candidate]) -> str:
-    """The name of the fastest, as measured or else predicted; plain decoding if none clearly is."""
+def _check(engine: Engine) -> None:
+    """Raises ValueError if the engine has no trees to tune."""
+    if engine.drafter == "none":
+        raise ValueError("got drafter none, expected one whose trees can be tuned")
+    if engine.target.chains_only:
+        raise ValueError(
+            "got a bundle whose target takes chains only (--attention chain), expected one built "
+            "with another --attention: there are no trees to tune"
+        )
+
+
+def _costs(
+    plain_ms: float, verify_ms: Mapping[int, float], draft_ms: float, level_ms: float, run: Stats
+) -> Costs:
+    """Returns the measured times together; the host's share and prefill's come from `run`."""
+    host = sum(run.timings[phase] for phase in ("accept", "commit", "other"))
+    host_ms = 1000 * host / run.steps
+    return Costs(
+        verify=tuple((n, round(ms, 4)) for n, ms in verify_ms.items()),
+        draft=round(draft_ms, 4),
+        level=round(level_ms, 4),
+        host=round(host_ms, 4),
+        plain=round(plain_ms + host_ms, 4),
+        prefill=round(1000 * run.prefill_seconds / max(1, run.prompt_tokens), 4),
+    )
+
+
+def choose(candidates: Sequence[Candidate]) -> str:
+    """Returns the name of the fastest candidate, as measured or else predicted; plain decoding if
+    none is clearly faster."""
     fastest = max(candidates, key=lambda c: c.speedup or c.expected_speedup or 0.0)
     return fastest.name if fastest.pace[1] >= CLEARLY_FASTER else PLAIN
 
 
 def _candidates(curve: Curve, costs: Costs, limit: int, lookup_nodes: int) -> list[Candidate]:
-    """The best of each kind of budget, with room for lookup's nodes; predictions are of the drafter
-    alone."""
+    """Returns the best candidate of each kind, with room for lookup's nodes.
+
+    Predictions are of the drafter alone. Of equal predictions the first is preferred.
+    """
     found = []
     own = max(2, limit - lookup_nodes)
     for name, points in (
@@ -419,13 +288,10 @@ def _candidates(curve: Curve, costs: Costs, limit: int, lookup_nodes: int) -> li
     ):
         if points:
             best = max(points, key=lambda point: point.speedup)
-            room = min(limit, best.budget.max_nodes + lookup_nodes)
-            # of grown trees, for the ProbabilityScaler
-            reliability = monotone(curve.reliability) if best.budget.is_grown else ()
             found.append(
                 Candidate(
                     name,
-                    replace(best.budget, max_nodes=room, reliability=reliability),
+                    _with_room(best.budget, curve, limit, lookup_nodes),
                     round(best.nodes, 2),
                     expected_speedup=round(best.speedup, 4),
                     accepted_length=round(best.accepted_length, 4),
@@ -435,10 +301,21 @@ def _candidates(curve: Curve, costs: Costs, limit: int, lookup_nodes: int) -> li
         # what a fixed threshold reaches, choosing at each step reaches too
         budget = paying_budget(curve, costs, limit, lookup_nodes)
         found.append(replace(found[-1], name="paying", budget=budget, nodes=None))
-    return found[::-1]  # the one to prefer at equal predictions first
+    return found[::-1]
+
+
+def _with_room(budget: Budget, curve: Curve, limit: int, lookup_nodes: int) -> Budget:
+    """Returns `budget` with room for lookup's nodes; a grown one with the curve's reliability, for
+    the ProbabilityScaler."""
+    growth = budget.growth
+    if isinstance(growth, Grown):
+        growth = replace(growth, reliability=monotone(curve.reliability))
+    room = min(limit, budget.max_nodes + lookup_nodes)
+    return replace(budget, max_nodes=room, growth=growth)
 
 
 def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:
+    """Returns the candidate with what the race measured."""
     return replace(
         candidate,
         nodes=round(1 + stats.drafted_tokens / max(1, stats.steps), 2),
@@ -451,10 +328,10 @@ def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:
 def _sweep(
     engine: Engine, points: Sequence[Point], prompts: Sequence[list[int]], max_new_tokens: int
 ) -> list[dict[str, float]]:
-    """Predicted and measured speed-up of the drafter alone, by tree size."""
+    """Returns the predicted and measured speed-ups of the drafter alone, by tree size."""
     shown = {f"{p.nodes:.1f}": p for p in points if p.budget.max_nodes in SIZES}
     engines = {name: engine.observed(_alone, point.budget) for name, point in shown.items()}
-    engines[PLAIN] = _decoding(engine, None)
+    engines[PLAIN] = decoding(engine, None)
     stats = race(engines, prompts, max_new_tokens, num_rounds=1)
     plain = stats[PLAIN].tokens_per_second
     return [

@@ -1,13 +1,15 @@
-"""Proposers turn a drafter, or a table of n-grams, into a tree; and the one table of them.
+"""Lists the proposers: what turns a drafter, or a table of n-grams, into trees.
 
-A proposer keeps its own state, in step with the target's committed rows. It never sees logits.
+A proposer keeps its own state, in step with the target's committed rows. It never sees logits. This
+table imports every kind of proposer, so nothing that it imports may import this package itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from spec_runtime.backends import Runtime
+from spec_runtime.bundle import Bundle, DrafterInfo
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.feature import FeatureProposer
@@ -16,16 +18,12 @@ from spec_runtime.proposers.lookahead import NUM_NODES, LookaheadProposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.proposers.sequential import SequentialProposer
 from spec_runtime.proposers.skip_layer import SkipLayerProposer
+from spec_runtime.target import Target
 
-if TYPE_CHECKING:
-    from spec_runtime.backends import Runtime
-    from spec_runtime.bundle import Bundle, DrafterInfo
-    from spec_runtime.target import Target
+ProposerFactory = Callable[[Bundle, DrafterInfo | None, Runtime, Target], Proposer]
 
-
-ProposerFactory = Callable[["Bundle", "DrafterInfo | None", "Runtime", "Target"], Proposer]
-
-# drafter name -> (bundle, its manifest entry, runtime, the target it drafts for) -> proposer
+# drafter name -> what makes its proposer of (bundle, the drafter's manifest entry, runtime, the
+# target to draft for)
 PROPOSERS: dict[str, ProposerFactory] = {
     "none": lambda bundle, info, runtime, target: PlainProposer(),
     "prompt_lookup": lambda bundle, info, runtime, target: (
@@ -42,7 +40,7 @@ PROPOSERS: dict[str, ProposerFactory] = {
     "redrafter": SequentialProposer.open,
     "skip_layer": SkipLayerProposer.open,
 }
-# those that need no trained drafter: every bundle has them
+# These need no trained drafter, so every bundle has them.
 BUILT_IN = ("prompt_lookup", "lookahead", "none")
-# their trees, where the default of the engine is too small
+# The nodes of their trees, where the default budget is too small.
 BUILT_IN_NODES = {"lookahead": NUM_NODES}

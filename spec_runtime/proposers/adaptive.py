@@ -1,9 +1,8 @@
-"""Proposers around another one that learn from what came true in this generation.
+"""Adapts drafting to what came true in this generation: pauses it, or scales its probabilities.
 
 `DraftPauser` falls back to plain decoding while drafting does not pay, and tries again now and
-then.
-It keeps exponential averages of the tokens committed a step and of what the step cost by the
-machine profile; below the speed of plain decoding it rests,
+then. It keeps exponential averages of the tokens committed a step and of what the step cost by the
+machine profile. It pauses when drafting is slower than plain decoding,
 
     tokens / ms  <  1 / plain ms.
 
@@ -11,43 +10,40 @@ machine profile; below the speed of plain decoding it rests,
 
     tokens accepted / tokens expected,
 
-averaged likewise: on texts harder than those of `tune`, or at a higher temperature, trees get
-smaller, on easier ones larger.
+averaged in the same way: on texts harder than those of `tune`, or at a higher temperature, trees
+get smaller, on easier ones larger.
 
-All of it follows from the committed tokens and the measured costs, never from a clock, so that the
-same prompt gets the same trees again. Knows no drafter and no target.
+Both follow from the committed tokens and the measured costs, never from a clock, so that the same
+prompt gets the same trees again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spec_runtime.profile import Costs
+from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
+from spec_runtime.step import Step
 from spec_runtime.trees import payoff
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
-if TYPE_CHECKING:
-    from spec_runtime.profile import Costs
-    from spec_runtime.proposers.base import Proposer
-    from spec_runtime.step import Step
-
-WEIGHT = 1 / 16  # of the newest step in the averages
+WEIGHT = 1 / 16  # of the newest step in a DraftPauser's averages
 PROBE_STEPS = 8  # speculative steps after a rest before they are judged
 FIRST_REST, LONGEST_REST = 32, 256  # plain steps; a rest after a failed probe is twice as long
 TRUST_WEIGHT = 1 / 32  # of the newest step in a ProbabilityScaler's averages
-LARGEST_TRUST = 4.0  # and its inverse the smallest
+LARGEST_TRUST = 4.0  # the smallest is its inverse
 
 
 class DraftPauser(ProposerWrapper):
-    """Speculates with `proposer`, or proposes roots alone.
+    """Passes on the trees of `proposer`, or, while drafting does not pay, proposes roots alone.
 
-    `accepted_length` and `speedup`: what `tune` saw, where the averages begin each generation.
+    `accepted_length` and `speedup` are what `tune` saw; the averages begin each generation there.
     After a rest they begin at the break-even point, so that the probe alone decides.
     """
 
@@ -63,6 +59,7 @@ class DraftPauser(ProposerWrapper):
 
     @property
     def is_resting(self) -> bool:
+        """True while trees are roots alone."""
         return self._rest > 0
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
@@ -91,6 +88,7 @@ class DraftPauser(ProposerWrapper):
             self._judge()
 
     def _judge(self) -> None:
+        """Begins a rest if drafting does not pay; during a probe, only at its end."""
         if self._probe:
             self._probe -= 1
             if self._probe:
@@ -115,7 +113,8 @@ class DraftPauser(ProposerWrapper):
 
 
 class ProbabilityScaler(ProposerWrapper):
-    """Asks `proposer` for trees whose nodes' worth is scaled by `trust`, accepted over expected.
+    """Asks `proposer` for trees whose nodes' worth is scaled by `trust`: accepted tokens over
+    expected ones.
 
     Only budgets of grown trees that have a reliability are changed.
     """
@@ -123,12 +122,12 @@ class ProbabilityScaler(ProposerWrapper):
     def __init__(self, proposer: Proposer) -> None:
         super().__init__(proposer)
         self._tree: TokenTree | None = None  # last proposed, if it is judged
-        self._worth = 0.0  # accepted tokens expected of it, by the profile
+        self._worth = 0.0  # accepted tokens that the profile expects of it
         self._reset()
 
     @property
     def trust(self) -> float:
-        """Accepted over expected tokens, 1 at first."""
+        """Accepted over expected tokens, within bounds; 1 at first."""
         return min(LARGEST_TRUST, max(1 / LARGEST_TRUST, self._accepted / self._expected))
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
@@ -136,16 +135,17 @@ class ProbabilityScaler(ProposerWrapper):
         self._reset()
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        if not (budget.is_grown and budget.reliability) or budget.is_root_only:
+        growth = budget.growth
+        if not isinstance(growth, Grown) or not growth.reliability or budget.is_root_only:
             self._tree = None
             return super().propose(token, budget)
-        trust = self.trust
-        tree = self._tree = super().propose(token, _scaled(budget, trust))
+        scaled = replace(budget, growth=_scaled(growth, self.trust))
+        tree = self._tree = super().propose(token, scaled)
         assert tree.num_nodes == 1 or tree.log_prob_N is not None, "a tree without probabilities"
         if tree.log_prob_N is None:
             self._worth = 0.0
         else:
-            worth_N = payoff.probabilities(tree.log_prob_N[1:], budget.reliability)
+            worth_N = payoff.probabilities(tree.log_prob_N[1:], growth.reliability)
             self._worth = float(worth_N.sum())
         return tree
 
@@ -169,13 +169,16 @@ def scale_probabilities(proposer: Proposer) -> Proposer:
     return ProbabilityScaler(proposer)
 
 
-def _scaled(budget: Budget, trust: float) -> Budget:
-    """Where times decide, the least probability only spares nodes that can never pay: it falls
-    where they may. Else it decides itself: what it asks for is a worth."""
-    if not budget.step_ms:
-        return replace(budget, min_probability=min(1.0, budget.min_probability / trust))
+def _scaled(growth: Grown, trust: float) -> Grown:
+    """Returns the growth for paths that are worth `trust` times what the reliability says.
+
+    With step times, the least probability only spares nodes that can never pay, so it falls where
+    more nodes may. Without them it is the least worth that is asked for, and decides by itself.
+    """
+    if not growth.step_ms:
+        return replace(growth, min_probability=min(1.0, growth.min_probability / trust))
     return replace(
-        budget,
-        min_probability=budget.min_probability / max(1.0, trust),
-        reliability=tuple((p, min(1.0, trust * seen)) for p, seen in budget.reliability),
+        growth,
+        min_probability=growth.min_probability / max(1.0, trust),
+        reliability=tuple((p, min(1.0, trust * seen)) for p, seen in growth.reliability),
     )

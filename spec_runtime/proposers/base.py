@@ -1,4 +1,4 @@
-"""Declares what the loop and the fused step see of a drafter; holds plain decoding's proposer."""
+"""Declares what the loop and the fused step see of a drafter; plain decoding has a proposer too."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ from spec_runtime.trees.tree import TokenTree
 
 
 class Proposer(Protocol):
-    """What the loop sees of a drafter.
+    """Drafts a tree a step, and keeps its own state in step with the target's committed rows.
 
     Between calls a proposer has seen as many tokens as the target has committed rows; the root
-    of the next tree comes with `propose`.
+    of the next tree comes with `propose`. `wants_features` asks the target for features.
     """
 
     wants_features: bool
 
     @property
     def run_seconds(self) -> float:
-        """Spent in engine runs so far; 0.0 without an engine."""
+        """Seconds spent in graph runs so far; 0.0 without a graph."""
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        """After prefill. `reused` prompt tokens were there before; features are of the others."""
+        """Begins a generation, after the prompt's pass.
+
+        The first `reused` tokens of the prompt were there before; `features_TF` f32[T, F] are those
+        of the other tokens, None if the proposer wants none.
+        """
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        """A tree rooted at `token`, the last committed token."""
+        """Returns a tree rooted at `token`, the last committed token."""
 
     def commit(self, step: Step) -> None:
-        """What became of the tree last proposed."""
+        """Takes in what became of the tree last proposed."""
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens; 0 must work from any state."""
+        """Forgets all but the first `length` tokens; 0 must work from any state."""
 
 
 class PlainProposer:
-    """Plain decoding: every tree is its root."""
+    """Decodes plainly: every tree is its root."""
 
     wants_features = False
     run_seconds = 0.0

@@ -1,32 +1,29 @@
-"""A small language model as drafter: its own cache, one run a level with the whole level batched.
+"""Drafts with a small language model: one run a level, with all nodes of the level in one batch.
 
-Row t holds token t. The committed rows stay in step with the target's; a tree's rows are scratch
-behind them. With a width of one it drafts a chain. Knows no network.
+The model has its own cache, in which row t holds token t. The committed rows stay in step with the
+target's; a tree's rows are scratch behind them. With a width of one it drafts a chain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
 from spec_runtime.backends import Runtime
-from spec_runtime.bundle import BundleError, require_config
+from spec_runtime.bundle import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.proposers.rows import DrafterRows
+from spec_runtime.step import Step
+from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
 from spec_runtime.trees.tree import TokenTree
 
-if TYPE_CHECKING:
-    from spec_runtime.bundle import Bundle, DrafterInfo
-    from spec_runtime.step import Step
-    from spec_runtime.target import Target
-
 
 class DraftModelProposer:
-    """Graph "drafter", with a cache: a row is a token, its outputs `guess_ids` i64[M, C] and
-    `guess_log_probs` f32[M, C] are about the next one.
+    """Runs the graph "drafter", which has a cache: a row is a token, and its outputs `guess_ids`
+    i64[M, C] and `guess_log_probs` f32[M, C] are guesses of the next token.
 
     Example, committed tokens a b c (three rows done) and root d: one run adds row d at position 3,
     which guesses the depth-1 nodes; each of those that is expanded is a row at position 4, and so
@@ -47,6 +44,7 @@ class DraftModelProposer:
     def open(
         cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> Self:
+        """Opens a drafter of the bundle; raises BundleError if the scratch is too small for it."""
         info = require_config(info, ("num_guesses", "max_width"), ("drafter",))
         num_guesses, max_width = info.config["num_guesses"], info.config["max_width"]
         sizes = bundle.manifest.target
@@ -78,7 +76,7 @@ class DraftModelProposer:
         return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
 
     def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """See tree.grow_by_levels."""
+        """See grow.grow_by_levels."""
         result = self._rows.run_level(("guess_ids", "guess_log_probs"), nodes, first)
         return result["guess_ids"], result["guess_log_probs"]
 

@@ -1,33 +1,29 @@
-"""One-pass drafters: one graph run guesses all positions at once.
+"""Drafts with one-pass drafters, whose one graph run guesses all positions at once.
 
-For ParallelSpec, Amphista and Medusa. What differs is what they read: committed rows and mask rows
-behind them, committed rows alone, or only the last feature. Knows no network.
+ParallelSpec, Amphista and Medusa differ in what they read: committed rows and mask rows behind
+them, committed rows alone, or only the last feature.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.bundle import require_config
+from spec_runtime.bundle import Bundle, DrafterInfo, require_config
+from spec_runtime.proposers.base import Follower
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
+from spec_runtime.step import Step
+from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import grow
 from spec_runtime.trees.tree import TokenTree
 
-if TYPE_CHECKING:
-    from spec_runtime.bundle import Bundle, DrafterInfo
-    from spec_runtime.proposers.base import Follower
-    from spec_runtime.step import Step
-    from spec_runtime.target import Target
-
 
 class OnePassProposer:
-    """A drafter with a cache: the waiting rows, then `mask_ids` in one chain; their guesses grown
-    into a tree.
+    """Drafts with a graph that has a cache: runs the waiting rows and then `mask_ids` in one chain,
+    and grows their guesses into a tree.
 
     Example, 2 masks, committed tokens a b c (rows 0 and 1 of the drafter done) and root d: the
     run has row 2 = (feature of c, d) and masks 1 and 2 at positions 3 and 4; the three guess
@@ -44,6 +40,7 @@ class OnePassProposer:
     def open(
         cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> OnePassProposer:
+        """Opens a drafter of the bundle."""
         info = require_config(info, ("num_masks", "mask_token_base", "inputs"), ("drafter",))
         rows = DrafterRows.open(
             bundle,
@@ -61,7 +58,7 @@ class OnePassProposer:
         return self._rows.run_seconds
 
     def fusable(self) -> tuple[Follower, Backend | None]:
-        """What fused steps need of it: who follows them, and whose cache they write."""
+        """See base.Fusable."""
         return self._rows, self._rows.backend
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
@@ -82,7 +79,7 @@ class OnePassProposer:
 
 
 class LastFeatureProposer:
-    """A drafter without a cache (Medusa): its graph reads `features` f32[1, F] of the last
+    """Drafts with a graph that has no cache (Medusa): it reads `features` f32[1, F] of the last
     committed position and guesses what follows the root."""
 
     def __init__(self, last: LastFeature) -> None:
@@ -90,7 +87,7 @@ class LastFeatureProposer:
         self._last = last
 
     def fusable(self) -> tuple[Follower, Backend | None]:
-        """See OnePassProposer.fusable."""
+        """See base.Fusable."""
         return self, None
 
     def enter(self, token: int) -> None:
@@ -107,6 +104,7 @@ class LastFeatureProposer:
     def open(
         cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> LastFeatureProposer:
+        """Opens a drafter of the bundle."""
         info = require_config(info, (), ("drafter",))
         return cls(LastFeature.open(bundle, info.graphs["drafter"], runtime, target))
 
@@ -133,7 +131,8 @@ class LastFeatureProposer:
 def open_by_form(
     bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
 ) -> LastFeatureProposer | OnePassProposer:
-    """Either, as the drafter's graph is stateless or has a cache."""
+    """Opens a drafter of the bundle as one or the other, as its graph is stateless or has a
+    cache."""
     info = require_config(info, (), ("drafter",))
     is_stateless = info.graphs["drafter"].form == "stateless"
     proposer = LastFeatureProposer if is_stateless else OnePassProposer

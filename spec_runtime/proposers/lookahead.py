@@ -1,36 +1,35 @@
-"""Lookahead decoding (Fu et al.): Jacobi iterations beside the text, harvested as n-grams.
+"""Drafts by lookahead decoding (Fu et al.): Jacobi iterations beside the text, kept as n-grams.
 
-The window holds W columns of N - 1 guessed tokens; the target's argmax after the newest token of
+The window holds W columns of N - 1 guessed tokens. The target's argmax after the newest token of
 column i completes an n-gram,
 
     y_i = argmax p(. | text, x_00 … x_0i, x_1i … x_{N-2,i}),
 
 which goes into a pool under its first token and is drafted whenever that token is the root. Window
-and drafted n-grams are one tree, so one target pass does both. No model, no features, no training;
-knows nothing of caches or of how the target is run.
+and drafted n-grams are one tree, so one target pass does both. It needs no model, no features and
+no training.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder
 from spec_runtime.trees.tree import TokenTree
-
-if TYPE_CHECKING:
-    from spec_runtime.step import Step
 
 LEVEL, WINDOW, POOL = 5, 7, 7
 NUM_NODES = (WINDOW + POOL) * (LEVEL - 1)  # of a full tree, root included
 
 
 class LookaheadProposer:
-    """`level` N: tokens of an n-gram; `window` W: columns; `pool` G: n-grams kept per first token.
+    """Drafts n-grams from its pool, and a window of guesses that makes new n-grams.
+
+    `level` N: tokens of an n-gram; `window` W: columns; `pool` G: n-grams kept per first token.
 
     Level 0 of the window is a chain that begins with the root, further levels hang below it, one
     chain a column: level j of column i lies i + j below the root. Example, W = 3, N = 3:
@@ -39,13 +38,14 @@ class LookaheadProposer:
          │      │     │
          b0     b1    b2      level 1; what follows b0 completes the n-gram (root, b0, ·)
 
-    A step moves every level up by one, the target's answers becoming the last; also a step that
-    accepted several tokens (moving the columns along with them accepted 1.44 instead of 1.56 on
-    the demo). The first level is drawn from the prompt, the others fill one a step.
+    A step moves every level up by one, and the target's answers become the last level. So does a
+    step that accepted several tokens: moving the columns along with them had an accepted length of
+    1.44 instead of 1.56 on the demo. The first level is drawn from the prompt; each step fills
+    another level until all are full.
 
-    Smaller budgets: half of the nodes at most are the pool's, and the window loses its rightmost
-    columns, also where they reach below `max_depth`. They do not come back in that generation. A
-    root alone leaves the window as it is.
+    With a smaller budget at most half of the nodes are the pool's, and the window loses its
+    rightmost columns, also if they reach below `max_depth`. They do not come back in that
+    generation. A budget for the root alone leaves the window as it is.
     """
 
     wants_features = False
@@ -63,7 +63,7 @@ class LookaheadProposer:
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         self._pool = {}
-        # always the same draw: generations repeat
+        # always the same draw, so that a generation can be repeated
         self._level_JW = [random.Random(0).choices(prompt, k=self._window)]
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
@@ -98,7 +98,7 @@ class LookaheadProposer:
         pass  # `start` begins anew, whatever is reused
 
     def _width(self, budget: Budget) -> int:
-        """Columns that the budget has room for, of those still there."""
+        """Returns how many of the columns still there the budget has room for."""
         for_pool = min(self._pool_size * self._num_levels, budget.max_nodes // 2)
         width = min(len(self._level_JW[0]), (budget.max_nodes - for_pool) // self._num_levels)
         if budget.max_depth is not None:
@@ -106,7 +106,7 @@ class LookaheadProposer:
         return max(0, width)
 
     def _add_window(self, tree: TreeBuilder) -> list[int]:
-        """Adds the columns; returns the node of each column's newest token."""
+        """Adds the columns to the tree; returns the node of each column's newest token."""
         self._level_JW[0][0] = tree.tokens[0]
         node_W = [0]
         for guess in self._level_JW[0][1:]:
@@ -116,6 +116,7 @@ class LookaheadProposer:
         return node_W
 
     def _remember(self, first: int, rest: tuple[int, ...]) -> None:
+        """Puts an n-gram into the pool as the newest under its first token."""
         ngrams = self._pool.setdefault(first, [])
         if rest in ngrams:
             ngrams.remove(rest)

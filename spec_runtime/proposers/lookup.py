@@ -1,21 +1,18 @@
-"""Prompt lookup: what followed the last few tokens earlier in this very text.
+"""Drafts by prompt lookup: what followed the last few tokens earlier in this very text.
 
-No model, no features: an index of n-grams, extended token by token.
+It needs no model and no features, only an index of n-grams, extended token by token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder
 from spec_runtime.trees.tree import TokenTree
-
-if TYPE_CHECKING:
-    from spec_runtime.step import Step
 
 # One more match is worth as much as this many more tokens of the match before it (on 300 answers
 # of the demo target: accepted length 1.50 with one match, 1.55 to 1.56 with four at 4, 2 or 1).
@@ -89,7 +86,7 @@ class LookupProposer:
                 self._starts.setdefault(tuple(self._tokens[end - n :]), []).append(end)
 
     def _matches(self) -> list[int]:
-        """Where earlier occurrences of the longest known suffix go on, newest first."""
+        """Returns where earlier occurrences of the longest known suffix go on, newest first."""
         end = len(self._tokens)
         for n in range(min(self._max_ngram, end), self._min_ngram - 1, -1):
             # the last entry is the suffix itself

@@ -1,36 +1,37 @@
-"""What a drafter reads of the target: the committed rows of one with a key/value cache, and the
-ones still to be run; the last feature alone of one without.
+"""Feeds a drafter's graph with what it reads of the target: committed rows, or the last feature.
 
-A drafter that reads features takes pairs: row t holds (feature of position t, token t + 1), so the
-row of the last committed position waits for the root. One that reads tokens alone, a draft model,
-has row t = token t. This file knows rows, not what the network makes of them.
+A drafter with a key/value cache has a row a committed token, and some rows that are still to be
+run. If it reads features, its rows are pairs: row t holds (feature of position t, token t + 1), so
+the row of the last committed position waits for the root. If it reads tokens alone, as a draft
+model does, row t is token t. A drafter without a cache reads the last feature only.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spec_runtime import backends
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.bundle import BANK_ROWS, FEATURE_ROWS
+from spec_runtime.bundle import BANK_ROWS, FEATURE_ROWS, Bundle, Graph
 from spec_runtime.kv import Cache, SlotCache, open_cache
+from spec_runtime.step import Step
+from spec_runtime.target import Target
 from spec_runtime.trees.grow import TreeBuilder
 from spec_runtime.trees.tree import chain_parents
-
-if TYPE_CHECKING:
-    from spec_runtime.bundle import Bundle, Graph
-    from spec_runtime.step import Step
-    from spec_runtime.target import Target
 
 CHUNK_ROWS = 256
 
 
 class LastFeature:
-    """What a graph without a cache reads: the feature of the last committed position, `features`
-    f32[1, F], or its row in the banks of `bank`, the target; row 0 of its own banks is written."""
+    """Runs a graph without a cache on the feature of the last committed position, `features`
+    f32[1, F].
+
+    A graph with banks reads the feature's row in the banks of `bank`, the target, instead, and
+    writes row 0 of its own.
+    """
 
     def __init__(self, backend: Backend, bank: Target | None = None) -> None:
         self.wants_features = bank is None
@@ -41,7 +42,7 @@ class LastFeature:
 
     @classmethod
     def open(cls, bundle: Bundle, graph: Graph, runtime: Runtime, target: Target) -> LastFeature:
-        """Of one graph of the bundle."""
+        """Opens a graph of the bundle."""
         return cls(*open_reader(bundle, graph, 1, runtime, target))
 
     @property
@@ -49,17 +50,19 @@ class LastFeature:
         return self._backend
 
     def take(self, features_PF: np.ndarray | None) -> None:
-        """Features of committed positions, of which the last is kept."""
+        """Keeps the last of these features of committed positions."""
         if self.wants_features:
             assert features_PF is not None, "no features"
-            self._feature_1F = features_PF[-1:].copy()  # not to hold the whole prompt
+            self._feature_1F = features_PF[
+                -1:
+            ].copy()  # a copy, which does not hold the whole prompt
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         """See Proposer.start."""
         self.take(features_TF)
 
     def add(self, token: int) -> None:
-        """The root: nothing is read of it."""
+        """Takes the root, of which nothing is read."""
 
     def commit(self, step: Step) -> None:
         self.take(step.features)
@@ -68,7 +71,7 @@ class LastFeature:
         self._feature_1F = None  # `start` brings the next one
 
     def run(self, outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        """One run on the position last committed."""
+        """Runs the graph on the position last committed."""
         if self._bank is None:
             assert self._feature_1F is not None, "run before start"
             feeds = {"features": self._feature_1F}
@@ -85,24 +88,24 @@ class LastFeature:
 def open_reader(
     bundle: Bundle, graph: Graph, capacity: int, runtime: Runtime, target: Target
 ) -> tuple[Backend, Target | None]:
-    """A drafter's graph, and the target if the graph reads its banks, which fix the capacity."""
-    from spec_runtime.backends import open_graph  # here: it may pull in an engine
+    """Opens a drafter's graph; returns it, and the target if the graph reads the target's banks.
 
+    The banks then fix the capacity.
+    """
     if not graph.has_input(FEATURE_ROWS):
-        return open_graph(bundle, graph, capacity, runtime), None
+        return backends.open_graph(bundle, graph, capacity, runtime), None
     lender = target.lend()[0]
-    return open_graph(bundle, graph, lender.capacity, runtime, banks=lender), target
+    return backends.open_graph(bundle, graph, lender.capacity, runtime, banks=lender), target
 
 
 class DrafterRows:
-    """Keeps one drafter's cache in step with the target's committed tokens.
+    """Keeps one drafter's cache in step with the target's committed tokens, and runs its graph.
 
     first_token: the token that row 0 carries, 1 for pairs and 0 for a draft model. repeat_feature:
-    extra rows (see `run`) have the features of the last row kept, not zeros. bank: the target,
-    whose banks the graph reads features from (graphs/banks.py); `wants_features` is then of
-    the host alone. In the drafter's own banks, the M rows of logits of a run that is kept are 0
-    to M - 1, and node k of the forest behind them (see `run_nodes`) is 1 + k. The graph's own
-    outputs are the caller's; this class only feeds it.
+    extra rows (see `run`) have the features of the last row kept, not zeros. bank: the target, if
+    the graph reads features from its banks (graphs/banks.py); none then come by way of the host,
+    and `wants_features` is False. In the drafter's own banks, the M rows of logits of a run that is
+    kept are rows 0 to M - 1, and node k of the forest behind them (see `run_nodes`) is row 1 + k.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class DrafterRows:
         self._first_token = first_token
         self._repeat_feature = repeat_feature
         self._bank = bank
-        # of the positions from cache.length on, whose rows are still to be run
+        # features of the positions from cache.length on, whose rows are still to be run
         self._features_PF: np.ndarray | None = None
 
     @classmethod
@@ -138,7 +141,7 @@ class DrafterRows:
         first_token: int = 1,
         repeat_feature: bool = False,
     ) -> DrafterRows:
-        """Of one graph of the bundle."""
+        """Opens a graph of the bundle."""
         capacity = bundle.manifest.target.max_length + bundle.manifest.target.scratch
         backend, bank = open_reader(bundle, graph, capacity, runtime, target)
         return cls(
@@ -158,11 +161,11 @@ class DrafterRows:
         self._catch_up(most_waiting=0)
 
     def add(self, token: int) -> None:
-        """The root, whose row is waiting from now on."""
+        """Takes the root, whose row waits from now on."""
         self.tokens.append(token)
 
     def commit(self, step: Step) -> None:
-        """The tokens of a step, but the last, which comes as the next root."""
+        """Takes the tokens of a step but the last one, which comes as the next root."""
         self.tokens += step.tokens[:-1]
         self._take(step.features)
 
@@ -201,10 +204,10 @@ class DrafterRows:
     def run(
         self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Runs the waiting rows (at least one) and keeps them; rows `extra_ids` come behind them in
-        the same chain and are not kept.
+        """Runs the waiting rows (at least one) and keeps them; returns the outputs for the last row
+        kept and for the extra rows.
 
-        Logit rows: the last row kept and the extra ones.
+        The rows `extra_ids` i64[E] come behind the waiting ones in the same chain and are not kept.
         """
         self._catch_up(most_waiting=CHUNK_ROWS)
         return self._run(outputs, extra_ids)
@@ -217,10 +220,10 @@ class DrafterRows:
         first: int,
         features: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Runs nodes `first` … N-1 of a forest behind the committed rows; nothing is kept.
+        """Runs nodes `first` … N - 1 of a forest behind the committed rows; keeps nothing.
 
-        `parent_N` i64[N] as in kv.Cache.place, over all nodes; those before `first` were run by
-        the calls before. token_N i64 is of the new nodes only, and so is what `features` feeds:
+        `parent_N` i64[N] is as in kv.Cache.place, over all nodes; those before `first` were run by
+        earlier calls. `token_N` i64 holds the new nodes only, and so does what `features` feeds:
         "features" f32[1, N, F], or "feature_rows" i64[N] of the banks.
         """
         feeds = self._cache.place(parent_N, first)
@@ -238,10 +241,10 @@ class DrafterRows:
         first: int,
         features: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Runs nodes `first` … of a tree grown level by level (tree.grow_by_levels).
+        """Runs nodes `first` … of a tree that is grown level by level (grow.grow_by_levels).
 
         The root is the last of the waiting rows, which are run and kept; the nodes below it are a
-        forest behind them. features: as for `run_nodes`; the root brings its own.
+        forest behind them. `features` is as in `run_nodes`; the root brings its own.
         """
         if first == 0:
             return self.run(outputs)
@@ -258,14 +261,14 @@ class DrafterRows:
             self._features_PF = np.concatenate([self._features_PF, features_PF])
 
     def _catch_up(self, most_waiting: int) -> None:
-        """Runs waiting rows in chunks until at most so many wait."""
+        """Runs waiting rows in chunks until at most `most_waiting` wait."""
         while len(self.tokens) - self._first_token - self._cache.length > most_waiting:
             self._run([])
 
     def _run(
         self, outputs: Sequence[str], extra_ids: np.ndarray | None = None
     ) -> dict[str, np.ndarray]:
-        """Up to CHUNK_ROWS waiting rows and the extra ones."""
+        """Runs up to CHUNK_ROWS waiting rows and the extra ones; keeps the former."""
         begin = self._cache.length + self._first_token
         token_N = np.array(self.tokens[begin : begin + CHUNK_ROWS], np.int64)
         c = len(token_N)

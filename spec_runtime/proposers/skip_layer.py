@@ -1,36 +1,33 @@
-"""The target's first layers as their own drafter, on the target's own key/value rows.
+"""Drafts with the target's first layers, on the target's own key/value rows.
 
-What is committed is there already: the drafter runs the root and then level after level into the
-target's free slots, keeps nothing, and the verify pass writes those slots anew with all its layers.
-Knows no network.
+The committed rows are there already. The drafter runs the root and then level after level into the
+target's free slots and keeps nothing: the verify pass writes those slots anew with all layers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spec_runtime import backends
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.bundle import BundleError, require_config
+from spec_runtime.bundle import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.kv import Cache
+from spec_runtime.step import Step
+from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
 from spec_runtime.trees.tree import TokenTree
 
-if TYPE_CHECKING:
-    from spec_runtime.bundle import Bundle, DrafterInfo
-    from spec_runtime.step import Step
-    from spec_runtime.target import Target
-
 
 class SkipLayerProposer:
-    """`backend` writes into buffers that it shares with the target's, whose places `cache` gives.
+    """Runs `backend`, which shares the target's buffers, level by level.
 
-    Every node's guesses come with one run of its level: `guess_ids` i64[M, C] and
-    `guess_log_probs` f32[M, C].
+    `cache` is the target's, and says where the rows go.
+    One run of a level returns its nodes' guesses: `guess_ids` i64[M, C] and `guess_log_probs`
+    f32[M, C].
     """
 
     wants_features = False
@@ -46,18 +43,18 @@ class SkipLayerProposer:
     def open(
         cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> SkipLayerProposer:
-        from spec_runtime.backends import open_graph  # here: it may pull in an engine
-
+        """Opens a drafter of the bundle; raises BundleError for a graph that is not in the slots
+        form."""
         info = require_config(info, ("num_guesses", "max_width"), ("drafter",))
         graph, (lender, cache) = info.graphs["drafter"], target.lend()
         if graph.form != "slots":
-            # its runs would move the committed rows of some layers and not of the others
+            # runs of another form would move the committed rows of some layers and not of others
             raise BundleError(
                 f"drafter {info.name!r}: got a graph of the {graph.form} form, expected slots; "
                 "build the bundle with --form slots"
             )
         return cls(
-            open_graph(bundle, graph, lender.capacity, runtime, share=lender),
+            backends.open_graph(bundle, graph, lender.capacity, runtime, share=lender),
             cache,
             num_guesses=info.config["num_guesses"],
             max_width=info.config["max_width"],
@@ -76,6 +73,7 @@ class SkipLayerProposer:
         pass
 
     def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """See grow.grow_by_levels."""
         token_N = np.array(nodes.tokens[first:], np.int64)
         feeds = self._cache.place(np.array(nodes.parents, np.int64), first)
         feeds["input_ids"] = token_N[None]

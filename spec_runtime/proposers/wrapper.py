@@ -1,22 +1,19 @@
-"""A proposer around another one, which does all that a subclass does not."""
+"""Wraps a proposer, so that a subclass changes some of its calls and passes on the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spec_runtime.proposers.base import Proposer
+from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
 
-if TYPE_CHECKING:
-    from spec_runtime.proposers.base import Proposer
-    from spec_runtime.step import Step
-
 
 class ProposerWrapper:
-    """See Proposer; a subclass extends some of these by way of `super()`."""
+    """Passes every call on to the proposer inside; a subclass extends some by way of `super()`."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.wants_features = proposer.wants_features

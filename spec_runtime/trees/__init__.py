@@ -1,1 +1,1 @@
-"""Holds the draft as a token tree, and everything that shapes one: budgets, growth, templates."""
+"""Holds the draft as a token tree, and all that shapes one: budgets, growth, templates, drawing."""

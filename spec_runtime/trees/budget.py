@@ -1,21 +1,92 @@
-"""Says what a proposer may spend on one tree, and by which rule the tree is grown."""
+"""Says how large a token tree may get, and by which rule a proposer grows it.
+
+A `Budget` is sizes plus one growth: `Grown` (the most probable paths), `Static` (these nodes,
+whatever their probability), `Drawn` (children drawn from the drafter) or `AlongTruth` (every
+candidate along a known continuation).
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spec_runtime.trees.tree import Draws
 
+RankPath = tuple[int, ...]  # a node by its candidates' ranks from the root down
+
+
+@dataclass(frozen=True)
+class Grown:
+    """Grows the most probable paths, and cuts the tree where more nodes would not pay.
+
+    min_probability: nodes whose path probability is below it are left out. step_ms: the time t(n)
+    in milliseconds of a step with n = 1, 2, … max_nodes nodes; if it is given, the tree is cut
+    where most tokens are expected a millisecond (payoff.py). level_ms: what each level of drafting
+    after the first adds, for a drafter that runs its levels one by one. reliability: what a path's
+    probability is worth, as points (predicted, observed), ascending in both; without points a
+    probability is worth itself.
+    """
+
+    min_probability: float = 0.0
+    step_ms: tuple[float, ...] = ()
+    level_ms: float = 0.0
+    reliability: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.min_probability <= 1.0:
+            raise ValueError(f"got min_probability {self.min_probability}, expected 0 to 1")
+        if self.step_ms and (min(self.step_ms) <= 0 or self.level_ms < 0):
+            raise ValueError(
+                f"got step times from {min(self.step_ms)} ms and level_ms {self.level_ms}, "
+                "expected positive ones"
+            )
+        for (x, y), (next_x, next_y) in itertools.pairwise(((0.0, 0.0), *self.reliability)):
+            if not (x < next_x <= 1 and y <= next_y <= 1):
+                raise ValueError(
+                    f"got reliability {self.reliability!r:.80}, expected pairs (predicted, "
+                    "observed) from 0 to 1, ascending in both"
+                )
+
+    @property
+    def log_floor(self) -> float:
+        """The logarithm of `min_probability`, minus infinity where that is 0."""
+        return math.log(self.min_probability) if self.min_probability > 0 else -math.inf
+
+
+@dataclass(frozen=True)
+class Static:
+    """Takes the nodes of `paths`, whatever their probability.
+
+    Example: ((0,), (1,), (0, 0)) is the two best guesses and the best guess behind the first.
+    """
+
+    paths: tuple[RankPath, ...]
+
+    def __post_init__(self) -> None:
+        known = {(), *self.paths}
+        for path in self.paths:
+            if not path or min(path) < 0 or path[:-1] not in known:
+                raise ValueError(
+                    f"got path {list(path)}, expected ranks from 0 on, and the path to its parent "
+                    "among the others"
+                )
+        if len(known) <= len(self.paths):
+            raise ValueError(f"got {len(self.paths)} paths, expected different ones")
+
 
 @dataclass(frozen=True, eq=False)
-class DrawRule:
-    """Children drawn from the drafter, `widths[d]` of each node at depth d: (1, 1, 1) is a chain,
-    (3, 2) a tree of SpecInfer's kind. q is a drafter's candidates (those it returned, no others),
-    tempered and renormalised."""
+class Drawn:
+    """Draws children from the drafter, whatever their probability: `widths[d]` for each node at
+    depth d.
+
+    Widths (1, 1, 1) are a chain, (3, 2) a tree of SpecInfer's kind. max_nodes limits how many are
+    drawn. q is the distribution over the candidates that the drafter returned (and no others),
+    tempered and renormalised.
+    """
 
     widths: tuple[int, ...]
     temperature: float
@@ -29,8 +100,11 @@ class DrawRule:
             raise ValueError(f"got temperature {self.temperature}, expected above 0")
 
     def draw(self, id_C: np.ndarray, log_prob_C: np.ndarray, num_draws: int) -> Draws | None:
-        """So many draws (without replacement not more than there are candidates); None if every
-        candidate is impossible."""
+        """Draws `num_draws` of the candidates `id_C` i64[C] with log-probabilities `log_prob_C`
+        f32[C]; without replacement at most as many as there are.
+
+        Returns None if every candidate is impossible.
+        """
         scaled = log_prob_C.astype(np.float64) / self.temperature
         if not scaled.max() > -math.inf:
             return None
@@ -46,92 +120,67 @@ class DrawRule:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """What a proposer may spend on one tree.
+class AlongTruth:
+    """Takes all candidates behind each of `tokens`, which are what really follows the root, down to
+    the first token that is not among the candidates.
 
-    max_nodes counts the root; nodes whose path probability is below min_probability are left
-    out; max_depth (root = 0) keeps the draft inside what may still be generated. paths: a static
-    tree, these nodes whatever their probability, each by its candidates' ranks from the root down:
-    ((0,), (1,), (0, 0)) is the two best guesses and the best one behind the first. truth: what
-    really follows the root, to see how it is guessed; the tree is all candidates behind each of
-    these tokens, however many nodes, down to the first that is not among them. draw: children are
-    drawn, as many as max_nodes has room for, whatever their probability.
-
-    step_ms: the time t(n) of a step with n = 1, 2, … max_nodes nodes; a grown tree is then cut
-    where most tokens are expected a millisecond (payoff.py). level_ms: what each level of drafting
-    after the first adds, for a drafter that runs them one by one. reliability: what a path's
-    probability is worth, as points (predicted, observed), ascending; none = itself.
+    Shows how a known continuation is guessed. max_nodes does not limit this tree.
     """
 
+    tokens: tuple[int, ...]
+
+
+Growth = Grown | Static | Drawn | AlongTruth
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits one tree: `max_nodes` counts the root, `max_depth` (the root has depth 0) keeps the
+    draft inside what may still be generated; `growth` says which nodes to take."""
+
     max_nodes: int
-    min_probability: float = 0.0
     max_depth: int | None = None
-    paths: tuple[tuple[int, ...], ...] | None = None
-    truth: tuple[int, ...] | None = None
-    step_ms: tuple[float, ...] = ()
-    level_ms: float = 0.0
-    reliability: tuple[tuple[float, ...], ...] = ()
-    draw: DrawRule | None = None
+    growth: Growth = Grown()
 
     def __post_init__(self) -> None:
         if self.max_nodes < 1:
             raise ValueError(f"got max_nodes {self.max_nodes}, expected at least 1 (the root)")
-        if not 0.0 <= self.min_probability <= 1.0:
-            raise ValueError(f"got min_probability {self.min_probability}, expected 0 to 1")
         if self.max_depth is not None and self.max_depth < 0:
             raise ValueError(f"got max_depth {self.max_depth}, expected 0 or more")
-        if self.paths is not None:
-            self._check_paths(self.paths)
-        if self.step_ms:
-            self._check_times()
-        self._check_reliability()
-
-    def _check_times(self) -> None:
-        if len(self.step_ms) < self.max_nodes or min(self.step_ms) <= 0 or self.level_ms < 0:
-            raise ValueError(
-                f"got {len(self.step_ms)} step times from {min(self.step_ms)} ms and level_ms "
-                f"{self.level_ms}, expected positive ones for 1 to {self.max_nodes} nodes"
-            )
-
-    def _check_reliability(self) -> None:
-        for (x, y), (next_x, next_y) in itertools.pairwise(((0.0, 0.0), *self.reliability)):
-            if not (x < next_x <= 1 and y <= next_y <= 1):
+        match self.growth:
+            case Grown(step_ms=step_ms) if 0 < len(step_ms) < self.max_nodes:
                 raise ValueError(
-                    f"got reliability {self.reliability!r:.80}, expected pairs (predicted, "
-                    "observed) from 0 to 1, ascending in both"
+                    f"got {len(step_ms)} step times, expected those for 1 to {self.max_nodes} nodes"
+                )
+            case Static(paths) if len(paths) >= self.max_nodes:
+                raise ValueError(
+                    f"got {len(paths)} paths, expected different ones, fewer than max_nodes, "
+                    f"{self.max_nodes}"
                 )
 
-    def _check_paths(self, paths: tuple[tuple[int, ...], ...]) -> None:
-        known = {(), *paths}
-        for path in paths:
-            if not path or min(path) < 0 or path[:-1] not in known:
-                raise ValueError(
-                    f"got path {list(path)}, expected ranks from 0 on, and the path to its parent "
-                    "among the others"
-                )
-        if len(known) <= len(paths) or len(paths) >= self.max_nodes:
-            raise ValueError(
-                f"got {len(paths)} paths, expected different ones, fewer than max_nodes, "
-                f"{self.max_nodes}"
-            )
-
-    @property
-    def is_grown(self) -> bool:
-        """By path probability; else the budget says which nodes, or how they are drawn."""
-        return self.paths is None and self.truth is None and self.draw is None
+    @classmethod
+    def static(cls, paths: Sequence[RankPath]) -> Budget:
+        """Returns the budget that has just enough nodes for these paths and the root."""
+        return cls(1 + len(paths), growth=Static(tuple(paths)))
 
     @property
     def is_root_only(self) -> bool:
+        """True if no node fits but the root."""
         return self.max_nodes == 1 or self.max_depth == 0
 
     def within(self, max_depth: int) -> Budget:
-        """The same budget, no deeper than `max_depth`."""
+        """Returns this budget with trees no deeper than `max_depth`."""
         if self.max_depth is not None and self.max_depth <= max_depth:
             return self
         return replace(self, max_depth=max_depth)
 
     def behind(self, num_nodes: int) -> Budget:
-        """What is left where the tree has so many drafted nodes of another proposer already."""
-        if not (self.step_ms and self.is_grown and num_nodes):
+        """Returns what is left if the tree has `num_nodes` drafted nodes of another proposer.
+
+        Only a grown tree with step times is charged for them: behind 2 nodes, the times t(1), t(2),
+        t(3), t(4) become t(3), t(4).
+        """
+        if not (isinstance(self.growth, Grown) and self.growth.step_ms and num_nodes):
             return self
-        return replace(self, max_nodes=self.max_nodes - num_nodes, step_ms=self.step_ms[num_nodes:])
+        growth = replace(self.growth, step_ms=self.growth.step_ms[num_nodes:])
+        return replace(self, max_nodes=self.max_nodes - num_nodes, growth=growth)

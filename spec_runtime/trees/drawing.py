@@ -1,27 +1,30 @@
-"""A static tree as a drawing: lines for a terminal, SVG, PNG.
+"""Draws trees: a static tree by its ranks (lines for a terminal, SVG, PNG), or one accepted tree of
+a real step (SVG).
 
-Each node is named by its rank path and carries its acceptance (given that its parent was accepted)
-and the probability of its path, both by a calibration. Levels go to the right; a best child stays
-in its parent's row, the others come below. Knows nothing of bundles.
+Levels go to the right. The first child stays in its parent's row and the others come below.
 """
 
 from __future__ import annotations
 
 import io
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, quoteattr
 
 from rich.tree import Tree
 
-from spec_runtime.trees.templates import Accuracy, RankPath, path_probabilities
+from spec_runtime.trees.budget import RankPath
+from spec_runtime.trees.templates import Accuracy, path_probabilities
+from spec_runtime.trees.tree import TokenTree
 
 LEVEL_WIDTH, ROW_HEIGHT, MARGIN, TITLE_HEIGHT = 170, 24, 16, 28  # pixels
 COLOUR = "#2b6cb0"
 
 
 def labels(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[RankPath, str]:
-    """Of every node: (0, 2) -> "0.2  31%  p 0.120", acceptance and path probability."""
+    """Returns a label for each node: its rank path, how often it is accepted if its parent was, and
+    the probability of its path. Example: (0, 2) -> "0.2  31%  p 0.120"."""
     probabilities = path_probabilities(paths, accuracy)
     return {
         path: f"{'.'.join(map(str, path))}  {accuracy[len(path) - 1][path[-1]]:.0%}  "
@@ -31,7 +34,7 @@ def labels(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[RankPath, str]
 
 
 def terminal(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> Tree:
-    """For `rich.print`."""
+    """Returns the tree as `rich` prints it."""
     root = Tree(title)
     branch: dict[RankPath, Tree] = {(): root}
     for path, label in labels(paths, accuracy).items():
@@ -40,8 +43,8 @@ def terminal(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> Tree:
 
 
 def layout(paths: Sequence[RankPath]) -> dict[RankPath, tuple[int, int]]:
-    """Column and row of every node, the root () included: (0,), (1,), (0, 0) -> column 1 row 0,
-    column 1 row 1, column 2 row 0."""
+    """Returns the column and row of each node, the root () included: (0,), (1,), (0, 0) -> column 1
+    row 0, column 1 row 1, column 2 row 0."""
     place: dict[RankPath, tuple[int, int]] = {(): (0, 0)}
     row = 0
     seen: set[RankPath] = set()  # nodes that have a child already
@@ -55,7 +58,7 @@ def layout(paths: Sequence[RankPath]) -> dict[RankPath, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """In pixels: edges as (x1, y1, x2, y2), nodes as (x, y, radius, text)."""
+    """A static tree in pixels: edges as (x1, y1, x2, y2), nodes as (x, y, radius, text)."""
 
     width: int
     height: int
@@ -64,7 +67,7 @@ class _Drawing:
 
 
 def _drawing(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> _Drawing:
-    """A node's area grows with the probability of its path."""
+    """Lays a static tree out; a node's area grows with the probability of its path."""
     probability = {(): 1.0, **path_probabilities(paths, accuracy)}
     text = {(): "root", **labels(paths, accuracy)}
     at = {
@@ -80,7 +83,8 @@ def _drawing(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> _Draw
 
 
 def svg(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> str:
-    """An SVG document: the title, a `line` an edge, then a `circle` and a `text` a node."""
+    """Returns an SVG document of a static tree: the title, a `line` for each edge, then a `circle`
+    and a `text` for each node."""
     drawing = _drawing(paths, accuracy, title)
     width, height = drawing.width, drawing.height
     lines = [
@@ -98,7 +102,7 @@ def svg(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> str:
 
 
 def png(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> bytes:
-    """The same as PNG, by matplotlib (ModuleNotFoundError without it)."""
+    """Returns the picture of `svg` as PNG. Raises ModuleNotFoundError without matplotlib."""
     from matplotlib.figure import Figure
 
     drawing = _drawing(paths, accuracy, title)
@@ -115,3 +119,172 @@ def png(paths: Sequence[RankPath], accuracy: Accuracy, title: str) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
+
+
+CHARACTER = 7.8  # the width of a monospaced character of 13 px
+BOX_HEIGHT, BOX_ROW, GAP, PADDING = 24, 34, 34, 8  # GAP: between two levels
+LONGEST = 18  # characters of a node's text
+VISIBLE = str.maketrans({" ": "\u2423", "\n": "\u21b5", "\t": "\u21e5"})  # open box, arrows
+STYLE = """
+.title { font: 600 15px sans-serif; fill: #1a202c }
+.legend { font: 12px sans-serif; fill: #4a5568 }
+.node text { font: 13px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace }
+.root rect { fill: #2d3748; stroke: #2d3748 }
+.accepted rect { fill: #2b6cb0; stroke: #2b6cb0 }
+.root text, .accepted text { fill: #ffffff }
+.refused rect { fill: #ffffff; stroke: #a0aec0 }
+.refused text { fill: #4a5568 }
+.bonus rect { fill: #ffffff; stroke: #c05621; stroke-width: 2; stroke-dasharray: 5 3 }
+.bonus text { fill: #9c4221 }
+.edge { fill: none; stroke: #cbd5e0; stroke-width: 1.5 }
+.edge.accepted { stroke: #2b6cb0; stroke-width: 3 }
+.edge.bonus { stroke: #c05621; stroke-width: 2; stroke-dasharray: 5 3 }
+"""
+
+
+@dataclass(frozen=True)
+class _Box:
+    """One node of an accepted tree in pixels: `y` is its middle, `x` its left edge."""
+
+    kind: str  # root | accepted | refused | bonus
+    text: str
+    x: float
+    y: float
+
+    @property
+    def width(self) -> float:
+        return 2 * PADDING + CHARACTER * _num_columns(self.text)
+
+    def svg(self) -> str:
+        # textLength keeps the text inside its box, whatever font there is
+        return (
+            f'<g class="node {self.kind}"><rect x="{self.x:.1f}" y="{self.y - BOX_HEIGHT / 2:.1f}" '
+            f'width="{self.width:.1f}" height="{BOX_HEIGHT}" rx="6"/>'
+            f'<text x="{self.x + PADDING:.1f}" y="{self.y + 4.5:.1f}" '
+            f'textLength="{self.width - 2 * PADDING:.1f}" lengthAdjust="spacingAndGlyphs">'
+            f"{escape(self.text)}</text></g>"
+        )
+
+
+def accepted_tree_svg(
+    tree: TokenTree, path: Sequence[int], texts: Sequence[str], bonus_text: str, title: str
+) -> str:
+    """Returns an SVG document of one step: the drafted tree, the accepted path and the bonus token.
+
+    `path` holds the accepted nodes from the root on, as acceptance returns it, and `texts` one text
+    a node; white space in them is made visible and long ones are cut. The path goes along the first
+    row, and the bonus stands at its end with a dashed line. The background is white, so that the
+    picture can be read in a dark page too. Raises ValueError if `path` is not a path from the root,
+    or if there is not one text a node.
+
+    Example: root 5 with children 7 and 8, of which 8 is accepted: path [0, 2]; node 2 stands to
+    the right of the root, node 1 below node 2, the bonus to the right of node 2.
+    """
+    if len(texts) != tree.num_nodes or list(path) != tree.path(path[-1] if path else 0):
+        raise ValueError(
+            f"got path {list(path)} and {len(texts)} texts for {tree.num_nodes} nodes, expected a "
+            "path from the root and one text a node"
+        )
+    kinds = ["accepted" if node in path else "refused" for node in range(tree.num_nodes)]
+    boxes = _boxes(
+        _ranks(tree, path),
+        ["root", *kinds[1:], "bonus"],
+        [_shown(text) for text in (*texts, bonus_text)],
+    )
+    parents = [*tree.parent_N.tolist(), path[-1]]
+    edges = [
+        (box.kind, _edge(boxes[parent], box))
+        for box, parent in zip(boxes[1:], parents[1:], strict=True)
+    ]
+    legend, legend_width = _legend(max(box.y for box in boxes) + BOX_ROW)
+    width = MARGIN + max(
+        *(box.x + box.width for box in boxes), legend_width, MARGIN + 8.5 * len(title)
+    )
+    height = max(box.y for box in boxes) + BOX_ROW + BOX_HEIGHT / 2 + MARGIN / 2
+    edges.sort(key=lambda edge: edge[0] != "refused")  # the path's are drawn over the others
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+            f'viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label={quoteattr(title)}>',
+            f"<style>{STYLE}</style>",
+            '<rect width="100%" height="100%" rx="8" fill="#ffffff"/>',
+            f'<text class="title" x="{MARGIN}" y="{MARGIN + 8}">{escape(title)}</text>',
+            *(f'<path class="edge {kind}" d="{line}"/>' for kind, line in edges),
+            *(box.svg() for box in boxes),
+            *legend,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _ranks(tree: TokenTree, path: Sequence[int]) -> list[RankPath]:
+    """Returns each node as a path of ranks for `layout`, in which the accepted child, or the bonus
+    behind the last one, comes first; the bonus is the last entry."""
+    ranks: list[RankPath] = [()] * tree.num_nodes
+    for node in range(tree.num_nodes):
+        children = tree.children(node)
+        children.sort(key=lambda child: child not in path)
+        for rank, child in enumerate(children, node == path[-1]):
+            ranks[child] = (*ranks[node], rank)
+    return [*ranks, (*ranks[path[-1]], 0)]
+
+
+def _boxes(ranks: Sequence[RankPath], kinds: Sequence[str], texts: Sequence[str]) -> list[_Box]:
+    """Places the nodes: a level is as wide as its longest text."""
+    place = layout(ranks[1:])
+    widths: dict[int, float] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        widths[len(rank)] = max(widths.get(len(rank), 0.0), _Box("", text, 0, 0).width)
+    left = {0: float(MARGIN)}
+    for level in range(len(widths)):
+        left[level + 1] = left[level] + widths[level] + GAP
+    top = TITLE_HEIGHT + MARGIN + BOX_HEIGHT / 2
+    return [
+        _Box(kind, text, left[place[rank][0]], top + BOX_ROW * place[rank][1])
+        for rank, kind, text in zip(ranks, kinds, texts, strict=True)
+    ]
+
+
+def _edge(parent: _Box, child: _Box) -> str:
+    """Returns the line from a parent to its child: it turns within the gap left of the child, where
+    there is no other node."""
+    begin, end, turn, radius = parent.x + parent.width, child.x, child.x - GAP / 2, 6
+    if parent.y == child.y:
+        return f"M{begin:.1f},{parent.y:.1f} H{end:.1f}"
+    return (
+        f"M{begin:.1f},{parent.y:.1f} H{turn - radius:.1f} "
+        f"Q{turn:.1f},{parent.y:.1f} {turn:.1f},{parent.y + radius:.1f} "
+        f"V{child.y - radius:.1f} Q{turn:.1f},{child.y:.1f} {turn + radius:.1f},{child.y:.1f} "
+        f"H{end:.1f}"
+    )
+
+
+def _legend(y: float) -> tuple[list[str], float]:
+    """Returns the elements of the legend, and its width."""
+    entries = {
+        "root": "last committed token",
+        "accepted": "drafted and accepted",
+        "refused": "drafted and refused",
+        "bonus": "bonus: the target's own token",
+    }
+    parts, x = [], float(MARGIN)
+    for kind, text in entries.items():
+        parts.append(
+            f'<g class="{kind}"><rect x="{x:.1f}" y="{y - 6:.1f}" width="18" height="12" rx="3"/>'
+            f'</g><text class="legend" x="{x + 24:.1f}" y="{y + 4:.1f}">{escape(text)}</text>'
+        )
+        x += 24 + 6.6 * len(text) + 16
+    return parts, x
+
+
+def _shown(text: str) -> str:
+    """Returns the text with white space made visible, cut to LONGEST characters; what cannot be
+    printed becomes U+FFFD."""
+    visible = "".join(c if c.isprintable() else "\ufffd" for c in text.translate(VISIBLE))
+    return visible if len(visible) <= LONGEST else visible[: LONGEST - 1] + "\u2026"
+
+
+def _num_columns(text: str) -> int:
+    """Returns the width of a text in monospaced columns, at least 1; wide characters have two."""
+    return max(1, sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text))

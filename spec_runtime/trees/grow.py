@@ -1,4 +1,4 @@
-"""Grows token trees from a drafter's candidates, by the rule that a budget gives."""
+"""Grows token trees from a drafter's candidates, by the growth that a budget names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from spec_runtime.trees import payoff
-from spec_runtime.trees.budget import Budget, DrawRule
+from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown, RankPath, Static
 from spec_runtime.trees.tree import Draws, TokenTree
 
 
 class TreeBuilder:
-    """Grows a tree node by node; an equal sibling is found again, not added twice."""
+    """Collects a tree node by node; adding an equal sibling returns the node that is there."""
 
     def __init__(self, root_token: int) -> None:
         self.tokens = [root_token]
@@ -26,10 +26,11 @@ class TreeBuilder:
         return len(self.tokens)
 
     def has(self, parent: int, token: int) -> bool:
+        """True if `parent` has a child that carries `token`."""
         return (parent, token) in self._child
 
     def add(self, parent: int, token: int) -> int:
-        """The child of `parent` carrying `token`, made if it is not there yet."""
+        """Returns the child of `parent` that carries `token`; makes it if it is not there yet."""
         node = self._child.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -41,44 +42,95 @@ class TreeBuilder:
         log_probs: Sequence[float] | None = None,
         draws: Mapping[int, Draws] | None = None,
     ) -> TokenTree:
-        """`log_probs`: of the path to each node, if known."""
+        """Returns the tree. `log_probs`: of the path to each node, if known. `draws`: of the nodes
+        whose children were drawn."""
         log_prob_N = None if log_probs is None else np.array(log_probs, np.float64)
         tokens, parents = np.array(self.tokens, np.int64), np.array(self.parents, np.int64)
         return TokenTree(tokens, parents, log_prob_N, draws or {})
 
 
+Expand = Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]]  # see grow_by_levels
+# a guess in the pool: (-log probability of its path, its number, parent in `expanded`, token)
+_Guess = tuple[float, int, int, int]
+
+
 def grow(
     root_token: int, token_KC: np.ndarray, log_prob_KC: np.ndarray, budget: Budget
 ) -> TokenTree:
-    """The most probable paths of K independent guesses, best first.
+    """Returns the tree of K independent guesses that `budget` asks for.
 
     Row k of `token_KC` i64[K, C] holds the candidates at depth k + 1, best first, with their
-    `log_prob_KC` f32[K, C]; a path's probability is the product over its depths. Nodes come in
-    order of falling probability, which also puts parents first.
+    `log_prob_KC` f32[K, C]. A path's probability is the product over its depths. Nodes of a grown
+    tree come in order of falling probability, which also puts parents first.
 
-    Example: candidates [[7, 8], [9, 6]] of probability [[.6, .3], [.5, .1]], 4 nodes:
-    7 (.6), then 8 (.3) or 7-9 (.3), the one found first winning the tie.
+    Example: candidates [[7, 8], [9, 6]] of probability [[.6, .3], [.5, .1]] and 4 nodes give
+    7 (.6), then 8 (.3) or 7-9 (.3); the one found first wins the tie.
     """
-    tree = TreeBuilder(root_token)
-    max_depth = len(token_KC) if budget.max_depth is None else min(len(token_KC), budget.max_depth)
-    if max_depth == 0:
-        return tree.build()
-    if not budget.is_grown:
-        level = itertools.count()
+    growth = budget.growth
+    if isinstance(growth, Grown):
+        max_depth = _max_depth(budget, len(token_KC))
+        path_log_prob, tree = _best_products(
+            root_token,
+            token_KC[:max_depth],
+            log_prob_KC[:max_depth],
+            budget.max_nodes,
+            growth.log_floor,
+        )
+        return _paying(tree.build(path_log_prob), growth)
+    level = itertools.count()
 
-        def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
-            k = [next(level)] * (len(nodes) - first)
-            return token_KC[k], log_prob_KC[k]
+    def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+        k = [next(level)] * (len(nodes) - first)
+        return token_KC[k], log_prob_KC[k]
 
-        return _grow_given(root_token, expand, budget, max_depth, budget.max_nodes)
+    return grow_by_levels(root_token, expand, budget, len(token_KC), max_width=budget.max_nodes)
+
+
+def grow_by_levels(
+    root_token: int, expand: Expand, budget: Budget, num_levels: int, max_width: int
+) -> TokenTree:
+    """Returns the tree that `budget` asks for, of a drafter that reads its own guesses and is run
+    level by level.
+
+    `expand(nodes, first)` runs the drafter at nodes `first` … of the tree grown so far (at first
+    the root alone) and returns their candidates, best first: token ids i64[n, C] and
+    log-probabilities f32[n, C]. At most `num_levels` levels are run, and of a grown or drawn tree
+    at most `max_width` nodes a level.
+    """
+    max_depth = _max_depth(budget, num_levels)
+    match budget.growth:
+        case Grown() as grown:
+            return _grow_best(root_token, expand, grown, budget.max_nodes, max_depth, max_width)
+        case Static(paths):
+            return _grow_static(root_token, expand, paths, max_depth)
+        case Drawn() as drawn:
+            return _grow_drawn(root_token, expand, drawn, budget.max_nodes, max_depth, max_width)
+        case AlongTruth(tokens):
+            return _grow_along(root_token, expand, tokens[:max_depth])
+
+
+def _max_depth(budget: Budget, num_levels: int) -> int:
+    return num_levels if budget.max_depth is None else min(num_levels, budget.max_depth)
+
+
+def _best_products(
+    root_token: int, token_KC: np.ndarray, log_prob_KC: np.ndarray, max_nodes: int, floor: float
+) -> tuple[list[float], TreeBuilder]:
+    """Returns the log-probability of the path to each node, and the nodes: those of the likeliest
+    paths, none below `floor`.
+
+    Only the next sibling and the first child of a node taken can be the best of what is left, so
+    a heap holds no more than these.
+    """
+    tree, path_log_prob = TreeBuilder(root_token), [0.0]
+    if len(token_KC) == 0:
+        return path_log_prob, tree
     token, log_prob = token_KC.tolist(), log_prob_KC.tolist()
-    floor = math.log(budget.min_probability) if budget.min_probability > 0 else -math.inf
-    num_candidates = len(token[0])
+    num_levels, num_candidates = token_KC.shape
     # an entry: (-log probability, ticket, depth index, rank, parent node, parent log probability)
     heap = [(-log_prob[0][0], 0, 0, 0, 0, 0.0)]
     ticket = 0
-    path_log_prob = [0.0]
-    while heap and len(tree) < budget.max_nodes:
+    while heap and len(tree) < max_nodes:
         cost, _, k, rank, parent, parent_log_prob = heapq.heappop(heap)
         if -cost < floor or cost == math.inf:
             break
@@ -89,113 +141,104 @@ def grow(
             sibling = -(parent_log_prob + log_prob[k][rank + 1])
             ticket += 1
             heapq.heappush(heap, (sibling, ticket, k, rank + 1, parent, parent_log_prob))
-        if k + 1 < max_depth:
+        if k + 1 < num_levels:
             ticket += 1
             heapq.heappush(heap, (cost - log_prob[k + 1][0], ticket, k + 1, 0, node, -cost))
-    return _paying(tree.build(path_log_prob), budget)
+    return path_log_prob, tree
 
 
-def grow_by_levels(
-    root_token: int,
-    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
-    budget: Budget,
-    num_levels: int,
-    max_width: int,
+def _grow_best(
+    root_token: int, expand: Expand, growth: Grown, max_nodes: int, max_depth: int, max_width: int
 ) -> TokenTree:
-    """The most probable paths of a drafter that reads its own guesses: a level at a time, then the
-    best nodes of all levels (EAGLE-2's expansion and rerank).
+    """Returns the most probable paths: expands a level at a time, then takes the best nodes of all
+    levels (EAGLE-2's expansion and rerank).
 
-    `expand(nodes, first)` runs the drafter at nodes `first` … of the tree grown so far (the root
-    alone at first) and returns their candidates, best first: token ids i64[n, C] and
-    log-probabilities f32[n, C]. Only nodes that would be kept so far are expanded, at most
-    `max_width` a level; so many levels are run, fewer when none is left or no more can pay. Of a
-    static tree all inner nodes are expanded (EAGLE-1).
+    Only nodes that would be kept so far are expanded, at most `max_width` a level. Fewer levels
+    than `max_depth` are run if no node is left to expand or if no further level can pay.
     """
-    max_depth = num_levels if budget.max_depth is None else min(num_levels, budget.max_depth)
-    if not budget.is_grown:
-        return _grow_given(root_token, expand, budget, max_depth, max_width)
-    floor = math.log(budget.min_probability) if budget.min_probability > 0 else -math.inf
     expanded = TreeBuilder(root_token)
     log_prob = [0.0]  # of each expanded node's path
-    pool: list[tuple[float, int, int, int]] = []  # (-log probability, ticket, parent, token)
+    pool: list[_Guess] = []
     first = num_run = 0
     for depth in range(1, max_depth + 1):
-        if first == len(expanded) or budget.max_nodes == 1:
+        if first == len(expanded) or max_nodes == 1:
             break
-        id_NC, log_prob_NC = expand(expanded, first)
-        num_run = depth
         num_before = len(pool)
-        rows = zip(id_NC.tolist(), log_prob_NC.tolist(), strict=True)
-        for node, (ids, values) in enumerate(rows, first):
-            for token, value in zip(ids, values, strict=True):
-                path = log_prob[node] + value
-                if path >= floor and path > -math.inf:
-                    pool.append((-path, len(pool), node, token))
-        first = len(expanded)
-        if depth < max_depth:
-            kept = heapq.nsmallest(budget.max_nodes - 1, pool)
-            level = [entry for entry in kept if entry[1] >= num_before][:max_width]
-            if budget.step_ms and not payoff.another_level_pays(
-                _worth(kept, budget),
-                _worth(level, budget),
-                budget.step_ms,
-                budget.level_ms,
-                num_run=depth,
-                num_left=max_depth - depth,
-            ):
-                break
-            for cost, _, parent, token in level:
-                expanded.add(parent, token)
-                log_prob.append(-cost)
+        _guess(pool, *expand(expanded, first), first, log_prob, growth.log_floor)
+        num_run, first = depth, len(expanded)
+        if depth == max_depth:
+            break
+        kept = heapq.nsmallest(max_nodes - 1, pool)
+        level = [guess for guess in kept if guess[1] >= num_before][:max_width]
+        if growth.step_ms and not payoff.another_level_pays(
+            _worth(kept, growth),
+            _worth(level, growth),
+            growth.step_ms,
+            growth.level_ms,
+            num_run=depth,
+            num_left=max_depth - depth,
+        ):
+            break
+        for cost, _, parent, token in level:
+            expanded.add(parent, token)
+            log_prob.append(-cost)
+    best = heapq.nsmallest(max_nodes - 1, pool)
+    return _paying(_rerank(root_token, best, expanded), growth, num_run)
+
+
+def _guess(
+    pool: list[_Guess],
+    id_NC: np.ndarray,
+    log_prob_NC: np.ndarray,
+    first: int,
+    log_prob: list[float],
+    floor: float,
+) -> None:
+    """Adds to `pool` the candidates of the nodes from `first` on whose paths are not below `floor`.
+
+    `log_prob`: of the path to each expanded node.
+    """
+    rows = zip(id_NC.tolist(), log_prob_NC.tolist(), strict=True)
+    for node, (ids, values) in enumerate(rows, first):
+        for token, value in zip(ids, values, strict=True):
+            path = log_prob[node] + value
+            if path >= floor and path > -math.inf:
+                pool.append((-path, len(pool), node, token))
+
+
+def _rerank(root_token: int, guesses: list[_Guess], expanded: TreeBuilder) -> TokenTree:
+    """Returns the tree of these guesses, best first; their parents are nodes of `expanded`."""
     tree, new_id, path_log_prob = TreeBuilder(root_token), {0: 0}, [0.0]
-    for cost, _, parent, token in heapq.nsmallest(budget.max_nodes - 1, pool):
+    for cost, _, parent, token in guesses:
         node = tree.add(new_id[parent], token)
         if node == len(path_log_prob):
             path_log_prob.append(-cost)
         if expanded.has(parent, token):
             new_id[expanded.add(parent, token)] = node
-    return _paying(tree.build(path_log_prob), budget, num_run)
+    return tree.build(path_log_prob)
 
 
-def _worth(entries: list[tuple[float, int, int, int]], budget: Budget) -> np.ndarray:
-    return payoff.probabilities([-cost for cost, *_ in entries], budget.reliability)
+def _worth(guesses: list[_Guess], growth: Grown) -> np.ndarray:
+    return payoff.probabilities([-cost for cost, *_ in guesses], growth.reliability)
 
 
-def _paying(tree: TokenTree, budget: Budget, num_levels: int = 1) -> TokenTree:
-    """Its best prefix, by the budget's times if it has any; nodes are in order of falling
-    probability."""
-    if not budget.step_ms or tree.num_nodes == 1:
+def _paying(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenTree:
+    """Cuts the tree where more nodes do not pay by the growth's times, if it has any.
+
+    Nodes are in order of falling probability, so the best tree is one of the prefixes.
+    """
+    if not growth.step_ms or tree.num_nodes == 1:
         return tree
     assert tree.log_prob_N is not None, "a tree without probabilities"
-    worth_N = payoff.probabilities(tree.log_prob_N[1:], budget.reliability)
-    extra_ms = (num_levels - 1) * budget.level_ms
-    n, _ = payoff.best_size(worth_N, budget.step_ms, extra_ms)
+    worth_N = payoff.probabilities(tree.log_prob_N[1:], growth.reliability)
+    extra_ms = (num_levels - 1) * growth.level_ms
+    n, _ = payoff.best_size(worth_N, growth.step_ms, extra_ms)
     return TokenTree(tree.token_N[:n], tree.parent_N[:n], tree.log_prob_N[:n])
 
 
-def _grow_given(
-    root_token: int,
-    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
-    budget: Budget,
-    max_depth: int,
-    max_width: int,
-) -> TokenTree:
-    """A tree whose nodes the budget gives; `expand` is called as by `grow_by_levels`."""
-    if budget.draw is not None:
-        return _grow_drawn(root_token, expand, budget, budget.draw, max_depth, max_width)
-    if budget.truth is not None:
-        return _grow_along(root_token, expand, budget.truth[:max_depth])
-    assert budget.paths is not None
-    return _grow_static(root_token, expand, budget.paths, max_depth)
-
-
-def _grow_along(
-    root_token: int,
-    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
-    truth: Sequence[int],
-) -> TokenTree:
-    """All candidates, best first, behind the root and each token of `truth`, until one of these is
-    not among them."""
+def _grow_along(root_token: int, expand: Expand, truth: Sequence[int]) -> TokenTree:
+    """Returns all candidates, best first, behind the root and each token of `truth`, down to the
+    first of these that is not among them."""
     tree, chain = TreeBuilder(root_token), TreeBuilder(root_token)
     log_prob, parent = [0.0], 0
     for depth, true_token in enumerate(truth):
@@ -211,14 +254,11 @@ def _grow_along(
 
 
 def _grow_static(
-    root_token: int,
-    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
-    paths: tuple[tuple[int, ...], ...],
-    max_depth: int,
+    root_token: int, expand: Expand, paths: tuple[RankPath, ...], max_depth: int
 ) -> TokenTree:
-    """The nodes of `paths` down to `max_depth`; `expand` is called as by `grow_by_levels`."""
+    """Returns the nodes of `paths` down to `max_depth`; expands all inner nodes (EAGLE-1)."""
     tree, expanded = TreeBuilder(root_token), TreeBuilder(root_token)
-    node_of: dict[tuple[int, ...], int] = {(): 0}
+    node_of: dict[RankPath, int] = {(): 0}
     row_of = dict(node_of)  # path -> node in `expanded`, which holds no leaf
     inner = {path[:-1] for path in paths}
     by_depth = sorted((path for path in paths if len(path) <= max_depth), key=len)
@@ -236,31 +276,28 @@ def _grow_static(
 
 
 def _grow_drawn(
-    root_token: int,
-    expand: Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]],
-    budget: Budget,
-    rule: DrawRule,
-    max_depth: int,
-    max_width: int,
+    root_token: int, expand: Expand, growth: Drawn, max_nodes: int, max_depth: int, max_width: int
 ) -> TokenTree:
-    """Children drawn level by level down to `max_depth`; `expand` is called as by
-    `grow_by_levels`, on the first `max_width` nodes of a level.
+    """Returns children drawn level by level down to `max_depth`; equal draws share a node.
 
-    Whether a node gets children, and how many are drawn, may depend on everything but these draws
-    themselves. Equal draws share a node.
+    The first `max_width` nodes of a level are expanded. Acceptance by rejection is exact only if
+    the choice of which nodes get children, and how many are drawn, does not depend on these very
+    draws; it may depend on everything else.
     """
     tree, expanded = TreeBuilder(root_token), TreeBuilder(root_token)
     draws: dict[int, Draws] = {}
     level, first = [0], 0  # nodes of `tree`; in `expanded`, which holds no leaf, from `first` on
-    for width in rule.widths[:max_depth]:
-        if not level or len(tree) >= budget.max_nodes:
+    for width in growth.widths[:max_depth]:
+        if not level or len(tree) >= max_nodes:
             break
         id_NC, log_prob_NC = expand(expanded, first)
         rows = list(enumerate(level, first))
         level = []
         for row, node in rows:
-            room = min(width, budget.max_nodes - len(tree))
-            drawn = rule.draw(id_NC[row - first], log_prob_NC[row - first], room) if room else None
+            room = min(width, max_nodes - len(tree))
+            drawn = (
+                growth.draw(id_NC[row - first], log_prob_NC[row - first], room) if room else None
+            )
             if drawn is None:
                 continue
             draws[node] = drawn
@@ -274,9 +311,11 @@ def _grow_drawn(
 
 
 def merge(a: TokenTree, b: TokenTree, max_nodes: int) -> TokenTree:
-    """Union of two trees with the same root: all of `a`, then as much of `b` as fits."""
+    """Returns the union of two trees with the same root: all of `a`, then as much of `b` as fits.
+
+    Neither tree may be drawn: leaving out a draw for want of room would not be lossless.
+    """
     assert a.token_N[0] == b.token_N[0], (a.token_N[0], b.token_N[0])
-    # leaving out a draw for want of room would not be lossless
     assert not a.draws, a.draws
     assert not b.draws, b.draws
     tree = TreeBuilder(int(a.token_N[0]))

@@ -1,12 +1,11 @@
-"""Which nodes of a draft pay for their time.
+"""Computes how many nodes of a draft pay for their time.
 
-A tree of n nodes, the root among them, whose drafted ones lie on paths of probability P_1 ≥ P_2 ≥ …
-and whose step takes t(n) ms commits
+A tree of n nodes, the root among them, whose drafted nodes lie on paths of probability
+P_1 ≥ P_2 ≥ … and whose step takes t(n) ms commits
 
     rate(n) = (1 + Σ_{i<n} P_i) / t(n)
 
-tokens a millisecond in expectation. t may be stepped, so the best n is looked for among all. Knows
-numbers alone: nothing of trees, nor of how the times were measured.
+tokens a millisecond in expectation. t may have steps, so the best n is looked for among all.
 """
 
 from __future__ import annotations
@@ -19,8 +18,11 @@ import numpy as np
 def probabilities(
     log_prob_N: Sequence[float] | np.ndarray, reliability: Sequence[Sequence[float]] = ()
 ) -> np.ndarray:
-    """f64[N]: what paths of these log-probabilities are worth, by the curve `reliability` of points
-    (predicted probability, observed acceptance), ascending in both; it begins at (0, 0)."""
+    """Returns f64[N]: how often paths of these log-probabilities are accepted.
+
+    `reliability` is a curve of points (predicted probability, observed acceptance), ascending in
+    both, that begins at (0, 0). Without points, each path is accepted as often as predicted.
+    """
     probability_N = np.exp(np.asarray(log_prob_N, np.float64))
     if not reliability:
         return probability_N
@@ -31,8 +33,10 @@ def probabilities(
 def best_size(
     probability_N: np.ndarray, step_ms: Sequence[float] | np.ndarray, extra_ms: float = 0.0
 ) -> tuple[int, float]:
-    """The best n and its rate. `probability_N` falls and has no root; `step_ms[n - 1]` is t(n), to
-    which `extra_ms` comes; both may be the longer one.
+    """Returns the best n and its rate.
+
+    `probability_N` falls and leaves out the root; `step_ms[n - 1]` is t(n), to which `extra_ms` is
+    added. The longer of the two is cut to the other's length.
 
     Example: P = [.5, .1], t = [10, 11, 12]: rates .1, 1.5 / 11 and 1.6 / 12, so n = 2.
     """
@@ -51,11 +55,12 @@ def another_level_pays(
     num_run: int,
     num_left: int,
 ) -> bool:
-    """Whether more drafting could better the rate, were all guesses right.
+    """Returns True if drafting more levels could better the rate, were all guesses right.
 
-    After `num_run` levels the best nodes have the probabilities `kept_N`, falling, and those of
-    the last level `level_W` would be expanded. All children of a node have its probability at
-    most, together, so at best one child has it all, down to the last of `num_left` levels.
+    After `num_run` levels the best nodes have the probabilities `kept_N`, falling, and the nodes of
+    the last level, of probabilities `level_W`, would be expanded next. The children of a node
+    together have at most its probability, so at best one child has all of it, and so on down to
+    the last of `num_left` levels.
     """
     _, rate = best_size(kept_N, step_ms, (num_run - 1) * level_ms)
     for more in range(1, num_left + 1):

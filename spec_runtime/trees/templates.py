@@ -1,12 +1,11 @@
-"""Static trees by name, by search, and as a bundle gives them.
+"""Makes static trees: by name, by a search over accuracies, and as a bundle's manifest gives them.
 
-A tree is written as `Budget.paths`: each node by its candidates' ranks from the root down. What it
-is worth follows from accuracies a_k^(r), the share of positions where the target's token at depth k
-is the drafter's r-th guess, given that the tokens before it were among the guesses:
+A tree is written as the paths of `Static`: each node by its candidates' ranks from the root down.
+Its accepted length follows from the accuracies a_k^(r), where a_k^(r) is the share of positions at
+which the target's token at depth k is the drafter's guess of rank r, given that the tokens before
+it were among the guesses:
 
     E[accepted length] = 1 + sum over nodes of prod_j a_j^(r_j)             (Medusa, section 2.3)
-
-Knows nothing of tokens or of how accuracies are measured.
 """
 
 from __future__ import annotations
@@ -16,26 +15,22 @@ import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spec_runtime.bundle import BundleError
-from spec_runtime.trees.budget import Budget
+from spec_runtime.bundle import BundleError, DrafterInfo
+from spec_runtime.trees.budget import Budget, RankPath
 from spec_runtime.trees.grow import grow
 
-if TYPE_CHECKING:
-    from spec_runtime.bundle import DrafterInfo
-
-RankPath = tuple[int, ...]
-Accuracy = Sequence[Sequence[float]]  # [k][r]: of depth k + 1, rank r
+Accuracy = Sequence[Sequence[float]]  # [k][r]: at depth k + 1, of rank r
 
 DEFAULT_NODES = 16  # of a searched tree, root included
 MAX_NODES = 1024  # no machine verifies more at once
 TEMPLATES = "chain:DEPTH, cartesian:WIDTH,WIDTH,…, medusa64, eagle26, searched or searched:NODES"
 
-# The papers' trees: how many children each inner node has. Medusa's of 64 nodes ("mc_sim_7b_63" in
-# its repository), which its authors found by the search below, and EAGLE-1's of 26.
+# The papers' trees: how many children each inner node has. Medusa's tree of 64 nodes
+# ("mc_sim_7b_63" in its repository), which its authors found by the search below, and EAGLE-1's
+# tree of 26.
 MEDUSA64: dict[RankPath, int] = {
     (): 10,
     **{(rank,): count for rank, count in enumerate([10, 7, 3, 2, 1, 1, 1, 1, 1, 1])},
@@ -51,27 +46,29 @@ EAGLE26: dict[RankPath, int] = {
 
 
 def chain(depth: int) -> tuple[RankPath, ...]:
-    """The best guess behind the best guess: 2 -> (0,), (0, 0)."""
+    """Returns the best guess behind the best guess: 2 -> (0,), (0, 0)."""
     return tuple((0,) * d for d in range(1, depth + 1))
 
 
 def cartesian(widths: Sequence[int]) -> tuple[RankPath, ...]:
-    """The `widths[k]` best guesses of depth k + 1 behind every node above: [2, 1] ->
+    """Returns the `widths[k]` best guesses of depth k + 1 behind every node above: [2, 1] ->
     (0,), (1,), (0, 0), (1, 0)."""
     depths = range(1, len(widths) + 1)
     return tuple(path for d in depths for path in itertools.product(*map(range, widths[:d])))
 
 
 def from_counts(children: Mapping[RankPath, int]) -> tuple[RankPath, ...]:
-    """The tree whose inner nodes have so many children: {(): 2, (0,): 1} -> (0,), (0, 0), (1,)."""
+    """Returns the tree whose inner nodes have this many children: {(): 2, (0,): 1} ->
+    (0,), (0, 0), (1,)."""
     return tuple(sorted((*path, r) for path, count in children.items() for r in range(count)))
 
 
 def searched(accuracy: Accuracy, num_nodes: int) -> tuple[RankPath, ...]:
-    """The tree of `num_nodes` nodes, root included, with the longest expected accepted length.
+    """Returns the tree of `num_nodes` nodes, root included, with the longest expected accepted
+    length.
 
-    Grown greedily by the node of the highest product, which is exact: no path is likelier than its
-    beginning. Smaller where all that is left was never right.
+    The tree is grown greedily by the node of the highest product, which is exact because no path is
+    likelier than its beginning. It is smaller if all nodes that are left were never right.
     """
     accuracy_KC = np.array(accuracy, np.float64)
     rank_KC = np.argsort(-accuracy_KC, axis=1, kind="stable")
@@ -83,8 +80,10 @@ def searched(accuracy: Accuracy, num_nodes: int) -> tuple[RankPath, ...]:
 
 
 def path_probabilities(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[RankPath, float]:
-    """Of each path the product of its accuracies. ValueError: a node that the drafter, by its
-    accuracies, cannot have."""
+    """Returns the product of the accuracies along each path.
+
+    Raises ValueError if a node lies deeper, or has a higher rank, than the accuracies reach.
+    """
     depth = max((len(path) for path in paths), default=0)
     width = 1 + max((max(path) for path in paths), default=-1)
     if depth > len(accuracy) or width > len(accuracy[0]):
@@ -96,18 +95,19 @@ def path_probabilities(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[Ra
 
 
 def expected_accepted_length(paths: Sequence[RankPath], accuracy: Accuracy) -> float:
-    """Committed tokens per verify step by the formula above, bonus included."""
+    """Returns the committed tokens per verify step, bonus included, by the formula above."""
     return 1 + sum(path_probabilities(paths, accuracy).values())
 
 
 def parse_tree(
     text: str, accuracy: Accuracy | None = None, num_nodes: int = DEFAULT_NODES
-) -> Budget:
-    """The static tree that `text` names, one of TEMPLATES.
+) -> tuple[RankPath, ...]:
+    """Returns the static tree that `text` names, one of TEMPLATES.
 
-    `accuracy` and `num_nodes` are for "searched". ValueError, one line, for anything else.
+    `accuracy` and `num_nodes` are for "searched". Raises ValueError for any other text, for a tree
+    of more than MAX_NODES nodes, and for "searched" without accuracies.
 
-    >>> parse_tree("cartesian:2,1").paths
+    >>> parse_tree("cartesian:2,1")
     ((0,), (1,), (0, 0), (1, 0))
     """
     name, colon, numbers = text.partition(":")
@@ -115,35 +115,38 @@ def parse_tree(
         raise ValueError(f"got tree {text!r}, expected one of {TEMPLATES}")
     match name, [int(number) for number in numbers.split(",") if number]:
         case "chain", [depth] if depth < MAX_NODES:
-            paths = chain(depth)
+            return chain(depth)
         case "cartesian", [_, *_] as widths if _num_products(widths) < MAX_NODES:
-            paths = cartesian(widths)
+            return cartesian(widths)
         case "medusa64", []:
-            paths = from_counts(MEDUSA64)
+            return from_counts(MEDUSA64)
         case "eagle26", []:
-            paths = from_counts(EAGLE26)
+            return from_counts(EAGLE26)
         case "searched", [] | [_] as number:
             if accuracy is None:
                 raise ValueError(
                     "got tree searched for a drafter without calibration: run spec-export "
                     "calibrate first"
                 )
-            paths = searched(accuracy, min(*number, MAX_NODES) if number else num_nodes)
+            return searched(accuracy, min(*number, MAX_NODES) if number else num_nodes)
         case _:
             raise ValueError(
                 f"got tree {text!r}, expected one of {TEMPLATES}, of {MAX_NODES} nodes at most"
             )
-    return Budget(1 + len(paths), paths=paths)
 
 
 def _num_products(widths: Sequence[int]) -> int:
+    """Returns the number of drafted nodes of `cartesian(widths)`, without making them."""
     return sum(itertools.accumulate(widths, operator.mul))
 
 
 def paths_of(entry: DrafterInfo, num_nodes: int = DEFAULT_NODES) -> tuple[RankPath, ...] | None:
-    """The static tree of a bundle's drafter: its trees' "paths", or "template" by its name, which
-    may be searched for max_nodes nodes (`num_nodes` without); None if its trees are grown, as they
-    also are until there is a calibration to search by."""
+    """Returns the static tree of a bundle's drafter, or None if its trees are grown.
+
+    The manifest's `trees` give it as "paths", or as "template" by its name. A searched template has
+    the manifest's max_nodes nodes, or `num_nodes` if that key is missing; until the drafter has a
+    calibration to search by, its trees are grown. Raises BundleError for a tree that is not valid.
+    """
     paths, template = entry.trees.get("paths"), entry.trees.get("template")
     if template is not None:
         if paths is not None:
@@ -151,11 +154,11 @@ def paths_of(entry: DrafterInfo, num_nodes: int = DEFAULT_NODES) -> tuple[RankPa
         accuracy = entry.calibration["accuracy"] if entry.calibration else None
         if accuracy is None and str(template).startswith("searched"):
             return None
+        size = entry.trees.get("max_nodes", num_nodes)
         try:
-            budget = parse_tree(str(template), accuracy, entry.trees.get("max_nodes", num_nodes))
+            paths = [list(path) for path in parse_tree(str(template), accuracy, size)]
         except ValueError as error:
             raise BundleError(f"drafter {entry.name!r}: {error}") from None
-        paths = [list(path) for path in budget.paths or ()]
     if paths is None:
         return None
     top_k = entry.config.get("top_k", math.inf)

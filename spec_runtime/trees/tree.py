@@ -1,7 +1,7 @@
-"""The draft as a tree of tokens, and the ways to make one.
+"""Holds a draft as a tree of tokens.
 
-Node 0 is the root, the last committed token, whose target row is not computed yet. Parents come
-before their children. This file knows nothing of caches, models or acceptance.
+Node 0 is the root: the last committed token, whose target row is not computed yet. Parents come
+before their children.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import numpy as np
 
 
 def chain_parents(num_nodes: int) -> np.ndarray:
-    """Parents of a chain, i64[N]: 4 -> [0, 0, 1, 2]."""
+    """Returns the parents of a chain, i64[N]: 4 -> [0, 0, 1, 2]."""
     parent_N = np.arange(-1, num_nodes - 1, dtype=np.int64)
     parent_N[:1] = 0
     return parent_N
 
 
 def is_chain(parent_N: np.ndarray) -> bool:
+    """True if each node's parent is the node before it."""
     return bool((parent_N[1:] == np.arange(len(parent_N) - 1)).all())
 
 
 def depths(parent_N: np.ndarray) -> np.ndarray:
-    """Depth of each node, i64[N]: [0, 0, 0, 1] -> [0, 1, 1, 2]. A node that is its own parent is a
-    root: [0, 1, 1] -> [0, 0, 1]."""
+    """Returns the depth of each node, i64[N]: [0, 0, 0, 1] -> [0, 1, 1, 2]. A node that is its own
+    parent is a root: [0, 1, 1] -> [0, 0, 1]."""
     if is_chain(parent_N):
         return np.arange(len(parent_N), dtype=np.int64)
     depth = [0] * len(parent_N)
@@ -37,7 +38,7 @@ def depths(parent_N: np.ndarray) -> np.ndarray:
 
 
 def ancestors(parent_N: np.ndarray) -> np.ndarray:
-    """bool[N, N]: row i is True at i and at every ancestor of i.
+    """Returns bool[N, N]: row i is True at i and at every ancestor of i.
 
     parents [0, 0, 0, 1] ->  1 . . .
                              1 1 . .
@@ -55,10 +56,10 @@ def ancestors(parent_N: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """How the children of a node were drawn: from `q_C` f64[C] over tokens `id_C` i64[C], in this
-    order of candidates.
+    """Records how the children of a node were drawn: from `q_C` f64[C] over the tokens `id_C`
+    i64[C]; `order` lists the candidates' indices in the order in which they were drawn.
 
-    Example: ids [4, 9], q [.7, .3], order (0, 0, 1) with replacement: 4, 4 again, then 9. The
+    Example: ids [4, 9], q [.7, .3], order (0, 0, 1) with replacement means 4, 4 again, then 9. The
     two 4s are one child.
     """
 
@@ -70,11 +71,12 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class TokenTree:
-    """`token_N` i64[N] and `parent_N` i64[N]; the root is its own parent.
+    """A root and drafted nodes: `token_N` i64[N] and `parent_N` i64[N]; the root is its own parent.
 
     Example: tokens [5, 7, 8, 9] with parents [0, 0, 0, 1] is root 5 with children 7 and 8, and 9
-    below 7. Siblings carry different tokens. `log_prob_N` f64[N]: of the path to each node, where
-    the tree was grown by them. `draws`: of the nodes whose children were drawn.
+    below 7. Siblings carry different tokens. `log_prob_N` f64[N] is the log-probability of the path
+    to each node, if the tree was grown by probability. `draws` maps each node whose children were
+    drawn to its draws.
     """
 
     token_N: np.ndarray
@@ -93,10 +95,12 @@ class TokenTree:
 
     @classmethod
     def root(cls, token: int) -> TokenTree:
+        """Returns the tree of one node."""
         return cls(np.array([token], dtype=np.int64), np.zeros(1, dtype=np.int64))
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | np.ndarray) -> TokenTree:
+        """Returns the tree without branches whose root is the first of `tokens`."""
         return cls(np.asarray(tokens, dtype=np.int64), chain_parents(len(tokens)))
 
     @property
@@ -105,15 +109,12 @@ class TokenTree:
 
     @cached_property
     def depth_N(self) -> np.ndarray:
+        """The depth of each node, i64[N]; the root has depth 0."""
         return depths(self.parent_N)
 
     @cached_property
-    def ancestor_NN(self) -> np.ndarray:
-        return ancestors(self.parent_N)
-
-    @cached_property
     def _children(self) -> list[dict[int, int]]:
-        """Per node: token -> child. Of equal siblings the first counts."""
+        """Maps, for each node, a child's token to the child. Of equal siblings the first counts."""
         children: list[dict[int, int]] = [{} for _ in range(self.num_nodes)]
         pairs = zip(self.parent_N.tolist()[1:], self.token_N.tolist()[1:], strict=True)
         for node, (parent, token) in enumerate(pairs, 1):
@@ -121,14 +122,16 @@ class TokenTree:
         return children
 
     def children(self, node: int) -> list[int]:
+        """Returns the children of `node` in the order of their ids."""
         return list(self._children[node].values())
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that carries `token`, or None."""
+        """Returns the child of `node` that carries `token`, or None."""
         return self._children[node].get(token)
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes below the root that carry these tokens, down to the first that none does."""
+        """Returns the nodes below the root that carry these tokens one after the other, up to the
+        first token that no child carries."""
         nodes: list[int] = []
         for token in tokens:
             node = self.child(nodes[-1] if nodes else 0, token)
@@ -138,7 +141,7 @@ class TokenTree:
         return nodes
 
     def path(self, node: int) -> list[int]:
-        """Node ids from the root to `node`, both included."""
+        """Returns the node ids from the root to `node`, both included."""
         path = [node]
         while path[-1] != 0:
             path.append(int(self.parent_N[path[-1]]))

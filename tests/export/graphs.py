@@ -8,13 +8,13 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.trace import save
-from spec_runtime.backends.ort import OrtBackend
+from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import open_cache
 
 
 def graph_of(model: ir.Model, form: str, file: str = "graph.onnx") -> Graph:
-    """What the manifest says of this model."""
+    """Returns the manifest entry of this model."""
 
     def specs(values: Any) -> tuple[TensorSpec, ...]:
         return tuple(
@@ -29,15 +29,15 @@ def graph_of(model: ir.Model, form: str, file: str = "graph.onnx") -> Graph:
     return Graph(file, form, specs(model.graph.inputs), specs(model.graph.outputs))
 
 
-def open_model(model: ir.Model, folder: Path, form: str, capacity: int) -> OrtBackend:
-    """The model saved to `folder` and opened with one thread."""
+def open_model(model: ir.Model, folder: Path, form: str, capacity: int) -> CpuBackend:
+    """Saves the model to `folder` and opens it with one thread."""
     path = folder / "graph.onnx"
     save(model, path)
-    return OrtBackend(path, graph_of(model, form), capacity, threads=1)
+    return CpuBackend(path, graph_of(model, form), capacity, threads=1)
 
 
 class Runner:
-    """A graph with the cache that feeds it."""
+    """Runs a graph together with the cache that feeds it."""
 
     def __init__(self, model: ir.Model, folder: Path, form: str = "slots", capacity: int = 96):
         self.backend = open_model(model, folder, form, capacity)
@@ -51,7 +51,7 @@ class Runner:
         rows: Sequence[int] | np.ndarray | None = None,
         **more: np.ndarray,
     ) -> dict[str, np.ndarray]:
-        """Run the tree and copy the outputs; `rows`: logit_rows, all by default."""
+        """Runs the tree and returns copies of the outputs; `rows`: logit_rows, all by default."""
         feeds = self.cache.place(np.asarray(parents, np.int64))
         feeds["input_ids"] = np.asarray(tokens, np.int64)[None]
         feeds["logit_rows"] = np.asarray(range(len(tokens)) if rows is None else rows, np.int64)
@@ -59,5 +59,5 @@ class Runner:
         return {name: array.copy() for name, array in results.items()}
 
     def kv(self, name: str) -> np.ndarray:
-        """A copy of one KV buffer, [1, G, S, Dh]."""
-        return np.array(self.backend._caches[name].numpy())
+        """Returns a copy of one KV buffer, [1, G, S, Dh]."""
+        return np.array(self.backend.buffers[name].numpy())

@@ -29,6 +29,7 @@ from spec_export.drafters.amphista import Config, Drafter
 from spec_export.drafters.layers import Batch
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.slots import to_slots
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint
 from spec_runtime.proposers.heads import LastFeatureProposer
 
@@ -382,7 +383,7 @@ def test_a_stateless_one_runs_from_the_last_feature(workshop: Workshop, tmp_path
         tmp_path / "drafter", drafter.state_dict(), "amphista", drafter.config, {}
     )
     bundle = make_bundle.build(
-        str(workshop.llama()), ["amphista"], [saved], "fp32", out=tmp_path / "bundle"
+        BuildOptions(str(workshop.llama()), ["amphista"], [saved], "fp32", out=tmp_path / "bundle")
     )
     engine = spec_runtime.load(bundle, threads=1, lookup=False)
     assert isinstance(engine.proposer, LastFeatureProposer)

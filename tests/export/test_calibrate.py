@@ -1,5 +1,7 @@
-"""calibrate: scripted drafters on the toy target, whose figures can be counted by hand, and real
-bundles, whose predicted accepted length must be the one decoding then has."""
+"""Tests calibrate with scripted drafters on the toy target, whose figures can be counted by hand.
+
+On real bundles the accepted length that it predicts must be the one that decoding then has.
+"""
 
 from __future__ import annotations
 

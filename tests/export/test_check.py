@@ -1,4 +1,4 @@
-"""check: passes on what build makes, in both forms; fails on a graph that is wrong in one place."""
+"""Tests check: it passes what build makes, in both forms, and fails a graph with one fault."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from workshop import Workshop
 
 from spec_export import check, make_bundle, reference, target
 from spec_export.decoder import Backbone
-from spec_export.graphs import slots as onnx_rewrite
-from spec_export.graphs import trace as onnx_export
+from spec_export.graphs import slots, trace
+from spec_export.make_bundle import BuildOptions
 from spec_runtime import bundle as bundles
 
 SCRIPTS = {"chunks of 1", "chunks of 7", "chunks of 64", "chain decode", "random trees"}
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def built(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bundles") / "tiny"
-    return make_bundle.build(str(folder), out=out)
+    return make_bundle.build(BuildOptions(str(folder), out=out))
 
 
 @pytest.fixture
@@ -67,14 +67,12 @@ def test_a_fresh_export_passes_in_both_forms(
 @pytest.mark.parametrize("are_swapped", [False, True])
 def test_taps_are_compared_too(copy: Path, folder: Path, are_swapped: bool) -> None:
     model, _ = target.load(target.resolve(str(folder)))
-    graph = onnx_rewrite.to_slots(
-        onnx_export.export_backbone(Backbone.from_transformers(model, (0, 1)))
-    )
+    graph = slots.to_slots(trace.export_backbone(Backbone.from_transformers(model, (0, 1))))
     taps = [value for value in graph.graph.outputs if str(value.name).startswith("taps.")]
     if are_swapped:
         taps[0].name = "taps"
         taps[1].name, taps[0].name = "taps.0", "taps.1"
-    onnx_export.save(graph, copy / "target" / "target.onnx")
+    trace.save(graph, copy / "target" / "target.onnx")
     manifest = bundles.read(copy, verify=False).manifest
     described = manifest.graphs["target"]
     specs = [bundles.TensorSpec(f"taps.{tap}", "float32", ("N", 32)) for tap in (0, 1)]
@@ -102,7 +100,7 @@ def test_a_perturbed_weight_fails(copy: Path, folder: Path) -> None:
 
 
 def test_an_ignored_mask_fails(copy: Path, folder: Path) -> None:
-    """All rows in use are attended: a lone row still is right, rows beside others are not."""
+    """A graph that attends all rows in use is right for a lone row and wrong for rows of a tree."""
     path = copy / "target" / "target.onnx"
     model = onnx.load(path)
     (where,) = (
@@ -116,7 +114,7 @@ def test_an_ignored_mask_fails(copy: Path, folder: Path) -> None:
 
 
 def test_slots_ignored_fail(copy: Path, folder: Path) -> None:
-    """A graph that writes to slots 0, 0, ... whatever `slots` says."""
+    """The graph writes to slot 0 whatever `slots` says."""
     path = copy / "target" / "target.onnx"
     model = onnx.load(path)
     for node in model.graph.node:

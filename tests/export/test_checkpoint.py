@@ -1,6 +1,7 @@
 """Checkpoints: going on equals never having stopped, and damage is named."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from spec_export.training.checkpoint import CheckpointError  # noqa: E402
 
 
 class Run:
-    """A tiny training run that draws from both random sources."""
+    """A tiny training run that draws from torch's random source."""
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -24,35 +25,25 @@ class Run:
             torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 2)
         )
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: 1 / (step + 1)
-        )
-        self.generator = np.random.default_rng(seed)
         self.step = 0
 
     def train(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            x = torch.from_numpy(self.generator.standard_normal((3, 4), dtype=np.float32))
-            loss = self.module(x).square().mean()
+            loss = self.module(torch.randn(3, 4)).square().mean()
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
-            self.scheduler.step()
             self.step += 1
             losses.append(loss.item())
         return losses
 
     def save(self, folder: Path, **more: Any) -> Path:
-        return checkpoint.save(
-            folder,
-            self.step,
-            self.module,
-            self.optimizer,
-            self.scheduler,
-            generator=self.generator,
-            **more,
-        )
+        facts: dict[str, Any] = {"progress": {}, "provenance": {}, "keep": 2}
+        return checkpoint.save(folder, self.step, self.module, self.optimizer, **facts | more)
+
+    def load(self, path: Path) -> checkpoint.Checkpoint:
+        return checkpoint.load(path, self.module, self.optimizer)
 
 
 def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
@@ -61,9 +52,7 @@ def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
     path = run.save(tmp_path, progress={"epoch": 1, "losses": [0.5]}, provenance={"who": "test"})
     expected = run.train(4)
     resumed = Run(1)
-    found = checkpoint.load(
-        path, resumed.module, resumed.optimizer, resumed.scheduler, generator=resumed.generator
-    )
+    found = resumed.load(path)
     assert resumed.train(4) == expected
     assert (found.step, found.progress) == (3, {"epoch": 1, "losses": [0.5]})
     assert found.provenance == {"who": "test"}
@@ -86,7 +75,7 @@ def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="object has no JSON form"):
         run.save(tmp_path, progress={"bad": object()})
     assert list(tmp_path.iterdir()) == [path]
-    checkpoint.load(path, run.module)
+    run.load(path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "states.pt"])
@@ -96,42 +85,27 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
     data = (path / name).read_bytes()
     (path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(CheckpointError, match=f"{name} has SHA-256 .* expected"):
-        checkpoint.load(path, run.module)
+        run.load(path)
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name} is missing"):
-        checkpoint.load(path, run.module)
+        run.load(path)
     (path / "checkpoint.json").write_text('{"format": 9, "files": {}}')
     with pytest.raises(CheckpointError, match="format 9, expected 1"):
-        checkpoint.load(path, run.module)
+        run.load(path)
     (path / "checkpoint.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot read"):
-        checkpoint.load(path, run.module)
+        run.load(path)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     path = Run(0).save(tmp_path)
     other = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.LayerNorm(9))
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load(path, other)
+        checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
     message = str(caught.value)
     assert "missing 1.bias, 1.weight" in message
     assert "unexpected 2.bias, 2.weight" in message
     assert "0.weight is [8, 4], expected [9, 4]" in message
-
-
-def test_part_of_a_module(tmp_path: Path) -> None:
-    run = Run(0)
-    part = {key: tensor for key, tensor in run.module.state_dict().items() if key.startswith("2.")}
-    path = checkpoint.save(tmp_path, 1, part, run.optimizer)
-    other = Run(1)
-    with pytest.raises(CheckpointError, match=r"missing 0.bias, 0.weight"):
-        checkpoint.load(path, other.module)
-    before = other.module[0].weight.clone()
-    checkpoint.load(path, other.module, partial=True)
-    assert torch.equal(other.module[0].weight, before)
-    assert torch.equal(other.module[2].weight, part["2.weight"])
-    with pytest.raises(CheckpointError, match="no scheduler state"):
-        checkpoint.load(path, other.module, scheduler=other.scheduler, partial=True)
 
 
 @dataclass(frozen=True)
@@ -140,7 +114,7 @@ class _Config:
     taps: tuple[int, ...] = (10, 20)
 
 
-def save_drafter(folder: Path, **more: Any) -> dict[str, Any]:
+def save_drafter(folder: Path) -> dict[str, Any]:
     weight = torch.randn(3, 5)
     state = {"a.weight": weight, "b.weight": weight, "count": torch.tensor([7])}  # a and b tied
     checkpoint.save_drafter(
@@ -150,13 +124,12 @@ def save_drafter(folder: Path, **more: Any) -> dict[str, Any]:
         _Config(),
         {"date": "d"},
         np.array([1, 5, 9], dtype=np.int32),
-        **more,
     )
     return state
 
 
 def test_drafter_round_trip(tmp_path: Path) -> None:
-    state = save_drafter(tmp_path / "d", dtype=None)
+    state = save_drafter(tmp_path / "d")
     got = checkpoint.load_drafter(tmp_path / "d")
     assert (got.name, got.config, got.provenance) == (
         "parallelspec",
@@ -164,16 +137,18 @@ def test_drafter_round_trip(tmp_path: Path) -> None:
         {"date": "d"},
     )
     assert got.state.keys() == state.keys()
-    assert all(torch.equal(got.state[key], state[key]) for key in state)
+    stored = {key: t.bfloat16() if t.is_floating_point() else t for key, t in state.items()}
+    assert all(torch.equal(got.state[key], stored[key].to(state[key].dtype)) for key in state)
     assert got.draft_token_ids is not None
     assert got.draft_token_ids.tolist() == [1, 5, 9]
     assert got.draft_token_ids.dtype == np.int64
 
 
 def test_drafter_in_bf16_is_half_the_size_and_replaces_the_old_one(tmp_path: Path) -> None:
-    save_drafter(tmp_path / "d", dtype=None)
+    save_drafter(tmp_path / "d")
     state = save_drafter(tmp_path / "d")
-    assert checkpoint.load_drafter(tmp_path / "d", None).state["a.weight"].dtype == torch.bfloat16
+    file = safetensors_torch.load_file(tmp_path / "d" / "drafter.safetensors")
+    assert file["a.weight"].dtype == torch.bfloat16
     got = checkpoint.load_drafter(tmp_path / "d").state
     assert torch.equal(got["a.weight"], state["a.weight"].bfloat16().float())
     assert got["count"].dtype == torch.int64
@@ -224,6 +199,8 @@ def test_provenance_is_json_and_names_the_run() -> None:
     got = checkpoint.collect_provenance(config=_Config(), data={"path": Path("a.jsonl")})
     assert json.loads(json.dumps(got)) == got
     assert {"command", "git_commit", "date"} <= got.keys()
+    if (Path(__file__).parents[2] / ".git").exists():
+        assert re.match("[0-9a-f]{40}", got["git_commit"])
     assert got["versions"]["torch"] == torch.__version__
     assert got["config"] == {"num_masks": 4, "taps": [10, 20]}
     assert not Path(got["command"][0]).is_absolute()

@@ -1,4 +1,4 @@
-"""The eager backbone against transformers, family by family, on tiny random models.
+"""Compares the eager backbone with transformers, family by family, on tiny random models.
 
 Tolerance: 2e-5 of the largest logit. Both sides are float32 but sum in different orders (fused
 products, attention over a longer buffer), which measures 2e-6 at most here; a wrong frequency,
@@ -53,7 +53,7 @@ def longrope(half_width: int, **extra: Any) -> dict[str, Any]:
 
 
 def tiny(family: str, seed: int = 0, **options: Any) -> Any:
-    """A random transformers model in which norms, biases, positions and every head matter."""
+    """Returns a random transformers model whose norms, biases, positions and heads all matter."""
     known: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": HEADS * HEAD_DIM,
@@ -141,7 +141,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 class Decoder:
-    """Runs a backbone by the contiguous contract: room to move `A` rows, junk behind the new."""
+    """Runs a backbone in its contiguous form, with room to move `A` rows."""
 
     A = 4
 
@@ -152,7 +152,7 @@ class Decoder:
         self.accepted: list[int] = []  # slots of the last step's rows to keep
 
     def feeds(self, tokens: list[int], parents: list[int]) -> list[Tensor]:
-        """Inputs of one step; node 0's parent is 0 and stands for the last row kept."""
+        """Returns the inputs of one step; the parent of node 0 is 0, for the last kept row."""
         a, n = len(self.accepted), len(tokens)
         base = self.length + a
         mask = torch.zeros(n, self.caches[0].shape[2], dtype=torch.bool)
@@ -182,7 +182,7 @@ class Decoder:
         return list(outputs[: -len(self.caches)])
 
     def step(self, tokens: list[int], parents: list[int]) -> list[Tensor]:
-        """Logits, features and taps of the nodes. Call `keep` before the next step."""
+        """Returns logits, features and taps of the nodes. Call `keep` before the next step."""
         outputs = self.run(self.feeds(tokens, parents))
         self.length += len(self.accepted)
         self.accepted = []
@@ -234,7 +234,7 @@ def test_prefill_in_two_chunks_matches_transformers(family: str, options: dict[s
 def test_random_trees_with_compaction_match_transformers(
     family: str, options: dict[str, Any]
 ) -> None:
-    """Every node's logits equal those of its own path run alone; kept paths skip rows."""
+    """A node's logits equal those of its path run alone; kept paths leave out rows."""
     model = tiny(family, **options)
     decoder = Decoder(backbone_of(model))
     text = random_tokens(ORIGINAL + 3, seed=2)
@@ -283,7 +283,7 @@ def test_weights_are_shared_and_the_model_keeps_working() -> None:
     tokens = random_tokens(8, seed=9)
     before = reference(model, tokens)
     backbone = backbone_of(model)
-    assert backbone.tied
+    assert backbone.head is backbone.embedding
     assert backbone.head.weight.data_ptr() == model.lm_head.weight.data_ptr()
 
     def storages(module: torch.nn.Module) -> set[int]:
@@ -295,7 +295,7 @@ def test_weights_are_shared_and_the_model_keeps_working() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_outputs_are_float32_and_near_transformers(dtype: torch.dtype) -> None:
-    """Bound: 5 % of the largest logit, as both sides round to 8 or 11 bits in other places."""
+    """The bound is 5 % of the largest logit: the sides round to 8 or 11 bits in other places."""
     model = tiny("llama").to(dtype)
     tokens = random_tokens(12, seed=10)
     backbone = backbone_of(model, taps=(1,))

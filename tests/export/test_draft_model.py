@@ -31,6 +31,7 @@ from spec_export.drafters.draft_model import (
 )
 from spec_export.drafters.layers import Batch
 from spec_export.graphs.slots import to_slots
+from spec_export.make_bundle import BuildOptions
 
 TOLERANCE = 1e-4
 SIZES: dict[str, Any] = {
@@ -311,7 +312,9 @@ def test_vocabularies_must_agree_token_by_token() -> None:
 def test_a_given_model_is_built_into_a_bundle(workshop: Workshop, tmp_path: Path) -> None:
     """The target as its own draft model: as right as the trees are deep."""
     llama = str(workshop.llama())
-    path = make_bundle.build(llama, ["draft_model"], out=tmp_path / "bundle", draft_model=llama)
+    path = make_bundle.build(
+        BuildOptions(llama, ["draft_model"], out=tmp_path / "bundle", draft_model=llama)
+    )
     engine = spec_runtime.load(path, "draft_model", threads=1, lookup=False)
     plain = engine.with_drafter("none")
     for prompt in ("say abc", "x"):
@@ -323,7 +326,11 @@ def test_a_given_model_is_built_into_a_bundle(workshop: Workshop, tmp_path: Path
 
 def test_what_a_given_model_does_not_fit(workshop: Workshop, tmp_path: Path) -> None:
     llama = str(workshop.llama())
-    build, out = make_bundle.build, tmp_path / "bundle"
+    out = tmp_path / "bundle"
+
+    def build(*arguments: Any, **options: Any) -> Path:
+        return make_bundle.build(BuildOptions(*arguments, **options))
+
     for drafters, saved in ((["medusa"], ()), ([], (tmp_path,))):
         with pytest.raises(ValueError, match="got --draft-model with another drafter"):
             build(llama, drafters, saved, out=out, draft_model=llama)

@@ -22,8 +22,10 @@ from spec_export import make_bundle, target
 from spec_export.decoder import Backbone
 from spec_export.drafters import skip_layer
 from spec_export.drafters.layers import Batch
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import joint, recipe
 from spec_export.training import run as train
+from spec_export.training.trainer import Trainer
 
 RECIPE = """
 [target]
@@ -95,12 +97,12 @@ def trainer(
 
 
 def adapter_of(made: joint.JointTrainer) -> list[Tensor]:
-    return [p for p in made.both.target.parameters() if p.requires_grad]
+    return [p for p in made.joint_model.target.parameters() if p.requires_grad]
 
 
 def some_batch(made: joint.JointTrainer) -> Batch:
     with torch.enable_grad():
-        return made.batch(made._epoch_batches(0)[0])
+        return made.batch(made.epoch_batches(0)[0])
 
 
 @every_drafter
@@ -120,7 +122,7 @@ def test_a_joint_run_leaves_a_merged_target_and_its_drafter(
     assert not any("norm" in name or "embed" in name or "lm_head" in name for name in changed)
 
     bundle = make_bundle.build(
-        str(tmp_path / "run" / "target"), [], [folder], out=tmp_path / "bundle"
+        BuildOptions(str(tmp_path / "run" / "target"), [], [folder], out=tmp_path / "bundle")
     )
     engine = spec_runtime.load(bundle, threads=1, lookup=False)
     assert spec_runtime.bundle.read(bundle).manifest.target.target_modified
@@ -138,7 +140,7 @@ def test_the_loss_is_both_parts(
     kind: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(path, tmp_path, monkeypatch, f"joint.backbone_loss={kind}")
-    batch, model = some_batch(made), made.both
+    batch, model = some_batch(made), made.joint_model
     for parameter in adapter_of(made):  # an adapter that does something
         torch.nn.init.normal_(parameter, std=0.1)
     got, _ = model(batch, torch.Generator().manual_seed(0))
@@ -165,11 +167,11 @@ def test_the_drafters_gradient_reaches_the_target(
 ) -> None:
     """Every layer that the drafter reads through, and no other."""
     made = trainer(path.with_stem(drafter), tmp_path, monkeypatch, "joint.backbone_weight=0.0")
-    loss, _ = made.both(some_batch(made), torch.Generator().manual_seed(0))
+    loss, _ = made.joint_model(some_batch(made), torch.Generator().manual_seed(0))
     loss.backward()
     reached = {
         int(name.split("layers.")[1][0])
-        for name, p in made.both.target.named_parameters()
+        for name, p in made.joint_model.target.named_parameters()
         if p.grad is not None and p.grad.any()
     }
     assert reached == ({0, 1, 2} if drafter == "skip_layer" else {0, 1, 2, 3})
@@ -183,10 +185,12 @@ def test_dropout_is_for_training_alone(
     for parameter in adapter_of(made):
         torch.nn.init.normal_(parameter, std=0.1)
     batch = some_batch(made)
-    losses = {made.both(batch, torch.Generator().manual_seed(seed))[0].item() for seed in (0, 0, 1)}
+    losses = {
+        made.joint_model(batch, torch.Generator().manual_seed(seed))[0].item() for seed in (0, 0, 1)
+    }
     assert len(losses) == 3, "the adapter's dropout goes by torch's own generator"
     assert made.validate() == made.validate()
-    assert made.both.training
+    assert made.joint_model.training
 
 
 def test_layer_dropout_skips_deeper_layers_more_often(
@@ -241,7 +245,7 @@ def test_the_drafters_weight_rises_as_a_sine(
     for made.step in range(6):
         made.start_step()
         assert made.drafter.optimizer_step == made.step
-        weights.append(made.both.drafter_weight)
+        weights.append(made.joint_model.drafter_weight)
     assert weights[2] == pytest.approx(0.2 * 0.5**0.5)
     assert weights[5] == pytest.approx(0.2)
     assert weights == sorted(weights)
@@ -251,14 +255,14 @@ def test_an_interrupted_joint_run_ends_as_an_uninterrupted_one(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train.run(path, [], tmp_path / "whole")
-    save = train.Trainer._save
+    save = Trainer.save_checkpoint
 
-    def interrupted(self: train.Trainer) -> None:
+    def interrupted(self: Trainer) -> None:
         save(self)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "_save", interrupted)
+        patch.setattr(Trainer, "save_checkpoint", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train.run(path, [], tmp_path / "part")
     train.run(path, [], tmp_path / "part", resume=True)

@@ -114,6 +114,15 @@ def test_feature_regression_is_averaged_over_the_width() -> None:
     assert half.dtype == torch.float32
 
 
+def test_no_gradient_reaches_the_feature_that_is_regressed() -> None:
+    """In joint training it is the target's: it must not move towards the drafter."""
+    predicted_RD, feature_RD = (torch.randn(R, D, requires_grad=True) for _ in range(2))
+    feature_regression(predicted_RD, feature_RD, torch.ones(R)).backward()
+    assert predicted_RD.grad is not None
+    assert predicted_RD.grad.any()
+    assert feature_RD.grad is None
+
+
 def test_position_weights_decay() -> None:
     assert position_weights(4, 0.5).tolist() == [1.0, 0.5, 0.25, 0.125]
     assert position_weights(3, 1.0).tolist() == [1.0, 1.0, 1.0]

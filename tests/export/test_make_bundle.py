@@ -1,6 +1,6 @@
-"""Building: what is refused and with which words, what a bundle holds, and that none is half-made.
+"""Tests building: what is refused and how, what a bundle holds, and that none is half-made.
 
-Bundles are those of a tiny random target; how they generate is tests/test_contract.py's matter.
+The bundles are those of a tiny random target; tests/test_contract.py tests how they generate.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_export import make_bundle, target
+from spec_export.bundling import options as build_options
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint
 from spec_runtime import bundle as bundles
 from spec_runtime import cli as runtime_cli
@@ -72,7 +74,7 @@ def test_int8_brings_its_probe_and_is_smaller(workshop: Workshop) -> None:
     manifest = bundles.read(small).manifest
     assert manifest.target.precision == "int8"
     assert manifest.graphs["probe"].form == "stateless"
-    for folder, tree in ((small, make_bundle.TREES["int8"]), (large, make_bundle.DEFAULT_TREE)):
+    for folder, tree in ((small, build_options.TREES["int8"]), (large, build_options.DEFAULT_TREE)):
         assert bundles.read(folder).manifest.drafters[0].trees == tree
     sizes = [(folder / "target" / "target.bin").stat().st_size for folder in (small, large)]
     assert sizes[0] < sizes[1] / 2
@@ -82,7 +84,7 @@ def test_without_a_drafter_it_drafts_by_prompt_lookup(
     workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "bundle"
-    assert make_bundle.build(str(workshop.llama()), out=out, max_length=100) == out
+    assert make_bundle.build(BuildOptions(str(workshop.llama()), out=out, max_length=100)) == out
     message = " ".join(capsys.readouterr().err.split())
     assert "no drafter is trained for llama: the bundle drafts by prompt lookup" in message
     manifest = bundles.read(out).manifest
@@ -115,13 +117,13 @@ def test_what_cannot_be_built(
 ) -> None:
     known: dict[str, Any] = {"model": str(workshop.llama()), "out": tmp_path / "new" / "bundle"}
     with pytest.raises(ValueError, match=message) as error:
-        make_bundle.build(**known | options)
+        make_bundle.build(BuildOptions(**known | options))
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def saved_drafter(workshop: Workshop, folder: Path, **changes: Any) -> Path:
-    """The session's drafter saved again with something else in it."""
+    """Saves the session's drafter again, with these fields changed."""
     saved = checkpoint.load_drafter(workshop.drafter(NAME))
     fields = {"name": NAME, "config": saved.config, "draft_token_ids": saved.draft_token_ids}
     fields |= {"state": saved.state, "provenance": saved.provenance}
@@ -148,7 +150,12 @@ def test_a_checkpoint_that_does_not_fit(
     folder = saved_drafter(workshop, tmp_path / "drafter", **changes)
     with pytest.raises(ValueError, match=message):
         make_bundle.build(
-            str(workshop.llama()), drafters, drafter_checkpoints=[folder], out=tmp_path / "bundle"
+            BuildOptions(
+                str(workshop.llama()),
+                drafters,
+                drafter_checkpoints=[folder],
+                out=tmp_path / "bundle",
+            )
         )
     assert not (tmp_path / "bundle").exists()
 
@@ -156,7 +163,9 @@ def test_a_checkpoint_that_does_not_fit(
 def test_several_checkpoints_make_one_bundle(workshop: Workshop, tmp_path: Path) -> None:
     folders = [workshop.drafter(NAME), workshop.drafter("medusa")]
     out = make_bundle.build(
-        str(workshop.llama()), ["medusa"], drafter_checkpoints=folders, out=tmp_path / "bundle"
+        BuildOptions(
+            str(workshop.llama()), ["medusa"], drafter_checkpoints=folders, out=tmp_path / "bundle"
+        )
     )
     infos = bundles.read(out).manifest.drafters
     assert [info.name for info in infos] == [NAME, "medusa"]
@@ -165,7 +174,9 @@ def test_several_checkpoints_make_one_bundle(workshop: Workshop, tmp_path: Path)
         assert info.config["parameters"] == sum(tensor.numel() for tensor in own.values())
     with pytest.raises(ValueError, match="got two checkpoints of 'medusa', expected one of each"):
         make_bundle.build(
-            str(workshop.llama()), drafter_checkpoints=[folders[1]] * 2, out=tmp_path / "other"
+            BuildOptions(
+                str(workshop.llama()), drafter_checkpoints=[folders[1]] * 2, out=tmp_path / "other"
+            )
         )
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
@@ -179,7 +190,9 @@ def test_a_doubtful_drafter_is_built_with_a_loud_warning(
         about = {key: value for key, value in (trained | changes).items() if value is not None}
         folder = saved_drafter(workshop, tmp_path / "drafter", provenance=about)
         out = tmp_path / "bundle"
-        make_bundle.build(str(workshop.llama()), drafter_checkpoints=[folder], out=out)
+        make_bundle.build(
+            BuildOptions(str(workshop.llama()), drafter_checkpoints=[folder], out=out)
+        )
         assert [drafter.name for drafter in bundles.read(out).manifest.drafters] == [NAME]
         lines = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
         assert len(lines) <= 1
@@ -200,7 +213,9 @@ def test_a_drafter_of_a_target_of_another_size(workshop: Workshop, tmp_path: Pat
     other = save_llama(tmp_path / "other")  # half as wide
     with pytest.raises(ValueError, match=r"tensors do not fit: .* expected"):
         make_bundle.build(
-            str(other), drafter_checkpoints=[workshop.drafter(NAME)], out=tmp_path / "bundle"
+            BuildOptions(
+                str(other), drafter_checkpoints=[workshop.drafter(NAME)], out=tmp_path / "bundle"
+            )
         )
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
@@ -209,7 +224,7 @@ def test_a_hub_id_without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match="could not load target some/model") as error:
-        make_bundle.build("some/model", out=tmp_path / "bundle")
+        make_bundle.build(BuildOptions("some/model", out=tmp_path / "bundle"))
     assert "no hub access here? pass a local folder or a GGUF file" in str(error.value)
     assert "\n" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
@@ -244,7 +259,7 @@ def test_models_that_are_none(tmp_path: Path) -> None:
 def test_a_failure_leaves_the_old_bundle_and_nothing_else(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk at the last file; then the same build goes through and replaces it."""
+    """The disk is full at the last file; then the same build succeeds and replaces the bundle."""
     out = tmp_path / "bundle"
     shutil.copytree(workshop.bundle(NAME), out)
     before = contents(out)
@@ -256,10 +271,10 @@ def test_a_failure_leaves_the_old_bundle_and_nothing_else(
     with monkeypatch.context() as patch:
         patch.setattr(bundles, "write_manifest", fail)
         with pytest.raises(OSError, match="No space left"):
-            make_bundle.build(str(workshop.llama()), ["prompt_lookup"], out=out)
+            make_bundle.build(BuildOptions(str(workshop.llama()), ["prompt_lookup"], out=out))
     assert contents(out) == before
     assert list(tmp_path.iterdir()) == [out]
-    make_bundle.build(str(workshop.llama()), ["prompt_lookup"], out=out)
+    make_bundle.build(BuildOptions(str(workshop.llama()), ["prompt_lookup"], out=out))
     assert bundles.read(out).manifest.drafters == ()
     assert list(tmp_path.iterdir()) == [out]
 
@@ -267,7 +282,7 @@ def test_a_failure_leaves_the_old_bundle_and_nothing_else(
 def test_a_folder_of_other_files_is_not_replaced(workshop: Workshop, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="holds other files, expected a bundle or a new folder"):
-        make_bundle.build(str(workshop.llama()), out=tmp_path)
+        make_bundle.build(BuildOptions(str(workshop.llama()), out=tmp_path))
     assert contents(tmp_path) == {"thesis.txt": b"years of work"}
 
 

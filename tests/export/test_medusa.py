@@ -29,7 +29,7 @@ from spec_export.drafters.medusa import Config, Drafter
 from spec_export.graphs.quantize import quantize
 from spec_export.training import recipe
 from spec_runtime import bundle as bundles
-from spec_runtime.backends.ort import OrtBackend
+from spec_runtime.backends.cpu import CpuBackend
 
 TOLERANCE = 1e-4
 D = HEADS * HEAD_DIM
@@ -184,7 +184,7 @@ def test_what_is_saved(backbone: Backbone) -> None:
 # ---- the exported graph ----
 
 
-def check_graph(drafter: Drafter, backend: OrtBackend, tolerance: float) -> None:
+def check_graph(drafter: Drafter, backend: CpuBackend, tolerance: float) -> None:
     batch = make_batch((9,))
     assert batch.feature_BTF is not None
     ids, log_probs = drafter.guesses(batch, len(drafter.draft_token_ids))

@@ -1,4 +1,4 @@
-"""int8 and int4 weights: error bounds, exactness where the format allows it, independent rows.
+"""Tests int8 and int4 weights: error bounds, exactness where possible, rows that stay independent.
 
 Tolerance where both sides have the same integers: 2e-6 of the largest value (float32 scales
 multiplied in another order).
@@ -17,8 +17,9 @@ import pytest
 from graphs import Runner
 from test_decoder import backbone_of, chain, random_tokens, tiny
 
+from spec_export.graphs.edit import MS
 from spec_export.graphs.quantize import BLOCK, quantize, saturation_probe
-from spec_export.graphs.slots import MS, to_slots
+from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import export_backbone
 
 K, N, V = 64, 96, 100
@@ -32,7 +33,7 @@ TABLE_VK = rng.normal(size=(V, K)).astype(np.float32)
 def small_graph(
     weight: np.ndarray = WEIGHT_KN, head: np.ndarray = HEAD_VK, table: np.ndarray = TABLE_VK
 ) -> ir.Model:
-    """y [1,N,·] = x · weight, logits = flat · headᵀ, row = table[ids], as in the slots form."""
+    """Makes y [1,N,·] = x · weight, logits = flat · headᵀ, row = table[ids], as the slots form."""
 
     def value(name: str, dtype: ir.DataType, *shape: int | str) -> ir.Value:
         return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
@@ -66,7 +67,7 @@ def small_graph(
 
 
 class Small:
-    """A quantised `small_graph`, ready to run."""
+    """Quantises and runs a `small_graph`."""
 
     def __init__(self, model: ir.Model) -> None:
         options = ort.SessionOptions()
@@ -77,7 +78,7 @@ class Small:
         self.K, self.D = (self.session.get_inputs()[i].shape[-1] for i in range(2))
 
     def products(self, x_NK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """y [N, ·] and logits [N, V]."""
+        """Returns y [N, ·] and logits [N, V]."""
         feeds = {"x": x_NK[None], "flat": x_NK, "ids": np.zeros((1, 1), np.int64)}
         y, logits = self.session.run(["y", "logits"], feeds)
         return y[0], logits
@@ -103,7 +104,7 @@ def close(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> None:
 
 
 def int8_reference(x_NK: np.ndarray, weight_KN: np.ndarray, largest: int = 127) -> np.ndarray:
-    """The docstring's arithmetic with exact integers."""
+    """Computes what quantize.py's docstring says, with exact integers."""
     x_scale = np.abs(x_NK).max(1, keepdims=True) / 127
     w_scale = np.abs(weight_KN).max(0) / largest
     x_q, w_q = np.rint(x_NK / x_scale), np.rint(weight_KN / w_scale)
@@ -141,7 +142,7 @@ def test_a_products_bias_is_kept(precision: str) -> None:
 
 
 def test_int8_rows_do_not_depend_on_each_other() -> None:
-    """Bitwise: alone, among seven others, and among others thirty times as large."""
+    """A row is bitwise the same alone, among seven others, and among far larger ones."""
     small = Small(quantize(small_graph(), "int8"))
     x_NK = rng.normal(size=(8, K)).astype(np.float32)
     alone = [small.products(row[None]) for row in x_NK]
@@ -176,7 +177,7 @@ def test_the_probe_is_a_product_with_zero_point_128() -> None:
 
 
 def read_weights(small: Small) -> tuple[np.ndarray, np.ndarray]:
-    """The weights the graph holds. A row 127·e_k is exact in accuracy level 4's int8 blocks."""
+    """Returns the graph's weights; a row 127·e_k is exact in accuracy level 4's int8 blocks."""
     y, logits = small.products(127 * np.eye(K, dtype=np.float32))
     return y / 127, logits / 127
 
@@ -197,7 +198,7 @@ def test_int4_weights_are_within_half_a_step() -> None:
 
 
 def test_int4_is_exact_on_the_grid_of_q4_1() -> None:
-    """w = d·q + m, q from 0 to 15, as a GGUF file's Q4_1 has it; the head on Q8_0's, d·q."""
+    """Weights are w = d·q + m, q from 0 to 15, as in GGUF's Q4_1; the head has Q8_0's d·q."""
     shape = (K // BLOCK, 1, N)
     d, m = rng.uniform(0.01, 0.2, shape), rng.normal(size=shape)
     q = rng.integers(0, 16, (K // BLOCK, BLOCK, N))
@@ -214,7 +215,7 @@ def test_int4_is_exact_on_the_grid_of_q4_1() -> None:
 
 
 def test_int4_products_differ_by_the_rounding_of_x_only() -> None:
-    """On grid weights: accuracy level 4 rounds x to int8 blocks, half of max|x| / 127 each."""
+    """Accuracy level 4 rounds x to int8 blocks, by half of max|x| / 127; weights are exact."""
     q = rng.integers(0, 16, (K // BLOCK, BLOCK, N))
     q[:, 0], q[:, 1] = 0, 15
     d, m = 0.125, -1.0
@@ -227,7 +228,7 @@ def test_int4_products_differ_by_the_rounding_of_x_only() -> None:
 
 
 def test_int4_rows_do_not_depend_on_each_other() -> None:
-    """Float accumulation may take another order for one row than for eight: 2e-6 relative."""
+    """The order of float sums may differ between one row and eight, hence 2e-6 relative."""
     small = Small(quantize(small_graph(), "int4"))
     x_NK = rng.normal(size=(8, K)).astype(np.float32)
     x_NK[5] *= 30
@@ -284,7 +285,7 @@ LAYERS = 2
 
 @pytest.fixture(scope="module")
 def slots_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied Qwen3 in float32: every kind of product, one table for both ends."""
+    """Saves a tied Qwen3 in float32, which has every kind of product, and one table."""
     hf_model = tiny("qwen3", num_hidden_layers=LAYERS, vocab_size=V, tie_word_embeddings=True)
     runner_folder = tmp_path_factory.mktemp("target")
     model = to_slots(export_backbone(backbone_of(hf_model)))

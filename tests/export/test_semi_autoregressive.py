@@ -13,6 +13,7 @@ from test_decoder import backbone_of, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spec_export import target
 from spec_export.decoder import Backbone
 from spec_export.drafters import semi_autoregressive
 from spec_export.drafters.layers import DecoderLayer
@@ -113,6 +114,17 @@ def test_the_graphs_guess_as_the_module_does(
     vocabulary = None if options == {} else TRIMMED
     drafter = make_drafter(backbone, vocabulary, **({"top_k": 5} | options))
     check_graphs(drafter, backbone, tmp_path)
+
+
+def test_an_untrained_layer_passes_its_input_on(backbone: Backbone) -> None:
+    """At every level, whatever the keys and values of the path before it."""
+    torch.manual_seed(3)
+    config = Config(kind="transformer", layers=2, num_guesses=3, head_width=SMALL)
+    h_q = Drafter(config, target.ends(backbone)).h_q
+    x, state = torch.randn(4, D), torch.randn(4, h_q.state_width)
+    for level in range(3):
+        y, state = h_q(x, state, torch.tensor([level]))
+        assert torch.equal(y, x)
 
 
 def test_what_the_proposer_is_told(backbone: Backbone) -> None:

@@ -16,13 +16,15 @@ import onnx  # noqa: E402
 from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import make_bundle, target  # noqa: E402
+from spec_export import target  # noqa: E402
+from spec_export.bundling.drafters import load_module  # noqa: E402
 from spec_export.decoder import Backbone  # noqa: E402
 from spec_export.drafters.layers import Batch  # noqa: E402
 from spec_export.drafters.skip_layer import Config, Drafter  # noqa: E402
 from spec_export.training import checkpoint  # noqa: E402
 from spec_runtime import bundle as bundles  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
+from spec_runtime.mapping import from_mapping, to_json  # noqa: E402
 from spec_runtime.trees.grow import TreeBuilder  # noqa: E402
 
 NAME = "skip_layer"
@@ -192,7 +194,7 @@ def test_every_level_guesses_as_pytorch_does(
     prompt = engine.encode("say abc, 3")
     text = prompt + engine.generate(prompt, max_new_tokens=24, ignore_eos=True).token_ids
     saved = checkpoint.load_drafter(workshop.drafter(NAME))
-    module = make_bundle._module(saved, Backbone.from_transformers(llama))
+    module = load_module(saved, Backbone.from_transformers(llama))
     depths = []
     for length, path, ids, values in seen[::5]:
         with torch.no_grad():
@@ -209,9 +211,9 @@ def test_every_level_guesses_as_pytorch_does(
 def test_its_rows_are_the_targets_rows(engine: Engine) -> None:
     lender: Any = engine.target.lend()[0]
     own: Any = engine.proposer._backend  # type: ignore[attr-defined]
-    assert set(own._caches) == {"kv.0.k", "kv.0.v"} < set(lender._caches)
-    for name, cache in own._caches.items():
-        assert cache.data_ptr() == lender._caches[name].data_ptr()
+    assert set(own.buffers) == {"kv.0.k", "kv.0.v"} < set(lender.buffers)
+    for name, cache in own.buffers.items():
+        assert cache.data_ptr() == lender.buffers[name].data_ptr()
     engine.generate("ab", max_new_tokens=10, ignore_eos=True)
     assert own.capacity == lender.capacity
 
@@ -234,8 +236,8 @@ def test_its_graph_points_into_the_targets_file(workshop: Workshop, precision: s
 
 def test_the_contiguous_form_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     out = Path(shutil.copytree(workshop.bundle(NAME), tmp_path / "bundle"))
-    manifest = bundles.to_json(bundles.read(out).manifest)
+    manifest = to_json(bundles.read(out).manifest)
     manifest["drafters"][0]["graphs"]["drafter"]["form"] = "contiguous"
-    bundles.write_manifest(out, bundles.from_json(bundles.Manifest, manifest))
+    bundles.write_manifest(out, from_mapping(bundles.Manifest, manifest, "manifest"))
     with pytest.raises(bundles.BundleError, match="got a graph of the contiguous form, expected"):
         spec_runtime.load(out, NAME, threads=1)

@@ -1,4 +1,4 @@
-"""smooth: the backbone computes what it did with smaller outliers, and nothing shared moves.
+"""Tests smooth: the backbone computes the same with smaller outliers, and shared weights stay.
 
 Tolerance: 1e-5 of the largest value; float32 with other roundings, measures about 1e-6.
 """
@@ -10,7 +10,7 @@ import torch
 from test_decoder import Decoder, backbone_of, chain, random_tokens, tiny
 
 from spec_export.decoder import FAMILIES, Layer
-from spec_export.graphs.smooth import _largest_inputs, smooth
+from spec_export.graphs.smooth import largest_inputs, smooth
 
 OPTIONS = {"llama": {"mlp_bias": True, "attention_bias": True}}
 
@@ -41,10 +41,10 @@ def test_an_outlier_channel_shrinks() -> None:
     sequences = [random_tokens(12, seed=seed) for seed in range(3)]
 
     def spread() -> float:
-        """Largest channel over the typical one, at the second layer's QKV."""
+        """Returns the largest channel over the typical one, at the second layer's QKV."""
         layer = backbone.layers[1]
         assert isinstance(layer, Layer)
-        largest_K = _largest_inputs(backbone, sequences)[layer.attention.qkv]
+        largest_K = largest_inputs(backbone, sequences)[layer.attention.qkv]
         return float(largest_K.max() / largest_K.median())
 
     before = spread()

@@ -18,9 +18,10 @@ import torch
 from tiny_target import save_llama
 
 from spec_export import target
-from spec_export.training import checkpoint, features
+from spec_export.training import batches, checkpoint, features, validate
 from spec_export.training import run as train
 from spec_export.training.data import Example
+from spec_export.training.trainer import Trainer
 from spec_runtime.trees.budget import Budget
 
 NUM_ROWS = 14
@@ -147,7 +148,7 @@ def test_training_ends_when_its_time_is_over(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares = iter([0.0, 0.3, 1.1])
-    monkeypatch.setattr(train.Trainer, "_time_share", lambda trainer, started: next(shares))
+    monkeypatch.setattr(Trainer, "time_share", lambda trainer, started: next(shares))
     train.run(recipe, ["train.max_minutes=1", "train.log_every=1"], tmp_path)
     assert [int(row["step"]) for row in curve(tmp_path) if row["loss"]] == [1, 2, 3]
     assert checkpoint.load_drafter(tmp_path / "drafter").provenance["steps"] == 3
@@ -167,16 +168,16 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Stopped at step 2 or 6 (in the middle of a line of the curve), bit for bit."""
-    save, saved = train.Trainer._save, []
+    save, saved = Trainer.save_checkpoint, []
 
-    def interrupted(trainer: train.Trainer) -> None:
+    def interrupted(trainer: Trainer) -> None:
         save(trainer)
         saved.append(trainer.step)
         if len(saved) == num_saves:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "_save", interrupted)
+        patch.setattr(Trainer, "save_checkpoint", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train.run(recipe, out=tmp_path / "run", cache=finished / "features")
     assert saved[-1] == 2 * num_saves
@@ -217,9 +218,9 @@ def test_bad_recipes_write_nothing(
 
 def test_the_share_of_padding() -> None:
     """Lengths 2 4 4 1: two to four, one alone, one to two of its own length."""
-    batches = [np.array([0, 1]), np.array([3]), np.array([2, 2])]
-    assert train.padding_share(np.array([2, 4, 4, 1]), batches) == pytest.approx(2 / 17)
-    assert train.padding_share(np.array([2, 4, 4, 1]), batches[1:]) == 0
+    groups = [np.array([0, 1]), np.array([3]), np.array([2, 2])]
+    assert batches.padding_share(np.array([2, 4, 4, 1]), groups) == pytest.approx(2 / 17)
+    assert batches.padding_share(np.array([2, 4, 4, 1]), groups[1:]) == 0
 
 
 def test_training_says_how_much_is_padding(
@@ -228,7 +229,7 @@ def test_training_says_how_much_is_padding(
     """One line, of the batches that it trains on."""
     lines: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "_print", lambda trainer, line: lines.append(line))
+        patch.setattr(Trainer, "print_line", lambda trainer, line: lines.append(line))
         train.run(recipe, ["train.max_steps=1"], tmp_path, cache=finished / "features")
     held_out = features.FeatureCache(finished / "features").length_N
     said = [line for line in lines if "padding" in line]
@@ -269,34 +270,34 @@ def guesses(right: dict[int, list[bool]], num_guesses: int = 3) -> tuple[np.ndar
 )
 def test_simulated_drafting(right: dict[int, list[bool]], steps: int) -> None:
     ids, log_probs = guesses(right)
-    assert train.simulate(TOKENS, ANSWER, ids, log_probs, Budget(8)) == (3, steps)
+    assert validate.simulate(TOKENS, ANSWER, ids, log_probs, Budget(8)) == (3, steps)
 
 
 def test_simulated_drafting_takes_the_second_choice_if_the_budget_has_it() -> None:
     ids, log_probs = guesses({})
     ids[1, 0] = [WRONG, 7]
-    assert train.simulate(TOKENS, ANSWER, ids, log_probs, Budget(8)) == (3, 2)
-    assert train.simulate(TOKENS, ANSWER, ids, log_probs, Budget(2)) == (3, 3)
+    assert validate.simulate(TOKENS, ANSWER, ids, log_probs, Budget(8)) == (3, 2)
+    assert validate.simulate(TOKENS, ANSWER, ids, log_probs, Budget(2)) == (3, 3)
 
 
 def test_an_answer_from_the_first_token_on_is_simulated_from_the_second() -> None:
     ids, log_probs = guesses({})
     everything = np.ones(6, dtype=bool)
-    assert train.simulate(TOKENS, everything, ids, log_probs, Budget(8)) == (4, 4)
+    assert validate.simulate(TOKENS, everything, ids, log_probs, Budget(8)) == (4, 4)
 
 
 def test_guess_accuracy_counts_answer_tokens() -> None:
     """Rows 0 … 3 guess 6 7 8 9; one and two later: 7 8 9 and 8 9."""
     ids, _ = guesses({0: [True, True, True], 1: [True, False], 2: [False, True]})
     ids[3, 0] = [WRONG, 9]
-    hit, hit5, count = train.guess_accuracy(TOKENS, ANSWER, ids)
+    hit, hit5, count = validate.guess_accuracy(TOKENS, ANSWER, ids)
     assert count.tolist() == [4, 3, 2]
     assert hit.tolist() == [2, 2, 1]
     assert hit5.tolist() == [3, 2, 1]
     gap = ANSWER.copy()
     gap[3] = False
-    assert train.guess_accuracy(TOKENS, gap, ids)[2].tolist() == [3, 1, 1]
-    assert train.guess_accuracy(TOKENS[:2], ANSWER[:2], ids[:1])[2].tolist() == [0, 0, 0]
+    assert validate.guess_accuracy(TOKENS, gap, ids)[2].tolist() == [3, 1, 1]
+    assert validate.guess_accuracy(TOKENS[:2], ANSWER[:2], ids[:1])[2].tolist() == [0, 0, 0]
 
 
 # ---- the feature cache ----

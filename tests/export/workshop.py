@@ -1,4 +1,4 @@
-"""Tiny targets, drafters and bundles made the real way, each once for the whole session."""
+"""Makes tiny targets, drafters and bundles the real way, each once for the whole session."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from tiny_target import save_llama
 
 from spec_export import make_bundle
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import run as train
 
 WORDS = ("abc, ", "one two. ", "xyz", "0123 ")
@@ -29,7 +30,7 @@ precision = "fp32"
 [export]
 draft_vocab = 80
 """
-# fields of a drafter whose defaults leave something out
+# Fields of a drafter's config, where the defaults would leave a part of it untested.
 OPTIONS = {
     "parallelspec": 'taps = [1]\nmask_feature = "anchor"',
     "hydra": "prefix_layer = true",
@@ -39,21 +40,21 @@ OPTIONS = {
 
 
 class Workshop:
-    """Everything lies under `folder`; what a method returns is not to be changed."""
+    """Makes everything under `folder`; nothing that a method returns may be changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # not on the methods: a cache there would outlive the folder
+        # These caches are not on the methods, because there they would outlive the folder.
         self.llama = cache(self._llama)
         self.drafter = cache(self._drafter)
         self.bundle = cache(self._bundle)
 
     def _llama(self) -> Path:
-        """Large enough for every product but the last to be quantised."""
+        """Saves a target large enough for every product but the last to be quantised."""
         return save_llama(self.folder / "llama", hidden_size=64, intermediate_size=96)
 
     def _drafter(self, name: str) -> Path:
-        """Trained for two steps, as `spec-export train` does."""
+        """Trains a drafter for two steps, as `spec-export train` does."""
         self.llama()
         rows = [
             [
@@ -71,9 +72,11 @@ class Workshop:
 
     def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
         return make_bundle.build(
-            str(self.llama()),
-            [drafter],
-            [self.drafter(drafter)],
-            precision,
-            out=self.folder / "bundles" / f"{drafter}-{precision}",
+            BuildOptions(
+                str(self.llama()),
+                [drafter],
+                [self.drafter(drafter)],
+                precision,
+                out=self.folder / "bundles" / f"{drafter}-{precision}",
+            )
         )

@@ -1,7 +1,8 @@
-"""Targets that take chains only (attention "chain"): what makes trees chains, what is refused.
+"""Tests targets that take chains only (attention "chain"): trees become chains or are refused.
 
-The graph is a toy that does as GroupQueryAttention without a bias: it takes no mask and no slots,
-writes N rows as the last ones and lets each attend all before it. A tree would go wrong in silence.
+The graph is a toy that works like GroupQueryAttention without a bias: it takes no mask and no
+slots, writes N rows as the last ones and lets each attend all before it. A tree would go wrong in
+silence.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TREE = np.array([0, 0, 0, 1])
 
 
 class ChainToy(ToyTarget):
-    """A toy target that reads `seqlens_k` alone."""
+    """A toy target that reads `seqlens_k` in place of mask and slots."""
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         n, end = feeds["input_ids"].shape[1], int(feeds["seqlens_k"][0]) + 1
@@ -45,7 +46,7 @@ class ChainToy(ToyTarget):
 
 @pytest.fixture(autouse=True)
 def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
-    """The targets opened so far; each drafter drafts for the first."""
+    """Opens toys for graphs; returns the targets opened so far, of which drafters use the first."""
     opened: list[ToyTarget] = []
 
     def open_graph(
@@ -55,7 +56,7 @@ def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
             return ToyDrafter(opened[0], capacity=capacity, num_taps=1)
         kind = ChainToy if graph.attention == "chain" else ToyTarget
         vocab_size = opened_bundle.manifest.target.dims.vocab_size
-        # two successors make loops, which prompt lookup guesses
+        # Two successors make loops, which prompt lookup guesses.
         opened.append(kind(vocab_size=vocab_size, capacity=capacity, peak=9.0, num_successors=2))
         return opened[-1]
 
@@ -64,7 +65,7 @@ def toy_graphs(monkeypatch: pytest.MonkeyPatch) -> list[ToyTarget]:
 
 
 def write(folder: Path, attention: str = "chain", **changes: Any) -> Path:
-    """A bundle whose target's graph has this attention, with a drafter."""
+    """Writes a bundle with a drafter, whose target's graph has this attention."""
     folder.mkdir(exist_ok=True)
     write_bundle(folder, ("parallelspec",), **changes)
     manifest = bundle.read(folder).manifest
@@ -132,7 +133,7 @@ def test_rows_are_kept_from_the_root_on() -> None:
 
 
 def test_the_target_refuses_a_tree_before_it_runs() -> None:
-    """Also the one-row pass of strict decoding, which is a sibling."""
+    """So it does with the one-row pass of strict decoding, which is a sibling."""
     backend = ChainToy(capacity=64)
     cache = open_cache("slots", 64, "chain")
     target = Target(backend, cache, vocab_size=64, max_length=50, strict_gap=NEAR_TIE)
@@ -167,7 +168,7 @@ def test_the_target_refuses_a_tree_before_it_runs() -> None:
 def test_every_drafter_drafts_chains(
     tmp_path: Path, drafter: str, sampling: dict[str, Any]
 ) -> None:
-    """Where acceptance keeps tokens as they are, they are those of plain decoding with masks."""
+    """Tokens are those of plain decoding with masks, unless acceptance changes them."""
     engine = load(write(tmp_path / "chain"), drafter)
     plain = load(write(tmp_path / "bias", "bias"), "none")
     depth = 0
@@ -202,7 +203,7 @@ def test_trees_of_the_bundle_become_chains(tmp_path: Path, trees: dict[str, Any]
 
 
 def test_a_budget_set_later_becomes_a_chain_too(tmp_path: Path) -> None:
-    """As `bench --nodes` does."""
+    """`bench --nodes` sets one so."""
     engine = load(write(tmp_path)).with_budget(Budget(3))
     sizes = {
         step.verified.tree.num_nodes

@@ -1,8 +1,9 @@
-"""Trees as drawings, read back; and `spec-runtime show --tree`."""
+"""Trees as drawings, read back: static ones, one of a real step, and `spec-runtime show --tree`."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from rich.console import Console
 from small import write_small_bundle
@@ -18,7 +20,9 @@ from test_tree_templates import ACCURACY, CALIBRATION
 from spec_runtime import bundle as bundles
 from spec_runtime import cli
 from spec_runtime.trees import drawing
-from spec_runtime.trees.templates import RankPath, cartesian, parse_tree, searched
+from spec_runtime.trees.budget import RankPath
+from spec_runtime.trees.templates import cartesian, parse_tree, searched
+from spec_runtime.trees.tree import TokenTree
 
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 Show = Callable[..., tuple[int, str, str]]
@@ -74,7 +78,7 @@ def test_svg_has_every_node_label_and_edge() -> None:
     assert by_probability[-2:] == ["0  50%  p 0.500", "root"]
 
 
-@pytest.mark.parametrize("paths", [parse_tree("medusa64").paths, cartesian([3, 3, 2]), ((2,),)])
+@pytest.mark.parametrize("paths", [parse_tree("medusa64"), cartesian([3, 3, 2]), ((2,),)])
 def test_no_two_nodes_share_a_place(paths: tuple[RankPath, ...]) -> None:
     place = drawing.layout(paths)
     assert len(set(place.values())) == len(place) == len(paths) + 1
@@ -105,6 +109,87 @@ def test_png_is_a_picture_of_that_size() -> None:
     width, height = (int.from_bytes(content[at : at + 4]) for at in (16, 20))
     expected_width, expected_height = Svg(drawing.svg(PATHS, ACCURACY, "title")).size
     assert (width, height) == pytest.approx((1.5 * expected_width, 1.5 * expected_height), abs=1)
+
+
+# root 5 with children 7 and 8; 9 and 6 below 7; 4 below 8
+TREE = TokenTree(np.array([5, 7, 8, 9, 6, 4]), np.array([0, 0, 0, 1, 1, 2]))
+TEXTS = [" <root>", " a", "b&c", "\n", "a very long text of a token", "語"]
+
+
+class AcceptedSvg:
+    """What a reader sees of one accepted tree: boxes with a text and a kind, and lines by kind."""
+
+    def __init__(self, text: str) -> None:
+        svg = "{http://www.w3.org/2000/svg}"
+        root = ElementTree.fromstring(text)
+        self.size = float(root.attrib["width"]), float(root.attrib["height"])
+        self.has_background = root.find(f"{svg}rect") is not None
+        groups = [g for g in root.iter(f"{svg}g") if g.attrib["class"].startswith("node ")]
+        self.kinds = [g.attrib["class"].split()[1] for g in groups]
+        self.texts = ["".join(t.text or "" for t in g.iter(f"{svg}text")) for g in groups]
+        self.boxes = [
+            tuple(float(g[0].attrib[key]) for key in ("x", "y", "width", "height")) for g in groups
+        ]
+        self.edges = [
+            e.attrib["class"].split()[1]
+            for e in root.iter(f"{svg}path")
+            if e.attrib["class"].startswith("edge")
+        ]
+
+    def overlaps(self) -> list[tuple[int, int]]:
+        return [
+            (i, j)
+            for (i, a), (j, b) in itertools.combinations(enumerate(self.boxes), 2)
+            if a[0] < b[0] + b[2] and b[0] < a[0] + a[2] and a[1] < b[1] + b[3]
+            if b[1] < a[1] + a[3]
+        ]
+
+    def is_inside(self) -> bool:
+        return all(
+            x > 0 and x + width < self.size[0] and y > 0 and y + height < self.size[1]
+            for x, y, width, height in self.boxes
+        )
+
+
+def test_an_accepted_tree_shows_its_path_and_the_bonus() -> None:
+    step = AcceptedSvg(drawing.accepted_tree_svg(TREE, [0, 2], TEXTS, " the", 'a "<title>" & more'))
+    assert step.texts == ["␣<root>", "␣a", "b&c", "↵", "a␣very␣long␣text␣…", "語", "␣the"]
+    assert step.kinds == ["root", "refused", "accepted", "refused", "refused", "refused", "bonus"]
+    assert sorted(step.edges) == ["accepted", "bonus", *["refused"] * 4]
+    assert step.has_background
+    assert not step.overlaps()
+    assert step.is_inside()
+    x, y = ([box[i] for box in step.boxes] for i in (0, 1))
+    # the path goes along the first row: root, node 2, the bonus; the others stand below
+    assert y[0] == y[2] == y[6] == min(y)
+    assert all(y[node] > y[0] for node in (1, 3, 4, 5))
+    assert x[0] < x[1] == x[2] < x[3] == x[4] == x[5] == x[6]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_accepted_trees_of_any_shape_do_not_overlap(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 40))
+    parents = [0, *(int(rng.integers(0, node)) for node in range(1, n))]
+    tree = TokenTree(np.arange(n), np.array(parents))
+    texts = ["x" * int(rng.integers(0, 30)) for _ in range(n)]
+    path = tree.path(int(rng.integers(0, n)))
+    step = AcceptedSvg(drawing.accepted_tree_svg(tree, path, texts, "", "title"))
+    assert len(step.boxes) == n + 1
+    assert not step.overlaps()
+    assert step.is_inside()
+    accepted = [node for node, kind in enumerate(step.kinds) if kind == "accepted"]
+    assert accepted == sorted(path[1:])
+
+
+@pytest.mark.parametrize(
+    ("path", "texts"), [([], TEXTS), ([0, 3], TEXTS), ([1], TEXTS), ([0, 2], TEXTS[:-1])]
+)
+def test_an_accepted_tree_is_refused_without_a_path_or_texts(
+    path: list[int], texts: list[str]
+) -> None:
+    with pytest.raises(ValueError, match="expected a path from the root and one text a node"):
+        drawing.accepted_tree_svg(TREE, path, texts, "", "")
 
 
 @pytest.fixture

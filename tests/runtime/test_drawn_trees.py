@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from spec_runtime.trees.budget import Budget, DrawRule
+from spec_runtime.trees.budget import Budget, Drawn, Grown, Static
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels, merge
 from spec_runtime.trees.tree import TokenTree
 
 IDS, PROBABILITIES = np.array([7, 8, 9]), np.array([0.4, 0.2, 0.1])  # the best of more
 
 
-def rule(*widths: int, temperature: float = 1.0, with_replacement: bool = False) -> DrawRule:
-    return DrawRule(widths, temperature, with_replacement, np.random.default_rng(1))
+def rule(*widths: int, temperature: float = 1.0, with_replacement: bool = False) -> Drawn:
+    return Drawn(widths, temperature, with_replacement, np.random.default_rng(1))
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -83,16 +84,14 @@ def sizes(tree: TokenTree) -> list[int]:
         ((3, 2, 1), Budget(30), [1, 3, 6, 6]),
         ((3, 2, 1), Budget(30, max_depth=2), [1, 3, 6]),
         ((3, 2, 1), Budget(9), [1, 3, 5]),  # as many as there is room for
-        ((3, 2, 1), Budget(30, min_probability=0.9), [1, 3, 6, 6]),  # not asked
-        ((3, 2, 1), Budget(30, paths=((0,),)), [1, 3, 6, 6]),
+        ((3, 2, 1), Budget(30, growth=Grown(0.9)), [1, 3, 6, 6]),  # not asked
+        ((3, 2, 1), Budget(30, growth=Static(((0,),))), [1, 3, 6, 6]),
         ((3,), Budget(1), [1]),
         ((3,), Budget(9, max_depth=0), [1]),
     ],
 )
 def test_shape(widths: tuple[int, ...], budget: Budget, expected: list[int]) -> None:
-    budget = Budget(
-        budget.max_nodes, budget.min_probability, budget.max_depth, budget.paths, draw=rule(*widths)
-    )
+    budget = replace(budget, growth=rule(*widths))
     tree, spy = drawn_tree(budget)
     assert sizes(tree) == expected
     assert len(spy.levels) == len(expected) - 1
@@ -107,13 +106,13 @@ def test_shape(widths: tuple[int, ...], budget: Budget, expected: list[int]) -> 
 
 
 def test_equal_draws_share_a_node_and_stay_in_the_order() -> None:
-    tree, _ = drawn_tree(Budget(99, draw=rule(20, with_replacement=True)))
+    tree, _ = drawn_tree(Budget(99, growth=rule(20, with_replacement=True)))
     assert sizes(tree) == [1, 3]
     assert len(tree.draws[0].order) == 20
 
 
 def test_no_more_nodes_are_run_than_the_drafter_has_room_for() -> None:
-    tree, spy = drawn_tree(Budget(99, draw=rule(3, 3, 3)), max_width=4)
+    tree, spy = drawn_tree(Budget(99, growth=rule(3, 3, 3)), max_width=4)
     assert sizes(tree) == [1, 3, 9, 12]
     assert [len(level) for level in spy.levels] == [1, 3, 4]
     # those run are the first of their level, and get the children
@@ -121,12 +120,12 @@ def test_no_more_nodes_are_run_than_the_drafter_has_room_for() -> None:
 
 
 def test_same_stream_same_tree() -> None:
-    trees = [drawn_tree(Budget(20, draw=rule(2, 2)))[0].token_N.tolist() for _ in range(2)]
+    trees = [drawn_tree(Budget(20, growth=rule(2, 2)))[0].token_N.tolist() for _ in range(2)]
     assert trees[0] == trees[1]
 
 
 def test_drawn_trees_are_not_merged() -> None:
-    tree, _ = drawn_tree(Budget(9, draw=rule(2)))
+    tree, _ = drawn_tree(Budget(9, growth=rule(2)))
     with pytest.raises(AssertionError):
         merge(TokenTree.root(1), tree, 9)
 

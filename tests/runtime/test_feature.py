@@ -17,7 +17,7 @@ from spec_runtime.kv import open_cache
 from spec_runtime.proposers.feature import FeatureProposer
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.step import Step
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Static
 
 
 class Successor:
@@ -84,7 +84,7 @@ def test_siblings_of_different_parents_read_different_features() -> None:
     proposer, graph = make()
     paths = ((0,), (1,), (0, 1), (1, 0), (0, 1, 0), (1, 0, 1))
     proposer.start([50], features_of([0]), 0)
-    tree = proposer.propose(60, Budget(7, paths=paths))
+    tree = proposer.propose(60, Budget(7, growth=Static(paths)))
     assert tree.token_N.tolist() == [60, 61, 62, 63, 63, 64, 65]
     _, _, level = graph.calls
     assert level["input_ids"].tolist() == [[63, 63]]

@@ -16,7 +16,7 @@ from spec_runtime.sampling import Sampler
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, count_step
 from spec_runtime.target import Verified, Wants
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
 SPECULATIVE = [name for name in DRAFTERS if name != "none"]
@@ -55,7 +55,7 @@ def test_output_is_that_of_plain_decoding(form: str, drafter: str, seed: int) ->
             drafter,
             form=form,
             taps=(3, 5) if seed % 2 else (),
-            budget=Budget(2 + seed, min_probability=0.01),
+            budget=Budget(2 + seed, growth=Grown(0.01)),
             **model,
         )
         result = engine.generate(prompt, **options)

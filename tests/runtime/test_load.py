@@ -11,7 +11,7 @@ from toy_backend import FEATURE_WIDTH, ToyDrafter, ToyTarget
 
 import spec_runtime
 from spec_runtime import backends, bundle
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown, Static
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -102,7 +102,7 @@ def test_a_trained_drafter_end_to_end(tmp_path: Path, toy_graphs: list[ToyTarget
     folder = write_bundle(tmp_path, ("parallelspec",))
     engine = spec_runtime.load(folder, threads=1)
     assert engine.drafter == "parallelspec"
-    assert engine.budget == Budget(6, 0.04)
+    assert engine.budget == Budget(6, growth=Grown(0.04))
     result = engine.generate("hello", max_new_tokens=30)
     assert result.stats.accepted_length > 1.5
     others = {name: engine.with_drafter(name) for name in ("none", "prompt_lookup", None)}
@@ -188,13 +188,13 @@ def test_eos_and_bos_reach_the_chat_template(tmp_path: Path) -> None:
 
 def test_trees_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path, ("parallelspec",), trees={"min_probability": 0.5})
-    assert spec_runtime.load(folder).budget == Budget(12, 0.5)
+    assert spec_runtime.load(folder).budget == Budget(12, growth=Grown(0.5))
 
 
 def test_a_bundle_may_bring_a_static_tree(tmp_path: Path) -> None:
     trees = {"paths": [[0], [1], [0, 0]], "min_probability": 0.5}
     engine = spec_runtime.load(write_bundle(tmp_path, ("parallelspec",), trees=trees))
-    assert engine.budget == Budget(4, 0.5, paths=((0,), (1,), (0, 0)))
+    assert engine.budget == Budget(4, growth=Static(((0,), (1,), (0, 0))))
     sizes = [
         step.verified.argmax_N.shape[0]
         for step in engine.steps("hello", max_new_tokens=20)

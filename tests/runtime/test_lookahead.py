@@ -14,7 +14,7 @@ from spec_runtime.proposers.lookahead import NUM_NODES, LookaheadProposer
 from spec_runtime.step import Step
 from spec_runtime.target import Target, Wants
 from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trees.tree import TokenTree, ancestors
 
 WIDE = Budget(100)
 
@@ -51,7 +51,7 @@ def test_the_mask_is_the_papers() -> None:
         1 . . . . . 1 1
     """
     rows = [[mark == "1" for mark in line.split()] for line in expected.split("\n")[1:-1]]
-    assert tree.ancestor_NN.tolist() == rows
+    assert ancestors(tree.parent_N).tolist() == rows
     assert tree.depth_N.tolist() == [0, 1, 2, 1, 2, 3, 1, 2]
 
 

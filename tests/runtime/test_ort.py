@@ -1,4 +1,4 @@
-"""OrtBackend on hand-made graphs: buffers written in place, what is returned, what is refused."""
+"""Tests CpuBackend on hand-made graphs: writing in place, what is returned, what is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 from small import small_manifest
 
 from spec_runtime import backends
-from spec_runtime.backends.ort import OrtBackend
+from spec_runtime.backends import cpu
+from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.backends.cuda import CudaBackend
 from spec_runtime.bundle import Bundle, Graph, TensorSpec
 
 onnx = pytest.importorskip("onnx")
@@ -22,8 +24,11 @@ DH, S = 3, 8  # width and number of cache rows
 
 
 def write_graph(folder: Path) -> Path:
-    """`kv.0.k.out` = the cache with `rows` f32[N, 3] written at `slots` of its one head; `doubled`
-    = 2 · rows; `total` = the sum over the cache's slots, which needs the written cache."""
+    """Writes a graph with three outputs and returns its path.
+
+    `kv.0.k.out` is the cache with `rows` f32[N, 3] written at `slots` of its one head, `doubled` is
+    2 · rows, and `total` the sum over the cache's slots, which needs the written cache.
+    """
     h = onnx.helper
     f32, i64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
     two = onnx.numpy_helper.from_array(np.array(2, np.float32), "two")
@@ -76,8 +81,8 @@ GRAPH = Graph(
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> OrtBackend:
-    return OrtBackend(write_graph(tmp_path), GRAPH, S, threads=1)
+def backend(tmp_path: Path) -> CpuBackend:
+    return CpuBackend(write_graph(tmp_path), GRAPH, S, threads=1)
 
 
 def feeds(*slots: int, value: float = 1.0) -> dict[str, np.ndarray]:
@@ -85,23 +90,23 @@ def feeds(*slots: int, value: float = 1.0) -> dict[str, np.ndarray]:
     return {"slots": np.array(slots, np.int64), "rows": rows}
 
 
-def cache_rows(backend: OrtBackend) -> list[float]:
-    return [float(row[0]) for row in backend._caches["kv.0.k"].numpy()[0, 0]]
+def cache_rows(backend: CpuBackend) -> list[float]:
+    return [float(row[0]) for row in backend.buffers["kv.0.k"].numpy()[0, 0]]
 
 
-def test_the_cache_starts_at_zero_and_is_written_in_place(backend: OrtBackend) -> None:
+def test_the_cache_starts_at_zero_and_is_written_in_place(backend: CpuBackend) -> None:
     assert (backend.form, backend.capacity) == ("slots", S)
     assert cache_rows(backend) == [0.0] * S
-    address = backend._caches["kv.0.k"].data_ptr()
+    address = backend.buffers["kv.0.k"].data_ptr()
     backend.run(feeds(1, 4), ["total"])
     backend.run(feeds(2, value=5.0), [])  # nothing wanted: written all the same
     backend.run(feeds(4, value=7.0), ["doubled"])
     assert cache_rows(backend) == [0, 1, 5, 0, 7, 0, 0, 0]
-    assert backend._caches["kv.0.k"].data_ptr() == address
+    assert backend.buffers["kv.0.k"].data_ptr() == address
     assert backend.run(feeds(0, value=0.0), ["total"])["total"] == 3 * (1 + 5 + 7)
 
 
-def test_only_wanted_outputs_come_back(backend: OrtBackend) -> None:
+def test_only_wanted_outputs_come_back(backend: CpuBackend) -> None:
     assert set(backend.run(feeds(0), ["doubled"])) == {"doubled"}
     assert set(backend.run(feeds(0), [])) == set()
     both = backend.run(feeds(0, 3, value=2.0), ["total", "doubled"])
@@ -110,7 +115,7 @@ def test_only_wanted_outputs_come_back(backend: OrtBackend) -> None:
     assert (both["doubled"] == 4).all()
 
 
-def test_output_buffers_are_used_again(backend: OrtBackend) -> None:
+def test_output_buffers_are_used_again(backend: CpuBackend) -> None:
     """They grow to the largest shape asked for; a result is valid until the next run."""
     large = backend.run(feeds(0, 1, 2), ["doubled"])["doubled"]
     small = backend.run(feeds(0, value=3.0), ["doubled"])["doubled"]
@@ -121,15 +126,15 @@ def test_output_buffers_are_used_again(backend: OrtBackend) -> None:
     assert (larger == 8).all()
 
 
-def test_inputs_need_not_be_contiguous(backend: OrtBackend) -> None:
+def test_inputs_need_not_be_contiguous(backend: CpuBackend) -> None:
     wide = np.arange(12, dtype=np.float32).reshape(2, 6)
     given = {"slots": np.array([5, 9, 6, 9])[::2], "rows": wide[:, ::2]}
     assert backend.run(given, ["doubled"])["doubled"].tolist() == [[0, 4, 8], [12, 16, 20]]
     assert cache_rows(backend)[5:7] == [0, 6]
 
 
-def test_two_backends_have_their_own_caches(tmp_path: Path, backend: OrtBackend) -> None:
-    other = OrtBackend(tmp_path / "small.onnx", GRAPH, 4, threads=1)
+def test_two_backends_have_their_own_caches(tmp_path: Path, backend: CpuBackend) -> None:
+    other = CpuBackend(tmp_path / "small.onnx", GRAPH, 4, threads=1)
     other.run(feeds(3), [])
     assert cache_rows(other) == [0, 0, 0, 1]
     assert cache_rows(backend) == [0] * S
@@ -144,7 +149,7 @@ def test_another_signature_is_refused(tmp_path: Path, kind: str, message: str) -
     changed: dict[str, Any] = {kind: (*specs, TensorSpec("more", "float32", ("N",)))}
     wrong = dataclasses.replace(GRAPH, **changed)
     with pytest.raises(ValueError, match=message) as error:
-        OrtBackend(write_graph(tmp_path), wrong, S)
+        CpuBackend(write_graph(tmp_path), wrong, S)
     assert "build the bundle again" in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -153,7 +158,7 @@ def test_a_file_that_is_no_graph_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "small.onnx"
     path.write_bytes(b"not a graph\n" * 9)
     with pytest.raises(ValueError, match=r"ONNX Runtime .* cannot load small\.onnx") as error:
-        OrtBackend(path, GRAPH, S)
+        CpuBackend(path, GRAPH, S)
     assert "\n" not in str(error.value)
 
 
@@ -169,7 +174,7 @@ class Saturating:
 
 def test_a_cpu_whose_int8_products_saturate_is_refused() -> None:
     with pytest.raises(ValueError, match=r"this CPU's int8 products saturate .*--reduce-range"):
-        backends._require_exact_int8(Saturating())
+        cpu.require_exact_int8(Saturating())
 
 
 # ---- CUDA, where there is none ----
@@ -180,13 +185,13 @@ def test_cuda_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     path, available = write_graph(tmp_path), ort.get_available_providers()
     if "CUDAExecutionProvider" not in available:
         with pytest.raises(ValueError, match=r"no CUDAExecutionProvider: put onnxruntime-gpu in"):
-            OrtBackend(path, GRAPH, S, device="cuda")
+            CudaBackend(path, GRAPH, S)
         # as onnxruntime-gpu does on a machine without a GPU, the session falls back on the CPU
         monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     elif Path("/dev/nvidia0").exists():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match=r"found no usable NVIDIA GPU: check the driver") as error:
-        OrtBackend(path, GRAPH, S, device="cuda")
+        CudaBackend(path, GRAPH, S)
     assert "\n" not in str(error.value)
 
 

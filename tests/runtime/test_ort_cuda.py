@@ -1,6 +1,7 @@
-"""ONNX Runtime's CUDA backend without a GPU: the order of its calls against tests/fake_ort_cuda.py,
-which computes on the CPU and refuses what must not happen; bundles built for CUDA, really run on
-the CPU.
+"""Tests ONNX Runtime's CUDA backend without a GPU.
+
+Its calls go to tests/fake_ort_cuda.py, which computes on the CPU and refuses what must not happen.
+Bundles built for CUDA really run on the CPU.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_runtime import bundle as bundles
-from spec_runtime.backends import Runtime, open_graph, ort, pad_rows
-from spec_runtime.backends.cuda import Copies
-from spec_runtime.backends.ort import OrtBackend
+from spec_runtime.backends import Runtime, cuda, device_runs, open_graph, pad_rows, session, shapes
+from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.backends.packed_feeds import ALIGNMENT, PackedFeeds
+from spec_runtime.backends.session import OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
 from spec_runtime.proposers.wrapper import ProposerWrapper
@@ -42,21 +45,24 @@ PROMPTS = ("say abc, 3", "one two. one two. one")
 BUILDS = {"fp16": "slots", "fp32": "contiguous"}
 OPTIONS: Any = {"max_new_tokens": 40, "ignore_eos": True}
 SAMPLINGS: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5}, {"repetition_penalty": 1.3}, {})
-EAGER_RUNS = ort.RUNS_BEFORE_CAPTURE + 1  # of a shape, before its graph is replayed
+EAGER_RUNS = device_runs.RUNS_BEFORE_CAPTURE + 1  # of a shape, before its graph is replayed
 
 
 @pytest.fixture(scope="module")
 def folders(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A bundle for CUDA of each precision."""
+    """Builds a bundle for CUDA in each precision."""
     from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
 
     return {
         precision: make_bundle.build(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            precision=precision,
-            device="cuda",
-            out=tmp_path_factory.mktemp("cuda") / precision,
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+                precision=precision,
+                device="cuda",
+                out=tmp_path_factory.mktemp("cuda") / precision,
+            )
         )
         for precision in BUILDS
     }
@@ -69,14 +75,13 @@ both = pytest.mark.parametrize("device", ["stream", "no stream"], indirect=True)
 def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[fake.Device]:
-    """What every backend opened runs on: with CUDA's Python bindings, and without."""
+    """Replaces ONNX Runtime; "stream" is with CUDA's Python bindings, "no stream" without."""
     module, device = fake.module()
-    monkeypatch.setattr(ort, "ort", module)
+    monkeypatch.setattr(session, "ort", module)
     if getattr(request, "param", "stream") == "stream":
-        copies = partial(fake.stream_copies, device)
-        monkeypatch.setattr(
-            ort, "open_copies", lambda kind: copies() if kind == "cuda" else Copies()
-        )
+        monkeypatch.setattr(cuda, "open_copies", partial(fake.stream_copies, device))
+    else:
+        monkeypatch.setattr(cuda, "open_copies", Copies)
     yield device
     gc.collect()
     assert not device.blocks, "device memory is left"
@@ -90,7 +95,7 @@ def load(folder: Path, backend: str = "cuda", **options: Any) -> spec_runtime.En
 
 def on_cpu(folder: Path, **options: Any) -> spec_runtime.Engine:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ort, "ort", onnxruntime)
+        patch.setattr(session, "ort", onnxruntime)
         return load(folder, "onnxruntime", **options)
 
 
@@ -124,8 +129,8 @@ def test_it_generates_what_the_cpu_generates(
     name: str,
     how: str,
 ) -> None:
-    """The same graphs under both, so the same tokens, steps and accepted drafts."""
-    monkeypatch.setattr(ort, "MIN_MASK", 16)  # so that the width of masks changes on the way
+    """Both run the same graphs, so tokens, steps and accepted drafts are the same."""
+    monkeypatch.setattr(shapes, "MIN_MASK", 16)  # so that the width of masks changes on the way
     expected = on_cpu(folders[precision], drafter=name)
     engine = load(folders[precision], how, drafter=name)
     for prompt, sampling in zip(PROMPTS * 2, SAMPLINGS, strict=True):
@@ -157,7 +162,7 @@ def test_a_bundle_for_cuda_runs_on_the_cpu(
 def test_near_ties_are_redone_on_the_device(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the graph found: strict looks at the rows."""
+    """Strict decoding looks at the rows, whatever the graph found."""
     monkeypatch.setitem(STRICT_GAPS, "fp32", 0.05)
     expected = on_cpu(folders["fp32"], drafter="parallelspec", strict=True)
     engine = load(folders["fp32"], drafter="parallelspec", strict=True)
@@ -197,7 +202,7 @@ def test_all_feeds_of_a_run_go_to_the_device_in_one_piece(
 def test_the_host_waits_only_for_what_it_reads(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
-    """And is done with memory before it is written again."""
+    """It also waits before it writes memory again that is still being read."""
     rng = np.random.default_rng(3)
     chunks = [rng.integers(2, 90, 4).tolist() for _ in range(2 * EAGER_RUNS)]
     logits = []
@@ -208,7 +213,7 @@ def test_the_host_waits_only_for_what_it_reads(
             backend.run(step(cache, tokens, [0, 0, 1, 2]), [])
             cache.commit(range(4))
             if how == "cuda_eager":
-                backend._copies.settle()
+                backend.copies.settle()
         # before feeds are written again that may still be on their way, and to capture
         assert device.num_waits - before[0] >= len(chunks) - 1
         logits.append(backend.run(step(cache, [7], [0]), ["logits"])["logits"].copy())
@@ -242,13 +247,16 @@ def test_draws_mostly_fetch_the_largest_logits(
     tmp_path: Path,
     num_top: int,
 ) -> None:
-    """And whole rows where those do not settle it; the tokens are those of whole rows."""
+    """Where those do not settle a draw, the whole row is fetched; tokens are the same."""
     from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
 
     add_top = partial(make_bundle.add_top, most=num_top)
     monkeypatch.setattr(make_bundle, "add_top", add_top)
     folder = make_bundle.build(
-        str(workshop.llama()), precision="fp16", device="cuda", out=tmp_path / "bundle"
+        BuildOptions(
+            str(workshop.llama()), precision="fp16", device="cuda", out=tmp_path / "bundle"
+        )
     )
     engine, expected = load(folder, drafter="none"), on_cpu(folder, drafter="none")
     num_rows = num_tokens = 0
@@ -272,7 +280,7 @@ def test_a_verified_tree_is_read_row_by_row(folders: dict[str, Path], device: fa
     for how in ("onnxruntime", "cuda"):
         with pytest.MonkeyPatch.context() as patch:
             if how == "onnxruntime":
-                patch.setattr(ort, "ort", onnxruntime)
+                patch.setattr(session, "ort", onnxruntime)
             backend, cache = open_target(folders["fp16"], how)
         target = Target(backend, cache, vocab_size=info.dims.vocab_size, max_length=info.max_length)
         target.prefill([2, 3, 4])
@@ -294,7 +302,7 @@ def test_a_verified_tree_is_read_row_by_row(folders: dict[str, Path], device: fa
 def test_a_bundle_not_built_for_cuda_has_its_logits_read(
     workshop: Workshop, device: fake.Device
 ) -> None:
-    """fp16 without a drafter in float32: it runs, and fetches rows."""
+    """A bundle in fp16, without a drafter in float32, runs and fetches rows."""
     folder = workshop.bundle("parallelspec", "fp16")
     expected = on_cpu(folder, drafter="none").generate(PROMPTS[1], **OPTIONS)
     engine = load(folder, drafter="none")
@@ -312,14 +320,14 @@ def test_logits_that_are_not_finite_are_an_error(
     engine = load(folders["fp16"], drafter="none")
     backend: Any = engine.target.lend()[0]
     engine.generate(PROMPTS[0], max_new_tokens=2)
-    cache = backend._caches["kv.0.v"]
+    cache = backend.buffers["kv.0.v"]
     cache.update_inplace(np.full(cache.shape(), np.nan, np.float16))
     with pytest.raises(FloatingPointError, match="logits are not finite at position"):
         engine.generate(PROMPTS[0] + "x", max_new_tokens=8)
 
 
 class Watched(ProposerWrapper):
-    """Keeps tokens and parents of each tree."""
+    """A proposer that keeps tokens and parents of each tree."""
 
     def __init__(self, proposer: Any) -> None:
         super().__init__(proposer)
@@ -337,17 +345,20 @@ def keep_nothing(model: Any, *rest: Any, **named: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def without_banks(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle for CUDA whose features and states go by the host."""
+    """Builds a bundle for CUDA whose features and states go by the host."""
     from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("keep_target", "keep_drafter"):
             patch.setattr(make_bundle, name, keep_nothing)
         return make_bundle.build(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            device="cuda",
-            out=tmp_path_factory.mktemp("cuda") / "without",
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+                device="cuda",
+                out=tmp_path_factory.mktemp("cuda") / "without",
+            )
         )
 
 
@@ -359,9 +370,9 @@ def test_features_and_states_stay_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
     name: str,
 ) -> None:
-    """And what is guessed with them is what is guessed by way of the host, over several requests
-    of which the second goes on from the first."""
-    real, fetched = ort._DeviceRuns.run, set()
+    """Guesses are those made by way of the host, over several requests of which each goes on from
+    the one before."""
+    real, fetched = device_runs.DeviceRuns.run, set()
 
     def run(self: Any, feeds: Any, outputs: Any, kept: Any) -> Any:
         fetched.update(outputs)
@@ -373,7 +384,7 @@ def test_features_and_states_stay_on_the_device(
     assert by_host.proposer.wants_features
     assert not banked.proposer.wants_features
     expected, engine = by_host.observed(Watched), banked.observed(Watched)
-    monkeypatch.setattr(ort._DeviceRuns, "run", run)
+    monkeypatch.setattr(device_runs.DeviceRuns, "run", run)
     prompt = PROMPTS[0]
     for _ in range(3):
         right, result = (each.generate(prompt, **OPTIONS) for each in (expected, engine))
@@ -399,7 +410,7 @@ def test_a_shape_that_comes_again_is_captured_then_replayed(
         backend.run(step(cache, tokens, [0] * len(tokens)), ["logits"])
         cache.commit([0])
         counts.append((device.num_eager, device.num_captured, device.num_replayed))
-    assert ort.RUNS_BEFORE_CAPTURE == 1
+    assert device_runs.RUNS_BEFORE_CAPTURE == 1
     assert counts == [
         *[(1, 0, 0), (2, 1, 0), (2, 1, 1), (3, 1, 1)],
         *[(3, 1, 2), (3, 1, 3), (4, 2, 3), (4, 2, 4), (4, 2, 5)],
@@ -411,8 +422,8 @@ def test_a_shape_that_comes_again_is_captured_then_replayed(
 def test_a_capture_leaves_all_rows_as_they_are(
     folders: dict[str, Path], device: fake.Device, precision: str
 ) -> None:
-    """ONNX Runtime runs the graph three times then: rows that were to be moved must not be moved
-    from where others are by now. Nor may a row that fills a tree up to a width be anything new."""
+    """ONNX Runtime runs the graph three times then. Rows that were to be moved must not be moved
+    from where others are by now, and padding rows must not be anything new."""
     captured, eager = open_target(folders[precision]), open_target(folders[precision], "cuda_eager")
     rng = np.random.default_rng(0)
     for _ in range(3 * EAGER_RUNS):
@@ -423,8 +434,8 @@ def test_a_capture_leaves_all_rows_as_they_are(
             logits.append((outputs["logits"], outputs["features"]))
             cache.commit(path)
         assert all(np.array_equal(a, b) for a, b in zip(*logits, strict=True))
-        for name, value in captured[0]._caches.items():
-            rows = eager[0]._caches[name].numpy()
+        for name, value in captured[0].buffers.items():
+            rows = eager[0].buffers[name].numpy()
             n = captured[1].length - len(path) + len(tokens)
             used = np.s_[:, :, :n] if name.startswith("kv.") else np.s_[:n]
             assert np.array_equal(value.numpy()[used], rows[used]), name
@@ -434,7 +445,7 @@ def test_a_capture_leaves_all_rows_as_they_are(
 def test_few_shapes_are_captured_however_wide_the_trees_are(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And so most runs are replays; in the same number of steps."""
+    """So most runs are replays, in the same number of steps."""
     replayed = []
     for widths in (pad_rows.WIDTHS, tuple(range(1, 65))):
         monkeypatch.setattr(pad_rows, "WIDTHS", widths)
@@ -455,8 +466,8 @@ def test_few_shapes_are_captured_however_wide_the_trees_are(
 def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ort, "MAX_CAPTURED_ROWS", 4)
-    monkeypatch.setattr(ort, "MAX_STEPS", 2)
+    monkeypatch.setattr(device_runs, "MAX_CAPTURED_ROWS", 4)
+    monkeypatch.setattr(device_runs, "MAX_SHAPES", 2)
     monkeypatch.setattr(pad_rows, "WIDTHS", (1, 2, 3, 4))
     backend, cache = open_target(folders["fp16"])
     counts = []
@@ -498,23 +509,23 @@ def test_a_session_that_takes_no_graphs_runs_without(
 
 
 def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: fake.Device) -> None:
-    widths = [ort.mask_width(n, 2176) for n in (1, 256, 257, 512, 513, 2048, 2049, 2176)]
+    widths = [shapes.mask_width(n, 2176) for n in (1, 256, 257, 512, 513, 2048, 2049, 2176)]
     assert widths == [256, 256, 512, 512, 1024, 2048, 2176, 2176]
-    assert ort.mask_width(7, 100) == 100
+    assert shapes.mask_width(7, 100) == 100
     backend, cache = open_target(folders["fp16"])
     for length in (200, 55, 1, 1):
         backend.run(step(cache, [5] * length, [max(i - 1, 0) for i in range(length)]), [])
         cache.commit(range(length))
-    backend._copies.settle()
+    backend.copies.settle()
     assert [shapes["mask"][3] for shapes in device.shapes] == [256, 256, 256, 384]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_a_narrow_mask_changes_nothing(workshop: Workshop, precision: str) -> None:
-    """The graph itself, on the CPU: GroupQueryAttention reads fewer rows than the cache has."""
+    """GroupQueryAttention then reads fewer rows than the cache has. Tested on the CPU."""
     opened = bundles.read(workshop.bundle("parallelspec", precision))
     graph = opened.manifest.graphs["target"]
-    wide, narrow = (OrtBackend(opened.path / graph.file, graph, 384, 1) for _ in range(2))
+    wide, narrow = (CpuBackend(opened.path / graph.file, graph, 384, 1) for _ in range(2))
     cache, names = open_cache("slots", 384), ["logits", "features"]
     for n in (20, 4, 9, 30):
         feeds = step(cache, list(range(2, 2 + n)), [max(i // 2 - 1, 0) for i in range(n)])
@@ -550,7 +561,7 @@ def test_the_default_is_for_the_cpu(workshop: Workshop) -> None:
 
 
 def negating(change: Callable[[Any], Any]) -> Any:
-    """A session whose `logits` f32[M, 4] are those fed as `x`, negated, after a change to it."""
+    """Returns a session whose `logits` f32[M, 4] are `x` negated, after `change` to the graph."""
     import onnx_ir as ir
 
     h, f32 = onnx.helper, onnx.TensorProto.FLOAT
@@ -564,7 +575,7 @@ def negating(change: Callable[[Any], Any]) -> Any:
 
 
 def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
-    """And says so where there is none."""
+    """It returns -1 where there is none."""
     from spec_export.graphs.banks import add_argmax
 
     session = negating(add_argmax)
@@ -627,7 +638,7 @@ def test_what_cuda_does_not_run_is_not_built(
 
 
 def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
-    """numpy has no such type; on a device as on the CPU."""
+    """numpy has no such type, so the buffer is made in another way."""
     h = onnx.helper
     cache = h.make_tensor_value_info("kv.0.k", onnx.TensorProto.BFLOAT16, [1, 1, "S", 3])
     out = h.make_tensor_value_info("kv.0.k.out", onnx.TensorProto.BFLOAT16, [1, 1, "S", 3])
@@ -640,22 +651,22 @@ def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "g.onnx")
     specs = [TensorSpec(name, "bfloat16", (1, 1, "S", 3)) for name in ("kv.0.k", "kv.0.k.out")]
     graph = Graph("g.onnx", "slots", (specs[0],), (specs[1],))
-    value = OrtBackend(tmp_path / "g.onnx", graph, 5, 1)._caches["kv.0.k"]
+    value = CpuBackend(tmp_path / "g.onnx", graph, 5, 1).buffers["kv.0.k"]
     assert (value.data_type(), value.shape()) == ("tensor(bfloat16)", [1, 1, 5, 3])
     assert ctypes.string_at(value.data_ptr(), 30) == bytes(30)
 
 
 def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> None:
-    """The real calls by which one row is fetched, on the CPU."""
+    """Makes the real calls that fetch one row, on the CPU."""
     h, f32 = onnx.helper, onnx.TensorProto.FLOAT
     values = [h.make_tensor_value_info(name, f32, ["M", 3]) for name in ("x", "logits")]
     graph = h.make_graph([h.make_node("Neg", ["x"], ["logits"])], "g", values[:1], values[1:])
     model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
     onnx.save(model, tmp_path / "g.onnx")
     x, logits = (TensorSpec(name, "float32", ("M", 3)) for name in ("x", "logits"))
-    backend = OrtBackend(tmp_path / "g.onnx", Graph("g.onnx", "stateless", (x,), (logits,)), 1, 1)
-    runs = ort._DeviceRuns(
-        backend._session, Graph("g.onnx", "stateless", (x,), (logits,)), 1, {}, "cpu", Copies()
+    backend = CpuBackend(tmp_path / "g.onnx", Graph("g.onnx", "stateless", (x,), (logits,)), 1, 1)
+    runs = device_runs.DeviceRuns(
+        backend.session, Graph("g.onnx", "stateless", (x,), (logits,)), 1, {}, Copies(), "cpu"
     )
     array = np.arange(12, dtype=np.float32).reshape(4, 3)
     outputs, kept = runs.run({"x": array.copy()}, [], ["logits"])
@@ -671,7 +682,7 @@ def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> 
 
 
 def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) -> None:
-    """The real calls again: x where c, else its negative; c is 5 bytes long."""
+    """Makes the real calls again. The graph gives x where c, else -x; c is 5 bytes long."""
     h, proto = onnx.helper, onnx.TensorProto
     c = h.make_tensor_value_info("c", proto.BOOL, ["M"])
     x, y = (h.make_tensor_value_info(name, proto.FLOAT16, ["M"]) for name in ("x", "y"))
@@ -682,8 +693,8 @@ def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) ->
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
     c_M, x_M = np.array([1, 0, 0, 1, 0], np.bool_), np.arange(1, 6, dtype=np.float16)
-    packed = ort._Packed({"c": c_M, "x": x_M}, "cpu", Copies())
-    assert packed._first == {"c": 0, "x": ort.ALIGNMENT}
+    packed = PackedFeeds({"c": c_M, "x": x_M}, "cpu", Copies())
+    assert packed.first == {"c": 0, "x": ALIGNMENT}
     binding = session.io_binding()
     packed.bind(binding)
     binding.bind_output("y", "cpu")
@@ -710,7 +721,7 @@ def test_the_fake_has_only_what_onnx_runtime_has() -> None:
 def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
-    """See onnx_rewrite.to_slots; other graphs leave the choice to ONNX Runtime."""
+    """See CUDA_SETTINGS; other graphs leave the choice to ONNX Runtime."""
     open_target(folders["fp16"])
     opened = bundles.read(folders["fp16"])
     graph = dataclasses.replace(opened.manifest.graphs["target"], attention="full_buffer")

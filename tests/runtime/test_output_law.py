@@ -19,7 +19,7 @@ from spec_runtime.accept import _pick
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step
-from spec_runtime.trees.budget import Budget, DrawRule
+from spec_runtime.trees.budget import Budget, Drawn
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
 from spec_runtime.trees.tree import Draws, TokenTree
 
@@ -169,7 +169,7 @@ def excess(params: dict[str, Any], budget: Budget, is_one_pass: bool = False) ->
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 WIDE = ((0,), (1,), (2,))
 DRAWN = {"chain": (1, 1, 1), "wide": (4,), "deep": (3, 2, 1)}
-GIVEN = {"chain": Budget(4, paths=CHAIN), "wide": Budget(4, paths=WIDE), "deep": Budget(16)}
+GIVEN = {"chain": Budget.static(CHAIN), "wide": Budget.static(WIDE), "deep": Budget(16)}
 RULES: dict[str, dict[str, Any]] = {
     "target_sampling": {},
     "without_replacement": {"acceptance": "rejection"},
@@ -215,7 +215,7 @@ def test_a_tree_cut_by_its_budget_is_still_exact(max_nodes: int) -> None:
 
 
 def best_instead_of_drawn(
-    self: DrawRule, id_C: np.ndarray, log_prob_C: np.ndarray, num_draws: int
+    self: Drawn, id_C: np.ndarray, log_prob_C: np.ndarray, num_draws: int
 ) -> Draws:
     """The best candidates, passed off as draws from q."""
     q_C = np.exp(log_prob_C / self.temperature)
@@ -228,7 +228,7 @@ def test_best_candidates_tested_as_draws_are_found_out(
     shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """min(1, p / q) with softmax q on top-k children is biased, and the test says so."""
-    monkeypatch.setattr(DrawRule, "draw", best_instead_of_drawn)
+    monkeypatch.setattr(Drawn, "draw", best_instead_of_drawn)
     assert excess(*case("without_replacement", shape, {"temperature": 1.0})) > 0
 
 

@@ -1,4 +1,4 @@
-"""Rows filled up: the same new rows in the same places, and nothing that anybody reads."""
+"""Tests padding: new rows stay in their places, and nobody reads the padding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_runtime.backends.pad_rows import _width, pad_rows
+from spec_runtime.backends.pad_rows import pad_rows, padded_width
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import ContiguousCache, open_cache
 from spec_runtime.trees.tree import chain_parents
@@ -55,7 +55,7 @@ def feeds_of(graph: Graph, cache: Any, parent_N: np.ndarray) -> tuple[Any, dict[
 
 
 def written(feeds: Any, rows_S: np.ndarray, attention: str) -> np.ndarray:
-    """The cache as a run would leave it, each row a token."""
+    """Returns the cache as a run would leave it, with a token for each row."""
     rows_S, new_N = rows_S.copy(), feeds["input_ids"][0]
     if "perm" in feeds:
         rows = np.concatenate([rows_S[feeds["src"]], new_N])[feeds["perm"]]
@@ -78,7 +78,7 @@ def test_new_rows_and_those_kept_are_where_they_were(form: str, attention: str) 
         parent_N = chain_parents(n) if attention == "chain" else np.array([0, *parents])
         feeds, sizes = feeds_of(graph, cache, parent_N)
         got, wider = pad_rows(graph, feeds, sizes, CAPACITY)
-        assert (wider["N"], wider["M"]) == (_width(n, 64), _width(n, 64))
+        assert (wider["N"], wider["M"]) == (padded_width(n, 64), padded_width(n, 64))
         for name in OWN[form, attention] + COMMON:
             axes = SHAPES[name][1]
             expected = [wider[axis] if isinstance(axis, str) else axis for axis in axes]

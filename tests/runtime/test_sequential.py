@@ -16,7 +16,7 @@ from spec_runtime.kv import SlotCache
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.proposers.sequential import SequentialProposer
 from spec_runtime.step import Step
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
 WIDTH = 8  # of a state: the feature it began with, then the path's tokens in order
@@ -184,7 +184,7 @@ def test_states_go_from_parent_to_child() -> None:
 
 
 @pytest.mark.parametrize(
-    "budget", [Budget(1), Budget(9, max_depth=0), Budget(1, min_probability=0.5)]
+    "budget", [Budget(1), Budget(9, max_depth=0), Budget(1, growth=Grown(0.5))]
 )
 def test_a_root_only_budget_runs_nothing(budget: Budget) -> None:
     proposer, graph, start = make_proposer()
@@ -211,7 +211,7 @@ def test_improbable_nodes_are_neither_kept_nor_expanded() -> None:
     proposer, graph, _ = make_proposer(4, 3)
     proposer.start([7], features_of([3]), 0)
     every = [entry for level in beam_search(graph, 3, 5, 3, 4) for entry in level]
-    tree = proposer.propose(5, Budget(40, min_probability=0.2))
+    tree = proposer.propose(5, Budget(40, growth=Grown(0.2)))
     likely = {path for value, path in every if value >= np.log(0.2)}
     assert set(paths_of(tree)) == {(5,)} | likely
     assert {tuple(path) for _, paths in graph.calls for path in paths} <= {(5,)} | likely

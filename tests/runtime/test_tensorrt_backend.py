@@ -1,4 +1,4 @@
-"""TensorRT's runtime half: its decisions, the order of its calls, and its one-line refusals.
+"""Tests the TensorRT backend: its decisions, the order of its calls, its one-line refusals.
 
 The calls run against tests/fake_tensorrt.py, which computes with ONNX Runtime and raises where the
 real ones would refuse; tests that execute a plan need a GPU.
@@ -22,12 +22,15 @@ from workshop import Workshop
 import spec_runtime
 from spec_runtime import bundle as bundles
 from spec_runtime import cli
-from spec_runtime.backends import BACKENDS, Runtime, open_graph
+from spec_runtime.backends import BACKENDS, Runtime, open_graph, tensorrt_api
 from spec_runtime.backends import tensorrt as backend
-from spec_runtime.backends.cuda import Cuda
-from spec_runtime.backends.tensorrt import Recent, TensorRT, TensorRTBackend
+from spec_runtime.backends.cuda_api import Cuda
+from spec_runtime.backends.shapes import LeastRecentlyUsed, axis_sizes, num_bytes
+from spec_runtime.backends.tensorrt import TensorRTBackend
+from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.bundle import BundleError, Graph, Plan, TensorSpec
 from spec_runtime.kv import open_cache
+from spec_runtime.mapping import from_mapping, to_json
 
 DRAFTERS = ("parallelspec", "hydra")  # a cache; a cache in one graph and none in the other
 PROMPTS = ("say abc, 3", "one two. one two. one")
@@ -68,14 +71,14 @@ def test_free_axes_get_their_sizes_from_the_feeds() -> None:
     ids, mask = TensorSpec("ids", "int64", (1, "N")), TensorSpec("mask", "bool", ("N", 9))
     cache = TensorSpec("kv.0.k", "float16", (1, 2, 9, 4))
     graph = Graph("g.onnx", "contiguous", (ids, mask, cache), ())
-    assert backend.axis_sizes(graph, {"ids": (1, 5), "mask": (5, 9)}) == {"N": 5}
+    assert axis_sizes(graph, {"ids": (1, 5), "mask": (5, 9)}) == {"N": 5}
     for shapes in (
         {"ids": (1, 5), "mask": (4, 9)},
         {"ids": (1, 5), "mask": (5, 8)},
         {"ids": (5,), "mask": (5, 9)},
     ):
         with pytest.raises(ValueError, match=r"got (ids|mask) of shape"):
-            backend.axis_sizes(graph, shapes)
+            axis_sizes(graph, shapes)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_free_axes_get_their_sizes_from_the_feeds() -> None:
 def test_a_buffer_holds_the_largest_shape_of_any_profile(
     dtype: str, shape: tuple[int | str, ...], expected: int
 ) -> None:
-    assert backend.num_bytes(TensorSpec("x", dtype, shape), PROFILES) == expected
+    assert num_bytes(TensorSpec("x", dtype, shape), PROFILES) == expected
 
 
 def test_a_plan_must_be_of_this_flavour_version_and_gpu() -> None:
@@ -112,7 +115,7 @@ def test_a_plan_must_be_of_this_flavour_version_and_gpu() -> None:
 
 def test_recent_values_are_kept_and_the_others_closed() -> None:
     closed: list[str] = []
-    recent: Recent[str] = Recent(2, closed.append)
+    recent: LeastRecentlyUsed[str] = LeastRecentlyUsed(2, closed.append)
     for key, expected in (
         ("a", []),
         ("b", []),
@@ -160,12 +163,12 @@ def test_a_graphs_plans_have_its_axes_and_a_form_tensorrt_runs() -> None:
 
 def test_manifests_without_plans_are_as_before() -> None:
     graph = Graph("g.onnx", "slots", (), ())
-    data = bundles.to_json(graph)
+    data = to_json(graph)
     assert sorted(data) == ["file", "form", "inputs", "outputs"]
-    assert bundles.from_json(Graph, data) == graph
+    assert from_mapping(Graph, data, "graph") == graph
     inputs = (TensorSpec("x", "int64", ("N", "A")),)
     graph = Graph("g.onnx", "contiguous", inputs, (), (plan(),))
-    assert bundles.from_json(Graph, json.loads(json.dumps(bundles.to_json(graph)))) == graph
+    assert from_mapping(Graph, json.loads(json.dumps(to_json(graph))), "graph") == graph
 
 
 # ---- running, over the fakes ----
@@ -173,25 +176,28 @@ def test_manifests_without_plans_are_as_before() -> None:
 
 @pytest.fixture(scope="module")
 def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float32 bundle made for TensorRT, whose plans are a few bytes."""
+    """Builds a float32 bundle for TensorRT, whose plans are a few bytes."""
     from spec_export import make_bundle
     from spec_export.graphs import tensorrt as tensorrt_build
+    from spec_export.make_bundle import BuildOptions
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensorrt_build, "import_tensorrt", fake.tensorrt)
         patch.setattr(tensorrt_build, "build_plan", lambda *_: b"a plan")
         return make_bundle.build(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            out=tmp_path_factory.mktemp("tensorrt") / "bundle",
-            backend="tensorrt",
-            compute_capabilities=[fake.CAPABILITY],
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+                out=tmp_path_factory.mktemp("tensorrt") / "bundle",
+                backend="tensorrt",
+                compute_capabilities=[fake.CAPABILITY],
+            )
         )
 
 
 @pytest.fixture
 def runtime(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Runtime]:
-    """What runs under every backend opened."""
+    """Puts a fake of CUDA's runtime under every backend that is opened, and returns it."""
     cuda, runtime = fake.cuda()
     manifest = bundles.read(folder).manifest
     graphs = [*manifest.graphs.values()]
@@ -234,7 +240,7 @@ def step(cache: Any, tokens: list[int], parents: list[int]) -> dict[str, np.ndar
 def test_it_generates_what_onnx_runtime_generates(
     folder: Path, runtime: fake.Runtime, name: str, how: str
 ) -> None:
-    """The same graphs under both, so the same tokens, steps and accepted drafts."""
+    """Both run the same graphs, so tokens, steps and accepted drafts are the same."""
     expected = spec_runtime.load(folder, name, threads=1, lookup=False if name != "none" else None)
     engine = spec_runtime.load(folder, name, lookup=False if name != "none" else None, backend=how)
     for prompt in PROMPTS:
@@ -275,7 +281,7 @@ def test_what_cannot_be_captured_is_enqueued(folder: Path, runtime: fake.Runtime
 def test_shapes_long_unused_give_up_their_contexts(
     folder: Path, runtime: fake.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "MAX_STEPS", 2)
+    monkeypatch.setattr(backend, "MAX_SHAPES", 2)
     target, _, _ = open_target(folder)
     cache = open_cache("contiguous", target.capacity)
     for width in (1, 1, 3, 4, 5, 8, 1):  # filled up to 1, 4 and 8
@@ -288,7 +294,7 @@ def test_shapes_long_unused_give_up_their_contexts(
 def test_a_step_writes_its_kv_in_place_and_nothing_else(
     folder: Path, runtime: fake.Runtime
 ) -> None:
-    """The buffers are zero at first, junk though the memory was."""
+    """The buffers are zero at first, although the memory was full of junk."""
     target, graph, _ = open_target(folder)
     cache = open_cache("contiguous", target.capacity)
     spec = next(spec for spec in graph.inputs if spec.name == "kv.1.v")
@@ -371,7 +377,7 @@ def test_tensorrt_that_is_not_installed(
 def test_an_old_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.9.0"))  # type: ignore[misc]
     with pytest.raises(ValueError, match=r"tensorrt \(version 10\.9\.0, expected 11 or later\)"):
-        backend.import_tensorrt(["tensorrt"])
+        tensorrt_api.import_tensorrt(["tensorrt"])
 
 
 def test_cuda_python_that_is_not_installed(
@@ -442,14 +448,17 @@ def cuda_refusal() -> str:
 
 @pytest.mark.gpu
 def test_a_plan_generates_on_this_gpu(workshop: Workshop, tmp_path: Path) -> None:
-    """float32 against ONNX Runtime on the CPU; only near ties may part the two."""
+    """Compares float32 with ONNX Runtime on the CPU; only near ties may part the two."""
     from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
 
     folder = make_bundle.build(
-        str(workshop.llama()),
-        drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-        out=tmp_path / "bundle",
-        backend="tensorrt",
+        BuildOptions(
+            str(workshop.llama()),
+            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
+            out=tmp_path / "bundle",
+            backend="tensorrt",
+        )
     )
     for name in (*DRAFTERS, "none"):
         expected = spec_runtime.load(folder, name, threads=1)

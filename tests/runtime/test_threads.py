@@ -1,4 +1,4 @@
-"""Thread count from affinity and cgroup quota."""
+"""Tests the thread count, from affinity and cgroup quota."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import AlongTruth, Budget, Grown, Static
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels, merge
 from spec_runtime.trees.tree import TokenTree, ancestors, depths
 
@@ -44,7 +44,7 @@ def test_structure() -> None:
 
 
 def test_ancestor_mask_of_a_tree() -> None:
-    assert grid(EXAMPLE.ancestor_NN) == "\n".join(
+    assert grid(ancestors(EXAMPLE.parent_N)) == "\n".join(
         [
             "x......",
             "xx.....",
@@ -61,8 +61,8 @@ def test_ancestor_mask_of_a_chain_and_a_root() -> None:
     chain = TokenTree.chain([1, 2, 3, 4])
     assert chain.parent_N.tolist() == [0, 0, 1, 2]
     assert chain.depth_N.tolist() == [0, 1, 2, 3]
-    assert grid(chain.ancestor_NN) == "x...\nxx..\nxxx.\nxxxx"
-    assert grid(TokenTree.root(3).ancestor_NN) == "x"
+    assert grid(ancestors(chain.parent_N)) == "x...\nxx..\nxxx.\nxxxx"
+    assert grid(ancestors(TokenTree.root(3).parent_N)) == "x"
 
 
 def test_a_node_that_is_its_own_parent_is_a_root() -> None:
@@ -99,7 +99,7 @@ def test_grow_against_brute_force(seed: int) -> None:
     probability = np.sort(rng.dirichlet(np.ones(width + 1), depth)[:, :width])[:, ::-1]
     tokens = np.stack([rng.permutation(20)[:width] for _ in range(depth)])
     floor, size = float(rng.uniform(0, 0.1)), int(rng.integers(1, 30))
-    tree = grow(0, tokens, np.log(probability), Budget(size, floor))
+    tree = grow(0, tokens, np.log(probability), Budget(size, growth=Grown(floor)))
     everything = {
         tuple(int(tokens[d, r]) for d, r in enumerate(ranks)): float(
             np.prod([probability[d, r] for d, r in enumerate(ranks)])
@@ -164,7 +164,7 @@ def test_levels_against_brute_force(seed: int) -> None:
     depth, size, floor = int(rng.integers(1, 5)), int(rng.integers(2, 40)), rng.uniform(0, 0.1)
     table = Table(seed)
     everything = table.everything(depth)
-    tree = grow_by_levels(1, table.expand, Budget(size, floor), depth, max_width=size)
+    tree = grow_by_levels(1, table.expand, Budget(size, growth=Grown(floor)), depth, max_width=size)
     best = sorted((p for p in everything.values() if np.exp(p) >= floor), reverse=True)
     found = [everything[tuple(path)] for path in paths(tree)]
     np.testing.assert_allclose(found, best[: size - 1])
@@ -194,14 +194,16 @@ def test_levels_stop_when_none_pays() -> None:
     assert grow_by_levels(1, table.expand, Budget(1), 4, 8).num_nodes == 1
     assert grow_by_levels(1, table.expand, Budget(9, max_depth=0), 4, 8).num_nodes == 1
     assert not table.levels
-    assert grow_by_levels(1, table.expand, Budget(9, 1.0), 4, 8).num_nodes == 1
+    assert grow_by_levels(1, table.expand, Budget(9, growth=Grown(1.0)), 4, 8).num_nodes == 1
     assert table.levels == [[()]]
     table = Table(5)
     tree = grow_by_levels(1, table.expand, Budget(30, max_depth=2), 4, 8)
     assert (len(table.levels), int(tree.depth_N.max())) == (2, 2)
     best = max(table.everything(2).values())
     table = Table(5)
-    tree = grow_by_levels(1, table.expand, Budget(30, float(np.exp(best)) - 1e-6), 4, 8)
+    tree = grow_by_levels(
+        1, table.expand, Budget(30, growth=Grown(float(np.exp(best)) - 1e-6)), 4, 8
+    )
     assert tree.num_nodes == 2
     assert len(table.levels) == 2, "one node was left to expand, none of its children"
 
@@ -217,7 +219,7 @@ STATIC = ((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 1))
 def test_a_static_tree_has_exactly_its_paths() -> None:
     token_KC = np.array([[7, 8, 9], [4, 5, 6], [1, 2, 3]])
     log_prob_KC = np.log(np.array([[0.9, 0.05, 0.0], [0.7, 0.2, 0.1], [1.0, 0.0, 0.0]]) + 1e-30)
-    budget = Budget(7, 0.5, paths=STATIC)
+    budget = Budget(7, growth=Static(STATIC))
     tree = grow(0, token_KC, log_prob_KC, budget)
     assert paths(tree) == [[7], [8], [7, 4], [7, 6], [8, 4], [7, 6, 2]]
     assert paths(grow(0, token_KC, log_prob_KC, budget.within(2))) == paths(tree)[:5]
@@ -227,7 +229,7 @@ def test_a_static_tree_has_exactly_its_paths() -> None:
 
 def test_a_static_tree_level_by_level() -> None:
     table = Table(1)
-    tree = grow_by_levels(1, table.expand, Budget(7, 0.5, paths=STATIC), 5, max_width=1)
+    tree = grow_by_levels(1, table.expand, Budget(7, growth=Static(STATIC)), 5, max_width=1)
 
     def tokens(ranks: tuple[int, ...]) -> list[int]:
         path: list[int] = []
@@ -240,9 +242,9 @@ def test_a_static_tree_level_by_level() -> None:
     inner: list[list[tuple[int, ...]]] = [[()], [(0,), (1,)], [(0, 2)]]
     assert table.levels == [[tuple(tokens(ranks)) for ranks in level] for level in inner]
     table = Table(1)
-    tree = grow_by_levels(1, table.expand, Budget(7, max_depth=2, paths=STATIC), 5, 1)
+    tree = grow_by_levels(1, table.expand, Budget(7, max_depth=2, growth=Static(STATIC)), 5, 1)
     assert (tree.num_nodes, len(table.levels)) == (6, 2)
-    assert grow_by_levels(1, table.expand, Budget(7, paths=()), 5, 1).num_nodes == 1
+    assert grow_by_levels(1, table.expand, Budget(7, growth=Static(())), 5, 1).num_nodes == 1
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_a_static_tree_level_by_level() -> None:
 )
 def test_static_trees_are_validated(bad: tuple[tuple[int, ...], ...], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        Budget(3, paths=bad)
+        Budget(3, growth=Static(bad))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -289,7 +291,7 @@ def test_grown_trees_know_their_probabilities_and_begin_with_the_smaller_ones(se
 def test_along_the_truth_all_candidates_are_there() -> None:
     token_KC = np.array([[7, 8, 9], [4, 5, 6], [1, 2, 3]])
     log_prob_KC = np.log(np.array([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]]))
-    tree = grow(0, token_KC, log_prob_KC, Budget(2, truth=(8, 4, 3)))
+    tree = grow(0, token_KC, log_prob_KC, Budget(2, growth=AlongTruth((8, 4, 3))))
     first = [[7], [8], [9]]
     second, third = [[8, x] for x in (4, 5, 6)], [[8, 4, x] for x in (1, 2, 3)]
     assert paths(tree) == [*first, *second, *third]
@@ -302,22 +304,28 @@ def test_along_the_truth_all_candidates_are_there() -> None:
         ((8,), first),
         ((), []),
     ]:
-        assert paths(grow(0, token_KC, log_prob_KC, Budget(2, truth=truth))) == expected
-    shallow = Budget(2, max_depth=2, truth=(8, 4, 3))
+        assert (
+            paths(grow(0, token_KC, log_prob_KC, Budget(2, growth=AlongTruth(truth)))) == expected
+        )
+    shallow = Budget(2, max_depth=2, growth=AlongTruth((8, 4, 3)))
     assert paths(grow(0, token_KC, log_prob_KC, shallow)) == [*first, *second]
-    assert paths(grow(0, token_KC[:1], log_prob_KC[:1], Budget(2, truth=(8, 4)))) == first
+    assert (
+        paths(grow(0, token_KC[:1], log_prob_KC[:1], Budget(2, growth=AlongTruth((8, 4))))) == first
+    )
 
 
 def test_along_the_truth_each_level_expands_its_token_alone() -> None:
     table = Table(2)
     first = int(table.guess(())[0][2])
     truth = (first, int(table.guess((first,))[0][1]), 99)  # the last is never guessed
-    tree = grow_by_levels(1, table.expand, Budget(2, truth=truth), num_levels=5, max_width=1)
+    tree = grow_by_levels(
+        1, table.expand, Budget(2, growth=AlongTruth(truth)), num_levels=5, max_width=1
+    )
     assert table.levels == [[()], [truth[:1]], [truth[:2]]]
     expected = [(*truth[:k], int(token)) for k in range(3) for token in table.guess(truth[:k])[0]]
     assert [tuple(path) for path in paths(tree)] == expected
     table = Table(2)
-    grow_by_levels(1, table.expand, Budget(2, truth=truth), num_levels=2, max_width=1)
+    grow_by_levels(1, table.expand, Budget(2, growth=AlongTruth(truth)), num_levels=2, max_width=1)
     assert len(table.levels) == 2
 
 
@@ -332,9 +340,10 @@ def test_merge_is_a_union_without_duplicates() -> None:
 
 
 def test_budget_is_validated() -> None:
-    for bad in ({"max_nodes": 0}, {"max_nodes": 2, "min_probability": 1.5}):
-        with pytest.raises(ValueError, match="expected"):
-            Budget(**bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected"):
+        Budget(max_nodes=0)
+    with pytest.raises(ValueError, match="expected"):
+        Budget(max_nodes=2, growth=Grown(min_probability=1.5))
     with pytest.raises(ValueError, match="max_depth"):
         Budget(3, max_depth=-1)
     assert Budget(4).within(2) == Budget(4, max_depth=2)

@@ -13,9 +13,9 @@ from small import small_manifest
 
 from spec_runtime.bundle import BundleError, DrafterInfo
 from spec_runtime.load import _budget
+from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
 from spec_runtime.trees.templates import (
     DEFAULT_NODES,
-    RankPath,
     cartesian,
     chain,
     expected_accepted_length,
@@ -51,8 +51,7 @@ def test_chain_and_cartesian() -> None:
 )
 def test_the_papers_trees(name: str, by_depth: dict[int, int], digest: str) -> None:
     """Digests of the sorted paths in the repositories of Medusa and EAGLE."""
-    paths = parse_tree(name).paths
-    assert paths is not None
+    paths = parse_tree(name)
     assert Counter(map(len, paths)) == by_depth
     assert hashlib.sha256(repr(sorted(paths)).encode()).hexdigest()[:16] == digest
 
@@ -107,13 +106,13 @@ def test_a_tree_beyond_the_calibration_is_refused(paths: tuple[RankPath, ...]) -
 
 
 def test_names_of_trees() -> None:
-    assert parse_tree("chain:4").paths == chain(4)
-    assert parse_tree("cartesian:3,2").paths == cartesian([3, 2])
-    assert parse_tree("medusa64").max_nodes == 64
-    assert parse_tree("searched:5", ACCURACY).paths == searched(ACCURACY, 5)
-    assert parse_tree("searched", ACCURACY, 7).paths == searched(ACCURACY, 7)
+    assert parse_tree("chain:4") == chain(4)
+    assert parse_tree("cartesian:3,2") == cartesian([3, 2])
+    assert Budget.static(parse_tree("medusa64")).max_nodes == 64
+    assert parse_tree("searched:5", ACCURACY) == searched(ACCURACY, 5)
+    assert parse_tree("searched", ACCURACY, 7) == searched(ACCURACY, 7)
     wide = [[1 / 64] * 64]
-    assert parse_tree("searched", wide).max_nodes == DEFAULT_NODES
+    assert Budget.static(parse_tree("searched", wide)).max_nodes == DEFAULT_NODES
 
 
 @pytest.mark.parametrize(
@@ -147,14 +146,14 @@ def entry(calibration: dict[str, Any] | None = CALIBRATION, **trees: Any) -> Dra
 
 def test_a_bundle_names_its_tree() -> None:
     budget, lookup_nodes = _budget(entry(template="chain:3", lookup_nodes=2))
-    assert (budget, lookup_nodes) == (parse_tree("chain:3"), 2)
+    assert (budget, lookup_nodes) == (Budget.static(parse_tree("chain:3")), 2)
     budget, _ = _budget(entry(template="searched", max_nodes=5))
-    assert (budget.max_nodes, budget.paths) == (5, searched(ACCURACY, 5))
+    assert budget == Budget(5, growth=Static(searched(ACCURACY, 5)))
     budget, _ = _budget(entry(paths=[[0], [0, 1]]))
-    assert budget.paths == ((0,), (0, 1))
-    assert _budget(entry(max_nodes=9))[0].paths is None
+    assert budget.growth == Static(((0,), (0, 1)))
+    assert _budget(entry(max_nodes=9))[0].growth == Grown()
     uncalibrated = _budget(entry(None, template="searched", max_nodes=9))[0]
-    assert (uncalibrated.max_nodes, uncalibrated.paths) == (9, None)
+    assert (uncalibrated.max_nodes, uncalibrated.growth) == (9, Grown())
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,13 @@ import spec_runtime
 from spec_runtime import bundle, cli, profile
 from spec_runtime.engine import Engine
 from spec_runtime.measure import tune
+from spec_runtime.measure.curve import (
+    Curve,
+    grown_points,
+    monotone,
+    paying_budget,
+    static_points,
+)
 from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
 from spec_runtime.proposers.adaptive import (
     FIRST_REST,
@@ -39,7 +46,7 @@ from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.step import Step
 from spec_runtime.trees import payoff
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.grow import grow, grow_by_levels
 from spec_runtime.trees.tree import TokenTree
 
@@ -68,7 +75,7 @@ def test_a_grown_tree_is_the_best_of_all_trees(seed: int) -> None:
     probability = np.sort(rng.dirichlet(np.ones(3), 2)[:, :2])[:, ::-1]
     tokens = np.array([[7, 8], [4, 5]])
     step_ms = random_times(rng, 7)
-    tree = grow(1, tokens, np.log(probability), Budget(7, step_ms=step_ms))
+    tree = grow(1, tokens, np.log(probability), Budget(7, growth=Grown(step_ms=step_ms)))
     ranks = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
     worth = {
         path: float(np.prod([probability[d, r] for d, r in enumerate(path)])) for path in ranks
@@ -89,16 +96,17 @@ def test_times_decide_how_many_nodes() -> None:
     tokens, log_prob = np.array([[7, 8, 9]]), np.log(np.array([[0.5, 0.2, 0.1]]))
 
     def size(*step_ms: float) -> int:
-        return grow(1, tokens, log_prob, Budget(4, step_ms=step_ms)).num_nodes
+        return grow(1, tokens, log_prob, Budget(4, growth=Grown(step_ms=step_ms))).num_nodes
 
     assert size(10, 10, 10, 10) == 4
     assert size(10, 16, 17, 18) == 1, "half a token for six tenths of a step"
     assert size(10, 12, 15, 15.5) == 2
     assert size(10, 16, 16, 16) == 4, "a step that its first node alone does not pay"
-    doubted = Budget(4, step_ms=(10, 12, 13, 14), reliability=((0.2, 0.02), (0.5, 0.3)))
-    assert grow(1, tokens, log_prob, doubted).num_nodes == 2
-    assert grow(1, tokens, log_prob, replace(doubted, reliability=())).num_nodes == 3
-    static = Budget(4, paths=((0,), (1,), (2,)), step_ms=(10, 99, 99, 99))
+    doubted = Grown(step_ms=(10, 12, 13, 14), reliability=((0.2, 0.02), (0.5, 0.3)))
+    assert grow(1, tokens, log_prob, Budget(4, growth=doubted)).num_nodes == 2
+    trusted = replace(doubted, reliability=())
+    assert grow(1, tokens, log_prob, Budget(4, growth=trusted)).num_nodes == 3
+    static = Budget(4, growth=Static(((0,), (1,), (2,))))
     assert grow(1, tokens, log_prob, static).num_nodes == 4, "a static tree stays as it is"
 
 
@@ -107,7 +115,8 @@ def test_levels_are_run_as_long_as_they_can_pay(seed: int) -> None:
     """Against all numbers of levels: one that stops early has lost nothing by it."""
     rng = np.random.default_rng(seed)
     depth, size, level_ms = 4, 30, float(rng.uniform(0, 2))
-    budget = Budget(size, step_ms=random_times(rng, size), level_ms=level_ms)
+    grown = Grown(step_ms=random_times(rng, size), level_ms=level_ms)
+    budget = Budget(size, growth=grown)
 
     def best_rate(num_levels: int) -> tuple[float, TokenTree, int]:
         table = Table(seed)
@@ -115,7 +124,7 @@ def test_levels_are_run_as_long_as_they_can_pay(seed: int) -> None:
         everything = table.everything(depth)
         tokens = 1 + sum(np.exp(everything[tuple(path)]) for path in paths(tree))
         run = len(table.levels)
-        ms = budget.step_ms[tree.num_nodes - 1] + (run - 1) * level_ms
+        ms = grown.step_ms[tree.num_nodes - 1] + (run - 1) * level_ms
         return float(tokens / ms), tree, run
 
     rate, _, num_run = best_rate(depth)
@@ -124,15 +133,15 @@ def test_levels_are_run_as_long_as_they_can_pay(seed: int) -> None:
         full = grow_by_levels(1, table.expand, Budget(size, max_depth=num_levels), depth, 9)
         assert full.log_prob_N is not None
         _, hindsight = payoff.best_size(
-            np.exp(full.log_prob_N[1:]), budget.step_ms, (num_levels - 1) * level_ms
+            np.exp(full.log_prob_N[1:]), grown.step_ms, (num_levels - 1) * level_ms
         )
         assert hindsight <= rate * (1 + 1e-9), (num_levels, num_run)
-    free = replace(budget, level_ms=0.0)
+    free = Budget(size, growth=replace(grown, level_ms=0.0))
     everything = sorted(np.exp(list(Table(seed).everything(2).values())), reverse=True)
     tree = grow_by_levels(1, Table(seed).expand, free, 2, max_width=9)
-    _, best = payoff.best_size(np.array(everything), budget.step_ms)
+    _, best = payoff.best_size(np.array(everything), grown.step_ms)
     assert tree.log_prob_N is not None
-    got = np.exp(tree.log_prob_N).sum() / budget.step_ms[tree.num_nodes - 1]
+    got = np.exp(tree.log_prob_N).sum() / grown.step_ms[tree.num_nodes - 1]
     assert got == pytest.approx(best)
 
 
@@ -141,7 +150,7 @@ def test_dear_levels_are_not_run() -> None:
     runs = []
     for level_ms in (0.0, 3.0, 50.0):
         table = Table(3)
-        budget = Budget(30, step_ms=step_ms, level_ms=level_ms)
+        budget = Budget(30, growth=Grown(step_ms=step_ms, level_ms=level_ms))
         grow_by_levels(1, table.expand, budget, 4, 9)
         runs.append(len(table.levels))
     assert runs[0] == 4
@@ -154,13 +163,15 @@ def test_the_least_probability_leaves_out_only_what_never_pays(seed: int) -> Non
     rng = np.random.default_rng(seed)
     verify = tuple((n, 10 + float(s)) for n, s in enumerate(rng.uniform(0.4, 0.5, 24).cumsum(), 1))
     rows = tuple((p, p * float(rng.uniform(0.3, 1)), 1.0) for p in (0.05, 0.2, 0.5, 0.9))
-    curve = tune.Curve("run", ((0.5,),), rows)
-    budget = tune.paying_budget(curve, Costs(verify, 1.0, 0.0, 0.5, 11.0, 1.0), 24)
-    assert budget.min_probability > 0
+    curve = Curve("run", ((0.5,),), rows)
+    budget = paying_budget(curve, Costs(verify, 1.0, 0.0, 0.5, 11.0, 1.0), 24)
+    assert isinstance(budget.growth, Grown)
+    assert budget.growth.min_probability > 0
     log_prob_KC = np.log(np.sort(rng.dirichlet(np.ones(9), 3), axis=1)[:, ::-1])
     token_KC = np.tile(np.arange(9), (3, 1))
     kept = grow(0, token_KC, log_prob_KC, budget)
-    assert paths(kept) == paths(grow(0, token_KC, log_prob_KC, replace(budget, min_probability=0)))
+    unbounded = replace(budget, growth=replace(budget.growth, min_probability=0))
+    assert paths(kept) == paths(grow(0, token_KC, log_prob_KC, unbounded))
 
 
 def test_step_times_are_validated() -> None:
@@ -173,9 +184,9 @@ def test_step_times_are_validated() -> None:
         {"reliability": ((0.4, 0.5), (0.5, 1.4))},
     ):
         with pytest.raises(ValueError, match="expected"):
-            Budget(3, **bad)  # type: ignore[arg-type]
-    budget = Budget(4, step_ms=(1.0, 2.0, 3.0, 4.0))
-    assert budget.behind(2) == Budget(2, step_ms=(3.0, 4.0))
+            Budget(3, growth=Grown(**bad))  # type: ignore[arg-type]
+    budget = Budget(4, growth=Grown(step_ms=(1.0, 2.0, 3.0, 4.0)))
+    assert budget.behind(2) == Budget(2, growth=Grown(step_ms=(3.0, 4.0)))
     assert budget.behind(0) is budget
     assert Budget(4).behind(2) == Budget(4)
 
@@ -193,12 +204,12 @@ ACCURACY = ((0.6, 0.15, 0.05), (0.5, 0.1, 0.05), (0.4, 0.1, 0.0))
 
 @pytest.mark.parametrize("verify", [convex, stepped])
 def test_static_predictions(verify: Callable[[int], float]) -> None:
-    curve = tune.Curve("run", ACCURACY)
-    points = tune.static_points(curve, costs_of(verify, level=0.25), 12)
+    curve = Curve("run", ACCURACY)
+    points = static_points(curve, costs_of(verify, level=0.25), 12)
     assert [point.nodes for point in points] == list(range(2, 13))
     first, second, third = points[:3]
-    assert first.budget == Budget(2, paths=((0,),))
-    assert second.budget.paths == ((0,), (0, 0))
+    assert first.budget == Budget(2, growth=Static(((0,),)))
+    assert second.budget.growth == Static(((0,), (0, 0)))
     assert third.accepted_length == pytest.approx(1 + 0.6 + 0.3 + 0.15)
     step_ms = verify(3) + 1.0 + 0.25 + 0.5
     assert second.speedup == pytest.approx(1.9 * (verify(1) + 0.5) / step_ms)
@@ -209,16 +220,16 @@ def test_static_predictions(verify: Callable[[int], float]) -> None:
 
 def test_grown_predictions() -> None:
     rows = ((0.1, 0.05, 2.0), (0.4, 0.3, 1.0), (0.9, 0.8, 0.5))
-    points = tune.grown_points(tune.Curve("run", ACCURACY, rows), costs_of(convex, level=0.5), 16)
+    points = grown_points(Curve("run", ACCURACY, rows), costs_of(convex, level=0.5), 16)
     assert [point.nodes for point in points] == [1.5, 2.5, 4.5]
     lengths = [point.accepted_length for point in points]
     assert lengths == pytest.approx([1.4, 1.7, 1.8])
     assert [point.budget.max_nodes for point in points] == [16, 16, 16]
-    assert [point.budget.min_probability for point in points] == [0.6, 0.2, 0.05]
+    assert [point.budget.growth for point in points] == [Grown(0.6), Grown(0.2), Grown(0.05)]
     ms = np.interp(1.5, tune.SIZES, [convex(n) for n in tune.SIZES]) + 1.0 + 2 * 0.5 + 0.5
     assert points[0].speedup == pytest.approx(1.4 * (convex(1) + 0.5) / ms)
-    lookup = tune.Curve("run", by_node=((0.5, 0.2), (0.4, 0.1)))
-    points = tune.grown_points(lookup, costs_of(convex), 16)
+    lookup = Curve("run", by_node=((0.5, 0.2), (0.4, 0.1)))
+    points = grown_points(lookup, costs_of(convex), 16)
     assert [point.budget for point in points] == [Budget(2), Budget(3)]
     assert [(p.nodes, p.accepted_length) for p in points] == [(1.5, 1.2), (1.9, pytest.approx(1.3))]
 
@@ -230,7 +241,7 @@ def test_observed_in_a_run() -> None:
 
     sure, unsure = tree([0.9, 0.06, 0.5]), tree([0.5, 0.3, 0.1])
     seen = [(sure, [0, 1, 3])] * 8 + [(unsure, [0, 1])] * 4 + [(unsure, [0, 2])] * 4
-    curve = tune.observed_curve(seen)
+    curve = Curve.observed(seen)
     # after 7, which came true twelve times of sixteen, 9 did eight times
     assert np.array(curve.accuracy) == pytest.approx(np.array([[12 / 16, 4 / 16], [8 / 16, 0]]))
     found = {round(p, 3): (hit, count) for p, hit, count in curve.reliability}
@@ -244,18 +255,18 @@ def test_observed_in_a_run() -> None:
     assert found == expected
     no_match = TokenTree.root(5)
     lookups = [(replace(sure, log_prob_N=None), [0, 1, 3])] * 3 + [(no_match, [0])]
-    by_node = tune.observed_curve(lookups).by_node
+    by_node = Curve.observed(lookups).by_node
     assert by_node == ((0.75, 0.75), (0.75, 0.0), (0.75, 0.75))
 
 
 def test_monotone_pools_what_is_out_of_order() -> None:
-    assert tune.monotone([(0.2, 0.1, 3), (0.1, 0.3, 1)]) == (
+    assert monotone([(0.2, 0.1, 3), (0.1, 0.3, 1)]) == (
         (0.1, pytest.approx(0.15)),
         (0.2, pytest.approx(0.15)),
     )
     rng = np.random.default_rng(0)
     rows = [(p, float(rng.uniform()), float(rng.uniform(0, 5))) for p in rng.uniform(size=30)]
-    Budget(1, step_ms=(1.0,), reliability=tune.monotone([*rows, (0.0, 0.5, 1), (0.5, 0.5, 0)]))
+    Grown(step_ms=(1.0,), reliability=monotone([*rows, (0.0, 0.5, 1), (0.5, 0.5, 0)]))
 
 
 # ----------------------------------------------------------------------------------- the race
@@ -319,9 +330,9 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     budgets: dict[str, Budget | None] = {f"grown {n}": Budget(n) for n in sizes}
     if name == "parallelspec":
         for least in (0.02, 0.05, 0.1, 0.2, 0.4):
-            budgets[f"least {least}"] = Budget(40, least)
+            budgets[f"least {least}"] = Budget(40, growth=Grown(least))
     budgets[PLAIN] = None
-    engines = {name: tune._decoding(engine, budget) for name, budget in budgets.items()}
+    engines = {name: tune.decoding(engine, budget) for name, budget in budgets.items()}
     stats = tune.race(engines, PROMPTS, 40, num_rounds=1)
     speed = {name: each.tokens_per_second for name, each in stats.items()}
     assert choice.tokens_per_second is not None
@@ -333,11 +344,11 @@ def test_plain_decoding_is_kept_unless_another_is_clearly_faster() -> None:
     plain = Candidate(PLAIN, None, 1.0, 1.0, 50.0, 1.0, 1.0)
     close, clear = Candidate("a", Budget(2), speedup=1.01), Candidate("b", Budget(3), speedup=1.05)
     predicted = Candidate("c", Budget(4), expected_speedup=1.2)
-    assert tune._choose([plain, close]) == PLAIN
-    assert tune._choose([plain, clear, close]) == "b"
-    assert tune._choose([plain, predicted]) == "c"
+    assert tune.choose([plain, close]) == PLAIN
+    assert tune.choose([plain, clear, close]) == "b"
+    assert tune.choose([plain, predicted]) == "c"
     # what was measured counts, not what was expected
-    assert tune._choose([plain, replace(predicted, speedup=0.9)]) == PLAIN
+    assert tune.choose([plain, replace(predicted, speedup=0.9)]) == PLAIN
 
 
 def test_plain_decoding_wins_where_rows_are_dear(clock: Clock) -> None:
@@ -362,9 +373,10 @@ def test_the_bundles_calibration_comes_first(clock: Clock) -> None:
     assert static.budget is not None
     assert static.budget.max_nodes == 8, "up to where verify steps"
     for name in ("paying", "dynamic"):
-        grown = by_name[name].budget
-        assert grown is not None
-        assert grown.reliability == ((0.1, 0.05), (0.4, 0.3), (0.9, 0.8))
+        budget = by_name[name].budget
+        assert budget is not None
+        assert isinstance(budget.growth, Grown)
+        assert budget.growth.reliability == ((0.1, 0.05), (0.4, 0.3), (0.9, 0.8))
     assert tune.tune(engine, PROMPTS[:1], KEY, None, quick=True).profile.curve == "run"
 
 
@@ -511,6 +523,11 @@ class Guesser(Script):
         super().__init__()
         self.budgets: list[Budget] = []
 
+    def least_probability(self) -> float:
+        growth = self.budgets[-1].growth
+        assert isinstance(growth, Grown)
+        return growth.min_probability
+
     def propose(self, token: int, budget: Budget) -> TokenTree:
         self.budgets.append(budget)
         tree = grow(token, np.array([[7, 8]] * 4), np.log([[0.5, 0.25]] * 4), budget)
@@ -520,7 +537,10 @@ class Guesser(Script):
 
 # a node more costs 1 ms on 10: of these candidates (.5, .25, .25, .125 …) three pay
 MARGINAL = Budget(
-    8, 0.02, step_ms=tuple(10.0 + n for n in range(8)), reliability=((0.5, 0.5), (1.0, 1.0))
+    8,
+    growth=Grown(
+        0.02, step_ms=tuple(10.0 + n for n in range(8)), reliability=((0.5, 0.5), (1.0, 1.0))
+    ),
 )
 
 
@@ -552,7 +572,7 @@ def test_trees_shrink_where_less_is_accepted_than_expected_and_grow_where_more()
     for _ in range(100):
         committed(proposer, MARGINAL, 7, 7, 7, 7)
     assert script.sizes[-1] > 4
-    assert script.budgets[-1].min_probability < 0.02, "what pays now may be less likely"
+    assert script.least_probability() < 0.02, "what pays now may be less likely"
     assert 1 < proposer.trust <= LARGEST_TRUST
 
 
@@ -560,7 +580,7 @@ def test_a_least_probability_is_that_of_the_worth() -> None:
     """What the drafter says is worth half here, and `tune` found .1 to pay."""
     script = Guesser()
     proposer = ProbabilityScaler(script)
-    budget = Budget(64, 0.1, reliability=((0.5, 0.25), (1.0, 0.5)))
+    budget = Budget(64, growth=Grown(0.1, reliability=((0.5, 0.25), (1.0, 0.5))))
     committed(proposer, budget, 7)
     # .5 .25 .25 .125 and so on: 6 nodes of at least .1, worth half of 1.375
     assert script.sizes == [7]
@@ -568,15 +588,15 @@ def test_a_least_probability_is_that_of_the_worth() -> None:
     assert proposer.trust == pytest.approx(1 / expected)
     for _ in range(20):
         committed(proposer, budget)
-    assert 0.125 < script.budgets[-1].min_probability < 0.25
+    assert 0.125 < script.least_probability() < 0.25
     assert script.sizes[-1] == 4
     for _ in range(100):
         committed(proposer, budget, 7, 7, 7, 7)
-    assert script.budgets[-1].min_probability < 0.05
+    assert script.least_probability() < 0.05
     assert script.sizes[-1] > 7
     for _ in range(300):
         committed(proposer, budget)
-    assert script.budgets[-1].min_probability == 0.4
+    assert script.least_probability() == 0.4
 
 
 def test_the_accepted_path_is_that_of_the_drafters_own_tree() -> None:
@@ -590,7 +610,12 @@ def test_the_accepted_path_is_that_of_the_drafters_own_tree() -> None:
 
 
 @pytest.mark.parametrize(
-    "budget", [Budget(8, 0.02), Budget(4, paths=((0,), (1,))), replace(MARGINAL, max_depth=0)]
+    "budget",
+    [
+        Budget(8, growth=Grown(0.02)),
+        Budget(4, growth=Static(((0,), (1,)))),
+        replace(MARGINAL, max_depth=0),
+    ],
 )
 def test_budgets_without_reliability_pass_as_they_are(budget: Budget) -> None:
     script = Guesser()
@@ -622,7 +647,7 @@ def some_profile(budget: Budget | None, key: Key = KEY) -> Profile:
     return Profile(key, COSTS, "run", candidates if budget else candidates[:1], chosen)
 
 
-PAYING = Budget(4, 0.01, step_ms=(1.0, 2.0, 3.0, 4.0), level_ms=0.5, reliability=((0.5, 0.4),))
+PAYING = Budget(4, growth=Grown(0.01, (1.0, 2.0, 3.0, 4.0), 0.5, ((0.5, 0.4),)))
 
 
 @pytest.fixture
@@ -643,6 +668,33 @@ def test_a_profile_is_found_by_its_key_alone(cache: Path) -> None:
         assert profile.find(replace(KEY, **{name: value})) is None, name  # type: ignore[arg-type]
 
 
+STATIC = Budget(5, max_depth=3, growth=Static(((0,), (0, 0))))
+
+
+def test_a_static_tree_is_kept_and_an_older_file_is_read(cache: Path) -> None:
+    """Files of older versions also have two keys that no budget in a profile ever filled."""
+    for budget in (STATIC, PAYING):
+        path = profile.write(some_profile(budget))
+        assert profile.find(KEY) == some_profile(budget)
+        data = json.loads(path.read_text())
+        for candidate in data["candidates"]:
+            if candidate["budget"] is not None:
+                candidate["budget"] |= {"truth": None, "draw": None}
+        path.write_text(json.dumps(data))
+        assert profile.find(KEY) == some_profile(budget)
+    assert data["candidates"][1]["budget"] == {
+        "max_nodes": 4,
+        "min_probability": 0.01,
+        "max_depth": None,
+        "paths": None,
+        "step_ms": [1.0, 2.0, 3.0, 4.0],
+        "level_ms": 0.5,
+        "reliability": [[0.5, 0.4]],
+        "truth": None,
+        "draw": None,
+    }
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -652,6 +704,10 @@ def test_a_profile_is_found_by_its_key_alone(cache: Path) -> None:
         lambda text: text.replace('"threads": 2', '"threads": 3'),
         lambda text: text.replace('"host"', '"guest"'),
         lambda text: text.replace('"max_nodes": 4', '"max_nodes": 0'),
+        lambda text: text.replace('"max_nodes": 4', '"most_nodes": 4'),
+        lambda text: text.replace('"budget": null', '"budgets": null'),
+        lambda text: text.replace('"budget": null', '"budget": 7'),
+        lambda text: text.replace('"candidates": [', '"candidates": [3,'),
         lambda text: text.replace('"plain": 10.0', '"plain": -1.0'),
         lambda text: "\x00\xff",
     ],

@@ -1,0 +1,193 @@
+"""Finds and loads the drafters of a build, and refuses those that it cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from spec_export import drafters as drafter_files
+from spec_export import target
+from spec_export.bundling.options import BuildOptions
+from spec_export.decoder import Backbone
+from spec_export.training import recipe
+from spec_export.training.checkpoint import SavedDrafter, load_drafter
+
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter with its weights in memory: what was saved, and the module that runs it."""
+
+    saved: SavedDrafter
+    module: Any  # a drafter file's Drafter, or draft_model.Pretrained
+
+
+# ---- finding ----
+
+
+def choose(options: BuildOptions, source: target.Source) -> list[SavedDrafter]:
+    """Returns the trained drafters that the bundle gets.
+
+    These are the checkpoints given, then the shipped drafters of the other names given. The demo
+    gets its best shipped drafter if nothing is named. A pretrained draft model is not among them.
+
+    Raises ValueError if a checkpoint is missing, unreadable or given twice, or if the build cannot
+    take a drafter.
+    """
+    names = options.trained_drafters
+    only_built_in = bool(options.drafters) and not names and not options.drafter_checkpoints
+    saved = []
+    if not only_built_in and options.draft_model is None:
+        saved = _checkpoints(source, names, options.drafter_checkpoints)
+    if options.fuse:
+        _require_fusable([drafter.name for drafter in saved])
+    if options.needs_contiguous:
+        _require_own_cache(saved, options)
+    return saved
+
+
+def _checkpoints(
+    source: target.Source, names: Sequence[str], folders: Sequence[Path]
+) -> list[SavedDrafter]:
+    """Reads the drafters in `folders`, then the shipped ones of the other `names`; see `choose`."""
+    found = [load_drafter(folder) for folder in folders]
+    given = [saved.name for saved in found]
+    twice = [name for name in given if given.count(name) > 1]
+    if twice:
+        raise ValueError(f"got two checkpoints of {twice[0]!r}, expected one of each drafter")
+    names = [name for name in names if name not in given]
+    if source.kind != "demo":
+        if names:
+            raise ValueError(
+                f"got drafter {names[0]!r} for {source.name} without weights: train it with "
+                "spec-export train, then pass --drafter-checkpoint"
+            )
+        return found
+    if not found and not names:
+        return [_best_shipped()]
+    return [*found, *(_shipped_drafter(name) for name in names)]
+
+
+def _shipped_folder(name: str) -> Path | None:
+    """Returns the folder of the demo's drafter of this name in the package, None without one."""
+    assets = Path(str(resources.files("spec_export"))) / "assets"
+    folder = assets / "drafters" / target.DEMO_NAME / name
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _shipped_drafter(name: str) -> SavedDrafter:
+    """Reads the demo's drafter of this name; raises ValueError if none is shipped."""
+    folder = _shipped_folder(name)
+    if folder is None:
+        raise ValueError(
+            f"no {name} drafter is shipped for the demo: train one, then pass --drafter-checkpoint"
+        )
+    return load_drafter(folder)
+
+
+def _best_shipped() -> SavedDrafter:
+    """Returns the shipped drafter of the greatest simulated accepted length."""
+    folders = [folder for name in drafter_files.trainable() if (folder := _shipped_folder(name))]
+    every = [load_drafter(folder) for folder in folders]
+    return max(every, key=lambda saved: saved.provenance["validation"]["accepted_length"])
+
+
+# ---- refusing and warning ----
+
+
+def _require_fusable(names: Sequence[str]) -> None:
+    """Raises ValueError unless at least one of these drafters guesses in one pass."""
+    one_pass = [n for n in drafter_files.trainable() if drafter_files.load(n).Drafter.is_one_pass]
+    if not set(names) & set(one_pass):
+        raise ValueError(
+            f"got fuse with drafter {', '.join(names) or 'none'}, expected one of "
+            f"{', '.join(one_pass)}: the fused step takes drafters that guess in one pass"
+        )
+
+
+def _require_own_cache(saved: Sequence[SavedDrafter], options: BuildOptions) -> None:
+    """Raises ValueError if a drafter runs on the target's cache, which needs the slots form."""
+    got = "the tensorrt backend" if options.backend == "tensorrt" else "fp32 on cuda"
+    for drafter in saved:
+        if drafter_files.load(drafter.name).Drafter.shares_target_cache:
+            raise ValueError(
+                f"got drafter {drafter.name} with {got}, expected another one: it shares the "
+                "target's cache, which the contiguous form does not allow"
+            )
+
+
+def warn_of_doubts(saved: SavedDrafter, source: target.Source) -> None:
+    """Prints a warning if the drafter looks untrained, unvalidated or made for another target.
+
+    Such a drafter is built all the same: it changes no token, it only costs time.
+    """
+    about = saved.provenance
+    origin = about.get("target")
+    doubts = []
+    if not about.get("steps"):
+        doubts.append("is untrained (its provenance names no training steps)")
+    if not about.get("validation"):
+        doubts.append("was never validated")
+    if origin != source.name:
+        doubts.append(f"was trained for {origin or 'an unknown target'}, not for {source.name}")
+    if doubts:
+        console.print(
+            f"[bold red]WARNING: drafter {saved.name} {', '.join(doubts)}: expect few accepted "
+            "tokens; measure them with spec-export check[/]",
+            soft_wrap=True,
+        )
+
+
+# ---- loading ----
+
+
+def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
+    """Returns the drafter's module with its trained weights, in eval mode.
+
+    Raises ValueError, with the tensors' names, if the weights do not fit the target.
+    """
+    definition = drafter_files.load(saved.name)
+    config = recipe.build_config(
+        definition.Config, saved.config, f"{saved.path}/config.json config"
+    )
+    ids = None if saved.draft_token_ids is None else torch.from_numpy(saved.draft_token_ids)
+    vocab_size = backbone.config.vocab_size
+    if ids is not None and int(ids.max()) >= vocab_size:
+        raise ValueError(
+            f"{saved.path} guesses token ids up to {int(ids.max())}, the target has {vocab_size}: "
+            "it was trained for another target"
+        )
+    module = definition.Drafter(config, target.ends(backbone), ids)
+    saved.load_into(module)
+    return module.eval()
+
+
+def load_draft_model(model: str, tokenizer: Any, vocab_size: int, length: int) -> LoadedDrafter:
+    """Loads a causal LM as it is, to be the draft model of a target with this tokenizer.
+
+    model: as `--model` takes it. vocab_size: the target's. length: the bundle's context in tokens.
+    Raises ValueError if the vocabularies differ or the model's context is shorter than `length`.
+    """
+    definition = drafter_files.load("draft_model")
+    source = target.resolve(model)
+    with console.status("loading the draft model"):
+        hf_model, its_tokenizer = target.load(source)
+    limit = hf_model.config.max_position_embeddings
+    if limit < length:
+        raise ValueError(
+            f"got a draft model with a context of {limit} tokens, expected the bundle's {length}: "
+            f"pass --max-length {limit} or less"
+        )
+    its_ids, rows = its_tokenizer.get_vocab(), hf_model.config.vocab_size
+    definition.require_same_tokens(tokenizer.get_vocab(), its_ids, rows)
+    backbone = Backbone.from_transformers(hf_model, (), length)
+    provenance = {"model": source.name, "source": source.kind}
+    saved = SavedDrafter("draft_model", {}, {}, None, provenance, source.path)
+    return LoadedDrafter(saved, definition.Pretrained(backbone, vocab_size, definition.Config()))

@@ -1,0 +1,95 @@
+"""Makes the parts of a manifest: the target's, a drafter's and the tokenizer's entries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_export.bundling.drafters import LoadedDrafter
+from spec_export.decoder_config import DecoderConfig
+from spec_runtime.bundle import Dims, DrafterInfo, Graph, TargetInfo, TokenizerInfo
+
+
+def target_info(config: DecoderConfig, precision: str, is_modified: bool) -> TargetInfo:
+    """Returns the target's entry.
+
+    is_modified: the training of a drafter changed the target's weights.
+    """
+    return TargetInfo(
+        family=config.family,
+        dims=Dims(
+            config.vocab_size,
+            config.hidden_size,
+            config.num_layers,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+        ),
+        precision=precision,
+        max_length=config.max_length,
+        scratch=config.scratch,
+        rope={"type": config.rope.get("rope_type", "default")} | config.rope,
+        taps=config.taps,
+        position_convention="absolute",
+        target_modified=is_modified,
+    )
+
+
+def drafter_info(
+    drafter: LoadedDrafter,
+    graphs: dict[str, Graph],
+    trees: dict[str, Any],
+    folder: Path,
+    target_parameters: int,
+) -> DrafterInfo:
+    """Writes the drafter's token ids, if it has its own, and returns its entry.
+
+    `extra_memory` in its config is the number of its own parameters over the target's.
+    """
+    saved, ids = drafter.saved, None
+    if saved.draft_token_ids is not None:
+        ids = f"drafters/{saved.name}/draft_token_ids.npy"
+        (folder / ids).parent.mkdir(parents=True, exist_ok=True)
+        np.save(folder / ids, saved.draft_token_ids)
+    own = sum(parameter.numel() for parameter in drafter.module.parameters())
+    measured = saved.provenance.get("validation") or {}
+    return DrafterInfo(
+        name=saved.name,
+        config=drafter.module.runtime_config()
+        | {"parameters": own, "extra_memory": round(own / target_parameters, 4)},
+        graphs=graphs,
+        draft_token_ids=ids,
+        calibration=None,
+        trees=trees,
+        expected_accepted_length=measured.get("accepted_length"),
+    )
+
+
+def write_tokenizer(tokenizer: Any, hf_model: Any, folder: Path) -> TokenizerInfo:
+    """Writes tokenizer.json and the chat template, if there is one, and returns their entry.
+
+    Raises ValueError if the target has no fast tokenizer.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(
+            "the target has no fast tokenizer (tokenizer.json): convert it with transformers first"
+        )
+    backend.save(str(folder / "tokenizer.json"))
+    template = None
+    if getattr(tokenizer, "chat_template", None):
+        template = "chat_template.jinja"
+        (folder / template).write_text(tokenizer.chat_template, encoding="utf-8")
+    config = hf_model.generation_config
+    ends = None if config is None else config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    eos = sorted({i for i in (*ends, tokenizer.eos_token_id) if i is not None})
+    return TokenizerInfo(
+        file="tokenizer.json",
+        sha256="",
+        vocab_size=backend.get_vocab_size(),
+        special_ids={"bos": tokenizer.bos_token_id, "eos": eos, "pad": tokenizer.pad_token_id},
+        chat_template=template,
+    )

@@ -1,0 +1,188 @@
+"""Holds everything a build can be asked for, and refuses combinations that cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec_export import drafters as drafter_files
+from spec_export.graphs.quantize import PRECISIONS
+from spec_runtime.bundle import ATTENTIONS
+from spec_runtime.proposers import BUILT_IN
+
+BUILD_BACKENDS = ("onnxruntime", "tensorrt")
+DEVICES = ("cpu", "cuda")
+FORMS = ("slots", "contiguous")
+CPU_PRECISIONS = ("int8", "int4")
+DEFAULT_ATTENTION = ATTENTIONS[0]
+
+# The tree a drafter gets, by the target's precision: its nodes (root included), the smallest path
+# probability of a drafted node, and how many nodes prompt lookup may add. Where a node costs more
+# of a step, it must be likelier.
+TREES = {
+    "int8": {"max_nodes": 16, "min_probability": 0.04, "lookup_nodes": 8},
+    "int4": {"max_nodes": 16, "min_probability": 0.1, "lookup_nodes": 8},
+}
+DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
+# For a target that takes chains only: each chain is as deep as the drafter goes.
+CHAIN_TREE = {"max_nodes": 16}
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """Describes one build; every refusal that needs no file is made here.
+
+    model: a folder, hub id or GGUF file; None means the demo.
+    drafters: names of drafters. Without any, the bundle gets the best drafter shipped for the demo,
+    or prompt lookup alone for another target.
+    drafter_checkpoints: folders that `spec-export train` wrote.
+    precision: of the target's weights; None means fp16 for CUDA and fp32 otherwise.
+    max_length: the context in tokens; None means 2048, or the target's own context if that is less.
+    out: the bundle's folder; None means bundles/ and the target's name.
+    form: "slots" for ONNX Runtime or "contiguous" for TensorRT. TensorRT and fp32 on CUDA take the
+    contiguous form whatever is given, see `graph_form`.
+    reduce_range: int8 weights within ±63, for CPUs with AVX2 but without VNNI.
+    draft_model: a causal LM with the target's vocabulary, given as `model` is.
+    backend: "tensorrt" adds plans. A plan of the bundle being replaced is taken over if nothing it
+    depends on has changed.
+    compute_capabilities: of the GPUs to build plans for, such as "8.9"; none means the GPU here.
+    device: "cuda" is for ONNX Runtime's CUDA provider. Drafters then have the target's type, and
+    the graph itself finds the argmax and the largest logits.
+    fuse: adds the fused step of every one-pass drafter, see graphs/fused_step.py.
+    attention: how graphs in the slots form read their cache, see graphs/slots.py. "chain" applies
+    to the target alone and makes every tree a chain.
+
+    Raises ValueError for an unknown name or a combination that cannot be built.
+    """
+
+    model: str | None = None
+    drafters: Sequence[str] = ()
+    drafter_checkpoints: Sequence[Path] = ()
+    precision: str | None = None
+    max_length: int | None = None
+    out: Path | None = None
+    form: str = "slots"
+    reduce_range: bool = False
+    draft_model: str | None = None
+    backend: str = "onnxruntime"
+    compute_capabilities: Sequence[str] = ()
+    device: str = "cpu"
+    fuse: bool = False
+    attention: str = DEFAULT_ATTENTION
+
+    def __post_init__(self) -> None:
+        _require_one_of("precision", self.target_precision, PRECISIONS)
+        _require_one_of("backend", self.backend, BUILD_BACKENDS)
+        if self.compute_capabilities and self.backend != "tensorrt":
+            raise ValueError(
+                "got a compute capability with onnxruntime, expected --backend tensorrt"
+            )
+        _require_one_of("device", self.device, DEVICES)
+        self._require_device_fits()
+        _require_one_of("form", self.form, FORMS)
+        _require_one_of("attention", self.attention, ATTENTIONS)
+        self._require_attention_fits()
+        self._require_precision_fits()
+        for name in self.drafters:
+            _require_one_of("drafter", name, [*drafter_files.trainable(), *BUILT_IN])
+        alone = self.trained_drafters in ([], ["draft_model"]) and not self.drafter_checkpoints
+        if self.draft_model is not None and not alone:
+            raise ValueError(
+                "got --draft-model with another drafter or a checkpoint, expected it alone"
+            )
+        if self.fuse and self.graph_form != "slots":
+            raise ValueError(
+                f"got fuse with the {self.graph_form} form, expected slots: leave out --fuse or "
+                "the form"
+            )
+
+    def _require_device_fits(self) -> None:
+        if self.device == "cuda" and self.target_precision in CPU_PRECISIONS:
+            raise ValueError(
+                f"got precision {self.target_precision} with device cuda, expected fp16, bf16 or "
+                "fp32: int8 and int4 are for CPUs"
+            )
+        if self.device == "cuda" and self.backend != "onnxruntime":
+            raise ValueError(
+                f"got device cuda with backend {self.backend}, expected onnxruntime: "
+                f"{self.backend} is for GPUs anyway"
+            )
+
+    def _require_attention_fits(self) -> None:
+        if self.attention == DEFAULT_ATTENTION:
+            return
+        if self.graph_form != "slots":
+            raise ValueError(
+                f"got attention {self.attention} with the {self.graph_form} form, expected "
+                f"{DEFAULT_ATTENTION}: only the slots form for ONNX Runtime comes in several"
+            )
+        if self.fuse:
+            raise ValueError(
+                f"got fuse with attention {self.attention}, expected {DEFAULT_ATTENTION}: the "
+                "fused step is made for that alone"
+            )
+
+    def _require_precision_fits(self) -> None:
+        if self.graph_form == "contiguous" and self.target_precision in CPU_PRECISIONS:
+            raise ValueError(
+                f"got precision {self.target_precision} with the contiguous form, expected fp32, "
+                "fp16 or bf16: TensorRT reads those"
+            )
+        if self.reduce_range and self.target_precision != "int8":
+            raise ValueError(
+                f"got reduce_range with precision {self.target_precision}, expected int8: "
+                "no other precision needs it"
+            )
+
+    @property
+    def target_precision(self) -> str:
+        """The precision of the target's weights, with the default filled in."""
+        return self.precision or ("fp16" if self.device == "cuda" else "fp32")
+
+    @property
+    def needs_contiguous(self) -> bool:
+        """True where only the contiguous form can run: TensorRT, and fp32 on CUDA.
+
+        CUDA's GroupQueryAttention has kernels for half precision alone.
+        """
+        is_wide = self.device == "cuda" and self.target_precision == "fp32"
+        return self.backend == "tensorrt" or is_wide
+
+    @property
+    def graph_form(self) -> str:
+        """The form of the graphs that have a cache: "slots" or "contiguous"."""
+        return "contiguous" if self.needs_contiguous else self.form
+
+    @property
+    def has_banks(self) -> bool:
+        """True where features and states stay on the device, see graphs/banks.py."""
+        return self.device == "cuda" and self.graph_form == "slots"
+
+    @property
+    def capacity_symbolic(self) -> bool:
+        """True where graphs leave the number of cache slots open; TensorRT needs it fixed."""
+        return self.backend != "tensorrt"
+
+    @property
+    def trained_drafters(self) -> list[str]:
+        """The drafters asked for that need trained weights."""
+        return [name for name in self.drafters if name not in BUILT_IN]
+
+    @property
+    def drafter_attention(self) -> str:
+        """How the drafters' graphs read their caches: never as chains, since levels are trees."""
+        return DEFAULT_ATTENTION if self.attention == "chain" else self.attention
+
+    @property
+    def tree(self) -> dict[str, float]:
+        """The tree that the manifest names for each drafter."""
+        if self.attention == "chain":
+            return dict(CHAIN_TREE)
+        return TREES.get(self.target_precision, DEFAULT_TREE)
+
+
+def _require_one_of(what: str, got: str, known: Sequence[str]) -> None:
+    """Raises ValueError, which lists the known names, if `got` is none of them."""
+    if got not in known:
+        raise ValueError(f"got {what} {got!r}, expected one of {', '.join(known)}")

@@ -1,0 +1,65 @@
+"""Adds TensorRT plans to a bundle that is being built, and shows what they cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from spec_export.bundling.options import BuildOptions
+from spec_export.graphs.tensorrt import PlanBuilder, profiles_for
+from spec_runtime import bundle as bundles
+from spec_runtime.files import sha256
+
+console = Console(stderr=True)
+
+
+def open_builder(options: BuildOptions, replaced: Path) -> PlanBuilder | None:
+    """Returns the builder of the plans asked for; None if the build is not for TensorRT.
+
+    Intact plans of the bundle at `replaced` are taken over where they still fit. Raises ValueError
+    if TensorRT is not installed or does not build for the GPUs named.
+    """
+    if options.backend != "tensorrt":
+        return None
+    return PlanBuilder(options.compute_capabilities, _plans_in(replaced))
+
+
+def _plans_in(folder: Path) -> dict[str, Path]:
+    """Returns the intact plans of the bundle in `folder`, if there is one, by file name."""
+    try:
+        manifest = bundles.read(folder, verify=False).manifest
+    except (bundles.BundleError, OSError):
+        return {}
+    named = {name: folder / name for name in manifest.files if name.endswith(".plan")}
+    return {path.name: path for name, path in named.items() if sha256(path) == manifest.files[name]}
+
+
+def with_plans(
+    manifest: bundles.Manifest, builder: PlanBuilder, options: BuildOptions, folder: Path
+) -> bundles.Manifest:
+    """Builds a plan of each graph for each GPU and returns the manifest with them.
+
+    Prints a table of the plans' sizes and build times.
+    """
+    num_nodes = int(options.tree["max_nodes"] + options.tree["lookup_nodes"])
+    graphs = dict(manifest.graphs)
+    for info in manifest.drafters:
+        graphs |= {f"{info.name}-{role}": graph for role, graph in info.graphs.items()}
+    table = Table("graph", "GPU", "plan MB", "build seconds")
+    for name, graph in graphs.items():
+        with console.status(f"building the plans of {name}"):
+            profiles = profiles_for(graph, num_nodes, manifest.target.scratch)
+            graphs[name], built = builder.add_plans(folder, name, graph, profiles)
+        for each in built:
+            size = f"{each.num_bytes / 1e6:.1f}"
+            table.add_row(name, each.plan.compute_capability, size, f"{each.seconds:.1f}")
+    console.print(table)
+    infos = [
+        replace(info, graphs={role: graphs[f"{info.name}-{role}"] for role in info.graphs})
+        for info in manifest.drafters
+    ]
+    own = {name: graphs[name] for name in manifest.graphs}
+    return replace(manifest, graphs=own, drafters=tuple(infos))

@@ -1,0 +1,103 @@
+"""Rewrites traced graphs as a build asks for them and writes them to the bundle's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+
+from spec_export.bundling.options import BuildOptions
+from spec_export.graphs import tensorrt, trace
+from spec_export.graphs.fused_step import fuse
+from spec_export.graphs.half import narrow
+from spec_export.graphs.quantize import quantize
+from spec_export.graphs.slots import to_slots
+from spec_runtime.bundle import DrafterInfo, Graph, TensorSpec, fused_name
+
+
+class GraphWriter:
+    """Writes the graphs of one build into one folder, each in the form that the options ask for."""
+
+    def __init__(self, options: BuildOptions, folder: Path) -> None:
+        self.options, self.folder = options, folder
+
+    def write(
+        self,
+        model: ir.Model,
+        file: str,
+        *,
+        attention: str | None = None,
+        add_banks: Callable[[ir.Model], ir.Model] | None = None,
+        lender: Graph | None = None,
+    ) -> Graph:
+        """Rewrites a traced graph in place, saves it as `file`, and returns its manifest entry.
+
+        The steps are: narrow the types, bring it into the form of its cache, add banks, adapt it to
+        TensorRT, and quantise; each only where the options ask for it.
+
+        attention: how the graph reads its cache; None means as drafters do.
+        add_banks: the rewrite that keeps features and states on the device.
+        lender: a graph already written, whose weights this one shares instead of storing its own.
+        """
+        options, precision = self.options, self.options.target_precision
+        attention = attention or options.drafter_attention
+        has_cache = any(value.name == "position_ids" for value in model.graph.inputs)
+        if options.device == "cuda":
+            narrow(model, precision)
+        if has_cache and options.graph_form == "slots":
+            to_slots(model, attention)
+        if add_banks is not None and options.has_banks:
+            add_banks(model)
+        if options.backend == "tensorrt":
+            tensorrt.adapt(model, precision)
+        quantize(model, precision, options.reduce_range)
+        form = options.graph_form if has_cache else "stateless"
+        graph = save_graph(model, form, self.folder, file, lender)
+        return replace(graph, attention=attention) if has_cache else graph
+
+    def write_fused(self, info: DrafterInfo, target: Graph) -> Graph:
+        """Makes the fused step of this drafter from the graphs written, and saves it.
+
+        The target's weights stay in the target's file.
+        """
+        config = info.config
+        num_masks, base = config.get("num_masks", 0), config.get("mask_token_base", 0)
+        model = fuse(
+            ir.load(self.folder / target.file),
+            ir.load(self.folder / info.graphs["drafter"].file),
+            num_nodes=info.trees["max_nodes"],
+            taps=config.get("taps", ()),
+            mask_ids=range(base, base + num_masks),
+            repeat_feature=config.get("mask_feature") == "anchor",
+        )
+        file = f"target/{fused_name(info.name)}.onnx"
+        return save_graph(model, "slots", self.folder, file, target)
+
+
+def save_graph(
+    model: ir.Model, form: str, folder: Path, file: str, lender: Graph | None = None
+) -> Graph:
+    """Saves a graph as it is to `folder`/`file` and returns its manifest entry.
+
+    lender: a graph of the same folder whose weights are shared.
+    """
+    if lender is None:
+        trace.save(model, folder / file)
+    else:
+        trace.save_beside(model, folder / file, folder / lender.file)
+    return Graph(file, form, _specs(model.graph.inputs), _specs(model.graph.outputs))
+
+
+def _specs(values: Iterable[ir.Value]) -> tuple[TensorSpec, ...]:
+    """Returns names, types and shapes of a graph's inputs or outputs, as the manifest has them."""
+    return tuple(_spec(value) for value in values)
+
+
+def _spec(value: ir.Value) -> TensorSpec:
+    assert value.name is not None
+    assert value.dtype is not None, value.name
+    assert value.shape is not None, value.name
+    sizes = (size if isinstance(size, int) else str(size.value) for size in value.shape)
+    return TensorSpec(value.name, str(value.dtype.numpy()), tuple(sizes))

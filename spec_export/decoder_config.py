@@ -1,0 +1,200 @@
+"""Reads the shape of a decoder from a transformers config, and makes its rotary tables."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEFAULT_SCRATCH = 128
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Holds everything that shapes the graph, read once from the transformers config.
+
+    `max_length` is the context in tokens; `scratch` is how many positions (and cache slots) a tree
+    may use beyond it. `taps` are ids of layers whose *input* is an output of the graph
+    (transformers' `hidden_states[id]`). `rope` is what the manifest keeps of the rotary embedding:
+    its kind, its parameters, and which longrope factors were taken. Raises ValueError for sizes
+    that do not fit each other.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    norm_eps: float
+    max_length: int
+    scratch: int = DEFAULT_SCRATCH
+    taps: tuple[int, ...] = ()
+    rope: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"got {self.num_heads} query heads for {self.num_kv_heads} key/value heads, "
+                "expected a multiple"
+            )
+        if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
+            raise ValueError(
+                f"got rotary width {self.rotary_dim}, "
+                f"expected an even number up to head_dim {self.head_dim}"
+            )
+        if self.max_length < 1 or self.scratch < 0:
+            raise ValueError(
+                f"got max_length {self.max_length} and scratch {self.scratch}, "
+                "expected at least 1 and 0"
+            )
+        wrong = [tap for tap in self.taps if not 0 <= tap < self.num_layers]
+        if wrong or len(set(self.taps)) != len(self.taps):
+            raise ValueError(
+                f"got taps {list(self.taps)}, "
+                f"expected distinct layer ids from 0 to {self.num_layers - 1}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Positions the rotary tables cover, also the usual number of cache slots S."""
+        return self.max_length + self.scratch
+
+
+def _dimensions(raw: Any) -> tuple[int, int, int, int, int]:
+    """Returns the sizes of vocabulary, hidden width, layers, heads and key/value heads.
+
+    optimum's normalised names are used where it is installed and has the family.
+    """
+    try:
+        from optimum.utils.normalized_config import NormalizedConfigManager
+
+        named = NormalizedConfigManager.get_normalized_config_class(raw.model_type)(raw)
+        num_layers = named.num_layers
+    except (ImportError, KeyError):
+        named, num_layers = raw, raw.num_hidden_layers
+    kv_heads = getattr(raw, "num_key_value_heads", None) or named.num_attention_heads
+    return named.vocab_size, named.hidden_size, num_layers, named.num_attention_heads, kv_heads
+
+
+def _window(raw: Any) -> int | None:
+    """Returns the width of the window that all layers share, None without one.
+
+    Raises ValueError if the layers differ.
+    """
+    width = getattr(raw, "sliding_window", None)
+    kinds = set(getattr(raw, "layer_types", None) or ())
+    if len(kinds) > 1 or kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"got layers of kinds {', '.join(sorted(kinds))} in a '{raw.model_type}' model, "
+            "expected one kind of attention in all layers: this model is not supported"
+        )
+    return None if kinds == {"full_attention"} else width
+
+
+def read_config(
+    raw: Any, taps: tuple[int, ...], max_length: int | None, scratch: int = DEFAULT_SCRATCH
+) -> DecoderConfig:
+    """Returns the decoder's shape, read from a transformers config of a known family.
+
+    A sliding window narrower than `max_length` lowers it, with a warning. Raises ValueError, which
+    names what is not supported.
+    """
+    if raw.hidden_act != "silu":
+        raise ValueError(
+            f"got activation '{raw.hidden_act}', expected 'silu': this model is not supported"
+        )
+    vocab_size, hidden_size, num_layers, num_heads, num_kv_heads = _dimensions(raw)
+    head_dim = getattr(raw, "head_dim", None) or hidden_size // num_heads
+    if max_length is None:
+        max_length = raw.max_position_embeddings
+    if max_length > raw.max_position_embeddings:
+        raise ValueError(
+            f"got a max length of {max_length}, "
+            f"expected at most the model's {raw.max_position_embeddings} tokens"
+        )
+    window = _window(raw)
+    if window is not None and window < max_length:
+        warnings.warn(
+            f"max length lowered from {max_length} to {window}, the model's sliding window",
+            stacklevel=3,
+        )
+        max_length = window
+
+    rope, rotated_share = _read_rope(raw, max_length)
+    return DecoderConfig(
+        family=raw.model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * rotated_share),
+        norm_eps=raw.rms_norm_eps,
+        max_length=max_length,
+        scratch=scratch,
+        taps=taps,
+        rope=rope,
+    )
+
+
+def _read_rope(raw: Any, max_length: int) -> tuple[dict[str, Any], float]:
+    """Returns the parameters of the rotary embedding and the share of a head that is rotated.
+
+    Raises ValueError for a kind that is not supported. Warns if longrope's long factors have to
+    serve short sequences too.
+    """
+    rope = dict(raw.rope_parameters)
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_KINDS:
+        raise ValueError(
+            f"got rotary embedding '{kind}', which is not supported: "
+            f"expected one of {', '.join(ROPE_KINDS)}"
+        )
+    part = rope.get("partial_rotary_factor") or 1.0
+    if part != 1.0 and raw.model_type != "phi3":
+        # transformers' own classes of these families rotate whole heads and ignore the factor.
+        raise ValueError(
+            f"got partial_rotary_factor {part} in a '{raw.model_type}' model, "
+            "expected it in phi3 only"
+        )
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        rope["factors"] = "long" if max_length > original else "short"
+        if max_length > original:
+            warnings.warn(
+                f"max length {max_length} exceeds the original context of {original}: the long "
+                "rotary factors serve all positions, where transformers takes the short ones for "
+                f"sequences of up to {original} tokens; build with that max length for those",
+                stacklevel=4,
+            )
+    return rope, part
+
+
+def rotary_tables(raw: Any, config: DecoderConfig) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin, f32[rows, rotary_dim/2], with the attention factor folded in.
+
+    The frequencies and the angles are rounded to float32 exactly as transformers rounds them,
+    because at position 8000 that rounding is 2e-4 rad, more than any other error here. Their cos
+    and sin are taken in float64.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind, factor = config.rope.get("rope_type", "default"), 1.0
+    if kind == "default":
+        exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
+        frequency = 1.0 / (config.rope["rope_theta"] ** exponent)
+    else:
+        # Only longrope reads seq_len, to pick the long factors above the original context.
+        frequency, factor = ROPE_INIT_FUNCTIONS[kind](
+            raw, torch.device("cpu"), seq_len=config.max_length
+        )
+    angle = torch.arange(config.rows, dtype=torch.float32)[:, None] * frequency.float()[None, :]
+    return (angle.double().cos() * factor).float(), (angle.double().sin() * factor).float()

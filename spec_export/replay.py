@@ -1,0 +1,225 @@
+"""Replays the steps of decoding through a bundle's graph and compares them with transformers.
+
+Scripts of steps (prefill, chains, trees, long context) are played through the runtime's own cache
+and backend. The transformers model sees no tree, mask or slot: it runs each path from the root to a
+node as a plain sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from spec_runtime import bundle as bundles
+from spec_runtime.backends import Backend
+from spec_runtime.kv import Cache
+from spec_runtime.target import Target, Wants
+from spec_runtime.trees.tree import TokenTree, is_chain
+
+NUM_TREES, TREE_NODES = 6, 12
+TREE_CONTEXT = 40  # tokens in front of the first random tree
+LONGEST = 1500  # tokens of text in the script with the longest context
+
+# ---- scripts ----
+
+
+@dataclass(frozen=True)
+class Script:
+    """Holds the steps to play from an empty cache: trees, each with the path committed after it."""
+
+    name: str
+    steps: tuple[tuple[TokenTree, list[int]], ...]
+    is_permuted: bool = False  # True: KV rows go to slots in a random order
+
+    def sequences(self) -> Iterator[list[tuple[int, ...]]]:
+        """Gives for each step the tokens that each node attends, in order, its own token last.
+
+        Example: after 5 and 6 are committed, root 7 with child 8 gives [(5, 6, 7), (5, 6, 7, 8)].
+        """
+        committed: tuple[int, ...] = ()
+        for tree, path in self.steps:
+            yield [
+                committed + tuple(tree.token_N[tree.path(node)].tolist())
+                for node in range(tree.num_nodes)
+            ]
+            committed += tuple(tree.token_N[path].tolist())
+
+
+def _chains(tokens: Sequence[int], size: int) -> list[tuple[TokenTree, list[int]]]:
+    """Returns steps of up to `size` tokens each that commit all of `tokens`."""
+    parts = [tokens[begin : begin + size] for begin in range(0, len(tokens), size)]
+    return [(TokenTree.chain(part), list(range(len(part)))) for part in parts]
+
+
+def _trees(tokens: Sequence[int], rng: np.random.Generator) -> list[tuple[TokenTree, list[int]]]:
+    """Returns trees of random shapes over random tokens of the text, each with a random path."""
+    steps = []
+    for _ in range(NUM_TREES):
+        parents = [0, *(int(rng.integers(0, node)) for node in range(1, TREE_NODES))]
+        drawn = rng.choice(np.asarray(tokens, np.int64), TREE_NODES)
+        tree = TokenTree(drawn, np.array(parents, np.int64))
+        steps.append((tree, tree.path(int(rng.integers(0, TREE_NODES)))))
+    return steps
+
+
+def make_scripts(text: Sequence[int], max_length: int, chains_only: bool) -> list[Script]:
+    """Returns the scripts to play on a text of token ids; with `chains_only`, those without a tree.
+
+    The last script commits the text itself, as far as it fits, so that it gives a perplexity.
+    """
+    rng = np.random.default_rng(0)
+    text = text[: min(LONGEST, max_length)]
+    head = text[:TREE_CONTEXT]
+    trees = (*_chains(head, 64), *_trees(text, rng))
+    # The last tree: the text continues along its trunk, and a branch of other tokens leaves it.
+    trunk, branch = text[-8:], rng.choice(np.asarray(text, np.int64), 4).tolist()
+    fork = TokenTree(
+        np.array([*trunk, *branch]), np.array([0, *range(len(trunk) - 1), 0, 8, 9, 10])
+    )
+    end = TokenTree.chain(trunk) if chains_only else fork
+    scripts = [
+        Script("chunks of 1", tuple(_chains(text[:16], 1))),
+        Script("chunks of 7", tuple(_chains(text[:60], 7))),
+        Script("chunks of 64", tuple(_chains(text[:160], 64))),
+        Script("chain decode", (*_chains(head, 64), *_chains(text[TREE_CONTEXT:][:24], 1))),
+        Script("random trees", trees),
+        Script("permuted slots", trees, is_permuted=True),
+        Script(
+            f"context of {len(text)}",
+            (*_chains(text[:-8], 64), (end, list(range(len(trunk))))),
+        ),
+    ]
+    if not chains_only:
+        return scripts
+    return [each for each in scripts if all(is_chain(tree.parent_N) for tree, _ in each.steps)]
+
+
+# ---- the transformers model ----
+
+
+class TransformersModel:
+    """Runs the transformers model on one plain sequence at a time.
+
+    taps: ids of layers whose inputs count as features too.
+    """
+
+    def __init__(self, hf_model: Any, taps: Sequence[int] = ()) -> None:
+        self.model = hf_model
+        self.taps = tuple(taps)
+
+    def expect(self, script: Script) -> list[np.ndarray]:
+        """Returns each step's f32[N, F] like Verified.features: final hidden states, then taps."""
+        steps = list(script.sequences())
+        ordered = sorted({sequence for step in steps for sequence in step})
+        rows: dict[tuple[int, ...], np.ndarray] = {}
+        # Sorted, a sequence that begins others comes right before one of them.
+        for sequence, after in zip(ordered, [*ordered[1:], ()], strict=True):
+            if after[: len(sequence)] != sequence:
+                hidden_TF = self._hidden(sequence)
+                rows |= {sequence[: t + 1]: row for t, row in enumerate(hidden_TF)}
+        return [np.stack([rows[sequence] for sequence in step]) for step in steps]
+
+    def _hidden(self, tokens: Sequence[int]) -> np.ndarray:
+        """Returns f32[T, F], the features at every token."""
+        ids_BT = torch.tensor([tokens])
+        with torch.inference_mode():
+            out = self.model.model(ids_BT, output_hidden_states=True, use_cache=False)
+        parts = [out.last_hidden_state, *(out.hidden_states[tap] for tap in self.taps)]
+        return torch.cat(parts, dim=-1)[0].numpy()
+
+    def logits(self, features_NF: np.ndarray) -> np.ndarray:
+        """Returns f32[N, V], the logits of these features; taps are not read."""
+        with torch.inference_mode():
+            width = self.model.lm_head.in_features
+            rows = torch.from_numpy(np.ascontiguousarray(features_NF[:, :width]))
+            return self.model.lm_head(rows).numpy()
+
+
+# ---- comparing ----
+
+
+class _PermutedBackend:
+    """Moves slot s of a slots-form graph to slot perm[s], since their order must not matter."""
+
+    def __init__(self, inner: Backend, rng: np.random.Generator) -> None:
+        self.form, self.capacity = inner.form, inner.capacity
+        self._inner = inner
+        self._perm_S = rng.permutation(inner.capacity)
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        mask = np.empty_like(feeds["mask"])
+        mask[..., self._perm_S] = feeds["mask"]
+        top = np.flatnonzero(mask.any(axis=(0, 1, 2)))[-1]
+        moved = {
+            "mask": mask,
+            "slots": self._perm_S[feeds["slots"]],
+            "seqlens_k": np.array([top], np.int32),
+        }
+        return self._inner.run(feeds | moved, outputs)
+
+
+@dataclass
+class Differences:
+    """Holds how the graph differed from the model in one script.
+
+    By row: logits and features are relative errors, see check.Bounds; divergence is
+    KL(model ‖ graph) in nats. num_other_argmax: rows with another argmax. By committed token: nats
+    of the graph and reference_nats of the model, minus the log-probability each.
+    """
+
+    logits: list[float] = field(default_factory=list)
+    features: list[float] = field(default_factory=list)
+    divergence: list[float] = field(default_factory=list)
+    num_other_argmax: int = 0
+    nats: list[float] = field(default_factory=list)
+    reference_nats: list[float] = field(default_factory=list)
+
+
+def play(
+    script: Script,
+    backend: Backend,
+    cache: Cache,
+    info: bundles.TargetInfo,
+    truth: TransformersModel,
+) -> Differences:
+    """Plays a script through the graph, from an empty cache, and compares all rows with `truth`."""
+    graph = Target(
+        _PermutedBackend(backend, np.random.default_rng(1)) if script.is_permuted else backend,
+        cache,
+        vocab_size=info.dims.vocab_size,
+        max_length=info.max_length,
+    )
+    committed = [token for tree, path in script.steps for token in tree.token_N[path].tolist()]
+    found, width = Differences(), info.dims.hidden_size
+    for (tree, path), expected_NF in zip(script.steps, truth.expect(script), strict=True):
+        verified = graph.verify(tree, Wants(features=True, taps=info.taps))
+        got_NV = np.stack([verified.row(node) for node in range(tree.num_nodes)])
+        wanted_NV = truth.logits(expected_NF)
+        error_N = np.abs(got_NV - wanted_NV).max(axis=1) / np.ptp(wanted_NV, axis=1)
+        found.logits += error_N.tolist()
+        got_NF, error_N = verified.features(range(tree.num_nodes)), np.zeros(tree.num_nodes)
+        for begin in range(0, expected_NF.shape[1], width):
+            expected_ND, got_ND = (rows[:, begin : begin + width] for rows in (expected_NF, got_NF))
+            part_N = np.abs(got_ND - expected_ND).max(axis=1) / np.abs(expected_ND).max(axis=1)
+            error_N = np.maximum(error_N, part_N)  # a NaN stays
+        found.features += error_N.tolist()
+        found.num_other_argmax += int((got_NV.argmax(1) != wanted_NV.argmax(1)).sum())
+        after = committed[graph.length + 1 : graph.length + 1 + len(path)]
+        rows = path[: len(after)]
+        got_NV, wanted_NV = _log_softmax(got_NV), _log_softmax(wanted_NV)
+        found.divergence += (np.exp(wanted_NV) * (wanted_NV - got_NV)).sum(axis=1).tolist()
+        found.nats += (-got_NV[rows, after]).tolist()
+        found.reference_nats += (-wanted_NV[rows, after]).tolist()
+        graph.commit(path)
+    return found
+
+
+def _log_softmax(logits_NV: np.ndarray) -> np.ndarray:
+    """Returns log-probabilities f64[N, V]."""
+    wide_NV = logits_NV.astype(np.float64)
+    wide_NV -= wide_NV.max(axis=1, keepdims=True)
+    return wide_NV - np.log(np.exp(wide_NV).sum(axis=1, keepdims=True))

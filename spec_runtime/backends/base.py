@@ -1,0 +1,140 @@
+"""Declares what a backend is: the interfaces, the table of backends, and the choice of one.
+
+A backend runs one graph and owns its KV buffers. It sees arrays by name, never tokens or trees.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from spec_runtime.backends.threads import default_threads
+from spec_runtime.bundle import Bundle, Graph
+
+
+class Backend(Protocol):
+    """One graph, ready to run, with its KV buffers of `capacity` slots. `form` is the graph's."""
+
+    form: str
+    capacity: int
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """Runs once and returns these outputs; the next run may overwrite the arrays."""
+
+
+class Rows(Protocol):
+    """An output [R, W] that stays on the device until its backend's next run.
+
+    A row is copied to the host when it is first read, all of them by `np.asarray`.
+    """
+
+    def __getitem__(self, row: int, /) -> np.ndarray: ...
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray: ...
+
+
+class DeviceBackend(ABC):
+    """A backend that can leave outputs on its device. Those that can inherit from this class.
+
+    `bytes_to_host` counts what was copied from the device so far.
+    """
+
+    form: str
+    capacity: int
+
+    @property
+    @abstractmethod
+    def bytes_to_host(self) -> int: ...
+
+    @abstractmethod
+    def has_output(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """See Backend.run."""
+
+    @abstractmethod
+    def run_keeping(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], Mapping[str, Rows]]:
+        """Runs once; returns `outputs` on the host, and `kept` [R, W] as rows on the device."""
+
+
+@dataclass(frozen=True)
+class BackendKind:
+    """Says what a backend's name stands for.
+
+    `module` is imported when the first graph is opened; its function `open_graph` is an Opener.
+    `engine` names the library that runs the graphs, `device` is where buffers live, "cpu" or
+    "cuda".
+    """
+
+    module: str
+    engine: str
+    device: str = "cpu"
+    has_cuda_graphs: bool = False
+
+
+# Names that end in "_eager" run without CUDA graphs.
+BACKENDS: dict[str, BackendKind] = {
+    "onnxruntime": BackendKind("spec_runtime.backends.cpu", "onnxruntime"),
+    "cuda": BackendKind("spec_runtime.backends.cuda", "onnxruntime", "cuda", True),
+    "cuda_eager": BackendKind("spec_runtime.backends.cuda", "onnxruntime", "cuda"),
+    "tensorrt": BackendKind("spec_runtime.backends.tensorrt", "tensorrt", "cuda", True),
+    "tensorrt_eager": BackendKind("spec_runtime.backends.tensorrt", "tensorrt", "cuda"),
+}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Says what runs a bundle's graphs: a backend by its name in BACKENDS, and CPU threads.
+
+    `threads` None means as many as this process may use. Raises ValueError for an unknown backend.
+    """
+
+    backend: str = "onnxruntime"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ValueError(f"got backend {self.backend!r}, expected one of {', '.join(BACKENDS)}")
+
+    @property
+    def kind(self) -> BackendKind:
+        return BACKENDS[self.backend]
+
+    @property
+    def engine(self) -> str:
+        """Names the library that runs the graphs: "onnxruntime" or "tensorrt"."""
+        return self.kind.engine
+
+    @property
+    def device(self) -> str:
+        """Says where buffers live: "cpu" or "cuda"."""
+        return self.kind.device
+
+    @property
+    def has_cuda_graphs(self) -> bool:
+        return self.kind.has_cuda_graphs
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or default_threads()
+
+
+class Opener(Protocol):
+    """Opens a graph, see backends.open_graph; `share` and `banks` come from the same backend."""
+
+    def __call__(
+        self,
+        bundle: Bundle,
+        graph: Graph,
+        capacity: int,
+        runtime: Runtime,
+        share: Backend | None,
+        banks: Backend | None,
+    ) -> Backend: ...

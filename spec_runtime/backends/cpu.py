@@ -1,0 +1,120 @@
+"""Runs a graph with ONNX Runtime on the CPU.
+
+Each KV buffer is one OrtValue, bound as an input and as the output of the node that writes it, so
+that a step writes in place and no row is ever copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_runtime.backends.base import Backend, Runtime
+from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.session import (
+    OrtBackend,
+    SessionOptions,
+    as_lender,
+    bind_buffers,
+    open_buffers,
+    open_session,
+)
+from spec_runtime.backends.shapes import is_cache, shape_of
+from spec_runtime.backends.threads import default_threads
+from spec_runtime.bundle import Bundle, Graph
+
+
+class CpuBackend(OrtBackend):
+    """One session on the CPU with its KV buffers and banks, see OrtBackend."""
+
+    def __init__(
+        self,
+        path: Path,
+        graph: Graph,
+        capacity: int,
+        threads: int | None = None,
+        share: OrtBackend | None = None,
+        banks: OrtBackend | None = None,
+    ) -> None:
+        self.form, self.capacity = graph.form, capacity
+        self.copies = Copies()
+        self.session = open_session(path, graph, SessionOptions(threads or default_threads()))
+        self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
+        self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
+        self._feed_names = [spec.name for spec in graph.inputs if not is_cache(spec)]
+        self._bindings: dict[tuple[str, ...], Any] = {}
+        self._outputs: dict[str, np.ndarray] = {}
+
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """See Backend.run. Returns views of buffers that the next run writes again."""
+        binding = self._binding(tuple(outputs))
+        sizes: dict[str, int] = {}
+        held = []  # ONNX Runtime reads these arrays' memory during the run
+        for name in self._feed_names:
+            array = np.ascontiguousarray(feeds[name])
+            held.append(array)
+            binding.bind_cpu_input(name, array)
+            for dim, size in zip(self._specs[name].shape, array.shape, strict=True):
+                if isinstance(dim, str):
+                    sizes[dim] = size
+        results = {}
+        for name in outputs:
+            results[name] = array = self._output(name, sizes)
+            binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
+        self.session.run_with_iobinding(binding)
+        return results
+
+    def _binding(self, outputs: tuple[str, ...]) -> Any:
+        """Returns the binding of this set of outputs: those not bound are not computed."""
+        if outputs not in self._bindings:
+            self._bindings[outputs] = bind_buffers(self.session, self.buffers)
+        return self._bindings[outputs]
+
+    def _output(self, name: str, sizes: dict[str, int]) -> np.ndarray:
+        """Returns a view of an output's buffer, which grows to the largest shape asked for."""
+        spec = self._specs[name]
+        shape = shape_of(spec, sizes)
+        count = int(np.prod(shape))
+        buffer = self._outputs.get(name)
+        if buffer is None or buffer.size < count:
+            buffer = self._outputs[name] = np.empty(count, dtype=spec.dtype)
+        return buffer[:count].reshape(shape)
+
+
+def open_graph(
+    bundle: Bundle,
+    graph: Graph,
+    capacity: int,
+    runtime: Runtime,
+    share: Backend | None,
+    banks: Backend | None,
+) -> CpuBackend:
+    """Opens a graph on the CPU, see backends.open_graph.
+
+    Raises ValueError for an int8 target if this CPU computes its products wrongly.
+    """
+    probe = bundle.manifest.graphs.get("probe")
+    if probe is not None and graph is bundle.manifest.graphs["target"]:
+        require_exact_int8(CpuBackend(bundle.path / probe.file, probe, 1, 1))
+    return CpuBackend(
+        bundle.path / graph.file,
+        graph,
+        capacity,
+        runtime.num_threads,
+        share=None if share is None else as_lender(share),
+        banks=None if banks is None else as_lender(banks),
+    )
+
+
+def require_exact_int8(probe: Backend) -> None:
+    """Refuses a CPU whose u8·s8 products saturate: every int8 result would be silently wrong."""
+    x = np.full((1, 64), 255, np.uint8)
+    got, expected = int(probe.run({"x": x}, ["y"])["y"][0, 0]), (255 - 128) * 127 * 64
+    if got != expected:
+        raise ValueError(
+            f"this CPU's int8 products saturate (got {got}, expected {expected}): build the "
+            "bundle with --precision int8 --reduce-range, or with another precision"
+        )

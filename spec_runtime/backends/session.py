@@ -1,0 +1,225 @@
+"""Opens ONNX Runtime sessions and makes the buffers that they read and write in place.
+
+Every import of onnxruntime goes through this file, so that it never sends telemetry unasked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_runtime.backends.base import Backend
+from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.shapes import KV, is_cache
+from spec_runtime.bundle import BANK, Graph
+
+# At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
+# the user's cache folder. Whoever has set the variable, to 0 for instance, keeps that value.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+try:
+    import onnxruntime as ort
+except ImportError as error:
+    raise ValueError("onnxruntime is not installed: pip install 'specsplit[cpu]'") from error
+
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
+NO_GRAPH = -1  # the graph id of runs that neither capture nor replay; 0 is ONNX Runtime's own
+
+log = logging.getLogger("spec_runtime")
+
+
+# ------------------------------------------------------------------------------- sessions
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """Says how a session runs: where, on how many threads, and with which provider settings.
+
+    `has_cuda_graphs` asks for CUDA graphs; it needs every node on the GPU.
+    """
+
+    threads: int
+    device: str = "cpu"
+    has_cuda_graphs: bool = False
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def provider(self) -> str:
+        return PROVIDERS[self.device]
+
+
+def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
+    """Opens the ONNX file of `graph`.
+
+    Runs without CUDA graphs, and warns, if ONNX Runtime refuses them. Raises ValueError if the
+    provider, a GPU, or the file's inputs and outputs are not what is expected.
+    """
+    provider = options.provider
+    if provider not in ort.get_available_providers():
+        raise ValueError(
+            f"onnxruntime {ort.__version__} here has no {provider}: put onnxruntime-gpu in its "
+            "place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose another "
+            "--backend"
+        )
+    if options.device == "cuda":
+        ort.preload_dlls()  # CUDA's libraries, if they came as wheels
+    try:
+        session = _open(path, options)
+    except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
+        reason = " ".join(str(error).split())[:300]
+        if options.has_cuda_graphs and "CUDA Graph" in reason:
+            log.warning("%s runs without CUDA graphs: %s", path.name, reason)
+            return open_session(path, graph, replace(options, has_cuda_graphs=False))
+        raise ValueError(
+            f"ONNX Runtime {ort.__version__} cannot load {path.name}: {reason}"
+        ) from error
+    if session.get_providers()[0] != provider:  # it falls back on the CPU by itself
+        raise ValueError(
+            f"onnxruntime {ort.__version__} found no usable NVIDIA GPU: check the driver and CUDA "
+            "libraries, or choose another --backend"
+        )
+    _check_signature(session, graph, path)
+    return session
+
+
+def _open(path: Path, options: SessionOptions) -> Any:
+    chosen = ort.SessionOptions()
+    chosen.intra_op_num_threads = options.threads
+    chosen.inter_op_num_threads = 1
+    chosen.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    chosen.enable_mem_pattern = False  # shapes change every step
+    chosen.log_severity_level = 3
+    # Target and drafter take turns: threads that go on spinning would eat the other's cores.
+    chosen.add_session_config_entry("session.force_spinning_stop", "1")
+    settings = dict(options.settings)
+    if options.has_cuda_graphs:
+        settings["enable_cuda_graph"] = "1"
+    # Without ONNX Runtime's own fallback, which would print and hide the reason.
+    return ort.InferenceSession(
+        str(path), chosen, [options.provider], provider_options=[settings], enable_fallback=0
+    )
+
+
+def _check_signature(session: Any, graph: Graph, path: Path) -> None:
+    for kind, got, expected in (
+        ("inputs", session.get_inputs(), graph.inputs),
+        ("outputs", session.get_outputs(), graph.outputs),
+    ):
+        names, wanted = {value.name for value in got}, {spec.name for spec in expected}
+        if names != wanted:
+            raise ValueError(
+                f"{path.name} has {kind} {sorted(names)}, the manifest says "
+                f"{sorted(wanted)}: build the bundle again"
+            )
+
+
+def takes_cuda_graphs(session: Any) -> bool:
+    """Returns whether a run captures or replays a CUDA graph, unless its options say NO_GRAPH."""
+    options = session.get_provider_options().get(PROVIDERS["cuda"], {})
+    return bool(options.get("enable_cuda_graph") == "1")
+
+
+def run_options(graph_id: int, waits: bool = True) -> Any:
+    """Returns the options of a run that captures or replays this graph.
+
+    With `waits` the run returns when its work is done, otherwise when it is queued.
+    """
+    options = ort.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", str(graph_id))
+    if not waits:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    return options
+
+
+# ------------------------------------------------------------------------------- buffers
+
+
+def empty_value(shape: Sequence[int], dtype: str, device: str) -> Any:
+    """Returns an OrtValue whose content is whatever is in memory."""
+    kind: Any = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
+    return ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
+
+
+def zero_value(shape: Sequence[int], dtype: str, device: str) -> Any:
+    """Returns an OrtValue of zeros, in memory of its own."""
+    if dtype != "bfloat16":
+        return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), device, 0)
+    value = empty_value(shape, dtype, device)
+    zero = np.zeros(shape, np.uint16)
+    value.update_inplace(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zero, BFLOAT16))
+    return value
+
+
+def bind_buffers(session: Any, buffers: Mapping[str, Any]) -> Any:
+    """Returns a new binding with every KV buffer and bank in place.
+
+    Each is bound as an input and, where the graph writes it, as the output `<name>.out` too.
+    """
+    binding = session.io_binding()
+    outputs = {value.name for value in session.get_outputs()}
+    written = {name: value for name, value in buffers.items() if f"{name}.out" in outputs}
+    for name, value in buffers.items():
+        binding.bind_ortvalue_input(name, value)
+    for name, value in written.items():
+        binding.bind_ortvalue_output(f"{name}.out", value)
+    bound = zip(binding.get_outputs(), written.values(), strict=True)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in bound), "a buffer is not bound in place"
+    return binding
+
+
+class OrtBackend(ABC):
+    """A session with its KV buffers [1, G, capacity, Dh] and banks [R, W], which it lends.
+
+    `buffers` holds them as OrtValues by the names of the graph's inputs. They start at zero, for
+    0 · NaN would poison a row. Sessions that borrow some must use these `copies` too: on CUDA they
+    are on one stream then.
+    """
+
+    form: str
+    capacity: int
+    buffers: dict[str, Any]
+    copies: Copies
+
+    @abstractmethod
+    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
+        """See Backend.run."""
+
+
+def as_lender(backend: Backend) -> OrtBackend:
+    """Returns the backend as one that lends its buffers; only those on ONNX Runtime do."""
+    assert isinstance(backend, OrtBackend), backend
+    return backend
+
+
+def open_buffers(
+    graph: Graph,
+    capacity: int,
+    device: str,
+    share: OrtBackend | None,
+    banks: OrtBackend | None,
+) -> dict[str, Any]:
+    """Returns the graph's KV buffers and banks by name.
+
+    KV buffers that `share` has by the same name are borrowed from it, and banks from `banks`; the
+    others are made.
+    """
+    lent: dict[str, Any] = {}
+    for prefix, lender in ((KV, share), (BANK, banks)):
+        if lender is not None:
+            lent |= {n: value for n, value in lender.buffers.items() if n.startswith(prefix)}
+    buffers: dict[str, Any] = {}
+    for spec in filter(is_cache, graph.inputs):
+        shape = [capacity if axis == "S" else int(axis) for axis in spec.shape]
+        value = lent[spec.name] if spec.name in lent else zero_value(shape, spec.dtype, device)
+        assert value.shape() == shape, (spec.name, value.shape(), shape)
+        buffers[spec.name] = value
+    return buffers

@@ -1,0 +1,99 @@
+"""Computes shapes, sizes and widths that all backends need, and keeps what was used last."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from spec_runtime.bundle import BANK, Graph, TensorSpec
+
+KV = "kv."  # before the names of KV buffers
+MAX_SHAPES = 64  # shapes that a device keeps a context, a binding or a CUDA graph for
+MIN_MASK = 256  # the least width that masks are cut to; the next ones double
+
+_V = TypeVar("_V")
+
+
+def is_cache(spec: TensorSpec) -> bool:
+    """Returns whether it is a KV buffer or a bank (bundle.BANK), before or after a step."""
+    return spec.name.startswith((KV, BANK))
+
+
+def shape_of(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape with the free axes' sizes put in.
+
+    >>> shape_of(TensorSpec("mask", "bool", (1, "N")), {"N": 5})
+    (1, 5)
+    """
+    return tuple(sizes[axis] if isinstance(axis, str) else axis for axis in spec.shape)
+
+
+def axis_sizes(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Returns the sizes of the free axes in these inputs' shapes.
+
+    Raises ValueError for a shape that the graph does not take. Example: input_ids [1, "N"] given
+    as [1, 5] is {"N": 5}.
+    """
+    sizes: dict[str, int] = {}
+    for spec in graph.inputs:
+        if is_cache(spec):
+            continue
+        shape = tuple(shapes[spec.name])
+        fits = len(shape) == len(spec.shape) and all(
+            size == (sizes.setdefault(axis, size) if isinstance(axis, str) else axis)
+            for axis, size in zip(spec.shape, shape, strict=False)
+        )
+        if not fits:
+            raise ValueError(
+                f"got {spec.name} of shape {list(shape)}, expected {list(spec.shape)} with {sizes}"
+            )
+    return sizes
+
+
+def num_bytes(spec: TensorSpec, profiles: Sequence[Mapping[str, Sequence[int]]]) -> int:
+    """Returns the bytes of the largest shape that any of a plan's profiles allows."""
+    largest = {axis: max(p[axis][2] for p in profiles) for axis in profiles[0]}
+    item = 2 if spec.dtype == "bfloat16" else np.dtype(spec.dtype).itemsize  # numpy has none
+    return math.prod(shape_of(spec, largest)) * item
+
+
+def mask_width(num_slots: int, capacity: int) -> int:
+    """Returns the least of 256, 512, 1024 … and the capacity that holds so many slots.
+
+    >>> [mask_width(n, 2176) for n in (7, 257, 2049)]
+    [256, 512, 2176]
+    """
+    width = MIN_MASK
+    while width < num_slots:
+        width *= 2
+    return min(width, capacity)
+
+
+class LeastRecentlyUsed(Generic[_V]):
+    """At most `limit` values by key; a new one takes the place of the one unused for longest.
+
+    `close` is called with each value that goes.
+    """
+
+    def __init__(self, limit: int, close: Callable[[_V], None]) -> None:
+        self._limit, self._close = limit, close
+        self._values: OrderedDict[Hashable, _V] = OrderedDict()
+
+    def get(self, key: Hashable, make: Callable[[], _V]) -> _V:
+        """Returns the value of `key`, made if it is not there."""
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        if len(self._values) >= self._limit:
+            self._close(self._values.popitem(last=False)[1])
+        self._values[key] = made = make()
+        return made
+
+    def clear(self) -> None:
+        """Closes all values."""
+        while self._values:
+            self._close(self._values.popitem()[1])

@@ -1,0 +1,483 @@
+"""Tests how TensorRT plans are built: graphs, profiles, keys, and real builds by TensorRT-RTX.
+
+TensorRT-RTX needs no GPU for these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_tensorrt as fake
+import numpy as np
+import onnx_ir as ir
+import pytest
+from graphs import Runner, graph_of
+from workshop import Workshop
+
+import spec_runtime
+from spec_export import cli, drafters, make_bundle, target
+from spec_export.bundling.drafters import load_module
+from spec_export.decoder import Backbone
+from spec_export.graphs import tensorrt as build
+from spec_export.graphs import trace
+from spec_export.graphs.half import to_half
+from spec_export.make_bundle import BuildOptions
+from spec_export.training import checkpoint
+from spec_runtime import bundle as bundles
+from spec_runtime.backends.tensorrt_api import import_tensorrt
+from spec_runtime.bundle import Bundle, Graph, TensorSpec
+
+CAPABILITIES = ("8.0", "8.9", "12.0")
+SHARED_CACHE = "skip_layer"  # its runs would move rows of the target's cache
+HALVES = pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+
+
+@pytest.fixture(scope="module")
+def backbone(workshop: Workshop) -> Backbone:
+    hf_model, _ = target.load(target.resolve(str(workshop.llama())))
+    return Backbone.from_transformers(hf_model, (), 64)
+
+
+def drafter_graphs(workshop: Workshop, backbone: Backbone, name: str) -> dict[str, ir.Model]:
+    """Exports a drafter's graphs in contiguous form, in float32, with a fixed capacity."""
+    module = load_module(checkpoint.load_drafter(workshop.drafter(name)), backbone)
+    if module.shares_target_cache:
+        return module.export_from_target(backbone, capacity_symbolic=False)
+    return module.export(backbone.config, capacity_symbolic=False)
+
+
+def no_build(*_: Any) -> bytes:
+    raise AssertionError("it builds a plan it has")
+
+
+# ---- graphs ----
+
+
+def test_the_additive_mask_changes_no_result(backbone: Backbone, tmp_path: Path) -> None:
+    """Runs two steps over a tree; only the mask's form differs, so float32 agrees to 1e-5."""
+    results = []
+    for adapted in (False, True):
+        model = trace.export_backbone(backbone, capacity_symbolic=False)
+        if adapted:
+            build.adapt(model, "fp32")
+            masks = [node.inputs[3] for node in model.graph if node.op_type == "Attention"]
+            assert len(masks) == 2
+            assert masks[0] is masks[1]
+            assert masks[0] is not None
+            assert masks[0].dtype == ir.DataType.FLOAT
+        runner = Runner(model, tmp_path / str(adapted), "contiguous", backbone.config.rows)
+        first = runner.step([5, 6, 7, 8], [0, 0, 0, 1])
+        runner.cache.commit([0, 2])
+        results.append((first["logits"], runner.step([9, 10], [0, 0])["logits"]))
+    for plain, additive in zip(*results, strict=True):
+        assert np.abs(plain - additive).max() <= 1e-5
+    assert np.abs(results[0][0][1] - results[0][0][2]).max() > 1e-2, "the mask matters"
+
+
+@HALVES
+@pytest.mark.parametrize("name", ["parallelspec", "amphista", "redrafter"])
+def test_half_a_drafter_keeps_its_signature_and_sums_in_float32(
+    workshop: Workshop, backbone: Backbone, name: str, dtype: ir.DataType
+) -> None:
+    for model in drafter_graphs(workshop, backbone, name).values():
+        before = graph_of(model, "contiguous")
+        to_half(model, dtype)
+        after = graph_of(model, "contiguous")
+        for old, new in zip(
+            (*before.inputs, *before.outputs), (*after.inputs, *after.outputs), strict=True
+        ):
+            is_cache = old.name.startswith("kv.")
+            narrow = str(dtype.numpy())
+            expected = dataclasses.replace(old, dtype=narrow) if is_cache else old
+            assert new == expected
+        weights = [value for value in model.graph.initializers.values() if value.uses()]
+        assert {v.dtype for v in weights} <= {dtype, ir.DataType.INT64}
+        for node in model.graph:
+            types = {v.dtype for v in node.inputs if v is not None and v.dtype is not None}
+            floats = types & {ir.DataType.FLOAT, dtype}
+            assert len(floats) <= 1, node
+            if node.op_type in ("MatMul", "Gemm", "Attention"):
+                assert floats == {dtype}, node
+            if node.op_type in ("Softmax", "LogSoftmax", "TopK"):
+                assert floats == {ir.DataType.FLOAT}, node
+
+
+def test_half_a_drafter_guesses_as_the_whole_one(
+    workshop: Workshop, backbone: Backbone, tmp_path: Path
+) -> None:
+    """ParallelSpec in float16 on the CPU. 5e-2 on log-probabilities down to -10: 2^-11 a product of
+    random weights, through one layer and a head (measures 5e-3)."""
+    rng = np.random.default_rng(0)
+    features = rng.standard_normal((1, 3, 64), np.float32).repeat(2, axis=2)
+    outputs = ("guess_ids", "guess_log_probs")
+    results = []
+    for precision in ("fp32", "fp16"):
+        model = drafter_graphs(workshop, backbone, "parallelspec")["drafter"]
+        build.adapt(model, precision)
+        runner = Runner(model, tmp_path / precision, "contiguous", backbone.config.rows)
+        results.append(runner.step([5, 6, 7], [0, 0, 1], outputs, features=features))
+    whole, half = results
+    assert np.abs(whole["guess_log_probs"] - half["guess_log_probs"]).max() <= 5e-2
+    assert (whole["guess_ids"][:, 0] == half["guess_ids"][:, 0]).all()
+    assert (whole["guess_log_probs"] != half["guess_log_probs"]).any(), "nothing was narrowed"
+
+
+# ---- decisions ----
+
+
+def step_graph(capacity: int) -> Graph:
+    """Returns a graph with the free axes of a step over a cache."""
+    names = ("N", "M", "A", "A+N")
+    inputs = [TensorSpec(f"input.{name}", "int64", (name,)) for name in names]
+    inputs.append(TensorSpec("kv.0.k", "float16", (1, 2, capacity, 16)))
+    return Graph("g.onnx", "contiguous", tuple(inputs), ())
+
+
+def test_profiles_run_from_one_row_to_a_chunk_of_the_prompt() -> None:
+    assert build.profiles_for(step_graph(2176), 24, 128) == (
+        {"N": (1, 1, 1), "M": (1, 1, 1), "A": (1, 1, 1), "A+N": (2, 2, 2)},
+        {"N": (1, 24, 24), "M": (1, 24, 24), "A": (1, 2, 24), "A+N": (2, 26, 48)},
+        {"N": (1, 256, 384), "M": (1, 1, 128), "A": (1, 1, 128), "A+N": (2, 257, 512)},
+    )
+
+
+def test_no_profile_writes_more_rows_than_the_cache_has() -> None:
+    *_, wide = build.profiles_for(step_graph(100), 24, 60)
+    assert wide == {"N": (1, 99, 99), "M": (1, 1, 60), "A": (1, 1, 60), "A+N": (2, 99, 99)}
+
+
+def test_a_graph_without_free_axes_has_one_profile() -> None:
+    fixed = Graph("g.onnx", "stateless", (TensorSpec("features", "float32", (1, 64)),), ())
+    assert build.profiles_for(fixed, 24, 128) == ({},)
+    free = Graph("g.onnx", "stateless", (TensorSpec("input_ids", "int64", ("N",)),), ())
+    assert [p["N"][2] for p in build.profiles_for(free, 24, 128)] == [1, 24, 384]
+
+
+def test_compute_capabilities_are_named_or_the_gpus() -> None:
+    trt, known = fake.tensorrt(), ["8.0", "8.9"]
+    assert build.choose_capabilities(trt, ["8.9,8.0", "8.9"], known) == ("8.9", "8.0")
+    for wanted in (["9.0"], ["89"], ["8.9,"]):
+        with pytest.raises(ValueError, match=r"got compute capability .* one of 8\.0, 8\.9: for"):
+            build.choose_capabilities(trt, wanted, known)
+    with pytest.raises(ValueError, match=r"got no --compute-capability and no GPU .* 8\.9$"):
+        build.choose_capabilities(trt, [], known)
+    full = trt._replace(flavour="tensorrt", version="11.4.0")
+    with pytest.raises(ValueError, match=r"tensorrt 11\.4\.0 builds for the GPU it runs on, and"):
+        build.choose_capabilities(full, ["8.9"], build._known(full, []))
+    assert build._known(full, ["9.0"]) == ["9.0"]
+    assert build._known(trt, []) == known
+
+
+def test_a_plans_key_depends_on_all_that_shapes_it(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trt = fake.tensorrt()
+    profile: build.Profile = {"N": (1, 2, 3)}
+    keys = [
+        build.plan_key("a", trt, "8.9", [profile]),
+        build.plan_key("b", trt, "8.9", [profile]),
+        build.plan_key("a", trt._replace(version="2.0"), "8.9", [profile]),
+        build.plan_key("a", trt._replace(flavour="tensorrt"), "8.9", [profile]),
+        build.plan_key("a", trt, "8.0", [profile]),
+        build.plan_key("a", trt, "8.9", [{"N": (1, 2, 4)}]),
+    ]
+    assert build.plan_key("a", trt, "8.9", [dict(profile)]) == keys[0]
+    monkeypatch.setattr(build, "SETTINGS", build.SETTINGS + 1)
+    keys.append(build.plan_key("a", trt, "8.9", [profile]))
+    assert len(set(keys)) == len(keys)
+
+    path = tmp_path / "graph.onnx"
+    trace.save(trace.export_backbone(backbone, capacity_symbolic=False), path)
+    before, weights = build.hash_graph(path), path.with_suffix(".bin")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert build.hash_graph(path) != before, "weights beside the graph count"
+
+
+def test_the_timing_cache_is_kept_per_version_and_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    trt = fake.tensorrt()._replace(flavour="tensorrt", version="11.4.0")
+    path = build.timing_path(trt, "9.0")
+    assert path == tmp_path / "specsplit" / "tensorrt" / "11.4.0-SM90.timing"
+
+    class Config:
+        """Stands for TensorRT's builder config; one build adds a measurement."""
+
+        def create_timing_cache(self, data: bytes) -> bytes:
+            return data
+
+        def set_timing_cache(self, timing: bytes, ignore_mismatch: bool) -> bool:
+            self.timing = timing + b"+"
+            return not ignore_mismatch
+
+        def get_timing_cache(self) -> Any:
+            return SimpleNamespace(serialize=lambda: self.timing)
+
+    for _ in range(2):
+        config = Config()
+        build.load_timing(config, path)
+        build.save_timing(config, path)
+    assert path.read_bytes() == b"++"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--backend", "tensorrt", "--precision", "int8"],
+            "got precision int8 with the contiguous",
+        ),
+        (
+            ["--compute-capability", "8.9"],
+            "got a compute capability with onnxruntime, expected --b",
+        ),
+        (["--backend", "tensorrt"], "got no --compute-capability and no GPU to take it from"),
+        (
+            ["--backend", "tensorrt", "--compute-capability", "9.0"],
+            "got compute capability '9.0', expected one of 8.0, 8.9",
+        ),
+    ],
+)
+def test_what_cannot_be_built_is_one_line(
+    workshop: Workshop,
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "import_tensorrt", fake.tensorrt)
+    monkeypatch.setattr(build, "open_cuda", lambda: fake.cuda(None)[0])
+    out = tmp_path / "bundle"
+    with pytest.raises(SystemExit) as end:
+        cli.main(["build", "--model", str(workshop.llama()), "--out", str(out), *options])
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not out.exists()
+
+
+def test_without_tensorrt_it_says_what_to_install(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("tensorrt", "tensorrt_rtx_bindings"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=r"TensorRT is not installed.* pip install") as error:
+        make_bundle.build(
+            BuildOptions(str(workshop.llama()), out=tmp_path / "bundle", backend="tensorrt")
+        )
+    assert "specsplit[tensorrt]" in str(error.value)
+    assert "specsplit[tensorrt-rtx]" in str(error.value)
+
+
+def test_a_drafter_on_the_targets_cache_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got drafter skip_layer with the tensorrt backend"):
+        make_bundle.build(
+            BuildOptions(
+                str(workshop.llama()),
+                drafter_checkpoints=[workshop.drafter(SHARED_CACHE)],
+                out=tmp_path / "bundle",
+                backend="tensorrt",
+            )
+        )
+
+
+# ---- real builds ----
+
+
+@pytest.fixture(scope="module")
+def rtx() -> Any:
+    try:
+        return import_tensorrt(["tensorrt_rtx"])
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def built(workshop: Workshop, out: Path, precision: str, *names: str, **options: Any) -> Path:
+    options = {"compute_capabilities": ["8.9"]} | options
+    return make_bundle.build(
+        BuildOptions(
+            str(workshop.llama()),
+            [] if names else ["prompt_lookup"],
+            [workshop.drafter(name) for name in names],
+            precision,
+            out=out,
+            backend="tensorrt",
+            **options,
+        )
+    )
+
+
+def plans_of(bundle: Bundle) -> dict[str, list[bundles.Plan]]:
+    """Returns the plans by graph, and asserts that all are of the right size, kind and name."""
+    manifest = bundle.manifest
+    graphs = {"target": manifest.graphs["target"]}
+    for info in manifest.drafters:
+        graphs |= {f"{info.name}-{role}": graph for role, graph in info.graphs.items()}
+    trt = import_tensorrt(["tensorrt_rtx"])
+    for name, graph in graphs.items():
+        for plan in graph.plans:
+            file = bundle.file(plan.file)
+            assert file.stat().st_size > 100_000, plan.file
+            assert plan.file in manifest.files
+            number = plan.compute_capability.replace(".", "")
+            expected = rf"engines/{name}-sm{number}-tensorrt_rtx-{trt.version}-{plan.key[:12]}.plan"
+            assert re.fullmatch(expected, plan.file)
+            assert (plan.flavour, plan.version) == ("tensorrt_rtx", trt.version)
+            assert len(plan.profiles) == (3 if graph.free_axes else 1)
+    return {name: list(graph.plans) for name, graph in graphs.items()}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_a_target_of_two_layers_is_built(
+    rtx: Any, workshop: Workshop, tmp_path: Path, precision: str
+) -> None:
+    bundle = bundles.read(built(workshop, tmp_path / "bundle", precision))
+    plans = plans_of(bundle)
+    assert [plan.compute_capability for plan in plans["target"]] == ["8.9"]
+    caches = {
+        spec.dtype
+        for spec in bundle.manifest.graphs["target"].inputs
+        if spec.name.startswith("kv.")
+    }
+    assert caches == {{"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[precision]}
+
+
+def test_a_rebuilt_bundle_takes_over_what_has_not_changed(
+    rtx: Any, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = built(workshop, tmp_path / "bundle", "fp16")
+    (first,) = plans_of(bundles.read(out))["target"]
+    data = (out / first.file).read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "build_plan", no_build)
+        built(workshop, out, "fp16")
+        (second,) = plans_of(bundles.read(out))["target"]
+        assert second == first
+        assert (out / second.file).read_bytes() == data
+        with pytest.raises(AssertionError, match="it builds a plan"):
+            built(workshop, out, "fp16", max_length=100)
+    (out / second.file).write_bytes(data[:-1])  # damaged: not taken
+    built(workshop, out, "fp16")
+    assert len((out / second.file).read_bytes()) == len(data)
+
+
+def test_the_bundle_also_runs_on_onnx_runtime(rtx: Any, workshop: Workshop, tmp_path: Path) -> None:
+    """The adapted contiguous float32 graphs give the tokens of the slots form."""
+    name = "parallelspec"
+    folder = built(workshop, tmp_path / "bundle", "fp32", name)
+    results = [
+        spec_runtime.load(path, name, threads=1, lookup=False).generate(
+            "say abc, 3", max_new_tokens=60, ignore_eos=True
+        )
+        for path in (folder, workshop.bundle(name))
+    ]
+    assert results[0].token_ids == results[1].token_ids
+    assert results[0].stats.steps == results[1].stats.steps < 59
+
+
+def test_a_network_that_is_not_the_manifests_is_refused(
+    rtx: Any, backbone: Backbone, tmp_path: Path
+) -> None:
+    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
+    trace.save(model, tmp_path / "graph.onnx")
+    graph = graph_of(model, "contiguous")
+    profiles = build.profiles_for(graph, 8, backbone.config.scratch)
+
+    def refusal(**changes: Any) -> str:
+        wrong = dataclasses.replace(graph, **changes)
+        with pytest.raises(ValueError, match=r"graph\.onnx as TensorRT parsed it: ") as error:
+            build.build_plan(rtx, tmp_path / "graph.onnx", wrong, profiles, "8.9")
+        return str(error.value).partition("parsed it: ")[2]
+
+    def with_input(index: int, **changes: Any) -> tuple[TensorSpec, ...]:
+        specs = list(graph.inputs)
+        specs[index] = dataclasses.replace(specs[index], **changes)
+        return tuple(specs)
+
+    assert refusal(inputs=with_input(0, dtype="int32")) == (
+        "type of input_ids: got int64, expected int32"
+    )
+    assert refusal(inputs=with_input(0, shape=(1, 8))) == (
+        "shape of input_ids: got (1, -1), expected (1, 8)"
+    )
+    assert refusal(outputs=graph.outputs[1:]).startswith("outputs: got [")
+
+
+def test_a_cache_written_twice_is_not_in_place(
+    rtx: Any, backbone: Backbone, tmp_path: Path
+) -> None:
+    """A layer's values are scattered into its keys' cache, so no output can be that update."""
+    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
+    keys, values = [node for node in model.graph if node.op_type == "TensorScatter"][:2]
+    values.replace_input_with(0, keys.inputs[0])
+    trace.save(model, tmp_path / "graph.onnx")
+    graph = graph_of(model, "contiguous")
+    profiles = build.profiles_for(graph, 8, backbone.config.scratch)
+    with pytest.raises(ValueError, match=r"updates in place: got .*\('kv\.0\.k', 'kv\.0\.v\.out"):
+        build.build_plan(rtx, tmp_path / "graph.onnx", graph, profiles, "8.9")
+
+
+def test_what_tensorrt_cannot_parse_is_one_line(
+    rtx: Any, backbone: Backbone, tmp_path: Path
+) -> None:
+    """The graph's capacity is left open."""
+    model = trace.export_backbone(backbone)
+    trace.save(model, tmp_path / "graph.onnx")
+    with pytest.raises(ValueError, match=r"does not parse graph\.onnx: .*static sequence") as error:
+        build.build_plan(rtx, tmp_path / "graph.onnx", graph_of(model, "contiguous"), ({},), "8.9")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_target_and_all_drafters_are_built_for_three_gpus(
+    rtx: Any,
+    workshop: Workshop,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
+) -> None:
+    names = [name for name in drafters.trainable() if name != SHARED_CACHE]
+    out = built(
+        workshop, tmp_path / "bundle", "fp16", *names, compute_capabilities=[",".join(CAPABILITIES)]
+    )
+    plans = plans_of(bundles.read(out))
+    assert {name.partition("-")[0] for name in plans} == {"target", *names}
+    for name, each in plans.items():
+        assert [plan.compute_capability for plan in each] == list(CAPABILITIES), name
+    table = capsys.readouterr().err
+    record_property("shown", table[table.index("┏") :])
+    for name in plans:
+        row = rf"│ {name} +│ (?:8\.0|8\.9|12\.0) +│ +\d+\.\d +│ +\d+\.\d +│"
+        assert len(re.findall(row, table)) == 3, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_the_other_graphs_and_precisions_are_built(
+    rtx: Any, workshop: Workshop, backbone: Backbone, tmp_path: Path, precision: str
+) -> None:
+    """Builds the graph of a drafter that no bundle here has, and one drafter in every precision."""
+    for name in (SHARED_CACHE, "parallelspec"):
+        for role, model in drafter_graphs(workshop, backbone, name).items():
+            build.adapt(model, precision)
+            path = tmp_path / f"{name}-{role}.onnx"
+            trace.save(model, path)
+            graph = graph_of(model, "contiguous")
+            profiles = build.profiles_for(graph, 24, backbone.config.scratch)
+            assert len(build.build_plan(rtx, path, graph, profiles, "8.9")) > 100_000

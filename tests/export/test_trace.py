@@ -1,0 +1,274 @@
+"""Tests the traced graph: its names and axes, and that it computes what eager PyTorch does.
+
+Tolerance: 1e-5 of the largest value for float32 (the same operators, other summation orders:
+measures about 1e-6).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+from test_decoder import (
+    HEAD_DIM,
+    VOCAB,
+    YARN,
+    Decoder,
+    backbone_of,
+    chain,
+    longrope,
+    random_tokens,
+    tiny,
+)
+from torch import Tensor
+
+from spec_export.decoder import FAMILIES, Backbone
+from spec_export.graphs.trace import GraphInput, export, export_backbone, save
+
+RELATIVE_TOLERANCE = 1e-5
+LAYERS = 2
+CACHES = [f"kv.{layer}.{part}" for layer in range(LAYERS) for part in "kv"]
+OUTPUTS = ["logits", "features", "taps.1", "taps.0"]
+FEEDS = ["input_ids", "position_ids", "mask", "logit_rows", "write_index", "src", "perm"]
+
+# One case per family, between them tied and untied heads, biases, q/k norm, partial rotation and
+# scaled tables.
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True, "mlp_bias": True},
+    "mistral": {"rope_parameters": YARN},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "phi3": {
+        "rope_parameters": longrope(4, partial_rotary_factor=0.5),
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+def small(family: str, **options: Any) -> Any:
+    return tiny(family, num_hidden_layers=LAYERS, **options)
+
+
+class OrtDecoder(Decoder):
+    """Runs the test decoder's steps with ONNX Runtime, each cache bound in place."""
+
+    def __init__(self, backbone: Backbone, path: Path, slots: int) -> None:
+        super().__init__(backbone, slots)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self.buffers = [ort.OrtValue.ortvalue_from_numpy(cache.numpy()) for cache in self.caches]
+
+    def run(self, feeds: list[Tensor]) -> list[Tensor]:
+        binding = self.session.io_binding()
+        for name, value in zip(FEEDS, feeds, strict=True):
+            binding.bind_cpu_input(name, value.numpy())
+        for name in OUTPUTS:
+            binding.bind_output(name)
+        for name, buffer in zip(CACHES, self.buffers, strict=True):
+            binding.bind_ortvalue_input(name, buffer)
+            binding.bind_ortvalue_output(f"{name}.out", buffer)
+        self.session.run_with_iobinding(binding)
+        fetched = binding.get_outputs()[: len(OUTPUTS)]  # in the order of binding
+        return [torch.from_numpy(value.numpy()) for value in fetched]
+
+
+Exported = dict[str, tuple[Backbone, ir.Model, Path]]
+
+
+@pytest.fixture(scope="module")
+def exported(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Exported:
+    """Exports each family's backbone with taps, once; gives its model and its file."""
+    cache: Exported = {}
+    for family in FAMILIES:
+        backbone = backbone_of(small(family, **CASES[family]), taps=(1, 0))
+        path = tmp_path_factory.mktemp(family) / "target.onnx"
+        model = export_backbone(backbone)
+        save(model, path)
+        cache[family] = backbone, model, path
+    return cache
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_onnx_runtime_equals_eager(family: str, exported: Exported) -> None:
+    """Both run a prefill, a tree, a second tree after compaction and a single row, in place."""
+    backbone, _, path = exported[family]
+    slots = 40  # none of the sizes the graph was traced with
+    eager, ours = Decoder(backbone, slots), OrtDecoder(backbone, path, slots)
+    for tokens, parents, kept in (
+        (random_tokens(18, seed=1), chain(18), list(range(18))),
+        (random_tokens(7, seed=2), [0, 0, 0, 1, 2, 4, 4], [0, 2, 4, 6]),
+        (random_tokens(6, seed=3), [0, 0, 0, 2, 2, 3], [0, 2]),
+        (random_tokens(1, seed=4), [0], [0]),
+    ):
+        expected, actual = eager.step(tokens, parents), ours.step(tokens, parents)
+        assert len(expected) == len(actual) == len(OUTPUTS)
+        for one, other in zip(expected, actual, strict=True):
+            assert one.shape == other.shape
+            assert one.dtype == other.dtype
+            assert (one - other).abs().max() <= RELATIVE_TOLERANCE * one.abs().max()
+        eager.keep(kept)
+        ours.keep(kept)
+    for cache, buffer in zip(eager.caches, ours.buffers, strict=True):
+        assert np.abs(cache.numpy() - buffer.numpy()).max() <= 1e-4
+
+
+def test_rows_and_compaction_room_may_be_empty_or_one(exported: Exported) -> None:
+    backbone, _, path = exported["llama"]
+    decoder = OrtDecoder(backbone, path, 8)
+    decoder.A = 0
+    feeds = decoder.feeds(random_tokens(3, seed=5), chain(3))
+    every = decoder.run(feeds)[0]
+    feeds[3] = torch.tensor([1])
+    one = decoder.run(feeds)[0]
+    assert torch.allclose(one, every[1:2], atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_types_and_axes_follow_the_contract(family: str, exported: Exported) -> None:
+    _, _, path = exported[family]
+    onnx.checker.check_model(str(path), full_check=True)
+    graph = onnx.load(path, load_external_data=False).graph
+    int64, boolean, float32 = onnx.TensorProto.INT64, onnx.TensorProto.BOOL, onnx.TensorProto.FLOAT
+    cache = (float32, [1, 2, "S", HEAD_DIM])
+
+    def described(values: Any) -> dict[str, tuple[int, list[int | str]]]:
+        return {
+            v.name: (
+                v.type.tensor_type.elem_type,
+                [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim],
+            )
+            for v in values
+        }
+
+    inputs, outputs = described(graph.input), described(graph.output)
+    assert inputs == {
+        "input_ids": (int64, [1, "N"]),
+        "position_ids": (int64, [1, "N"]),
+        "mask": (boolean, [1, 1, "N", "S"]),
+        "logit_rows": (int64, ["M"]),
+        "write_index": (int64, [1]),
+        "src": (int64, ["A"]),
+        "perm": (int64, ["A+N"]),
+        **dict.fromkeys(CACHES, cache),
+    }
+    hidden = (float32, ["N", 4 * HEAD_DIM])
+    assert outputs == {
+        "logits": (float32, ["M", VOCAB]),
+        "features": hidden,
+        "taps.1": hidden,
+        "taps.0": hidden,
+        **{f"{name}.out": cache for name in CACHES},
+    }
+    assert list(inputs) == [*FEEDS, *CACHES]
+    assert list(outputs) == [*OUTPUTS, *(f"{name}.out" for name in CACHES)]
+
+
+# What the rewrites match on: the operators of one layer, in order.
+ATTENTION = [
+    *["Reshape", "Transpose", "Split"],  # [N,(H+2G)Dh] -> [1,H+2G,N,Dh] -> qk, v
+    *["RotaryEmbedding", "Split"],  # -> q, k
+    *["Gather", "Concat", "Gather", "TensorScatter"],  # key cache
+    *["Gather", "Concat", "Gather", "TensorScatter"],  # value cache
+    *["Attention", "Transpose", "Reshape", "MatMul", "Add"],
+]
+MLP = ["RMSNormalization", "MatMul", "Split", "Sigmoid", "Mul", "Mul", "MatMul", "Add"]
+
+
+def test_every_layer_has_the_same_plain_operators(exported: Exported) -> None:
+    for family in ("mistral", "phi3"):
+        _, model, _ = exported[family]
+        layer = ["RMSNormalization", "MatMul", *ATTENTION, *MLP]
+        expected = ["Reshape", "Gather", *layer * LAYERS, "RMSNormalization", "Gather", "Gemm"]
+        assert [node.op_type for node in model.graph] == expected
+    kinds = {node.domain for _, model, _ in exported.values() for node in model.graph}
+    assert kinds == {""}
+    assert exported["llama"][1].opset_imports == {"": 24}
+
+
+def test_weights_keep_their_names_and_lie_in_out(exported: Exported) -> None:
+    backbone, model, _ = exported["phi3"]
+    initializers = model.graph.initializers
+    for name, parameter in backbone.named_parameters():
+        stored = initializers[name].const_value
+        assert stored is not None
+        assert np.array_equal(stored.numpy(), parameter.numpy())
+    products = [node for node in model.graph if node.op_type == "MatMul"]
+    assert len(products) == 4 * LAYERS
+    assert all(node.inputs[1].name in initializers for node in products if node.inputs[1])
+
+
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("mistral", False)])
+def test_each_tensor_is_stored_once(family: str, tied: bool, exported: Exported) -> None:
+    backbone, model, path = exported[family]
+    assert (backbone.head is backbone.embedding) is tied
+    assert ("head.weight" in model.graph.initializers) is not tied
+    distinct = (
+        sum(p.nbytes for p in backbone.parameters()) + backbone.cos.nbytes + backbone.sin.nbytes
+    )
+    stored = path.with_suffix(".bin").stat().st_size
+    assert stored <= distinct
+    assert stored >= distinct - 256 * (2 + 3 * LAYERS)  # norms this small lie in the graph file
+
+
+def test_a_fixed_capacity_has_no_symbolic_slots() -> None:
+    backbone = backbone_of(small("llama"), max_length=32)
+    model = export_backbone(backbone, capacity_symbolic=False)
+    shapes = {value.name: value.shape for value in (*model.graph.inputs, *model.graph.outputs)}
+    assert shapes["kv.0.k"] == shapes["kv.0.k.out"] == [1, 2, 64, HEAD_DIM]
+    assert shapes["mask"] == [1, 1, "N", 64]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_graphs_give_float32(dtype: torch.dtype) -> None:
+    backbone = backbone_of(small("llama", tie_word_embeddings=True).to(dtype), taps=(1,))
+    graph = export_backbone(backbone).graph
+    expected = ir.DataType.FLOAT16 if dtype == torch.float16 else ir.DataType.BFLOAT16
+    outputs = {value.name: value.dtype for value in graph.outputs}
+    assert {outputs.pop(f"{name}.out") for name in CACHES} == {expected}
+    assert set(outputs.values()) == {ir.DataType.FLOAT}
+    assert {v.dtype for v in graph.initializers.values()} == {expected, ir.DataType.INT64}
+    assert [node.op_type for node in graph].count("Cast") == len(outputs)
+
+
+def test_an_input_with_an_axis_it_lacks_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"got axes \[1\] for input x, expected axes of a 1-D tensor"
+    ):
+        GraphInput("x", torch.zeros(3), {1: "N"})
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        ((3,), (4,), "got size 4 for axis N of input y, expected 3"),
+        ((1,), (1,), "got size 1 for axis N of input x, expected at least 2"),
+    ],
+)
+def test_examples_must_tell_axes_apart(x: tuple[int], y: tuple[int], message: str) -> None:
+    inputs = [GraphInput("x", torch.zeros(x), {0: "N"}), GraphInput("y", torch.zeros(y), {0: "N"})]
+    with pytest.raises(ValueError, match=message):
+        export(torch.nn.Identity(), inputs, ["z"], "none")
+    inputs = [GraphInput("x", torch.zeros(3), {0: "N"}), GraphInput("y", torch.zeros(3), {0: "M"})]
+    with pytest.raises(ValueError, match="axes of equal size"):
+        export(torch.nn.Identity(), inputs, ["z"], "none")
+
+
+def test_any_module_exports_with_given_names() -> None:
+    class Sum(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+            return (x + y,)
+
+    example = torch.zeros(3, 2)
+    inputs = [GraphInput("x", example, {0: "N"}), GraphInput("y", example, {0: "N"})]
+    model = export(Sum(), inputs, ["z"], "sum")
+    assert [v.name for v in (*model.graph.inputs, *model.graph.outputs)] == ["x", "y", "z"]
+    assert model.graph.outputs[0].shape == ["N", 2]

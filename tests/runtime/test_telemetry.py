@@ -1,0 +1,87 @@
+"""Nothing of ours makes ONNX Runtime send telemetry or keep it under the user's cache folder."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+onnx = pytest.importorskip("onnx")
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import sys
+from pathlib import Path
+import numpy as np
+import spec_runtime
+from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.bundle import Graph, TensorSpec
+x, y = (TensorSpec(name, "float32", ("M",)) for name in "xy")
+backend = CpuBackend(Path(sys.argv[1]), Graph("g.onnx", "stateless", (x,), (y,)), 1, threads=1)
+print(backend.run({"x": np.array([1, 2], np.float32)}, ["y"])["y"])
+"""
+# In place of onnxruntime: says what it would have read.
+STUB = "import os; print(os.environ.get('ORT_DISABLE_TELEMETRY'))"
+
+
+def run(code: str, *arguments: Path, home: Path, path: Path = ROOT, **variables: str) -> str:
+    """What a process prints that has this home, and finds modules in `path` first."""
+    environment = {
+        **{"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "TMPDIR": str(home)},
+        **{"PATH": os.environ["PATH"], "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"},
+        **{"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_a_run_leaves_no_file_in_an_empty_home(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
+    x, y = (h.make_tensor_value_info(name, f32, ["M"]) for name in "xy")
+    graph = h.make_graph([h.make_node("Neg", ["x"], ["y"])], "g", [x], [y])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
+    onnx.save(model, tmp_path / "g.onnx")
+    assert run(RUN, tmp_path / "g.onnx", home=home) == "[-1. -2.]"
+    assert list(home.rglob("*")) == []
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("0", "0"), ("", "")])
+def test_the_variable_is_set_before_the_import_unless_the_user_has_set_it(
+    tmp_path: Path, given: str | None, expected: str
+) -> None:
+    (tmp_path / "onnxruntime.py").write_text(STUB)
+    variables = {} if given is None else {"ORT_DISABLE_TELEMETRY": given}
+    code = "import spec_runtime.backends.session"
+    assert run(code, home=tmp_path, path=tmp_path, **variables) == expected
+
+
+def imports_onnxruntime(file: Path) -> bool:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        if any(name.partition(".")[0] == "onnxruntime" for name in names):
+            return True
+    return False
+
+
+def test_all_our_imports_go_through_one_file() -> None:
+    files = [
+        file.relative_to(ROOT).as_posix()
+        for folder in ("spec_runtime", "spec_export", "tools")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if imports_onnxruntime(file)
+    ]
+    assert files == ["spec_runtime/backends/session.py"]

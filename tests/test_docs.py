@@ -1,0 +1,212 @@
+"""Promises about README and docs: figures are those of the JSON files, links and lists are true."""
+
+import ast
+import importlib.util
+import re
+import sys
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from spec_runtime.proposers import PROPOSERS
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+# where a number in a table is a measured one
+RESULT_PAGES = [
+    README,
+    *(ROOT / "docs/results").glob("*.md"),
+    *(ROOT / "docs/drafters").glob("*.md"),
+]
+MEASURED = re.compile(r"\d+\.\d+|\d+ ?%|\d,\d{3}")
+
+
+def tool(path: str) -> ModuleType:
+    """Loads a module of tools/, which is no package."""
+    file = ROOT / "tools" / path
+    spec = importlib.util.spec_from_file_location(f"tools_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+figures = tool("render_docs.py")
+reference = tool("docs/reference.py")
+diagrams = tool("docs/diagrams.py")
+
+
+def named(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+# ---- figures
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=named)
+def test_every_figure_is_what_its_json_says(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert figures.rendered(text) == text, "run python tools/render_docs.py"
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=named)
+def test_every_figures_block_is_closed_and_inside_its_line(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    blocks = list(figures.BLOCK.finditer(text))
+    assert text.count("<!-- figures: ") == text.count("<!-- /figures -->") == len(blocks)
+    for block in blocks:
+        is_inline = "\n" not in block["body"]
+        begins_line = text[: block.start()].rpartition("\n")[2].strip() == ""
+        assert not (is_inline and begins_line), f"{block['name']}: Markdown ends a paragraph there"
+
+
+def typed_numbers(text: str) -> list[str]:
+    """Returns the rows of tables that hold a measured number outside of all figures blocks."""
+    rest = figures.BLOCK.sub("", text)
+    return [line for line in rest.splitlines() if line.startswith("|") and MEASURED.search(line)]
+
+
+@pytest.mark.parametrize("page", RESULT_PAGES, ids=named)
+def test_no_number_in_a_table_of_results_is_typed_by_hand(page: Path) -> None:
+    assert typed_numbers(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_typed_number_is_found() -> None:
+    block = "<!-- figures: readme -->\n\n| `qa` | 1.57 |\n\n<!-- /figures -->"
+    assert typed_numbers(block) == []
+    assert typed_numbers(f"{block}\n| `qa` | 1.57 |") == ["| `qa` | 1.57 |"]
+
+
+def test_a_changed_figure_is_found() -> None:
+    text = README.read_text(encoding="utf-8")
+    block = next(each for each in figures.BLOCK.finditer(text) if "overall.speedup" in each["name"])
+    changed = text[: block.start("body")] + "9.99" + text[block.end("body") :]
+    assert figures.rendered(changed) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "bench-fp64 overall.speedup .2f",
+            "got results file 'bench-fp64', expected one of .*bench-fp32",
+        ),
+        (
+            "bench-fp32 overall.speed .2f",
+            "bench-fp32.json has no 'overall.speed': .* tokens_per_second",
+        ),
+        ("bench-fp32 overall .2f", "got .* which '.2f' does not format"),
+        ("headlines", "got figures block 'headlines', expected FILE PATH FORMAT or one of readme"),
+    ],
+)
+def test_a_block_that_cannot_be_rendered_says_why(name: str, message: str) -> None:
+    with pytest.raises(figures.FigureError, match=message):
+        figures.render(name)
+
+
+def test_a_quoted_key_may_hold_a_blank() -> None:
+    data = {"contenders": {"4 nodes": {"rows": [{"nodes": 3.9}]}}}
+    assert figures.value(data, 'contenders."4 nodes".rows.0.nodes', "sweep") == 3.9
+
+
+def test_every_chart_is_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    charts = tool("docs/charts.py")
+    for name in charts.CHARTS:
+        assert ElementTree.fromstring(charts.draw(name)).tag.endswith("svg"), name
+
+
+# ---- README and pages
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
+
+
+def test_the_readmes_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)", README.read_text(encoding="utf-8"))
+    assert len(links) > 8
+    for link in links:
+        assert link.startswith("https://") or (ROOT / link).is_file(), link
+
+
+def test_the_readmes_python_is_python() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    ast.parse(code)
+    assert len(code.splitlines()) <= 10
+
+
+def test_every_proposer_has_a_page_with_an_equation_and_a_figure() -> None:
+    for name in PROPOSERS.keys() - {"none"}:
+        page = (ROOT / f"docs/drafters/{name}.md").read_text(encoding="utf-8")
+        assert "```diagram" in page, name
+        assert "```math" in page or name == "prompt_lookup", name  # which has a rule instead
+        assert f"<!-- figures: drafter {name} -->" in page, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_diagram_is_drawn(page: Path) -> None:
+    for text in re.findall(r"^```diagram\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        assert ElementTree.fromstring(diagrams.svg(text)).tag.endswith("svg")
+
+
+def test_a_diagram_says_which_line_is_wrong() -> None:
+    with pytest.raises(ValueError, match="got diagram line 'box: a', expected one of target"):
+        diagrams.svg("box: a")
+    with pytest.raises(ValueError, match="got arrow to 'b', expected a box: a"):
+        diagrams.svg("target: a\na -> b")
+
+
+def test_the_recipe_of_the_walk_is_a_recipe() -> None:
+    recipe = pytest.importorskip("spec_export.training.recipe")
+    page = (ROOT / "docs/own-model.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    assert recipe.parse(text).drafter["name"] == "parallelspec"
+    assert tomllib.loads(text)["target"]["model"] == "path/to/model"
+
+
+# ---- the reference, made from the code
+
+
+def test_every_error_line_has_a_cause_and_a_cure() -> None:
+    page = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+    groups, left = reference.grouped(page)
+    assert left == [], "docs/reference/errors.md has no group for these"
+    assert [selector for selector, lines in groups.items() if not lines] == []
+    sections = re.split(r"^### ", page, flags=re.MULTILINE)[1:]
+    assert len(sections) == len(groups)
+    for section in sections:
+        assert "**Cause.**" in section, section[:60]
+        assert "**Cure.**" in section, section[:60]
+
+
+def test_error_lines_are_read_from_the_code() -> None:
+    texts = {line.text for line in reference.error_lines()}
+    assert "got temperature {temperature}, expected 0 (greedy) or more" in texts
+    assert any(text.startswith("graph {file}: got form {form}, expected one of") for text in texts)
+    assert len(texts) > 250
+
+
+def test_a_selector_takes_files_words_or_both() -> None:
+    line = reference.Line("got drafter {name}, expected one of {…}", "spec_runtime/load.py", "load")
+    takes = reference._takes
+    assert takes("spec_runtime/*.py", line)
+    assert takes('"no such words" or "got drafter"', line)
+    assert not takes('spec_export/*.py "got drafter"', line)
+    assert not takes('"no such words" or spec_export/*.py', line)
+
+
+def test_commands_and_manifest_are_written_from_the_code() -> None:
+    text = reference.commands("spec_runtime")
+    assert "## spec-runtime audit" in text
+    assert "| `--temperature TEMPERATURE` | 0 is greedy" in text
+    assert "`--lookup/--no-lookup`" in text
+    manifest = reference.manifest()
+    assert "| `taps` | list of integer |" in manifest
+    assert "| `drafters` | list of [DrafterInfo](#drafterinfo) |" in manifest

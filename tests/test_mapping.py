@@ -1,0 +1,108 @@
+"""Dataclasses from mappings and back: what is converted, what is refused and in which words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from spec_runtime.mapping import added_later, from_mapping, to_json
+
+
+class Refused(ValueError):
+    """The error class of a caller."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    size: int
+    ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            raise ValueError(f"got size {self.size}, expected 0 or more")
+        if self.size > 9:
+            raise Refused(f"leaf: got size {self.size}, expected at most 9")
+
+
+@dataclass(frozen=True)
+class Branch:
+    name: str
+    leaves: dict[str, Leaf]
+    first: Leaf | None
+    pairs: tuple[tuple[int, float], ...] = ()
+    kind: Literal["a", 1] = "a"
+    limit: float | int | None = None
+    paths: str | tuple[str, ...] = ()
+    words: list[str] = field(default_factory=list)
+    anything: Any = None
+    newer: str = added_later("none")
+
+
+DATA: dict[str, Any] = {
+    "name": "oak",
+    "leaves": {"left": {"size": 2, "ratio": 3}},
+    "first": None,
+    "pairs": [[1, 2]],
+    "limit": 3,
+    "paths": ["x", "y"],
+    "anything": {"free": [1]},
+}
+
+
+def test_json_becomes_dataclasses_and_back() -> None:
+    got = from_mapping(Branch, DATA, "tree")
+    assert got.leaves == {"left": Leaf(2, 3.0)}
+    assert got.pairs == ((1, 2.0),)
+    assert [type(x) for x in (got.limit, got.pairs[0][1], got.leaves["left"].ratio)] == [
+        int,
+        float,
+        float,
+    ]
+    assert (got.paths, got.words, got.newer) == (("x", "y"), [], "none")
+    written = to_json(got)
+    assert json.loads(json.dumps(written)) == written
+    assert "newer" not in written
+    assert written["limit"] == 3
+    assert from_mapping(Branch, written, "tree") == got
+    assert to_json(from_mapping(Branch, DATA | {"newer": "x"}, "tree"))["newer"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"name": None}, "tree.name: got null, expected str"),
+        ({"name": 5}, "tree.name: got int 5, expected str"),
+        ({"leaves": []}, "tree.leaves: got list [], expected a mapping"),
+        ({"leaves": {"up": 1}}, "tree.leaves.up: got int 1, expected a mapping"),
+        ({"leaves": {"up": {}}}, "tree.leaves.up: got missing key 'size'; expected keys size, rat"),
+        (
+            {"first": {"size": 1, "age": 2, "colour": 3}},
+            "tree.first: got unknown key 'age', unknown key 'colour'; expected keys size, ratio",
+        ),
+        ({"first": {"size": True}}, "tree.first.size: got bool True, expected int"),
+        ({"first": {"size": -1}}, "tree.first: got size -1, expected 0 or more"),
+        ({"first": {"size": 10}}, "leaf: got size 10, expected at most 9"),
+        ({"first": 3}, "tree.first: got int 3, expected a mapping or null"),
+        ({"pairs": [[1, 2], [1]]}, "tree.pairs[1]: got list [1], expected [int, float]"),
+        ({"pairs": [[1, "2"]]}, "tree.pairs[0][1]: got str '2', expected float"),
+        ({"pairs": 1}, "tree.pairs: got int 1, expected a list of [int, float]"),
+        ({"kind": True}, "tree.kind: got bool True, expected one of 'a', 1"),
+        ({"limit": "3"}, "tree.limit: got str '3', expected float or int or null"),
+        ({"paths": ["x", 2]}, "tree.paths[1]: got int 2, expected str"),
+        ({"words": "ab"}, "tree.words: got str 'ab', expected a list of str"),
+    ],
+)
+def test_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(Refused) as caught:
+        from_mapping(Branch, DATA | changed, "tree", Refused)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_mapping_is_expected() -> None:
+    with pytest.raises(ValueError, match=r"tree: got list \[\], expected a mapping"):
+        from_mapping(Leaf, [], "tree")
+    with pytest.raises(Refused, match="expected a mapping or absent"):
+        from_mapping(Branch, DATA | {"first": 3}, "tree", Refused, none="absent")

@@ -1,0 +1,157 @@
+"""Draws the charts of the site from results/*.json, as SVG, when the site is built."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+RESULTS = Path(__file__).parents[2] / "recipes/smollm2-135m/results"
+SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+COLOURS = {"fp32": "#0072b2", "int8": "#d55e00", "int4": "#009e73"}
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#777",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "specsplit",
+}
+
+
+def _load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _svg(figure: Figure) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None}, facecolor="white")
+    return file.getvalue()
+
+
+def _axes(width: float, height: float) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def speedup_by_category() -> str:
+    """Bars: the tuned trees' speed-up on each subset, with the range over repeats."""
+    figure, axes = _axes(8, 3.6)
+    for offset, (precision, colour) in zip((-0.27, 0, 0.27), COLOURS.items(), strict=True):
+        speedup = _load(f"sweep-{precision}")["contenders"]["tuned"]["speedup"]
+        keys = ("all", *SUBSETS)
+        places = [index + offset for index in range(len(keys))]
+        medians = [speedup[key]["median"] for key in keys]
+        below = [speedup[key]["median"] - speedup[key]["least"] for key in keys]
+        above = [speedup[key]["greatest"] - speedup[key]["median"] for key in keys]
+        axes.bar(places, medians, 0.25, color=colour, label=precision)
+        axes.errorbar(places, medians, (below, above), fmt="none", ecolor="#222", capsize=2)
+    axes.axhline(1, color="#222", linewidth=0.8)
+    axes.set_xticks(range(len(SUBSETS) + 1), ["all", *SUBSETS], rotation=15)
+    axes.set_ylabel("speed-up over plain decoding")
+    axes.legend(frameon=False, ncols=3, loc="upper left")
+    return _svg(figure)
+
+
+def speed_by_nodes() -> str:
+    """Lines: speed-up against the nodes of a tree; the tuned choice is a star."""
+    figure, axes = _axes(8, 3.8)
+    for precision, colour in COLOURS.items():
+        contenders = _load(f"sweep-{precision}")["contenders"]
+        sizes = ["plain", "4 nodes", "8 nodes", "16 nodes"]
+        points = [contenders[name] for name in sizes if name in contenders]
+        nodes = [each["nodes"] for each in points]
+        all_ = [each["speedup"]["all"] for each in points]
+        medians = [each["median"] for each in all_]
+        below = [each["median"] - each["least"] for each in all_]
+        above = [each["greatest"] - each["median"] for each in all_]
+        axes.errorbar(
+            nodes, medians, (below, above), color=colour, marker="o", capsize=3, label=precision
+        )
+        tuned = contenders["tuned"]
+        axes.plot(
+            [tuned["nodes"]],
+            [tuned["speedup"]["all"]["median"]],
+            "*",
+            color=colour,
+            markersize=17,
+            markeredgecolor="#222",
+        )
+    axes.plot([], [], "*", color="white", markeredgecolor="#222", markersize=13, label="tuned")
+    axes.axhline(1, color="#222", linewidth=0.8)
+    axes.set_xlabel("nodes of a tree, root included (mean of a step)")
+    axes.set_ylabel("speed-up over plain decoding")
+    axes.legend(frameon=False)
+    return _svg(figure)
+
+
+def typical_sweep() -> str:
+    """Two panels: speed-up and the text's log-probability against typical acceptance's epsilon.
+
+    Dashed lines are target sampling's, dotted ones plain decoding's.
+    """
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    rows = _load("acceptance-int8")["rows"]
+    for temperature, colour in ((0.7, "#0072b2"), (1.0, "#d55e00")):
+        mine = [row for row in rows if row["temperature"] == temperature]
+        typical = [row for row in mine if row["rule"].startswith("typical")]
+        epsilons = [float(row["rule"].split()[1]) for row in typical]
+        for axes, key in zip(panels, ("speedup", "log p a token"), strict=True):
+            axes.plot(epsilons, [row[key] for row in typical], "o-", color=colour)
+            for rule, line in (("target_sampling", "--"), ("plain", ":")):
+                (row,) = (each for each in mine if each["rule"] == rule)
+                axes.axhline(row[key], color=colour, linestyle=line, linewidth=1.2)
+        panels[0].plot([], [], "o-", color=colour, label=f"typical, T = {temperature}")
+    for line, label in (("--", "target sampling"), (":", "plain decoding")):
+        panels[0].plot([], [], line, color="#444", label=label)
+    panels[0].set_ylim(0.8, None)
+    panels[0].set_ylabel("speed-up over plain decoding")
+    panels[1].set_ylabel("log-probability of a token")
+    for axes in panels:
+        axes.set_xlabel("ε: higher is stricter")
+    figure.legend(loc="outside upper center", frameon=False, ncols=4, fontsize=9)
+    return _svg(figure)
+
+
+CHARTS = {
+    "speedup-by-category.svg": speedup_by_category,
+    "speed-by-nodes.svg": speed_by_nodes,
+    "typical-sweep.svg": typical_sweep,
+}
+
+
+def draw(name: str) -> str:
+    """Returns the SVG of the chart called `name`."""
+    with rc_context(STYLE):
+        return CHARTS[name]()
+
+
+def formula(lines: list[str]) -> str:
+    """Returns an inline SVG of formulas in matplotlib's subset of TeX, one a line.
+
+    The colour is the page's, so that a dark page shows them too.
+    """
+    with rc_context({"svg.fonttype": "path", "mathtext.fontset": "stix"}):
+        figure = Figure(figsize=(8, 0.5 * len(lines)))
+        for index, line in enumerate(lines):
+            height = 1 - (index + 0.5) / len(lines)
+            figure.text(0.01, height, f"${line}$", fontsize=14, va="center")
+        file = io.StringIO()
+        figure.savefig(
+            file,
+            format="svg",
+            metadata={"Date": None},
+            transparent=True,
+            bbox_inches="tight",
+            pad_inches=0.05,
+        )
+    text = file.getvalue()
+    body = text[text.index("<svg") :].replace(
+        "<svg ", '<svg class="formula" fill="currentColor" ', 1
+    )
+    return body.replace("\n", " ")

@@ -1,0 +1,80 @@
+"""Fills in the site while MkDocs builds it: charts, diagrams, formulas, and pages from the code.
+
+Nothing that is drawn or generated here is committed. In a page's Markdown
+
+    ```diagram … ```            becomes a drawing (diagrams.py)
+    ```math … ```               becomes formulas (charts.formula)
+    <!-- cli: spec_runtime -->  the command's verbs and options (reference.py)
+    <!-- manifest -->           the manifest's schema
+    <!-- errors: … -->          error lines, see reference.grouped
+    <!-- include: FILE -->      a Markdown file of the repository instead of the page; the page's
+                                own text where there is no such file
+
+and README.md is the site's first page.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import charts
+import diagrams
+import reference
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(diagram|math)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FIGURES = re.compile(r"<!-- /?figures[^>]*-->")
+INCLUDE = re.compile(r"<!-- include: (\S+) -->")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the first page and the charts, which exist in no folder."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("(docs/", "(")
+    files.append(File.generated(config, "index.md", content=readme))
+    for name in charts.CHARTS:
+        files.append(File.generated(config, f"images/{name}", content=charts.draw(name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Replaces fences and markers by what they stand for."""
+    try:
+        markdown = FIGURES.sub("", markdown)
+        markdown = _included(markdown)
+        markdown = FENCE.sub(_drawn, markdown)
+        markdown = re.sub(r"<!-- cli: (\w+) -->", lambda m: reference.commands(m[1]), markdown)
+        if "<!-- manifest -->" in markdown:
+            markdown = markdown.replace("<!-- manifest -->", reference.manifest())
+        if reference.MARKER.search(markdown):
+            markdown = reference.with_error_lines(markdown)
+    except ValueError as error:
+        raise PluginError(f"{page.file.src_uri}: {error}") from error
+    return markdown
+
+
+def _drawn(fence: re.Match[str]) -> str:
+    if fence[1] == "diagram":
+        return f'<div class="drawing">{diagrams.svg(fence[2])}</div>'
+    lines = [line.strip() for line in fence[2].splitlines() if line.strip()]
+    return f'<div class="drawing">{charts.formula(lines)}</div>'
+
+
+def _included(markdown: str) -> str:
+    """Returns the text of the file that a page includes, or else what the page itself holds.
+
+    Links of such a file have to be whole addresses, since the site has no folders of code.
+    """
+    marker = INCLUDE.search(markdown)
+    if marker is None:
+        return markdown
+    file = ROOT / marker[1]
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    own = INCLUDE.sub("", markdown).strip()
+    if not own:
+        raise ValueError(f"got include {marker[1]}, expected a file of the repository")
+    return own

@@ -1,0 +1,469 @@
+#!/usr/bin/env python3
+"""Writes measured figures from JSON into the marked blocks of README.md and docs/.
+
+usage: render_docs.py [--check]
+
+A block is everything between `<!-- figures: NAME -->` and `<!-- /figures -->`; it may be a table or
+one number in a sentence, in which case it must not begin a line (Markdown would end the paragraph
+there). NAME is one of
+
+    FILE PATH FORMAT    one value: `bench-fp32 overall.speedup .2f` is results/bench-fp32.json's
+                        overall.speedup with two decimals
+    TABLE [ARGUMENT]    one of the tables of this file, such as `sweep int8`
+
+With --check nothing is written: the exit code is 1 if a block is not what its JSON says. Figures
+are never typed by hand, so that a new measurement needs this command and no editing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "recipes/smollm2-135m/results"
+BLOCK = re.compile(
+    r"(?P<begin><!-- figures: (?P<name>[^>]+?) -->)(?P<body>.*?)(?P<end><!-- /figures -->)",
+    re.DOTALL,
+)
+SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
+CONTENDERS = {
+    "plain": "plain decoding",
+    "bundle": "the bundle's trees",
+    "tuned": "chosen by `tune`",
+}
+
+
+class FigureError(ValueError):
+    """A block that cannot be rendered: what was asked, what is there, what to do."""
+
+
+# ---- reading the JSON files
+
+
+@cache
+def load(name: str) -> Any:
+    """Returns the parsed results/NAME.json, or docs/deploy/NAME.json for figures of a build."""
+    for folder in (RESULTS, ROOT / "docs/deploy"):
+        file = folder / f"{name}.json"
+        if file.is_file():
+            return json.loads(file.read_text(encoding="utf-8"))
+    known = ", ".join(sorted(file.stem for file in RESULTS.glob("*.json")))
+    raise FigureError(f"got results file {name!r}, expected one of {known}")
+
+
+def value(data: Any, path: str, file: str) -> Any:
+    """Follows `path` ("overall.speedup", "rows[0].speedup") through parsed JSON.
+
+    Keys that themselves hold a dot or a blank are quoted: `contenders."4 nodes".nodes`.
+    """
+    for part in re.findall(r'"[^"]+"|[^.\[\]]+', path):
+        part = part.strip('"')
+        if isinstance(data, list) and part.isdecimal() and int(part) < len(data):
+            data = data[int(part)]
+        elif isinstance(data, dict) and part in data:
+            data = data[part]
+        else:
+            there = ", ".join(data) if isinstance(data, dict) else type(data).__name__
+            raise FigureError(
+                f"{file}.json has no {path!r}: at {part!r} there is {there}; measure the file anew "
+                "or change the name in the document"
+            )
+    return data
+
+
+def provenance(name: str, data: Any) -> dict[str, Any]:
+    """Returns where a file's figures come from, as far as recorded (see measure/provenance.py)."""
+    found = data.get("provenance", data) if isinstance(data, dict) else {}
+    command = found.get("command")
+    if isinstance(command, list):
+        command = " ".join(map(str, command))
+    return {
+        "commit": found.get("commit") or found.get("git_commit"),
+        "date": found.get("date"),
+        "cpu": found.get("cpu"),
+        "command": command,
+        "note": found.get("note"),
+    }
+
+
+# ---- pieces of Markdown
+
+
+def table(head: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """Returns a Markdown table whose first `left` columns are text and all others numbers."""
+    rule = ["---" if column < left else "---:" for column in range(len(head))]
+    lines = ["| " + " | ".join(row) + " |" for row in [head, rule, *rows]]
+    return "\n\n" + "\n".join(lines) + "\n\n"
+
+
+def number(got: float | None, form: str) -> str:
+    return "" if got is None else format(got, form)
+
+
+def spread(speedup: dict[str, float]) -> str:
+    return f"{speedup['median']:.2f} ({speedup['least']:.2f} to {speedup['greatest']:.2f})"
+
+
+def millions(parameters: int | None) -> str:
+    return "" if not parameters else f"{parameters / 1e6:.1f} M"
+
+
+# ---- the tables
+
+
+def readme(_: str) -> str:
+    """Six rows, one a subset: speed and accepted length at fp32 and int8."""
+    head = ["Spec-Bench subset"]
+    rows: dict[str, list[str]] = {subset: [f"`{subset}`"] for subset in SUBSETS}
+    for precision in ("fp32", "int8"):
+        head += [f"{precision}: tokens/s", "speed-up", "accepted length"]
+        categories = value(load(f"bench-{precision}"), "categories", f"bench-{precision}")
+        for subset in SUBSETS:
+            each = value(categories, subset, f"bench-{precision}")
+            rows[subset] += [
+                f"{each['plain_tokens_per_second']:.0f} → {each['tokens_per_second']:.0f}",
+                f"{headline(each, precision):.2f}",
+                f"{each['accepted_length']:.2f}",
+            ]
+    return table(head, list(rows.values()))
+
+
+def headline(summary: dict[str, Any], precision: str) -> float:
+    """Returns the speed-up to quote: the ratio of decode times, or of speeds where texts differ.
+
+    At a reduced precision both ways of decoding write texts of different lengths, so that a ratio
+    of total times would compare different work.
+    """
+    if precision in ("fp32", "fp16"):
+        return summary["speedup"]
+    return summary["tokens_per_second"] / summary["plain_tokens_per_second"]
+
+
+def bench(precision: str) -> str:
+    """Every subset and all prompts together, with what a step costs."""
+    file = f"bench-{precision}"
+    data = load(file)
+    rows = []
+    overall = value(data, "overall", file)
+    ends = [key for key in ("speedup_end_to_end",) if key in overall]
+    for name, each in {"all prompts": overall, **data["categories"]}.items():
+        rows.append(
+            [
+                name if name == "all prompts" else f"`{name}`",
+                f"{each['plain_tokens_per_second']:.1f}",
+                f"{each['tokens_per_second']:.1f}",
+                f"{headline(each, precision):.2f}",
+                *(f"{each[key]:.2f}" for key in ends),
+                f"{each['accepted_length']:.2f}",
+                f"{each['nodes_per_step']:.1f}",
+                f"{each['plain_verify_ms']:.1f}",
+                f"{each['verify_ms']:.1f}",
+                f"{each['draft_ms']:.1f}",
+                f"{each['identical']:.0%}",
+            ]
+        )
+    head = ["prompts", "plain tokens/s", "tokens/s", "speed-up, decoding"]
+    head += ["speed-up, end to end"] * len(ends)
+    head += ["accepted length", "drafted nodes", "plain pass ms", "verify ms", "draft ms"]
+    return table([*head, "identical"], rows)
+
+
+def end_to_end(precision: str) -> str:
+    """The speed-up with the prompt's pass included, as one number."""
+    overall = value(load(f"bench-{precision}"), "overall", f"bench-{precision}")
+    if "speedup_end_to_end" in overall:
+        return f"{overall['speedup_end_to_end']:.2f}"
+    # Files of older versions lack plain decoding's prefill; the drafter adds a few per cent to it.
+    prefill = overall["prefill_seconds"]
+    plain = overall["plain_tokens"] / overall["plain_tokens_per_second"]
+    speculative = overall["tokens"] / overall["tokens_per_second"]
+    return f"{(prefill + plain) / (prefill + speculative):.2f}"
+
+
+def drafters(_: str) -> str:
+    """All drafters, trained alike and decoded in one run."""
+    trained, decoded = load("drafters-training"), load("drafters-fp32")
+    rows = []
+    for name, each in value(decoded, "drafters", "drafters-fp32").items():
+        overall = each["overall"]
+        held_out = trained.get(name, {}).get("accepted_length")
+        rows.append(
+            [
+                f"[`{name}`](../drafters/{name}.md)",
+                millions(each.get("parameters")),
+                number(held_out, ".2f"),
+                f"{overall['accepted_length']:.2f}",
+                f"{overall['nodes_per_step']:.1f}",
+                f"{overall['draft_ms']:.1f}",
+                f"{overall['verify_ms']:.1f}",
+                f"{overall['speedup']:.2f}",
+                f"{overall['identical']:.0%}",
+            ]
+        )
+    head = ["drafter", "parameters", "held out", "accepted length", "drafted nodes", "draft ms"]
+    return table([*head, "verify ms", "speed-up", "identical"], rows)
+
+
+def drafter(name: str) -> str:
+    """One drafter by subset: accepted length, draft time and speed-up."""
+    decoded = value(load("drafters-fp32"), f"drafters.{name}", "drafters-fp32")
+    rows = []
+    for subset, each in {"all prompts": decoded["overall"], **decoded["categories"]}.items():
+        rows.append(
+            [
+                subset if subset == "all prompts" else f"`{subset}`",
+                f"{each['accepted_length']:.2f}",
+                f"{each['nodes_per_step']:.1f}",
+                f"{each['draft_ms']:.1f}",
+                f"{each['verify_ms']:.1f}",
+                f"{each['speedup']:.2f}",
+            ]
+        )
+    head = ["prompts", "accepted length", "drafted nodes", "draft ms", "verify ms", "speed-up"]
+    return table(head, rows)
+
+
+def accuracy(name: str) -> str:
+    """How often the target's token is a drafter's best guess, or among its best five."""
+    trained = value(load("drafters-training"), name, "drafters-training")
+    count = sum(key.startswith("top1_") for key in trained)
+    rows = [
+        [label, *(f"{trained[f'{key}_{k}']:.2f}" for k in range(count))]
+        for label, key in (("best guess", "top1"), ("among five", "top5"))
+    ]
+    return table(["on held-out answers", *(f"guess {k + 1}" for k in range(count))], rows)
+
+
+def acceptance(_: str) -> str:
+    """Acceptance rules above temperature 0, a row a rule."""
+    rows_by_rule: dict[str, list[str]] = {}
+    data = value(load("acceptance-int8"), "rows", "acceptance-int8")
+    temperatures = list(dict.fromkeys(row["temperature"] for row in data))
+    for row in data:
+        rule = row["rule"].replace("plain", "plain decoding").replace("_", " ")
+        rows_by_rule.setdefault(rule.replace("typical ", "typical, ε "), []).extend(
+            [
+                f"{row['accepted length']:.2f}",
+                f"{row['speedup']:.2f}",
+                f"{row['log p a token']:.2f}",
+            ]
+        )
+    head = ["acceptance"]
+    for temperature in temperatures:
+        head += [f"T = {temperature}: accepted length", "speed-up", "log p"]
+    return table(head, [[rule, *cells] for rule, cells in rows_by_rule.items()])
+
+
+def sweep(precision: str) -> str:
+    """Tree budgets beside the one that `tune` chose."""
+    rows = []
+    for name, each in value(load(f"sweep-{precision}"), "contenders", "sweep").items():
+        speedup = each["speedup"]
+        subset = min(SUBSETS, key=lambda key: speedup[key]["median"])
+        rows.append(
+            [
+                CONTENDERS.get(name, name.replace(">=", "≥")),
+                f"{each['nodes']:.1f}",
+                f"{each['accepted_length']:.2f}",
+                spread(speedup["all"]),
+                f"{spread(speedup[subset])}, `{subset}`",
+            ]
+        )
+    head = ["trees", "nodes", "accepted length", "speed-up: median (range)", "slowest subset"]
+    return table(head, rows)
+
+
+def ablation(study: str) -> str:
+    """The variants of one drafter: accuracy by guess, accepted length, parameters."""
+    variants = value(load(f"ablation-{study}"), "variants", f"ablation-{study}")
+    count = max(len(each["top1_K"]) for each in variants)
+    rows = [
+        [
+            each["variant"],
+            *(f"{guess:.3f}" for guess in each["top1_K"]),
+            *[""] * (count - len(each["top1_K"])),
+            f"{each['accepted_length']:.3f}",
+            millions(each["parameters"]),
+        ]
+        for each in variants
+    ]
+    head = ["variant", *(f"guess {k + 1}" for k in range(count)), "accepted length", "parameters"]
+    return table(head, rows)
+
+
+def compare(file: str) -> str:
+    """Several drafters of one run side by side, such as one with and without lookup."""
+    rows = []
+    for name, each in value(load(file), "drafters", file).items():
+        overall = each["overall"]
+        end = overall.get("speedup_end_to_end")
+        rows.append(
+            [
+                f"`{name}`",
+                f"{overall['nodes_per_step']:.1f}",
+                f"{overall['accepted_length']:.2f}",
+                f"{overall['tokens_per_second']:.1f}",
+                f"{overall['tokens_per_second'] / overall['plain_tokens_per_second']:.2f}",
+                number(end, ".2f"),
+                f"{overall['draft_ms']:.1f}",
+                f"{overall['verify_ms']:.1f}",
+            ]
+        )
+    head = ["drafter", "drafted nodes", "accepted length", "tokens/s", "speed-up, decoding"]
+    return table([*head, "end to end", "draft ms", "verify ms"], rows)
+
+
+def audit(_: str) -> str:
+    """Every precision's audit: what was compared, what parted, and the limits."""
+    rows = []
+    for name in ("fp32", "fp32-strict", "int8", "int4"):
+        each = load(f"audit-{name}")
+        counts, delta = each["counts"], each["delta_logit"]
+        rows.append(
+            [
+                name.replace("-strict", ", `--strict`"),
+                f"{each['tokens']:,}",
+                f"{each['divergences_per_1000_tokens']:.0f}",
+                str(counts["near tie"]),
+                str(counts["rounding"]),
+                str(counts["real"]),
+                str(len(each["unjustified"])),
+                f"{delta['tree_rows']['maximum']:.2g}",
+                f"{each['rounding_limit']:.2g}",
+                *([f"{each['row_limit']:.2g}"] if "row_limit" in each else []),
+            ]
+        )
+    head = ["bundle", "tokens", "divergences in 1,000", "near ties", "rounding", "real"]
+    head += ["not their row's", "largest deviation of a logit", "limit of a gap"]
+    return table([*head, *["limit of a row"] * (len(rows[0]) - len(head))], rows)
+
+
+def memory(_: str) -> str:
+    """Peak memory of one generation against what the model has to hold."""
+    data = load("memory-fp32")
+    rows = []
+    for each in data["drafters"] if isinstance(data, dict) else data:
+        files = each.get("read_bytes")
+        rows.append(
+            [
+                f"`{each['drafter']}`",
+                f"{each['import_bytes'] / 1e6:.0f}",
+                f"{each['peak_bytes'] / 1e6:.0f}",
+                f"{each['weight_bytes'] / 1e6:.0f}",
+                *([f"{files / 1e6:.0f}"] if files is not None else []),
+                f"{each['cache_bytes'] / 1e6:.0f}",
+                f"{each['ratio']:.2f}",
+            ]
+        )
+    head = ["drafter", "after import MB", "peak MB", "weight files MB"]
+    head += ["files read MB"] * (len(rows[0]) - 6)
+    return table([*head, "key/value rows MB", "ratio"], rows)
+
+
+def plans(_: str) -> str:
+    """TensorRT plans that CI builds: size by GPU and seconds."""
+    data = load("tensorrt-plans")
+    rows = [
+        [f"`{each['graph']}`", *(f"{mb:.1f}" for mb in each["plan_mb"]), f"{each['seconds']:.1f}"]
+        for each in data["plans"]
+    ]
+    capabilities = [f"plan MB, {each}" for each in data["compute_capabilities"]]
+    return table(["graph", *capabilities, "seconds to build"], rows)
+
+
+def source(name: str) -> str:
+    """One line under a table: command, commit, date and CPU of the JSON behind it."""
+    data = load(name)
+    found = provenance(name, data)
+    parts = [f"`results/{name}.json`"]
+    commit, date = found["commit"], found["date"]
+    parts.append(f"commit `{commit[:9]}`" if commit else "commit not recorded")
+    parts.append(str(date)[:10] if date else "date not recorded")
+    parts.append(str(found["cpu"]) if found["cpu"] else "CPU not recorded")
+    if found["command"]:
+        parts.append(f"`{found['command']}`")
+    if found["note"]:
+        parts.append(found["note"].partition("; not recorded")[0])
+    return " · ".join(parts)
+
+
+TABLES: dict[str, Callable[[str], str]] = {
+    "readme": readme,
+    "bench": bench,
+    "end_to_end": end_to_end,
+    "drafters": drafters,
+    "drafter": drafter,
+    "accuracy": accuracy,
+    "compare": compare,
+    "acceptance": acceptance,
+    "sweep": sweep,
+    "ablation": ablation,
+    "audit": audit,
+    "memory": memory,
+    "plans": plans,
+    "source": source,
+}
+
+
+# ---- documents
+
+
+def render(name: str) -> str:
+    """Returns the Markdown that belongs between the markers of the block called `name`."""
+    word, _, rest = name.partition(" ")
+    if word in TABLES:
+        return TABLES[word](rest)
+    match = re.fullmatch(r"(\S+) (.+) (\S+)", name)
+    if match is None:
+        raise FigureError(
+            f"got figures block {name!r}, expected FILE PATH FORMAT or one of {', '.join(TABLES)}"
+        )
+    file, path, form = match.groups()
+    got = value(load(file), path, file)
+    try:
+        return format(got, form)
+    except (TypeError, ValueError):
+        raise FigureError(f"got {got!r} for {name!r}, which {form!r} does not format") from None
+
+
+def documents() -> Iterator[Path]:
+    """Yields every Markdown file that may hold a block."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def rendered(text: str) -> str:
+    """Returns a document's text with all of its blocks rendered anew."""
+    return BLOCK.sub(lambda block: block["begin"] + render(block["name"]) + block["end"], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a block is stale")
+    args = parser.parse_args()
+    stale = []
+    for file in documents():
+        text = file.read_text(encoding="utf-8")
+        try:
+            new = rendered(text)
+        except FigureError as error:
+            print(f"error: {file.relative_to(ROOT)}: {error}", file=sys.stderr)
+            return 2
+        if new != text:
+            stale.append(file.relative_to(ROOT))
+            if not args.check:
+                file.write_text(new, encoding="utf-8")
+    for each in stale:
+        print(f"{each}: {'is not what its JSON says' if args.check else 'rendered'}")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
