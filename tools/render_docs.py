@@ -356,10 +356,10 @@ def memory(_: str) -> str:
                 f"`{each['drafter']}`",
                 f"{each['import_bytes'] / 1e6:.0f}",
                 f"{each['peak_bytes'] / 1e6:.0f}",
-                f"{each['weight_bytes'] / 1e6:.0f}",
+                f"{each.get('file_bytes', each.get('weight_bytes')) / 1e6:.0f}",
                 *([f"{files / 1e6:.0f}"] if files is not None else []),
                 f"{each['cache_bytes'] / 1e6:.0f}",
-                f"{each['ratio']:.2f}",
+                f"{each.get('peak_over_read', each.get('ratio')):.2f}",
             ]
         )
     head = ["drafter", "after import MB", "peak MB", "weight files MB"]
