@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import re
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from spec_runtime.measure import bench
 from spec_runtime.proposers import PROPOSERS
 
 ROOT = Path(__file__).parents[1]
@@ -113,6 +115,26 @@ def test_a_block_that_cannot_be_rendered_says_why(name: str, message: str) -> No
 def test_a_quoted_key_may_hold_a_blank() -> None:
     data = {"contenders": {"4 nodes": {"rows": [{"nodes": 3.9}]}}}
     assert figures.value(data, 'contenders."4 nodes".rows.0.nodes', "sweep") == 3.9
+
+
+def test_what_bench_writes_today_can_be_rendered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = bench.summary([])
+    one = {"precision": "int8", "overall": summary, "categories": {"qa": summary}}
+    several = {"precision": "fp32", "drafters": {"medusa+prompt_lookup": {"overall": summary}}}
+    for name, data in (("bench-int8", one), ("lookup-fp32", several)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    figures.load.cache_clear()
+    try:
+        assert "speed-up, end to end" in figures.render("bench int8")
+        assert "| `qa` | 0.0 | 0.0 | 0.00 | 0.00 |" in figures.render("bench int8")
+        assert "| `medusa+prompt_lookup` |" in figures.render("compare lookup-fp32")
+        assert "second turns included" in figures.render("prompts bench-int8")
+        assert figures.render("end_to_end int8") == "0.00"
+    finally:
+        figures.load.cache_clear()
 
 
 def test_every_chart_is_drawn() -> None:

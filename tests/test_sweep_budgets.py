@@ -68,6 +68,7 @@ def test_everybody_decodes_every_prompt_in_each_repeat(
     monkeypatch.setattr(sys, "argv", ["sweep", *map(str, words), "--json", str(out)])
     sweep.main()
     figures = json.loads(out.read_text())
+    assert figures["provenance"]["prompts"]["ids"] == [1, 2]
     rows_of = figures["contenders"]
     assert list(rows_of) == ["plain", "bundle", "tuned", "1 nodes", "4 nodes", "p >= 0.5"]
     assert len(tuned) == 1

@@ -555,20 +555,22 @@ def bytes_to_host(check: Check, engine: spec_runtime.Engine) -> float | None:
 
 
 def counters_of(whole: Any) -> list[Any]:
-    """Returns the runtime's objects with a `bytes_to_host` that this one holds, at any depth.
+    """Returns the objects with a `bytes_to_host` that `whole` holds, at any depth.
 
-    The parts of such an object are left out, because it counts their bytes itself.
+    The parts of such an object are left out, since it counts their bytes itself.
     """
     seen: set[int] = set()
     todo, counters = [whole], []
     while todo:
         each = todo.pop()
-        if id(each) in seen or not type(each).__module__.startswith("spec_runtime"):
+        if id(each) in seen:
             continue
         seen.add(id(each))
         if hasattr(each, "bytes_to_host"):
             counters.append(each)
-        else:
+        elif isinstance(each, tuple):
+            todo += each
+        elif type(each).__module__.startswith("spec_runtime"):
             todo += getattr(each, "__dict__", {}).values()
     return counters
 

@@ -161,7 +161,7 @@ def _shortest_circle(imports: dict[str, set[str]], group: set[str]) -> Circle:
 
 def _way_back(imports: dict[str, set[str]], begin: str, group: set[str]) -> tuple[str, ...]:
     """Returns the shortest path of imports inside `group` from `begin` to itself."""
-    paths = [(begin,)]
+    paths: list[tuple[str, ...]] = [(begin,)]
     for path in paths:  # it grows meanwhile: breadth first
         for module in sorted(imports[path[-1]] & group):
             if module == begin:

@@ -112,5 +112,5 @@ class Cuda:
 
 @cache
 def open_cuda() -> Cuda:
-    """Returns the one that all TensorRT graphs of this process share, with its stream."""
+    """Returns the one whose stream all TensorRT graphs of this process share."""
     return Cuda.open()

@@ -133,7 +133,7 @@ class TensorRTBackend:
         self._engine, self._trt, self._cuda = engine, trt, cuda
         self._graph, self._profiles = graph, plan.profiles
         self._has_cuda_graphs = has_cuda_graphs
-        check_engine(engine, trt.module, graph, plan, capacity)
+        _check_engine(engine, graph, plan, capacity)
         self._allocated: list[int] = []
         self._contexts: LeastRecentlyUsed[ShapedContext] = LeastRecentlyUsed(
             MAX_SHAPES, ShapedContext.close
@@ -216,7 +216,7 @@ def _release(cuda: Cuda, contexts: LeastRecentlyUsed[ShapedContext], allocated: 
         cuda.free(address)
 
 
-def check_engine(engine: Any, module: Any, graph: Graph, plan: Plan, capacity: int) -> None:
+def _check_engine(engine: Any, graph: Graph, plan: Plan, capacity: int) -> None:
     """Refuses an engine without the graph's tensors, the plan's profiles, or KV buffers of
     `capacity` rows that it updates in place. Raises ValueError."""
 
@@ -275,7 +275,7 @@ def open_graph(
 
 @cache
 def _runtime(trt: TensorRT) -> Any:
-    """Returns the one of the whole process: no engine may outlive it."""
+    """Returns the one TensorRT runtime of this process: no engine may outlive it."""
     return trt.module.Runtime(trt.logger)
 
 

@@ -103,75 +103,87 @@ def write_figures(out: Path, figures: dict[str, Any]) -> None:
     write_atomically(out, json.dumps(figures, indent=2) + "\n")
 
 
+# The flags of `sampling`, which have the names of its parameters.
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Keep the k likeliest tokens")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Keep this much probability")]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", help="Keep tokens at least this share as likely as the best"),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option("--repetition-penalty", help="Divides logits of tokens seen; 1 is off"),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option("--presence-penalty", help="Off the logit of a token in the answer, once"),
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option("--frequency-penalty", help="The same for each time it occurs")
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option("--logit-bias", metavar="ID=VALUE", help="Added to a token's logit; repeatable"),
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Same seed, same tokens")]
+Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable")]
+StopTokenId = Annotated[
+    list[int] | None,
+    typer.Option("--stop-token-id", help="End with this token, besides EOS; repeatable"),
+]
+IgnoreEos = Annotated[
+    bool, typer.Option("--ignore-eos", help="Go on behind the end-of-sequence token")
+]
+Acceptance = Annotated[
+    str,
+    typer.Option(
+        "--acceptance",
+        help="target_sampling, rejection, or typical, which does not preserve the target's "
+        "distribution; without a temperature all three are greedy",
+    ),
+]
+TypicalEpsilon = Annotated[
+    float, typer.Option("--typical-epsilon", help="Of typical acceptance: higher is stricter")
+]
+TypicalDelta = Annotated[
+    float | None,
+    typer.Option(
+        "--typical-delta", help="Of typical acceptance", show_default="the root of epsilon"
+    ),
+]
+DrawWidths = Annotated[
+    str | None,
+    typer.Option(
+        "--draw-widths",
+        metavar="K,K,…",
+        help="Of rejection: children drawn at each depth",
+        show_default="chains of 4",
+    ),
+]
+DrawWithReplacement = Annotated[
+    bool, typer.Option("--draw-with-replacement", help="Of rejection: siblings may be equal")
+]
+
+
 def sampling(
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy")] = 0.0,
-    top_k: Annotated[
-        int | None, typer.Option("--top-k", help="Keep the k likeliest tokens")
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option("--top-p", help="Keep this much probability")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", help="Keep tokens at least this share as likely as the best"),
-    ] = None,
-    repetition_penalty: Annotated[
-        float,
-        typer.Option("--repetition-penalty", help="Divides logits of tokens seen; 1 is off"),
-    ] = 1.0,
-    presence_penalty: Annotated[
-        float,
-        typer.Option("--presence-penalty", help="Off the logit of a token in the answer, once"),
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="The same for each time it occurs")
-    ] = 0.0,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--logit-bias", metavar="ID=VALUE", help="Added to a token's logit; repeatable"
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Same seed, same tokens")] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End before this text; repeatable")
-    ] = None,
-    stop_token_id: Annotated[
-        list[int] | None,
-        typer.Option("--stop-token-id", help="End with this token, besides EOS; repeatable"),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on behind the end-of-sequence token")
-    ] = False,
-    acceptance: Annotated[
-        str,
-        typer.Option(
-            "--acceptance",
-            help="target_sampling, rejection, or typical, which does not preserve the target's "
-            "distribution; without a temperature all three are greedy",
-        ),
-    ] = "target_sampling",
-    typical_epsilon: Annotated[
-        float, typer.Option("--typical-epsilon", help="Of typical acceptance: higher is stricter")
-    ] = 0.09,
-    typical_delta: Annotated[
-        float | None,
-        typer.Option(
-            "--typical-delta", help="Of typical acceptance", show_default="the root of epsilon"
-        ),
-    ] = None,
-    draw_widths: Annotated[
-        str | None,
-        typer.Option(
-            "--draw-widths",
-            metavar="K,K,…",
-            help="Of rejection: children drawn at each depth",
-            show_default="chains of 4",
-        ),
-    ] = None,
-    draw_with_replacement: Annotated[
-        bool, typer.Option("--draw-with-replacement", help="Of rejection: siblings may be equal")
-    ] = False,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    presence_penalty: PresencePenalty = 0.0,
+    frequency_penalty: FrequencyPenalty = 0.0,
+    logit_bias: LogitBias = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
+    acceptance: Acceptance = "target_sampling",
+    typical_epsilon: TypicalEpsilon = 0.09,
+    typical_delta: TypicalDelta = None,
+    draw_widths: DrawWidths = None,
+    draw_with_replacement: DrawWithReplacement = False,
 ) -> "SamplingOptions":
     """Returns these flags as options of the engine. Raises ValueError for what it will not take."""
     from spec_runtime.sampling import SamplingOptions, SamplingParams

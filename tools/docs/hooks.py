@@ -7,8 +7,7 @@ Nothing that is drawn or generated here is committed. In a page's Markdown
     <!-- cli: spec_runtime -->  the command's verbs and options (reference.py)
     <!-- manifest -->           the manifest's schema
     <!-- errors: … -->          error lines, see reference.grouped
-    <!-- include: FILE -->      a Markdown file of the repository instead of the page; the page's
-                                own text where there is no such file
+    <!-- include: FILE -->      a Markdown file of the repository instead of the whole page
 
 and README.md is the site's first page.
 """
@@ -64,7 +63,7 @@ def _drawn(fence: re.Match[str]) -> str:
 
 
 def _included(markdown: str) -> str:
-    """Returns the text of the file that a page includes, or else what the page itself holds.
+    """Returns the text of the file that a page includes, or the page as it is.
 
     Links of such a file have to be whole addresses, since the site has no folders of code.
     """
@@ -72,9 +71,6 @@ def _included(markdown: str) -> str:
     if marker is None:
         return markdown
     file = ROOT / marker[1]
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    own = INCLUDE.sub("", markdown).strip()
-    if not own:
+    if not file.is_file():
         raise ValueError(f"got include {marker[1]}, expected a file of the repository")
-    return own
+    return file.read_text(encoding="utf-8")
