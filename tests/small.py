@@ -1,4 +1,4 @@
-"""A bundle of a few bytes and an engine on the toy target, for tests that need no real graph."""
+"""Makes a bundle of a few bytes and an engine on the toy target, for tests without real graphs."""
 
 import dataclasses
 from pathlib import Path
@@ -83,7 +83,7 @@ def small_manifest() -> Manifest:
 
 
 def write_small_bundle(path: Path) -> Path:
-    """Write it: its files are the names of themselves, which the manifest does not mind."""
+    """Writes the bundle; each file's content is its own name, which reading a manifest accepts."""
     for name in ("target/target.onnx", "drafters/parallelspec/drafter.onnx", "tokenizer.json"):
         file = path / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ class ToyOpener:
 
 
 def toy_engine(drafter: str | None = None) -> Engine:
-    """An engine whose text is four letters in loops, which prompt lookup guesses well."""
+    """Returns an engine whose text is four letters in loops, which prompt lookup guesses well."""
     backend = ToyTarget(vocab_size=ByteTokenizer.vocab_size, capacity=256, noise=0.5)
     backend.table_VV = backend.table_VV % 4 + ord("a")
     target = Target(

@@ -1,5 +1,4 @@
-"""The script for a GPU host, run through on the CPU: what it reports, what it survives, what makes
-it fail."""
+"""Checks the script for a GPU host on the CPU: what it reports and survives, what makes it fail."""
 
 from __future__ import annotations
 
@@ -26,9 +25,9 @@ from spec_runtime.backends.stepper import OrtStepper
 from spec_runtime.measure.prompts import BenchPrompt
 
 pytest.importorskip("torch")
-sys.path.append(str(Path(__file__).parents[1] / "tools"))
-gpu_check: Any = __import__("gpu_check")
-gpu_graphs, gpu_report = gpu_check.gpu_graphs, gpu_check.gpu_report
+import gpu_check
+import gpu_graphs
+import gpu_report
 
 NAMES = [*gpu_graphs.TOY_DRAFTERS, "prompt_lookup", "fused parallelspec", "fused medusa"]
 GRAPHS = ["target", "parallelspec drafter", "medusa drafter", "eagle drafter"]
@@ -61,7 +60,7 @@ def no_constant(name: str) -> None:
 
 
 def play(folder: Path, *words: object) -> Outcome:
-    """The script as its command line calls it."""
+    """Runs the script as its command line does, and reads what it wrote."""
     files = folder / "out.json", folder / "out.md"
     out = ("--device", "cpu", "--json", files[0], "--markdown", files[1])
     code = gpu_check.main([str(word) for word in ("--toy", *out, *words)])
@@ -73,7 +72,7 @@ def play(folder: Path, *words: object) -> Outcome:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
-    """Every section, and the bundle that was made for them, kept."""
+    """Runs every section; returns the outcome and the bundle made for it."""
     folder, make = tmp_path_factory.mktemp("gpu_check"), gpu_graphs.toy_bundle
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_graphs, "toy_bundle", lambda _, *rest: make(folder, *rest))
@@ -82,7 +81,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
 
 @pytest.fixture
 def run(whole: tuple[Outcome, Path], tmp_path: Path) -> Run:
-    """Some sections over the same bundle."""
+    """Runs some sections over the same bundle."""
     return lambda *sections: play(tmp_path, "--bundle", whole[1], "--sections", *sections)
 
 
@@ -203,7 +202,7 @@ def test_time_that_is_over_and_sections_not_asked_for_are_reported(
     reasons = {name: outcome.missing(name)["the section"] for name in gpu_check.SECTIONS}
     late = {"parity": "0 minutes were over", "bench": "0 minutes were over"}
     assert reasons == dict.fromkeys(gpu_check.SECTIONS, "not asked for") | late
-    found = gpu_report.Found(deadline=0.0)
+    found = gpu_report.Findings(deadline=0.0)
     assert found.attempt("it", lambda: 1) is None
     assert found.missing == [{"what": "it", "why": "left out: the time was over"}]
 
@@ -226,6 +225,66 @@ def test_what_was_found_outlives_a_crash(
 # ---- what makes it fail ----
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyError("n"), 1),
+        (AssertionError("3 rows"), 1),
+        (RuntimeError("no such buffer"), 1),
+        (ValueError("got a toy, expected a model"), 0),
+        (ModuleNotFoundError("No module named 'onnx'"), 0),
+    ],
+)
+def test_a_section_that_crashes_is_exit_code_1(
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+) -> None:
+    """A refusal with a reason is none: the section could not run. The others are run anyway."""
+
+    def crash(check: Any, found: Any) -> None:
+        found.add({"what": "found before"})
+        raise error
+
+    def go_on(check: Any, found: Any) -> None:
+        found.add({"what": "found behind it"})
+
+    monkeypatch.setitem(gpu_check.SECTIONS, "parity", crash)
+    monkeypatch.setitem(gpu_check.SECTIONS, "losslessness", go_on)
+    outcome = run("environment", "parity", "losslessness")
+    assert outcome.code == code
+    statuses = [outcome.status()[name] for name in ("environment", "parity", "losslessness")]
+    assert statuses == ["passed", "failed" if code else "passed", "passed"]
+    assert outcome.rows("parity") == [{"what": "found before"}]
+    failures = outcome.figures["sections"]["parity"]["failures"]
+    name = type(error).__name__
+    assert failures == ([f"parity crashed: {name}: {error}"] if code else [])
+    assert (f"- FAILED: parity crashed: {name}" in outcome.markdown) == bool(code)
+    assert ("Traceback" in capsys.readouterr().err) == bool(code)
+    assert list(outcome.missing("parity")) == ([] if code else ["parity"])
+
+
+def test_a_fault_of_the_code_in_a_piece_is_exit_code_1(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece that the machine does not allow is none: the rest goes on and the code is 0."""
+    errors: list[Exception] = [MemoryError("3 GB"), TypeError("got 3 arguments")]
+
+    def raising(*arguments: Any) -> Any:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(gpu_graphs, "random_backbone", raising)
+    outcome = run("shapes", "environment")
+    assert (outcome.code, outcome.status()["shapes"]) == (0, "could not run")
+    assert outcome.missing("shapes") == {"toy": "MemoryError: 3 GB"}
+    outcome = run("shapes", "environment")
+    assert (outcome.code, outcome.status()["shapes"]) == (1, "failed")
+    failures = outcome.figures["sections"]["shapes"]["failures"]
+    assert failures == ["toy crashed: TypeError: got 3 arguments"]
+
+
 class Distorted:
     """A backend whose logits are off."""
 
@@ -244,7 +303,7 @@ class Distorted:
 def distort_the_device(
     monkeypatch: pytest.MonkeyPatch, kind: type[Distorted], offset: float
 ) -> None:
-    """Of each pair of backends that parity opens, the first is the device's."""
+    """Wraps the first of each pair of backends that parity opens, which is the device's."""
     real, opened = backends.open_graph, []
 
     def open_graph(bundle: bundles.Bundle, graph: bundles.Graph, *rest: Any) -> Any:
@@ -357,7 +416,7 @@ def test_captured_tokens_are_the_eager_ones(
         return engines[backend]
 
     monkeypatch.setattr(gpu_check.Check, "engine", engine)
-    found = gpu_report.Found(float("inf"))
+    found = gpu_report.Findings(float("inf"))
     gpu_check.capture(check, found)
     rows = found.tables["measured"]
     assert [row["drafter"] for row in rows] == ["none", *(n for n in NAMES if n != "medusa")]

@@ -1,4 +1,4 @@
-"""Promises about the project as a whole: what importing costs, what is declared."""
+"""Checks promises of the whole project: what importing loads, what is declared and shipped."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ HEAVY = {"torch", "transformers", "onnx", "onnxruntime"}
 
 
 def loaded_by(code: str) -> set[str]:
-    """The heavy modules that a fresh interpreter has loaded after ``code``."""
+    """Returns the heavy modules that a fresh interpreter has loaded after running `code`."""
     tail = f"\nimport sys; print(*({HEAVY!r} & set(sys.modules)))"
     result = subprocess.run(
         [sys.executable, "-c", code + tail], check=True, capture_output=True, text=True
@@ -95,3 +95,12 @@ def test_the_architecture_page_maps_every_file(folder: str, patterns: list[str])
     ]
     assert len(listed) == len(set(listed)), "a file is listed twice"
     assert set(listed) == set(there), "docs/architecture.md and the folder differ"
+
+
+@pytest.mark.parametrize("package", ["spec_runtime", "spec_export"])
+def test_both_packages_ship_their_types(package: str) -> None:
+    """Type checkers read a package's annotations only if `py.typed` lies in it."""
+    assert (ROOT / package / "py.typed").is_file()
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        shipped = tomllib.load(file)["tool"]["setuptools"]["package-data"][package]
+    assert "py.typed" in shipped

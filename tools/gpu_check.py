@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""One script for a GPU host: does ONNX Runtime's CUDA backend compute the same, is it lossless, how
-fast is it?
+"""Checks on a GPU host that ONNX Runtime's CUDA backend computes the same, loses nothing, and how
+fast it is.
 
     python tools/gpu_check.py --bundle DIR [DIR …] --prompts FILE.jsonl --json OUT --markdown OUT
         [--device cuda|cpu] [--minutes 10] [--sections NAME …]
@@ -19,9 +19,9 @@ shapes         Llama-2-7B and Llama-3-8B dimensions, random weights: verify(n) /
 
 The 7B shapes have one decoder layer's weights in all 32 layers, see gpu_graphs.py. A piece that
 cannot run is reported with its reason and the rest goes on; no piece is begun after --minutes.
-Files are written anew after every section. Exit code 1 if a check (parity, losslessness, equal
-tokens) failed, else 0. `--device cpu` is a dry run: it shows that the script runs, no more.
-`--toy`: tiny sizes, and a random bundle if none is given.
+Files are written anew after every section. The exit code is 1 if a check (parity, losslessness,
+equal tokens) failed or a section crashed, else 0. `--device cpu` is a dry run, which shows that the
+script runs and no more. `--toy` takes tiny sizes, and a random bundle if none is given.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from typing import Any
 import gpu_graphs
 import gpu_report
 import numpy as np
-from gpu_graphs import BACKENDS, PRECISIONS, Feeder, Shape, milliseconds
-from gpu_report import Found, Row, finite, left_out, measured_on
+from gpu_graphs import BACKEND_FOR, PRECISION_FOR, Feeder, Shape, milliseconds
+from gpu_report import Findings, TableRow, finite, left_out, measured_on
 
 import spec_runtime
 from spec_runtime import backends
@@ -54,9 +54,10 @@ from spec_runtime.measure.prompts import NO_CATEGORY, BenchPrompt, read_prompts
 from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
 from spec_runtime.trees.tree import chain_parents
 
-# Largest |difference| of a row over its range: of logits and log-probabilities, and of features and
-# other hidden rows. Of the worst row at fp32 (TF32 products would show), of the mean row elsewhere,
-# as in spec_export/check.py: the outliers of a text's first row spoil any rounding.
+# By precision, how far a row may differ, as the largest |difference| over the row's range: rows of
+# logits and log-probabilities first, then features and other hidden rows. At fp32 the bounds are
+# for the worst row, so that TF32 products would show; elsewhere for the mean row, as in
+# spec_export/check.py, because the outliers of a text's first row spoil any rounding.
 TOLERANCES = {
     "fp32": (1e-4, 1e-3),
     "fp16": (0.01, 0.02),
@@ -64,15 +65,19 @@ TOLERANCES = {
     "int8": (0.1, 0.15),
     "int4": (0.1, 0.15),
 }
-OWN_STREAMS = "cuda, own streams"  # in place of a backend, see `own_streams`
+OWN_STREAMS = "cuda, own streams"  # given in place of a backend, see `own_streams`
 SCORES = ("logits", "guess_log_probs", TOP_LOGITS)
-BEST = ("guess_ids", ARGMAX, TOP_IDS)  # the first of each row
+BEST = ("guess_ids", ARGMAX, TOP_IDS)  # outputs whose first column is the best token
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured. contexts, widths: slots and rows where forms of attention are compared;
-    context, verify_widths: of the 7B shapes; draft_rows: of their drafter's run."""
+    """Says how much is measured.
+
+    `contexts` and `widths` are the slots and rows at which forms of attention are compared.
+    `context` and `verify_widths` are those of the 7B shapes, `draft_rows` the rows of their
+    drafter's run.
+    """
 
     num_prompts: int
     num_audited: int
@@ -106,8 +111,8 @@ TINY = Shape("toy", 96, 64, 96, 2, 4, 2, 16, 96)
 TOY = Sizes(2, 2, 16, (80, 96), (1, 4, 8), 48, (1, 4, 8), 2, TINY, (TINY,))
 TOY_PROMPTS = ("abc abc abc abc", "one two one two one")
 
-# shape, drafter, its accepted length, and the rows measured here that come nearest its tree: the
-# ParallelSpec paper's figures on Spec-Bench at temperature 0
+# The ParallelSpec paper's figures on Spec-Bench at temperature 0: shape, drafter, its accepted
+# length, and the number of rows measured here that comes nearest to its tree.
 PAPER = (
     ("Llama-2-7B", "ParallelSpec, EAGLE-style", 3.49, 32),
     ("Llama-2-7B", "ParallelSpec, Medusa-style, on Vicuna-7B", 3.31, 64),
@@ -117,8 +122,11 @@ PAPER = (
 
 @dataclass
 class Check:
-    """What is checked, and what sections leave for later ones. limits: rounding between forms of a
-    row, by bundle. lengths: accepted length and nodes, by drafter. attention: of the 7B shapes."""
+    """Holds what is checked, and what sections leave for later ones.
+
+    `limits` are the rounding between forms of a row, by bundle; `lengths` accepted length and
+    number of nodes, by drafter; `attention` is the form that the 7B shapes take.
+    """
 
     opened: list[bundles.Bundle]
     prompts: list[BenchPrompt]
@@ -133,8 +141,11 @@ class Check:
     def engine(
         self, opened: bundles.Bundle, name: str, backend: str | None = None
     ) -> spec_runtime.Engine:
-        """A contender, see `contenders`, opened once. All but fused ones share a target."""
-        backend = backend or BACKENDS[self.device]
+        """Returns the engine of a contender, see `contenders`, opened once.
+
+        All but the fused ones share a target.
+        """
+        backend = backend or BACKEND_FOR[self.device]
         key = (opened.path, name, backend)
         if key not in self._engines:
             drafter, is_fused = name.removeprefix("fused "), name.startswith("fused ")
@@ -153,19 +164,19 @@ class Check:
         return self._engines[key]
 
     def close(self, backend: str) -> None:
-        """Engines on this backend, and the memory they hold."""
+        """Drops the engines on this backend, and the memory they hold."""
         for key in [key for key in self._engines if key[-1] == backend]:
             del self._engines[key]
 
     @property
     def generating(self) -> Any:
-        """Options of a greedy generation."""
+        """Returns the options of a greedy generation."""
         return {"max_new_tokens": self.sizes.max_new_tokens}
 
 
 @contextlib.contextmanager
 def own_streams() -> Iterator[None]:
-    """Sessions opened meanwhile have a stream each, and ONNX Runtime copies for them."""
+    """Gives each session opened meanwhile a stream of its own, for which ONNX Runtime copies."""
     opener = cuda.open_copies
     cuda.open_copies = lambda: Copies()  # type: ignore[assignment]
     try:
@@ -175,6 +186,7 @@ def own_streams() -> Iterator[None]:
 
 
 def label(opened: bundles.Bundle) -> str:
+    """Returns the bundle's name, precision and what is unusual about its graphs."""
     graph = opened.manifest.graphs["target"]
     words = [opened.manifest.name, opened.manifest.target.precision]
     words += [word for word in (graph.form, graph.attention) if word not in ("slots", "bias")]
@@ -182,7 +194,7 @@ def label(opened: bundles.Bundle) -> str:
 
 
 def contenders(opened: bundles.Bundle) -> list[str]:
-    """The bundle's drafters and prompt lookup, then the fused steps it has."""
+    """Returns the names of the bundle's drafters, prompt lookup, and the fused steps it has."""
     names = [drafter.name for drafter in opened.manifest.drafters]
     fused = [name for name in names if bundles.fused_name(name) in opened.manifest.graphs]
     return [*names, "prompt_lookup", *(f"fused {name}" for name in fused)]
@@ -191,8 +203,8 @@ def contenders(opened: bundles.Bundle) -> list[str]:
 # ---------------------------------------------------------------------------------- environment
 
 
-def environment(check: Check, found: Found) -> None:
-    """What this was measured on."""
+def environment(check: Check, found: Findings) -> None:
+    """Reports what the rest is measured on."""
     for what, ask in gpu_report.MACHINE.items():
         value = found.attempt(what, ask)
         if value is not None:
@@ -203,8 +215,8 @@ def environment(check: Check, found: Found) -> None:
 # --------------------------------------------------------------------------------------- parity
 
 
-def parity(check: Check, found: Found) -> None:
-    """Every graph with the same feeds on the device and on ONNX Runtime's CPU provider."""
+def parity(check: Check, found: Findings) -> None:
+    """Compares every graph, fed alike, on the device and on ONNX Runtime's CPU provider."""
     for opened in check.opened:
         manifest = opened.manifest
         graphs: dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]] = {
@@ -235,16 +247,16 @@ def _compare_graph(
     opened: bundles.Bundle,
     graph: bundles.Graph,
     drafter: bundles.DrafterInfo | None,
-) -> Row:
+) -> TableRow:
     target, config = opened.manifest.target, drafter.config if drafter else {}
     capacity = target.max_length + target.scratch
     vocab_size = config.get("mask_token_base", target.dims.vocab_size) + config.get("num_masks", 0)
     feeder = Feeder(graph, capacity, vocab_size, config.get("num_guesses", 1))
     both = [
         backends.open_graph(opened, graph, capacity, backends.Runtime(backend))
-        for backend in (BACKENDS[check.device], BACKENDS["cpu"])
+        for backend in (BACKEND_FOR[check.device], BACKEND_FOR["cpu"])
     ]
-    # that sum is no row, and follows from the logits
+    # LOGSUMEXP is no row, and it follows from the logits.
     outputs = [s.name for s in graph.outputs if not is_cache(s) and s.name != LOGSUMEXP]
     for backend in both:
         gpu_graphs.fill_banks(backend, graph)
@@ -269,11 +281,16 @@ def _compare_graph(
                 errors[kind] += gpu_graphs.row_errors(got[name], expected[name])
             if name == "logits":
                 same += (got[name].argmax(-1) == expected[name].argmax(-1)).tolist()
-    row: Row = {"rows": max(map(len, errors.values()))}
+    return _judge_rows(errors, same, target.precision)
+
+
+def _judge_rows(errors: dict[str, list[float]], same: list[bool], precision: str) -> TableRow:
+    """Returns a line of the table: the rows' errors by kind with their bounds, and the verdict."""
+    row: TableRow = {"rows": max(map(len, errors.values()))}
     verdict = "ok"
-    for (kind, values), bound in zip(errors.items(), TOLERANCES[target.precision], strict=True):
+    for (kind, values), bound in zip(errors.items(), TOLERANCES[precision], strict=True):
         mean, worst = (np.mean(values), np.max(values)) if values else (0.0, 0.0)
-        judged = worst if target.precision == "fp32" else mean
+        judged = worst if precision == "fp32" else mean
         if values:
             row |= {f"{kind}, mean": finite(mean), f"{kind}, worst": finite(worst)}
             row[f"{kind}, bound"] = bound
@@ -285,9 +302,9 @@ def _compare_graph(
 # --------------------------------------------------------------------------------- losslessness
 
 
-def losslessness(check: Check, found: Found) -> None:
-    """Greedy texts against plain decoding's; a "real" difference, which no rounding explains,
-    fails."""
+def losslessness(check: Check, found: Findings) -> None:
+    """Compares greedy texts with plain decoding's; a difference that rounding does not explain
+    ("real") fails."""
     for opened in check.opened:
         for name in contenders(opened):
             compare = _texts if name.startswith("fused ") else _audit
@@ -298,13 +315,13 @@ def losslessness(check: Check, found: Found) -> None:
     found.note = "real: differences from plain decoding that rounding does not explain."
 
 
-def _judge(found: Found, what: str, row: Row) -> None:
+def _judge(found: Findings, what: str, row: TableRow) -> None:
     if row["real"]:
         found.failures.append(f"{what}: {row['real']} real differences, expected none")
 
 
-def _audit(check: Check, opened: bundles.Bundle, name: str) -> Row:
-    """Texts, and the rows behind them; leaves the rounding between forms of a row."""
+def _audit(check: Check, opened: bundles.Bundle, name: str) -> TableRow:
+    """Compares texts and the rows behind them; keeps how far forms of a row round apart."""
     precision = opened.manifest.target.precision
     prompts = check.prompts[: check.sizes.num_audited]
     report = audit.run(check.engine(opened, name), prompts, check.generating, precision)
@@ -319,16 +336,16 @@ def _audit(check: Check, opened: bundles.Bundle, name: str) -> Row:
     return row | {"first divergence": _first(figures["divergences"])}
 
 
-def _texts(check: Check, opened: bundles.Bundle, name: str) -> Row:
-    """Texts alone: the fused step shows no rows."""
+def _texts(check: Check, opened: bundles.Bundle, name: str) -> TableRow:
+    """Compares texts alone, because the fused step shows no rows."""
     engines = [check.engine(opened, each) for each in ("none", name)]
-    partings: list[Row] = []
+    partings: list[TableRow] = []
     num_tokens, num_steps = 0, 0
     prompts = check.prompts[: check.sizes.num_audited]
     for prompt in prompts:
         ids = engines[0].encode(prompt.content)
         plain, other = (each.generate(ids, reuse=False, **check.generating) for each in engines)
-        partings += _part(check, opened, prompt.id, ids, plain.token_ids, other.token_ids)
+        partings += _parting(check, opened, prompt.id, ids, plain.token_ids, other.token_ids)
         num_tokens += other.stats.committed_tokens
         num_steps += other.stats.steps
     kinds = [parting["class"] for parting in partings]
@@ -342,16 +359,18 @@ def _texts(check: Check, opened: bundles.Bundle, name: str) -> Row:
     return row | {"first divergence": _first(partings)}
 
 
-def _part(
+def _parting(
     check: Check,
     opened: bundles.Bundle,
     prompt: str | int,
     prompt_ids: list[int],
     one: list[int],
     other: list[int],
-) -> list[Row]:
-    """Where two texts part and why, if they do. Where no audit has measured the rounding of a
-    reduced precision, all is rounding."""
+) -> list[TableRow]:
+    """Returns where two texts part and why, as a list of one, or an empty list if they are equal.
+
+    Where no audit has measured the rounding of a reduced precision, all counts as rounding.
+    """
     target = check.engine(opened, "none").target
     divergence = audit.compare(prompt, prompt_ids, one, other, target)
     if divergence is None:
@@ -364,7 +383,7 @@ def _part(
     return [{**dataclasses.asdict(divergence), "class": kind}]
 
 
-def _first(divergences: Sequence[Row]) -> str | None:
+def _first(divergences: Sequence[TableRow]) -> str | None:
     for each in divergences:
         gap = "one text ended" if each["gap"] is None else f"gap {each['gap']:.3g}"
         return f"prompt {each['prompt']}, token {each['position']}: {gap}, {each['class']}"
@@ -374,9 +393,9 @@ def _first(divergences: Sequence[Row]) -> str | None:
 # -------------------------------------------------------------------------------------- capture
 
 
-def capture(check: Check, found: Found) -> None:
-    """CUDA graphs captured and not, one stream and several: the same tokens, and how much
-    faster."""
+def capture(check: Check, found: Findings) -> None:
+    """Compares tokens and speed with and without captured CUDA graphs, on one stream and on
+    several."""
     if check.device != "cuda":
         raise ValueError("got --device cpu, expected cuda: CUDA graphs need a GPU")
     for opened in check.opened:
@@ -389,19 +408,17 @@ def capture(check: Check, found: Found) -> None:
             check.close(backend)
 
 
-def _capture(check: Check, opened: bundles.Bundle, name: str) -> Row:
+def _capture(check: Check, opened: bundles.Bundle, name: str) -> TableRow:
     kinds = ("cuda", "cuda_eager", OWN_STREAMS)
     engines = [check.engine(opened, name, backend) for backend in kinds]
     prompts = check.prompts[: check.sizes.num_audited]
     one, *others = _race(engines, prompts, check.sizes.max_new_tokens)
-    partings: list[Row] = []
+    partings: list[TableRow] = []
     for other in others:
         for a, b in zip(one.pairs, other.pairs, strict=True):
-            ids, texts = (
-                engines[0].encode(a.prompt.content),
-                (pair.turns[0].speculative for pair in (a, b)),
-            )
-            partings += _part(check, opened, a.prompt.id, ids, *(text.token_ids for text in texts))
+            ids = engines[0].encode(a.prompt.content)
+            texts = [pair.turns[0].speculative.token_ids for pair in (a, b)]
+            partings += _parting(check, opened, a.prompt.id, ids, *texts)
     captured, eager, own = (
         bench.summarise(report)["overall"]["tokens_per_second"] for report in (one, *others)
     )
@@ -418,7 +435,7 @@ def _capture(check: Check, opened: bundles.Bundle, name: str) -> Row:
 def _race(
     engines: Sequence[spec_runtime.Engine], prompts: Sequence[BenchPrompt], max_new_tokens: int
 ) -> list[bench.BenchReport]:
-    """A report for each, CUDA graphs captured before the clock starts."""
+    """Returns a report for each engine; CUDA graphs are captured before the clock starts."""
     bench.run(engines, prompts[:1], max_new_tokens)
     reports = bench.run(engines, prompts, max_new_tokens)
     if not reports[0].pairs:
@@ -429,11 +446,11 @@ def _race(
 # ------------------------------------------------------------------------------------ attention
 
 
-def attention(check: Check, found: Found) -> None:
-    """A few layers with wide heads, with each form of attention."""
+def attention(check: Check, found: Findings) -> None:
+    """Times a few layers with wide heads, with each form of attention."""
     from spec_export.graphs.slots import ATTENTIONS
 
-    sizes, precision = check.sizes, PRECISIONS[check.device]
+    sizes, precision = check.sizes, PRECISION_FOR[check.device]
     shape = sizes.attention
     backbone = gpu_graphs.random_backbone(shape, max(sizes.contexts), precision)
     traced = gpu_graphs.trace_target(backbone)
@@ -469,12 +486,12 @@ def _attend(
     folder: Path,
     capacity: int,
     reference: dict[int, np.ndarray],
-) -> Row:
+) -> TableRow:
     shape, sizes = check.sizes.attention, check.sizes
     backend = gpu_graphs.open_alone(graph, folder, shape, capacity, check.device)
     feeder = Feeder(graph, capacity, shape.vocab_size)
     feeder.prefill(backend, capacity - max(sizes.widths) - 1)
-    row: Row = {}
+    row: TableRow = {}
     for n in sizes.widths:
         feeds = feeder.feeds(chain_parents(n))
         row[f"n = {n}"] = milliseconds(backend, feeds, [ARGMAX], sizes.repeats)
@@ -486,8 +503,8 @@ def _attend(
 # ---------------------------------------------------------------------------------------- bench
 
 
-def benchmark(check: Check, found: Found) -> None:
-    """All drafters of a bundle in one interleaved run, against plain decoding on this backend."""
+def benchmark(check: Check, found: Findings) -> None:
+    """Runs all drafters of a bundle in turns, against plain decoding on the same backend."""
     for opened in check.opened:
         engines = {
             name: found.attempt(f"{label(opened)}, {name}", check.engine, opened, name)
@@ -522,7 +539,10 @@ def benchmark(check: Check, found: Found) -> None:
 
 
 def bytes_to_host(check: Check, engine: spec_runtime.Engine) -> float | None:
-    """Of a decoding step, as the backends in use count them; None where there is no device."""
+    """Returns the bytes that a decoding step copies from the device, as the backends count them.
+
+    Returns None where there is no device.
+    """
     if check.device == "cpu":
         return None
     counters = counters_of(engine)
@@ -558,14 +578,14 @@ def counters_of(whole: Any) -> list[Any]:
 # --------------------------------------------------------------------------------------- shapes
 
 
-def shapes(check: Check, found: Found) -> None:
-    """Step times at the size of real targets, and the speed-ups predicted from them."""
+def shapes(check: Check, found: Findings) -> None:
+    """Times steps at the size of real targets, and predicts speed-ups from them."""
     sizes = check.sizes
-    check.close(BACKENDS[check.device])
+    check.close(BACKEND_FOR[check.device])
     for shape in sizes.shapes:
         found.attempt(shape.name, _shape, check, found, shape)
     found.note = (
-        f"random weights, {PRECISIONS[check.device]}, attention {check.attention}, context "
+        f"random weights, {PRECISION_FOR[check.device]}, attention {check.attention}, context "
         f"{sizes.context}; the drafter is ParallelSpec's, {sizes.draft_rows} rows. Predicted, not "
         "measured: speed-up = accepted length / ((verify(n) + draft) / verify(1)), with accepted "
         "lengths measured on another target or printed in a paper."
@@ -574,52 +594,84 @@ def shapes(check: Check, found: Found) -> None:
         found.note += " Toy dimensions: no figure here is one of a 7B target."
 
 
-def _shape(check: Check, found: Found, shape: Shape) -> None:
-    sizes, folder = check.sizes, check.work / shape.name
-    backbone = gpu_graphs.random_backbone(shape, sizes.context, PRECISIONS[check.device])
-    capacity = sizes.context + gpu_graphs.SCRATCH
+@dataclass(frozen=True)
+class ShapeTimer:
+    """Writes the random graphs of one shape to `folder` and times runs of them."""
 
-    def time_runs(graph: bundles.Graph, widths: Sequence[int], outputs: list[str]) -> list[float]:
-        backend = gpu_graphs.open_alone(graph, folder, shape, capacity, check.device)
-        feeder = Feeder(graph, capacity, shape.vocab_size)
-        feeder.prefill(backend, sizes.context)
-        feeds = (feeder.feeds(chain_parents(n)) for n in widths)
-        return [milliseconds(backend, each, outputs, sizes.repeats) for each in feeds]
+    shape: Shape
+    sizes: Sizes
+    device: str
+    folder: Path
 
-    def time_drafter() -> float:
-        path, precision = folder / "drafter.onnx", PRECISIONS[check.device]
-        graph = gpu_graphs.write_drafter(backbone, traced, shape, precision, path)
-        (ms,) = time_runs(graph, [sizes.draft_rows], ["guess_ids", "guess_log_probs"])
+    @property
+    def precision(self) -> str:
+        return PRECISION_FOR[self.device]
+
+    def time_target(self, traced: Any, attention: str) -> dict[int, float]:
+        """Returns the milliseconds of verifying each number of rows."""
+        graph = gpu_graphs.write_target(traced, attention, self.folder / "target.onnx")
+        widths = self.sizes.verify_widths
+        return dict(zip(widths, self._time_runs(graph, widths, [ARGMAX]), strict=True))
+
+    def time_drafter(self, backbone: Any, traced: Any) -> float:
+        """Returns the milliseconds of a drafter's run."""
+        path = self.folder / "drafter.onnx"
+        graph = gpu_graphs.write_drafter(backbone, traced, self.shape, self.precision, path)
+        outputs = ["guess_ids", "guess_log_probs"]
+        (ms,) = self._time_runs(graph, [self.sizes.draft_rows], outputs)
         return ms
 
+    def _time_runs(
+        self, graph: bundles.Graph, widths: Sequence[int], outputs: list[str]
+    ) -> list[float]:
+        capacity = self.sizes.context + gpu_graphs.SCRATCH
+        backend = gpu_graphs.open_alone(graph, self.folder, self.shape, capacity, self.device)
+        feeder = Feeder(graph, capacity, self.shape.vocab_size)
+        feeder.prefill(backend, self.sizes.context)
+        feeds = (feeder.feeds(chain_parents(n)) for n in widths)
+        return [milliseconds(backend, each, outputs, self.sizes.repeats) for each in feeds]
+
+
+def _shape(check: Check, found: Findings, shape: Shape) -> None:
+    timer = ShapeTimer(shape, check.sizes, check.device, check.work / shape.name)
+    backbone = gpu_graphs.random_backbone(shape, check.sizes.context, timer.precision)
     traced = gpu_graphs.trace_target(backbone)
-    graph = gpu_graphs.write_target(traced, check.attention, folder / "target.onnx")
-    widths = sizes.verify_widths
-    ms = dict(zip(widths, time_runs(graph, widths, [ARGMAX]), strict=True))
-    draft_ms = found.attempt(f"{shape.name}, drafter", time_drafter)
-    for n in widths:
-        row: Row = {"shape": shape.name, "n": n, "verify ms": ms[n], "overhead": ms[n] / ms[1]}
+    ms = timer.time_target(traced, check.attention)
+    draft_ms = found.attempt(f"{shape.name}, drafter", timer.time_drafter, backbone, traced)
+    for n, verify_ms in ms.items():
+        row: TableRow = {"shape": shape.name, "n": n, "verify ms": verify_ms}
+        row["overhead"] = verify_ms / ms[1]
         if draft_ms is not None:
-            row |= {"draft ms": draft_ms, "drafter's share": draft_ms / (draft_ms + ms[n])}
+            row |= {"draft ms": draft_ms, "drafter's share": draft_ms / (draft_ms + verify_ms)}
         found.add(row)
-    if draft_ms is None:
-        return
+    if draft_ms is not None:
+        for row in _predictions(check, shape, ms, draft_ms):
+            found.add(row, "predicted")
+
+
+def _predictions(
+    check: Check, shape: Shape, ms: dict[int, float], draft_ms: float
+) -> Iterator[TableRow]:
+    """Yields the speed-up predicted from each accepted length that is known.
+
+    `ms` maps numbers of rows to milliseconds of verifying them. A length measured here takes the
+    number that comes nearest to its tree.
+    """
     sources: list[tuple[str, float, int]] = [
-        (f"measured here: {name}", length, min(widths, key=lambda n: abs(n - nodes)))
+        (f"measured here: {name}", length, min(ms, key=lambda n: abs(n - nodes)))
         for name, (length, nodes) in check.lengths.items()
         if "parallelspec" in name
     ]
     sources += [(f"paper: {name}", x, n) for where, name, x, n in PAPER if where == shape.name]
     for source, length, n in sources:
         step = (ms[n] + draft_ms) / ms[1]
-        row = {"shape": shape.name, "accepted length": length, "of": source, "n": n}
-        row |= {"step / verify(1)": step, "predicted speed-up": length / step}
-        found.add(row, "predicted")
+        row: TableRow = {"shape": shape.name, "accepted length": length, "of": source, "n": n}
+        yield row | {"step / verify(1)": step, "predicted speed-up": length / step}
 
 
 # ----------------------------------------------------------------------------------------- main
 
-SECTIONS: dict[str, Callable[[Check, Found], None]] = {
+SECTIONS: dict[str, Callable[[Check, Findings], None]] = {
     "environment": environment,
     "parity": parity,
     "losslessness": losslessness,
@@ -631,6 +683,7 @@ SECTIONS: dict[str, Callable[[Check, Found], None]] = {
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Reads the command line and runs the sections; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -638,7 +691,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--markdown", type=Path, required=True)
-    parser.add_argument("--device", choices=BACKENDS, default="cuda")
+    parser.add_argument("--device", choices=BACKEND_FOR, default="cuda")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--toy", action="store_true")
@@ -661,11 +714,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run(check: Check, arguments: argparse.Namespace) -> int:
-    """All sections; 1 if a check failed. The files are whole after each."""
+    """Runs the sections and writes both files after each; returns the exit code.
+
+    The exit code is 1 if a check failed or a section crashed.
+    """
     begin = time.monotonic()
     deadline = begin + 60 * arguments.minutes
     entries = {name: left_out("the run ended before it") for name in SECTIONS}
-    figures: Row = {
+    figures: TableRow = {
         "device": check.device,
         "toy": arguments.toy,
         "measured_on": measured_on(check.device, entries["environment"]),
@@ -673,13 +729,13 @@ def run(check: Check, arguments: argparse.Namespace) -> int:
         "sections": entries,
     }
     for name, section in SECTIONS.items():
-        start, found = time.monotonic(), Found(deadline)
+        start, found = time.monotonic(), Findings(deadline)
         if name not in arguments.sections:
             entries[name] = left_out("not asked for")
         elif start > deadline:
             entries[name] = left_out(f"{arguments.minutes:g} minutes were over")
         else:
-            found.attempt(name, section, check, found)
+            found.run_section(name, section, check, found)
             entries[name] = found.as_dict(time.monotonic() - start)
         if name == "environment":
             figures["measured_on"] = measured_on(check.device, entries[name])

@@ -1,5 +1,4 @@
-"""Graphs by themselves, for tools/gpu_check.py: random targets and drafters of any shape, feeds for
-a graph of any bundle, and the time a run takes. Knows no section and no report.
+"""Makes, feeds and times single graphs for tools/gpu_check.py: random ones or those of a bundle.
 
 A random target has one decoder layer's weights in all its layers. Its file stays small (a tensor is
 stored once), yet at the size of a 7B model every layer streams its weights from device memory: a
@@ -25,19 +24,19 @@ from spec_runtime.kv import open_cache
 from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.tree import chain_parents
 
-# by device: the backend that runs there, and the precision of what is made for it here
-BACKENDS = {"cpu": "onnxruntime", "cuda": "cuda"}
-PRECISIONS = {"cpu": "fp32", "cuda": "fp16"}
+# By device: the backend that runs there, and the precision of what is made for it here.
+BACKEND_FOR = {"cpu": "onnxruntime", "cuda": "cuda"}
+PRECISION_FOR = {"cpu": "fp32", "cuda": "fp16"}
 SCRATCH = 128
 NUM_MASKS = 4
-# a cache, none, features of its own, states of its own
+# These have a cache, none, features of their own and states of their own.
 TOY_DRAFTERS = ("parallelspec", "medusa", "eagle", "hydra")
 WARM_UP = 6  # runs before the clock starts: kernels are chosen, a CUDA graph is captured
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama's dimensions; the drafter beside it guesses the first `draft_vocab` tokens."""
+    """The dimensions of a Llama; its drafter guesses the first `draft_vocab` tokens."""
 
     name: str
     vocab_size: int
@@ -61,8 +60,10 @@ class Shape:
 
 
 class Feeder:
-    """Random but valid feeds of one graph, over a cache of its own; each feeder of a graph gives
-    the same ones."""
+    """Makes random but valid feeds of one graph, over a cache of its own.
+
+    Every feeder of a graph makes the same feeds.
+    """
 
     def __init__(
         self, graph: bundles.Graph, capacity: int, vocab_size: int, num_levels: int = 1
@@ -75,7 +76,10 @@ class Feeder:
         self._level = 0
 
     def feeds(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
-        """Of these nodes, behind what was kept. ValueError: an input of no known meaning."""
+        """Returns feeds for a tree behind the rows that were kept.
+
+        Raises ValueError for an input of no known meaning.
+        """
         n = len(parent_N)
         feeds = {} if self._cache is None else self._cache.place(parent_N)
         for spec in self._graph.inputs:
@@ -91,9 +95,9 @@ class Feeder:
             elif spec.name == bundles.BANK_ROWS:
                 feeds[spec.name] = np.arange(shape[0], dtype=np.int64)
             elif spec.name in (bundles.FEATURE_ROWS, bundles.STATE_ROWS):
-                # never rows that it writes: a captured run is run three times
+                # Never rows that the run writes: a captured run is run three times.
                 feeds[spec.name] = n + self._rng.integers(SCRATCH // 2, size=shape)
-                if spec.name == bundles.FEATURE_ROWS:  # one of its own, or zeros
+                if spec.name == bundles.FEATURE_ROWS:  # one feature of its own, or zeros
                     feeds[spec.name][-1] = -1 - n
             elif spec.name in ("features", "state"):
                 feeds[spec.name] = self._rng.standard_normal(shape, np.float32)
@@ -103,11 +107,12 @@ class Feeder:
         return feeds
 
     def keep(self, path: Sequence[int]) -> None:
-        """These nodes of the last feeds, which must have been run once."""
+        """Keeps the rows of these nodes of the last feeds, which must have been run once."""
         if self._cache is not None:
             self._cache.commit(path)
 
     def prefill(self, backend: backends.Backend, num_rows: int) -> None:
+        """Runs and keeps `num_rows` rows, in chunks."""
         for begin in range(0, num_rows, PREFILL_ROWS):
             n = min(PREFILL_ROWS, num_rows - begin)
             backend.run(self.feeds(chain_parents(n)), [])
@@ -115,13 +120,13 @@ class Feeder:
 
 
 def banks_of(graph: bundles.Graph) -> list[bundles.TensorSpec]:
-    """Those that numpy can read and write: it has no bfloat16."""
+    """Returns the banks that numpy can read and write: those of bfloat16 are left out."""
     specs = (spec for spec in graph.inputs if spec.name.startswith(bundles.BANK))
     return [spec for spec in specs if spec.dtype != "bfloat16"]
 
 
 def fill_banks(backend: Any, graph: bundles.Graph) -> None:
-    """With random rows, the same in every backend of a graph."""
+    """Fills a graph's banks with random rows, the same in every backend of the graph."""
     rng = np.random.default_rng(2)
     for spec in banks_of(graph):
         bank = backend.buffers[spec.name]
@@ -131,7 +136,7 @@ def fill_banks(backend: Any, graph: bundles.Graph) -> None:
 def written_rows(
     backend: Any, graph: bundles.Graph, feeds: dict[str, np.ndarray]
 ) -> Iterator[np.ndarray]:
-    """What a run with these feeds has left in each bank that the graph writes, [R, W]."""
+    """Yields what a run with these feeds wrote to each bank that the graph writes, [R, W]."""
     outputs = {spec.name for spec in graph.outputs}
     row_R = feeds.get(bundles.BANK_ROWS, feeds.get("slots"))
     for spec in banks_of(graph):
@@ -140,8 +145,8 @@ def written_rows(
 
 
 def random_trees(chains_only: bool = False) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Parents i64[N] and the path that is kept: a prompt, trees and single rows, and a chain of
-    which the beginning stays."""
+    """Yields parents i64[N] and the path to keep: a prompt, trees, single rows, and a chain whose
+    beginning is kept."""
     rng = np.random.default_rng(1)
     yield chain_parents(24), list(range(24))
     for n in (8, 1, 16, 1, 12):
@@ -155,7 +160,7 @@ def random_trees(chains_only: bool = False) -> Iterator[tuple[np.ndarray, list[i
 
 
 def row_errors(got: np.ndarray, expected: np.ndarray) -> list[float]:
-    """Largest |Δ| of each row over the row's range (over 1, if that is less)."""
+    """Returns the largest |Δ| of each row over the row's range, or over 1 if the range is less."""
     got, expected = (x.reshape(-1, x.shape[-1]).astype(np.float64) for x in (got, expected))
     spread = np.maximum(np.ptp(expected, axis=1), 1.0)
     errors: list[float] = (np.abs(got - expected).max(axis=1) / spread).tolist()
@@ -165,7 +170,7 @@ def row_errors(got: np.ndarray, expected: np.ndarray) -> list[float]:
 def milliseconds(
     backend: backends.Backend, feeds: dict[str, np.ndarray], outputs: Sequence[str], repeats: int
 ) -> float:
-    """The median of the runs, feeds to the device and these outputs back included."""
+    """Returns the median time of a run, with the copies of feeds and outputs in it."""
     times = []
     for i in range(WARM_UP + repeats):
         begin = time.perf_counter()
@@ -179,7 +184,7 @@ def milliseconds(
 
 
 def random_backbone(shape: Shape, context: int, precision: str) -> Any:
-    """A Llama of this shape, all of whose layers are one and the same module."""
+    """Makes a Llama of this shape, all of whose layers are one and the same module."""
     import torch
 
     from spec_export import decoder
@@ -220,14 +225,17 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
 
 
 def trace_target(backbone: Any) -> Any:
-    """The backbone's graph in the contiguous form, as a build for a device traces it."""
+    """Returns the backbone's graph in the contiguous form, as a build for a device traces it."""
     from spec_export.graphs import banks, trace
 
     return banks.add_argmax(trace.export_backbone(backbone))
 
 
 def write_target(traced: Any, variant: str, path: Path) -> bundles.Graph:
-    """variant: "contiguous", or one of slots.ATTENTIONS. `traced` is left as it is."""
+    """Writes the graph in one variant: "contiguous", or one of slots.ATTENTIONS.
+
+    `traced` itself is not changed.
+    """
     from spec_export.graphs import banks, slots
 
     model = traced.clone()
@@ -239,8 +247,7 @@ def write_target(traced: Any, variant: str, path: Path) -> bundles.Graph:
 def write_drafter(
     backbone: Any, traced: Any, shape: Shape, precision: str, path: Path
 ) -> bundles.Graph:
-    """A random ParallelSpec drafter for this target, in the slots form, as a build for a device
-    writes it."""
+    """Writes a random ParallelSpec drafter for this target, in the slots form and with banks."""
     import torch
 
     from spec_export import drafters, target
@@ -269,11 +276,11 @@ def _write(model: Any, variant: str, path: Path) -> bundles.Graph:
 def open_alone(
     graph: bundles.Graph, folder: Path, shape: Shape, capacity: int, device: str
 ) -> backends.Backend:
-    """A graph of no bundle, run as a bundle's backend would run it."""
+    """Opens a graph that belongs to no bundle, as a bundle's backend would open it."""
     info = bundles.TargetInfo(
         family="llama",
         dims=shape.dims,
-        precision=PRECISIONS[device],
+        precision=PRECISION_FOR[device],
         max_length=capacity,
         scratch=SCRATCH,
         rope={"type": "default"},
@@ -286,7 +293,7 @@ def open_alone(
     manifest = bundles.Manifest(
         bundles.SCHEMA_VERSION, shape.name, info, {"target": graph}, (), tokenizer, {}, {}
     )
-    runtime = backends.Runtime(BACKENDS[device])
+    runtime = backends.Runtime(BACKEND_FOR[device])
     return backends.open_graph(bundles.Bundle(folder, manifest), graph, capacity, runtime)
 
 
@@ -294,8 +301,10 @@ def open_alone(
 
 
 def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
-    """A bundle of a random target, one token a character, with untrained drafters of each kind and
-    the fused steps of those that guess in one pass."""
+    """Builds a bundle of a random target whose tokens are characters.
+
+    It has an untrained drafter of each kind, and the fused steps of those that guess in one pass.
+    """
     import tokenizers
     import torch
     import transformers
@@ -339,7 +348,7 @@ def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
         BuildOptions(
             str(folder / "toy"),
             drafter_checkpoints=saved,
-            precision=PRECISIONS[device],
+            precision=PRECISION_FOR[device],
             device=device,
             out=folder / "bundle",
             fuse=True,

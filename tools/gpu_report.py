@@ -1,12 +1,13 @@
-"""What tools/gpu_check.py found, on which machine, as JSON and Markdown. Knows tables and reasons,
-not what was measured."""
+"""Collects what the sections of tools/gpu_check.py find and writes it as JSON and Markdown."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,39 +16,68 @@ from typing import Any, TypeVar
 import numpy as np
 
 from spec_runtime.cli.options import write_figures
+from spec_runtime.files import write_atomically
 from spec_runtime.measure import provenance
 
 T = TypeVar("T")
-Row = dict[str, Any]
+TableRow = dict[str, Any]  # by column
+# Says that the machine, a package or a file does not allow something. Whatever else ends a section
+# is a fault of the code, and so is a FAULT that ends a piece of one.
+REFUSALS = (ValueError, ImportError, OSError)
+FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 @dataclass
-class Found:
-    """What a section brought: tables by name, pieces that could not run, checks that failed.
-    deadline: of time.monotonic(), when no further piece is begun."""
+class Findings:
+    """What a section brought: tables by name, pieces that could not run, and failures.
+
+    `failures` are checks that failed and crashes. No further piece is begun after `deadline`, a
+    value of time.monotonic().
+    """
 
     deadline: float
-    tables: dict[str, list[Row]] = field(default_factory=dict)
+    tables: dict[str, list[TableRow]] = field(default_factory=dict)
     missing: list[dict[str, str]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     note: str = ""
 
-    def add(self, row: Row, table: str = "measured") -> None:
+    def add(self, row: TableRow, table: str = "measured") -> None:
         self.tables.setdefault(table, []).append(row)
 
     def miss(self, what: str, why: str) -> None:
         self.missing.append({"what": what, "why": why})
 
+    def crash(self, what: str, error: Exception) -> None:
+        """Notes a fault of the code as a failure; the traceback goes to stderr."""
+        traceback.print_exception(error, file=sys.stderr)
+        self.failures.append(f"{what} crashed: {one_line(error)}")
+
+    def run_section(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Calls `work`. A refusal is noted as the reason why the section could not run, anything
+        else that it raises as a crash."""
+        try:
+            work(*arguments)
+        except REFUSALS as error:
+            self.miss(name, one_line(error))
+        except Exception as error:
+            self.crash(name, error)
+
     def attempt(self, what: str, work: Callable[..., T], *arguments: Any) -> T | None:
-        """`work(*arguments)`; None, with the reason noted, if it raises or the time is over."""
+        """Returns what one piece of a section returns, or None if it raises or the time is over.
+
+        The reason is noted and the section goes on. A piece may fail for reasons of the machine
+        (no memory, no kernel), so that only FAULTS count as crashes.
+        """
         if time.monotonic() > self.deadline:
             self.miss(what, "left out: the time was over")
             return None
         try:
             return work(*arguments)
+        except FAULTS as error:
+            self.crash(what, error)
         except Exception as error:
             self.miss(what, one_line(error))
-            return None
+        return None
 
     @property
     def status(self) -> str:
@@ -55,7 +85,7 @@ class Found:
             return "failed"
         return "passed" if any(self.tables.values()) else "could not run"
 
-    def as_dict(self, seconds: float) -> Row:
+    def as_dict(self, seconds: float) -> TableRow:
         return {
             "status": self.status,
             "seconds": round(seconds, 2),
@@ -66,20 +96,21 @@ class Found:
         }
 
 
-def left_out(why: str) -> Row:
-    """The entry of a section that was not begun."""
-    found = Found(0.0)
+def left_out(why: str) -> TableRow:
+    """Returns the entry of a section that was not begun."""
+    found = Findings(0.0)
     found.miss("the section", why)
     return found.as_dict(0.0) | {"status": "left out"}
 
 
 def one_line(error: BaseException) -> str:
+    """Returns the error's text, after its type unless it is a ValueError, which says all."""
     text = " ".join(str(error).split())[:400]
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def finite(value: Any) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Returns the number, or None for NaN and infinity, which JSON does not have."""
     return float(value) if np.isfinite(value) else None
 
 
@@ -117,8 +148,8 @@ MACHINE: dict[str, Callable[[], str]] = {
 }
 
 
-def measured_on(device: str, environment: Row) -> str:
-    """The line under every heading."""
+def measured_on(device: str, environment: TableRow) -> str:
+    """Returns the line under every heading, which says what the figures were measured on."""
     rows = environment["tables"].get("measured", [])
     about = {row["what"]: row["value"] for row in rows}
     engine = f"onnxruntime {about.get('onnxruntime', 'unknown').partition(':')[0]}"
@@ -127,15 +158,13 @@ def measured_on(device: str, environment: Row) -> str:
     return f"{about.get('GPU', 'a GPU of unknown name')}; {engine}"
 
 
-def write(figures: Row, json_file: Path, markdown_file: Path) -> None:
+def write(figures: TableRow, json_file: Path, markdown_file: Path) -> None:
     write_figures(json_file, {"provenance": provenance.collect(), **figures})
-    temporary = markdown_file.with_name(f".{markdown_file.name}.tmp")
-    temporary.write_text(as_markdown(figures), encoding="utf-8")
-    os.replace(temporary, markdown_file)
+    write_atomically(markdown_file, as_markdown(figures))
 
 
-def as_markdown(figures: Row) -> str:
-    """A part for each section, with a line that says on what it was measured."""
+def as_markdown(figures: TableRow) -> str:
+    """Returns the report: a part for each section, with the line of `measured_on`."""
     verdict = "A check FAILED" if figures["exit_code"] else "No check failed"
     lines = [
         "# GPU check" + (", toy sizes" if figures["toy"] else ""),

@@ -1,5 +1,4 @@
-"""What the tests of drafters that run level by level share: batches, a naive loss, a walk through
-their graphs.
+"""Checks drafters that run level by level: their loss against a naive one, their graphs by a walk.
 
 Tolerance between eager and ONNX Runtime: 1e-4 absolute on log-probabilities, both float32 with
 other orders of summation (measures about 1e-6; a wrong level or state moves them by tenths).
@@ -31,7 +30,7 @@ D = HEADS * HEAD_DIM
 def make_drafter(
     module: Any, backbone: Backbone, vocabulary: Tensor | None = None, **config: Any
 ) -> Any:
-    """Random weights, so that every one of them matters."""
+    """Makes a drafter with random weights, so that every one of them matters."""
     torch.manual_seed(1)
     drafter = module.Drafter(module.Config(**config), target.ends(backbone), vocabulary)
     with torch.no_grad():
@@ -41,7 +40,7 @@ def make_drafter(
 
 
 def make_batch(lengths: tuple[int, ...] = (14,), seed: int = 2) -> Batch:
-    """Random tokens and features, every token an answer's."""
+    """Returns random tokens and features; every token is an answer's."""
     torch.manual_seed(seed)
     B, T = len(lengths), max(lengths)
     length_B = torch.tensor(lengths)
@@ -51,20 +50,21 @@ def make_batch(lengths: tuple[int, ...] = (14,), seed: int = 2) -> Batch:
 
 
 def rms(x: Tensor) -> Tensor:
-    """x over its root mean square."""
+    """Returns x over its root mean square."""
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
 def check_loss(drafter: Any, logits_of: Callable[[Tensor, list[int]], Tensor]) -> None:
-    """Loss, counts and gradient against Σ_k mean_t of −(1−s) log q(label) − s Σ p log q, guess by
-    guess. `logits_of(features of the first t + 1 positions, the path's tokens)`: the paper's
-    formula.
+    """Compares loss, counts and gradient with Σ_k mean_t of −(1−s) log q(label) − s Σ p log q.
+
+    `logits_of` takes the features of the first t + 1 positions and the path's tokens, and returns
+    the logits of the next guess by the paper's formula.
     """
     K, soft = drafter.config.num_guesses, drafter.config.soft_weight
     batch = make_batch()
     batch.loss_BT[0, :5] = False
-    batch.loss_BT[0, 9] = False  # as a user's turn between two answers
-    with torch.no_grad():  # make a guess right
+    batch.loss_BT[0, 9] = False  # like a user's turn between two answers
+    with torch.no_grad():  # this makes a guess right
         ids, _ = drafter.guesses(batch, 1)
         batch.token_BT[0, 13] = ids[0, 11, 0, 0]
 
@@ -94,8 +94,10 @@ def check_loss(drafter: Any, logits_of: Callable[[Tensor, list[int]], Tensor]) -
 
 
 def check_graphs(drafter: Any, backbone: Backbone, folder: Path) -> None:
-    """Paths of a batch through the start and step graphs give the module's teacher-forced guesses;
-    a level's nodes are run together, in another order each time."""
+    """Paths of a batch through the start and step graphs give the module's teacher-forced guesses.
+
+    The nodes of a level are run together, in another order each time.
+    """
     batch = make_batch((24,))
     token_T, T = batch.token_BT[0].numpy(), 24
     assert batch.feature_BTF is not None
@@ -157,7 +159,7 @@ def check_int8(
 
 
 def states_by_pairs(runner: Runner, feature_TD: np.ndarray) -> dict[int, np.ndarray]:
-    """The start graph's state at the last pair of each of some uneven chunks."""
+    """Returns the start graph's state at the last pair of each of some uneven chunks."""
     states, t = {}, 0
     for c in (5, 1, 3, 1, 7):
         features = feature_TD[None, t : t + c]
@@ -169,7 +171,7 @@ def states_by_pairs(runner: Runner, feature_TD: np.ndarray) -> dict[int, np.ndar
 
 
 def check_configuration(drafter: Any, backbone: Backbone) -> None:
-    """What the proposer is told is what it needs, and matches the graphs."""
+    """The configuration given to the proposer is what it needs, and matches the graphs."""
     config = drafter.runtime_config()
     assert config["num_guesses"] == drafter.config.num_guesses
     assert config["max_width"] == drafter.config.max_width

@@ -1,4 +1,4 @@
-"""Engines on the toy target, for the runtime's tests."""
+"""Makes engines on the toy target."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_engine(
     tokenizer: Any = None,
     **toy: Any,
 ) -> Engine:
-    """A fresh target each time; equal arguments make equal models."""
+    """Returns an engine on a fresh target; equal arguments make equal models."""
     capacity = max_length + scratch
     backend = ToyTarget(vocab_size=vocab_size, capacity=capacity, form=form, **toy)
     target = Target(
