@@ -57,6 +57,7 @@ class FusedSteps:
         stats.engine_seconds += time.perf_counter() - begin
         width = mask_width(self._need(fresh), cache.capacity)
         self._stepper.start(self._first_state(token, slot_N, fresh, width))
+        clock.lap("draft")
         num_rows = 0  # of the last step
         try:
             while limits.finish_reason is None and self._need(fresh) <= cache.capacity:

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
 from contract import PROMPTS, check_acceptance  # noqa: E402
+from fake_clock import FakeClock  # noqa: E402
 from workshop import FluentWorkshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
@@ -198,6 +199,34 @@ def test_the_feature_left_to_the_loop_is_the_last_row_s(
     for position, feature_1F in left.items():
         assert feature_1F.shape == (1, feature_TF.shape[1])
         assert np.abs(feature_1F[0] - feature_TF[position]).max() <= 1e-3, position
+
+
+def test_every_second_of_fused_steps_is_counted_once(
+    bundles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that only graph runs and commits move: the drafter's own run takes 16 s, a step 64 s,
+    a commit 1 s."""
+    clock = FakeClock()
+    engine = load(bundles("parallelspec"), "parallelspec")
+    fused = engine.fused
+    assert isinstance(fused, FusedSteps)
+    monkeypatch.setattr("time.perf_counter", clock.read)
+    enter, step = clock.taking(16.0, fused._follower.enter), fused._stepper.step
+    monkeypatch.setattr(fused._follower, "enter", enter)
+    monkeypatch.setattr(fused._stepper, "step", clock.taking(64.0, step))
+    monkeypatch.setattr(fused._cache, "commit", clock.taking(1.0, fused._cache.commit))
+    steps = 0
+    for each in engine.steps(PROMPTS[0], max_new_tokens=40, ignore_eos=True):
+        steps += bool(each.path)
+        clock.now += 1024.0  # what the caller does is not counted
+    assert engine.last_result is not None
+    stats = engine.last_result.stats
+    assert stats.steps == fused.num_steps == steps > 5
+    assert stats.engine_seconds == 16.0 + 64.0 * steps
+    assert stats.timings["draft"] == 16.0
+    assert stats.timings["verify"] == 64.0 * steps
+    assert stats.timings["commit"] == 1.0 * steps
+    assert stats.decode_seconds == 16.0 + 65.0 * steps
 
 
 def test_the_end_of_the_context_and_stops_inside_a_path(bundles: Any) -> None:

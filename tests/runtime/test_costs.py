@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from fake_clock import FakeClock
 from toy_engine import make_engine, random_prompt
 
 from spec_runtime import generate
@@ -14,23 +14,6 @@ from spec_runtime.trees.budget import Budget
 # seconds that one call of each takes; sums of these are exact
 TARGET, DRAFTER, PROPOSE, ACCEPT, COMMIT = 64.0, 16.0, 4.0, 2.0, 1.0
 CALLER = 1024.0  # what the caller does between two steps is nobody's
-
-
-class FakeClock:
-    """A clock that stands still but for what wrapped functions take."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def read(self) -> float:
-        return self.now
-
-    def taking(self, seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
-            self.now += seconds
-            return function(*arguments, **options)
-
-        return timed
 
 
 @pytest.fixture
