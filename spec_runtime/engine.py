@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def drafter(self) -> str:
-        """The drafter's name; "+prompt_lookup" follows where lookup's candidates are merged."""
+        """Names the drafter; "+prompt_lookup" follows where lookup's candidates are merged."""
         return self._opened.name
 
     @property
@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def wants(self) -> Wants:
-        """What the proposer reads of the target's runs."""
+        """Says what the proposer reads of the target's runs."""
         return Wants(self.proposer.wants_features, self._opened.taps)
 
     @property
@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def fused(self) -> StepRunner | None:
-        """The fused step, if greedy requests take it."""
+        """Returns the fused step if greedy requests take it."""
         return self._opened.fused
 
     def with_drafter(self, name: str | None, lookup: bool | None = None) -> Engine:

@@ -171,7 +171,7 @@ class BuildOptions:
 
     @property
     def drafter_attention(self) -> str:
-        """How the drafters' graphs read their caches: never as chains, since levels are trees."""
+        """Says how drafters' graphs read their caches: never as chains, since levels are trees."""
         return DEFAULT_ATTENTION if self.attention == "chain" else self.attention
 
     @property

@@ -19,7 +19,7 @@ POOL = 512  # sequences that are sorted by length together
 
 
 class SequenceStore(Protocol):
-    """Where batches come from: stored features (`features.FeatureCache`) or tokens alone."""
+    """Gives batches their sequences: stored features (`features.FeatureCache`) or tokens alone."""
 
     @property
     def num_sequences(self) -> int: ...

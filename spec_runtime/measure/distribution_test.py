@@ -110,7 +110,7 @@ def check_second_token(
 
 
 class ChiSquare(NamedTuple):
-    """What `chi_square` returns."""
+    """Holds the result of `chi_square`."""
 
     bins: int
     statistic: float
