@@ -345,14 +345,22 @@ class Shuffled(Distorted):
         return results
 
 
+@pytest.fixture(scope="module")
+def cuda_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the toy's bundle for CUDA, which the CPU can run too."""
+    return gpu_graphs.toy_bundle(tmp_path_factory.mktemp("cuda"), gpu_check.TINY, "cuda")
+
+
 @pytest.mark.parametrize(("offset", "code"), [(0.0, 0), (1.0, 1)])
 def test_largest_logits_are_compared_by_value(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: float, code: int
+    tmp_path: Path,
+    cuda_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    offset: float,
+    code: int,
 ) -> None:
-    """A bundle for CUDA on the CPU."""
-    bundle = gpu_graphs.toy_bundle(tmp_path / "cuda", gpu_check.TINY, "cuda")
     distort_the_device(monkeypatch, Shuffled, offset)
-    outcome = play(tmp_path, "--bundle", bundle, "--sections", "parity")
+    outcome = play(tmp_path, "--bundle", cuda_bundle, "--sections", "parity")
     assert outcome.code == code
     target, *others = outcome.rows("parity")
     assert (target["verdict"] == "ok") == (code == 0)

@@ -39,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
         pytest.skip(str(error))
     out = tmp_path_factory.mktemp("demo") / "bundle"
     bundle = make_bundle.build(BuildOptions(drafters=["parallelspec"], precision="fp32", out=out))
-    return spec_runtime.load(bundle, "parallelspec", lookup=False, profile=False)
+    return spec_runtime.load(bundle, "parallelspec", lookup=False, profile=False, threads=1)
 
 
 def plain_tokens(engine: Engine, prompt: str, **options: Any) -> tuple[list[int], float]:

@@ -310,7 +310,7 @@ def test_the_manifest_says_which_and_older_ones_need_not(tmp_path: Path) -> None
     [
         ({"attention": "flash"}, "got attention 'flash', expected one of bias, full_buffer, chain"),
         ({"attention": "chain", "form": "contiguous"}, "chain with the contiguous form, expected"),
-        ({"attention": 3}, "attention: got int '3', expected str"),
+        ({"attention": 3}, "attention: got int 3, expected str"),
     ],
 )
 def test_a_manifest_that_cannot_be(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
