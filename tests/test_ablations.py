@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from workshop import RECIPE, Workshop
+from workshop import Workshop
 
 from spec_export import drafters
 from spec_export.training import checkpoint, recipe
@@ -33,7 +33,7 @@ def words(workshop: Workshop, tmp_path: Path) -> list[str]:
     """A command line but for study and budget: the tiny target and the workshop's rows."""
     workshop.drafter("parallelspec")  # writes the rows
     tiny = workshop.folder / "ablations.toml"
-    tiny.write_text(RECIPE.format(name="parallelspec", options="top_k = 5"))
+    tiny.write_text(workshop.recipe("parallelspec", "top_k = 5"))
     folders = {"data": workshop.folder / "data.jsonl", "cache": tmp_path / "cache", "recipe": tiny}
     folders |= {"out": tmp_path / "out", "json": tmp_path / "results" / "a.json"}
     return [word for name, path in folders.items() for word in (f"--{name}", str(path))]

@@ -74,15 +74,12 @@ class Workshop:
         lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
         (self.folder / "data.jsonl").write_text("".join(lines))
         recipe = self.folder / f"{name}.toml"
-        recipe.write_text(
-            RECIPE.format(
-                name=name,
-                options=OPTIONS.get(name, ""),
-                num_steps=self.num_steps,
-                lr=self.lr,
-            )
-        )
+        recipe.write_text(self.recipe(name, OPTIONS.get(name, "")))
         return train.run(recipe, out=self.folder / "runs" / name)
+
+    def recipe(self, name: str, options: str) -> str:
+        """Returns a recipe for this workshop's target; `options` are lines of its [drafter]."""
+        return RECIPE.format(name=name, options=options, num_steps=self.num_steps, lr=self.lr)
 
     def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
         return make_bundle.build(
