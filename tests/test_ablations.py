@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +10,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+import ablations
 from workshop import Workshop
 
 from spec_export import drafters
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
 from spec_export.training.trainer import Trainer
-
-FILE = Path(__file__).parents[1] / "tools" / "ablations.py"
-spec = importlib.util.spec_from_file_location("ablations", FILE)
-assert spec is not None
-assert spec.loader is not None
-ablations: Any = importlib.util.module_from_spec(spec)
-sys.modules["ablations"] = ablations  # dataclasses look their module up
-spec.loader.exec_module(ablations)
 
 
 @pytest.fixture

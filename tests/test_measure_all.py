@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import measure_all
 import pytest
-
-FILE = Path(__file__).parents[1] / "tools" / "measure_all.py"
-spec = importlib.util.spec_from_file_location("measure_all", FILE)
-assert spec is not None
-assert spec.loader is not None
-measure_all: Any = importlib.util.module_from_spec(spec)
-sys.modules["measure_all"] = measure_all  # dataclasses look their module up
-spec.loader.exec_module(measure_all)
 
 PLACE = ["--prompts", "p.jsonl", "--bundles", "b", "--results", "r"]
 

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sweep_budgets as sweep
 from small import toy_engine, write_small_bundle
 
 import spec_runtime
 from spec_runtime.stats import Stats
 from spec_runtime.trees.budget import Budget
-
-FILE = Path(__file__).parents[1] / "tools" / "sweep_budgets.py"
-spec = importlib.util.spec_from_file_location("sweep_budgets", FILE)
-assert spec is not None
-assert spec.loader is not None
-sweep: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(sweep)
 
 
 def decoded(num_tokens: int, seconds: float) -> Stats:

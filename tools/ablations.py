@@ -26,6 +26,7 @@ import re
 import shutil
 import sys
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ class Study:
     """A recipe, and the overrides of each variant by its label."""
 
     recipe: Path
-    variants: dict[str, tuple[str, ...]]
+    variants: Mapping[str, tuple[str, ...]]
 
 
 STUDIES = {

@@ -87,8 +87,15 @@ def stages(prompts: Path, sizes: Sizes, genai_python: Path | None) -> list[Stage
     memory = ("measure_memory.py", *short)
     found.append(Stage("memory-fp32", memory, "fp32", is_tool=True))
     if genai_python is not None:
-        genai = ("compare_with_genai.py", "--genai-python", str(genai_python), *given, *tokens)
-        genai += ("--limit", str(sizes.genai_prompts))
+        few = ("--limit", str(sizes.genai_prompts))
+        genai = (
+            "compare_with_genai.py",
+            "--genai-python",
+            str(genai_python),
+            *given,
+            *tokens,
+            *few,
+        )
         found.append(Stage("genai-fp32", genai, "fp32", is_tool=True))
     other = ("compare_with_transformers.py", *given, *tokens, "--num", str(sizes.other_prompts))
     found.append(Stage("transformers-fp32", other, "fp32", is_tool=True, worst_code=1))

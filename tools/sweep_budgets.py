@@ -143,7 +143,7 @@ def summarise(runs: Runs, categories: Sequence[str]) -> dict[str, dict[str, Any]
         rate = Stats.total(repeat[i] for i in group).tokens_per_second
         return rate or 1.0  # nothing to decode, for anybody
 
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {}
     for name, repeats in runs.items():
         total = Stats.total(stats for repeat in repeats for stats in repeat)
         speedup = {}

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ import safetensors.torch
 import torch
 
 from spec_runtime.files import sha256
+from spec_runtime.measure.provenance import git_commit
 
 FORMAT = 1
 STEP_PREFIX = "step-"
@@ -86,7 +86,7 @@ def collect_provenance(**facts: Any) -> dict[str, Any]:
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     return {
         "command": command,
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **{name: _json_value(fact) for name, fact in facts.items()},
@@ -365,24 +365,6 @@ def _load_strictly(module: torch.nn.Module, state: Mapping[str, torch.Tensor], w
 
 
 # ---- provenance ----
-
-
-def _git_commit() -> str | None:
-    """Returns the commit of the source tree that this file is in, or None outside of one.
-
-    "-dirty" is appended if files differ from the commit.
-    """
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, cwd=root, capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def _json_value(value: Any) -> Any:
