@@ -93,6 +93,11 @@ class Stats:
         return whole
 
 
+def ratio(a: float, b: float) -> float:
+    """Returns a / b, and 0.0 where nothing was measured."""
+    return a / b if b else 0.0
+
+
 class Clock:
     """Splits time into phases: call `start`, then `lap(phase)` after each phase."""
 

@@ -6,10 +6,8 @@ config is a mapping here: `recipe.build_config` makes its Config from it.
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import sys
 import uuid
@@ -24,7 +22,7 @@ import safetensors.torch
 import torch
 
 from spec_runtime.files import sha256
-from spec_runtime.measure.provenance import git_commit
+from spec_runtime.measure.provenance import git_commit, versions
 
 FORMAT = 1
 STEP_PREFIX = "step-"
@@ -75,19 +73,13 @@ def collect_provenance(**facts: Any) -> dict[str, Any]:
 
     All values are plain JSON.
     """
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     # The command's own folder says nothing about the result, and provenance is published with the
     # drafter.
     command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     return {
         "command": command,
         "git_commit": git_commit(),
-        "versions": versions,
+        "versions": versions(PACKAGES),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **{name: _json_value(fact) for name, fact in facts.items()},
     }

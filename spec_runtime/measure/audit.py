@@ -33,7 +33,7 @@ import numpy as np
 from spec_runtime.measure import limits, quality
 from spec_runtime.measure.limits import ChainRow, Limits
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
-from spec_runtime.stats import Stats
+from spec_runtime.stats import Stats, ratio
 from spec_runtime.target import NEAR_TIE, Target
 from spec_runtime.trees.tree import TokenTree
 
@@ -432,13 +432,13 @@ def summarise(report: AuditReport) -> dict[str, Any]:
         "prompts": len(report.answers),
         "tokens": sum(len(answer.speculative) for answer in report.answers),
         "accepted_length": stats.accepted_length,
-        "identical": _ratio(len(report.answers) - len(divergences), len(report.answers)),
+        "identical": ratio(len(report.answers) - len(divergences), len(report.answers)),
         "counts": {name: counts[name] for name in CLASSES},
         "unjustified": [dataclasses.asdict(each) for each in report.unjustified],
         "deviating_rows": [row._asdict() for row in deviating],
         "real": counts["real"] + len(report.unjustified) + len(deviating),
         "tokens_compared": compared,  # of each answer, up to the divergence
-        "divergences_per_1000_tokens": 1000 * _ratio(len(divergences), compared),
+        "divergences_per_1000_tokens": 1000 * ratio(len(divergences), compared),
         "near_tie_limit": NEAR_TIE,  # as a share of the row's range
         "rounding_limit": allowed.gap,
         "row_limit": allowed.row,
@@ -473,9 +473,9 @@ def _strict(report: AuditReport, stats: Stats) -> dict[str, Any]:
     return {
         "rows": report.num_judged,
         "redone": report.num_redone,
-        "share": _ratio(report.num_redone, report.num_judged),
+        "share": ratio(report.num_redone, report.num_judged),
         "seconds": report.redo_seconds,
-        "share_of_decoding": _ratio(report.redo_seconds, stats.decode_seconds),
+        "share_of_decoding": ratio(report.redo_seconds, stats.decode_seconds),
     }
 
 
@@ -495,8 +495,3 @@ def _spread_of(deltas: Sequence[float]) -> dict[str, Any]:
     if not deltas:
         return {"rows": 0, "median": None, "maximum": None}
     return {"rows": len(deltas), "median": float(np.median(deltas)), "maximum": max(deltas)}
-
-
-def _ratio(a: float, b: float) -> float:
-    """Returns a / b, and 0.0 where there was nothing."""
-    return a / b if b else 0.0

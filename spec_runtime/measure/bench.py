@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from spec_runtime.measure import audit
 from spec_runtime.measure.prompts import BenchPrompt
-from spec_runtime.stats import Stats
+from spec_runtime.stats import Stats, ratio
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
@@ -197,21 +197,21 @@ def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
         "turns": len(turns),
         **ours,
         **{f"plain_{name}": value for name, value in theirs.items()},
-        "speedup": _ratio(ours["tokens_per_second"], theirs["tokens_per_second"]),
-        "speedup_end_to_end": _ratio(
+        "speedup": ratio(ours["tokens_per_second"], theirs["tokens_per_second"]),
+        "speedup_end_to_end": ratio(
             ours["end_to_end_tokens_per_second"], theirs["end_to_end_tokens_per_second"]
         ),
-        "decode_time_ratio": _ratio(theirs["decode_seconds"], ours["decode_seconds"]),
+        "decode_time_ratio": ratio(theirs["decode_seconds"], ours["decode_seconds"]),
         "accepted_length": total.accepted_length,
         "acceptance_by_depth": total.acceptance_by_depth,
-        "identical": _ratio(len(pairs) - len(found), len(pairs)),
+        "identical": ratio(len(pairs) - len(found), len(pairs)),
         "divergences": [
             {"turn": turn, **dataclasses.asdict(divergence)} for turn, divergence in found
         ],
         "steps": total.steps,
-        "nodes_per_step": _ratio(total.drafted_tokens, total.steps),
+        "nodes_per_step": ratio(total.drafted_tokens, total.steps),
         "timings": total.timings,
-        "draft_ms": 1000 * _ratio(total.timings["draft"], total.steps),
+        "draft_ms": 1000 * ratio(total.timings["draft"], total.steps),
     }
 
 
@@ -222,22 +222,17 @@ def _speed(results: Sequence["GenerationResult"]) -> dict[str, Any]:
     num_tokens = sum(len(result.token_ids) for result in results)
     return {
         "tokens_per_second": stats.tokens_per_second,
-        "end_to_end_tokens_per_second": _ratio(
+        "end_to_end_tokens_per_second": ratio(
             num_tokens, stats.prefill_seconds + stats.decode_seconds
         ),
         "tokens": stats.committed_tokens,
         "prefill_seconds": stats.prefill_seconds,
         "decode_seconds": stats.decode_seconds,
-        "verify_ms": 1000 * _ratio(stats.timings["verify"], stats.steps),
+        "verify_ms": 1000 * ratio(stats.timings["verify"], stats.steps),
         "host_share": _host_share(stats),
     }
 
 
 def _host_share(stats: Stats) -> float:
     """Returns the share of decoding's time that is spent outside of engine runs."""
-    return _ratio(stats.decode_seconds - stats.engine_seconds, stats.decode_seconds)
-
-
-def _ratio(a: float, b: float) -> float:
-    """Returns a / b, and 0.0 where nothing was measured."""
-    return a / b if b else 0.0
+    return ratio(stats.decode_seconds - stats.engine_seconds, stats.decode_seconds)
