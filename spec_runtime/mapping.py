@@ -10,6 +10,8 @@ refuse an unknown key, a missing key and a value of another type in the same wor
 from __future__ import annotations
 
 import dataclasses
+import json
+import tomllib
 import types
 import typing
 from collections.abc import Collection, Mapping
@@ -20,6 +22,35 @@ T = TypeVar("T")
 
 _LEFT_OUT = "left out where it has its default"
 _UNIONS = (typing.Union, types.UnionType)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns what a JSON text says; bytes are UTF-8.
+
+    Raises ValueError for anything that is not JSON of a sensible depth, and for half a surrogate
+    pair ("\\ud800"), which no file and no tokenizer can take.
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        value = json.loads(text)
+        if "\\ud" in text.lower() or not text.isascii():
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise ValueError("it holds half a surrogate pair, which is no character") from None
+    return value
+
+
+def parse_toml(text: str | bytes) -> dict[str, Any]:
+    """Returns what a TOML text says; bytes are UTF-8.
+
+    Raises ValueError for anything that is not TOML of a sensible depth.
+    """
+    try:
+        return tomllib.loads(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def added_later(default: Any) -> Any:
