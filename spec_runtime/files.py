@@ -1,54 +1,123 @@
 """Writes files and folders so that nobody ever sees half of one; locks and hashes them.
 
-Everything is written under a temporary name beside its place and renamed at the end. A process
-that is killed leaves such a temporary behind; the next one that writes to the same place removes
-it. Whether its writer still lives is asked of the kernel: a writer holds a lock (`flock`) on its
-temporary, which ends with the process however that ends.
+Everything is written under a temporary name beside its place, brought to the disk, and renamed at
+the end. A process that is killed leaves such a temporary behind; the next one that writes to the
+same place removes it. Whether its writer still lives is asked of the kernel: a writer holds a lock
+(`flock`), which ends with the process however that ends. Where a file system has no locks,
+everything is written all the same, but nothing is known of others and nothing of theirs is removed.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
 import socket
+import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-TEMPORARY, REPLACED = ".tmp", ".old"  # mark what is being written, and what is being replaced
+# Mark what is being written or removed, which is of no use to anyone, and a whole folder that was
+# renamed aside to be replaced.
+TEMPORARY, REPLACED = ".tmp", ".old"
+_HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+# ---- files ----
+
+
+def require_regular_file(path: str | Path) -> None:
+    """Raises ValueError if there is something at `path` that is not a regular file.
+
+    Folders, devices, pipes and symbolic links are refused: a rename over one would remove it.
+    """
+    path = Path(path)
+    with suppress(FileNotFoundError):
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            raise ValueError(
+                f"{path} is a symbolic link, expected a file or a new name; name the file that it "
+                "leads to"
+            )
+        if not stat.S_ISREG(mode):
+            what = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
+            raise ValueError(f"{path} is {what}, expected a file or a new name; name another")
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Gives a temporary path beside `path` to write to; renames it to `path` at the end.
 
-    The temporary name keeps the suffix, by which some writers choose a format. If the block raises,
-    the temporary file is removed and whatever was at `path` stays. Temporaries of `path` that dead
-    processes left are removed first.
+    The temporary name keeps the suffix, by which some writers choose a format, and a file that is
+    replaced leaves its permissions to the new one. If the block raises, the temporary file is
+    removed and whatever was at `path` stays. Temporaries of `path` that dead processes left are
+    removed first.
+
+    Raises ValueError, before the block, if something is at `path` that is not a regular file, and
+    OSError if the folder is missing or cannot be written to.
     """
     final = Path(path)
-    for left in final.parent.glob(f".{_escaped(final.stem)}.*{TEMPORARY}{_escaped(final.suffix)}"):
+    require_regular_file(final)
+    permissions = stat.S_IMODE(final.stat().st_mode) if final.exists() else None
+    for left in _beside(final, final.stem, TEMPORARY + final.suffix):
         _remove_if_left(left)
-    temporary = final.with_name(f".{final.stem}.{uuid.uuid4().hex[:8]}{TEMPORARY}{final.suffix}")
-    with _held(temporary, os.O_CREAT | os.O_RDWR):
-        try:
-            yield temporary
-            os.replace(temporary, final)
-        finally:
-            temporary.unlink(missing_ok=True)
+    temporary, descriptor = _locked_temporary(final, 0o666 if permissions is None else 0o600)
+    try:
+        yield temporary
+        _bring_to_disk(temporary)
+        if permissions is not None:
+            temporary.chmod(permissions)
+        os.replace(temporary, final)
+    finally:
+        temporary.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Writes `content` (a string as UTF-8) to `path` by way of a temporary file and a rename.
 
-    Raises OSError if the folder is missing or cannot be written to.
+    Raises as `replacing` does.
     """
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
+
+def _locked_temporary(final: Path, permissions: int) -> tuple[Path, int]:
+    """Makes a temporary file for `final`; returns it and a descriptor that holds its lock."""
+    while True:
+        temporary = final.with_name(f".{final.stem}.{_token()}{TEMPORARY}{final.suffix}")
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, permissions)
+        try:
+            _lock(descriptor)
+            if _is_at(descriptor, temporary):
+                return temporary, descriptor
+        except BlockingIOError:
+            pass  # another process took the file, not locked yet, for one that was left behind
+        except BaseException:
+            os.close(descriptor)
+            temporary.unlink(missing_ok=True)
+            raise
+        os.close(descriptor)
+
+
+def _remove_if_left(temporary: Path) -> None:
+    """Removes a temporary file unless the process that writes it still lives."""
+    # an error says that it is gone meanwhile, held, or not ours to remove
+    with suppress(OSError):
+        descriptor = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if _lock(descriptor):
+                temporary.unlink()
+        finally:
+            os.close(descriptor)
+
+
+# ---- folders ----
 
 OwnFiles = Callable[[Path], Collection[str] | None]
 
@@ -58,8 +127,10 @@ def require_replaceable(out: Path, own_files: OwnFiles, what: str) -> None:
 
     It may if there is nothing, an empty folder, or a folder that holds nothing but files of ours:
     `own_files(out)` returns their paths relative to it, None if the folder is not ours. `what` says
-    in the message what was expected: "a bundle". A symbolic link is refused, and so is the working
-    folder or one above it.
+    in the message what was expected: "a bundle". A symbolic link is refused, and so are a mount
+    point and the working folder or one above it.
+
+    Raises OSError if a folder in `out` cannot be read.
     """
     if out.is_symlink():
         raise ValueError(
@@ -70,14 +141,16 @@ def require_replaceable(out: Path, own_files: OwnFiles, what: str) -> None:
         return
     if not out.is_dir():
         raise ValueError(f"{out} is a file, expected {what} or a new folder; name another")
-    if Path.cwd().is_relative_to(out.resolve()):
+    if Path.cwd().is_relative_to(os.path.realpath(out)):
         raise ValueError(
             f"{out} is the working folder or above it, which cannot be replaced; name "
             "a folder inside it"
         )
-    found = {
-        p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_symlink() or not p.is_dir()
-    }
+    if os.path.ismount(out):
+        raise ValueError(
+            f"{out} is a mount point, which cannot be replaced; name a folder inside it"
+        )
+    found = _files_in(out)
     if not found:
         return
     own = own_files(out)
@@ -89,31 +162,47 @@ def require_replaceable(out: Path, own_files: OwnFiles, what: str) -> None:
         )
 
 
+def _files_in(folder: Path) -> set[str]:
+    """Returns the paths, relative to `folder`, of all that it holds besides real folders."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = set()
+    for root, folders, files in os.walk(folder, onerror=fail):
+        at = Path(root)
+        links = [name for name in folders if (at / name).is_symlink()]
+        found |= {(at / name).relative_to(folder).as_posix() for name in (*files, *links)}
+    return found
+
+
 @contextmanager
 def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterator[Path]:
     """Gives an empty folder beside `out` that is renamed to `out`, replacing it, at the end.
 
     The old folder is renamed aside, the new one takes its place, and only then is the old one
     removed: whenever the process is killed, one of them is whole. If it was killed between the two
-    renames, the next call puts the old one back first. If the block raises, the new folder is
-    removed and `out` stays as it was. Other processes that write to `out` are kept out.
+    renames, the next call puts the old one back first (and so does `restore_folder`). If the block
+    raises, the new folder is removed and `out` stays as it was. Other processes that write to `out`
+    are kept out.
 
     Raises ValueError before the block unless `out` may be replaced (see `require_replaceable`) and
     nobody else is writing to it. `out` is looked at again after the block.
     """
-    out = Path(os.path.abspath(out))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with locked(out):
-        _restore(out)
+    out = _with_real_parent(out)
+    with _parents_of(out), locked(out) as is_alone:
+        _restore(out, is_alone)
         require_replaceable(out, own_files, what)
-        token = uuid.uuid4().hex[:8]
+        token = _token()
         temporary = out.with_name(f".{out.name}.{token}{TEMPORARY}")
         old = out.with_name(f".{out.name}.{token}{REPLACED}")
         temporary.mkdir()
         try:
             yield temporary
             require_replaceable(out, own_files, what)
+            _bring_tree_to_disk(temporary)
             if out.exists():
+                temporary.chmod(stat.S_IMODE(out.stat().st_mode))
                 out.rename(old)
             temporary.rename(out)
         except BaseException:
@@ -122,74 +211,135 @@ def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterato
             raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            if out.exists():
-                shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):  # the new folder stands; some parents cannot be opened
+            _bring_to_disk(out.parent)
+        if old.exists():
+            _remove_as(old, temporary)
 
 
-def _restore(out: Path) -> None:
-    """Cleans up after processes that were killed while they replaced `out`, whose lock is held."""
-    for old in out.parent.glob(f".{_escaped(out.name)}.*{REPLACED}"):
-        if out.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
+def restore_folder(out: str | Path) -> None:
+    """Cleans up after processes that were killed while they replaced or removed the folder `out`.
+
+    Puts the old folder back if the new one did not take its place, and removes temporaries. Does
+    nothing while another process is writing to `out`.
+    """
+    out = _with_real_parent(out)
+    with suppress(LockedError), locked(out) as is_alone:
+        _restore(out, is_alone)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder with all that it holds, so that nobody ever sees half of it.
+
+    What cannot be removed stays behind under a temporary name.
+    """
+    _remove_as(folder, folder.with_name(f".{folder.name}.{_token()}{TEMPORARY}"))
+
+
+def _remove_as(folder: Path, temporary: Path) -> None:
+    """Removes a folder by way of a temporary name, so that no `REPLACED` one is ever half there."""
+    folder.rename(temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _restore(out: Path, is_alone: bool) -> None:
+    """Does what `restore_folder` says; removes nothing unless `is_alone`, which a lock says."""
+    for old in _beside(out, out.name, REPLACED):
+        if not out.exists():
             old.rename(out)
-    for temporary in out.parent.glob(f".{_escaped(out.name)}.*{TEMPORARY}"):
+        elif is_alone:
+            _remove_as(old, old.with_suffix(TEMPORARY))
+    for temporary in _beside(out, out.name, TEMPORARY) if is_alone else ():
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _with_real_parent(path: str | Path) -> Path:
+    """Returns the absolute path without links and "..", but for a link at `path` itself."""
+    path = Path(path)
+    if path.name in ("", ".."):
+        return Path(os.path.realpath(path))
+    return Path(os.path.realpath(path.parent)) / path.name
+
+
 @contextmanager
-def locked(path: str | Path) -> Iterator[None]:
+def _parents_of(folder: Path) -> Iterator[None]:
+    """Makes the folders above `folder`; removes those it made if the block raises."""
+    made = [parent for parent in folder.parents if not parent.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):  # others may have put something there
+            for parent in made:
+                parent.rmdir()
+        raise
+
+
+# ---- locks ----
+
+
+class LockedError(ValueError):
+    """Says that another process is writing to a place, and which."""
+
+
+@contextmanager
+def locked(path: str | Path) -> Iterator[bool]:
     """Holds the lock file `.<name>.lock` beside `path`, so that no other process writes there.
 
     The file names the process that holds it. The kernel ends the lock with the process, so that a
-    lock file left behind stops nobody. Raises ValueError if another process, or another block of
-    this one, holds it.
+    lock file left behind stops nobody. Gives False where the file system has no locks, so that
+    others may be writing there too.
+
+    Raises LockedError if another process, or another block of this one, holds it, and OSError if
+    the folder is missing or cannot be written to.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))
     file = path.with_name(f".{path.name}.lock")
-    while True:
-        descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(descriptor, file):  # otherwise its last owner has just removed it
-                break
-        except BlockingIOError:
-            owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-            os.close(descriptor)
-            raise ValueError(
-                f"{path} is being written by {owner or 'another process'}, expected nobody; wait "
-                "until it ends, or choose another name"
-            ) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+    descriptor, has_lock = _open_locked(path, file)
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        yield
+        yield has_lock
     finally:
         with suppress(OSError):
             file.unlink()
         os.close(descriptor)
 
 
-@contextmanager
-def _held(path: Path, flags: int) -> Iterator[None]:
-    """Opens `path` and holds a lock on it, which says that its writer lives."""
-    descriptor = os.open(path, flags, 0o666)
+def _open_locked(path: Path, file: Path) -> tuple[int, bool]:
+    """Opens and locks the lock file of `path`; returns the descriptor and whether locks exist."""
+    while True:
+        descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            has_lock = _lock(descriptor)
+            if _is_at(descriptor, file):
+                return descriptor, has_lock
+        except BlockingIOError:
+            if _is_at(descriptor, file):
+                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+                os.close(descriptor)
+                raise LockedError(
+                    f"{path} is being written by {owner or 'another process'}, expected nobody; "
+                    "wait until it ends, or choose another name"
+                ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its owner has just removed the file: another takes its place
+
+
+def _lock(descriptor: int) -> bool:
+    """Locks an open file; returns False where the file system has no locks.
+
+    Raises BlockingIOError if it is locked already.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _remove_if_left(temporary: Path) -> None:
-    """Removes a temporary file unless the process that writes it still lives."""
-    # an error says that it is gone meanwhile, held, or not ours to remove
-    with suppress(OSError), _held(temporary, os.O_RDONLY):
-        temporary.unlink()
+    except OSError as error:
+        if error.errno not in _HAS_NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -200,9 +350,40 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _escaped(name: str) -> str:
-    """Returns a glob pattern that matches `name` itself."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
+# ---- names, disk and hashes ----
+
+
+def _token() -> str:
+    """Returns eight random hex digits, by which `_beside` knows names that were made here."""
+    return uuid.uuid4().hex[:8]
+
+
+def _beside(final: Path, name: str, mark: str) -> list[Path]:
+    """Returns the paths `.<name>.<token><mark>` beside `final`."""
+    return list(final.parent.glob(f".{glob.escape(name)}.{'[0-9a-f]' * 8}{glob.escape(mark)}"))
+
+
+def _bring_to_disk(path: Path) -> None:
+    """Waits until a file or a folder's list of names is on the disk.
+
+    Without that, a machine that crashes may keep the rename and lose what was renamed.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # some have it not for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _bring_tree_to_disk(folder: Path) -> None:
+    """Does it for the folder and all that it holds."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            _bring_to_disk(Path(root, name))
+        _bring_to_disk(Path(root))
 
 
 def sha256(path: str | Path) -> str:
