@@ -1,15 +1,11 @@
 """Builds a bundle: loads the target and its drafters, writes their graphs and the manifest.
 
 The bundle is put together in a temporary folder and renamed at the end, so that a build that fails
-leaves nothing behind and any bundle that was there stays.
+leaves nothing behind and any bundle that was there stays. Nothing but a bundle is ever replaced.
 """
 
 from __future__ import annotations
 
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,8 +25,11 @@ from spec_export.graphs import trace
 from spec_export.graphs.banks import add_argmax, add_top, keep_drafter, keep_target
 from spec_export.graphs.quantize import saturation_probe
 from spec_export.graphs.smooth import smooth
+from spec_export.progress import StageReport
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
 from spec_runtime import bundle as bundles
+from spec_runtime.files import replacing_folder, require_replaceable, temporaries
+from spec_runtime.mapping import parse_json
 
 console = Console(stderr=True)
 DEFAULT_MAX_LENGTH = 2048
@@ -40,35 +39,26 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def build(options: BuildOptions) -> Path:
     """Builds a bundle and returns its folder, bundles/<target> by default.
 
-    Raises ValueError if a model or checkpoint cannot be loaded or does not fit the target, or if
-    the folder holds other files. Nothing is left half-written.
+    Says on the standard error what it is doing. Raises ValueError if a model or checkpoint cannot
+    be loaded or does not fit the target, if the folder holds other files, or if another process is
+    building there. Nothing is left half-written.
     """
+    if options.out is not None:  # before a target is downloaded
+        require_replaceable(options.out, _files_of_bundle, "a bundle")
     source = target.resolve(options.model)
     out = options.out or Path("bundles") / source.name
-    _require_replaceable(out)
-    saved = drafters.choose(options, source)
-    plan_builder = plans.open_builder(options, replaced=out)
-    for drafter in saved:
-        drafters.warn_of_doubts(drafter, source)
-
-    models = _load(options, source, saved)
-    with _new_folder(out) as folder:
-        writer = GraphWriter(options, folder)
-        with console.status("exporting the target"):
-            traced = _trace_target(models, options)
-            graphs = _write_target(writer, traced)
-        infos = []
-        for loaded in models.drafters:
-            with console.status(f"exporting {loaded.saved.name}"):
-                info = _write_drafter(writer, loaded, models, traced, graphs["target"])
-                infos.append(info)
-                if options.fuse and loaded.module.is_one_pass:
-                    fused = writer.write_fused(info, graphs["target"])
-                    graphs[bundles.fused_name(info.name)] = fused
-        result = _manifest(models, options, graphs, infos, folder)
+    report = StageReport()
+    with replacing_folder(out, _files_of_bundle, "a bundle") as folder:
+        saved = drafters.choose(options, source)
+        plan_builder = plans.open_builder(options, replaced=out)
+        for drafter in saved:
+            drafters.warn_of_doubts(drafter, source)
+        models = _load(options, source, saved, report)
+        result = _write_graphs(models, options, folder, report)
         if plan_builder is not None:
-            result = plans.with_plans(result, plan_builder, options, folder)
-        bundles.write_manifest(folder, result)
+            result = plans.with_plans(result, plan_builder, options, folder, report)
+        with report.stage("hashing the files"):
+            bundles.write_manifest(folder, result)
 
     if not options.trained_drafters and not models.drafters:
         console.print(
@@ -78,31 +68,23 @@ def build(options: BuildOptions) -> Path:
     return out
 
 
-# ---- the folder ----
+def _files_of_bundle(folder: Path) -> set[str] | None:
+    """Returns the files of the bundle in `folder`, missing ones too; None if it holds no bundle.
 
-
-def _require_replaceable(out: Path) -> None:
-    """Raises ValueError if `out` holds files and is no bundle; a damaged bundle may be replaced."""
-    if out.exists() and not (out / bundles.MANIFEST).is_file() and any(out.iterdir()):
-        raise ValueError(f"{out} holds other files, expected a bundle or a new folder")
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """Gives an empty folder beside `out` that is renamed to `out`, replacing it, at the end.
-
-    If the block raises, the new folder is removed and `out` stays as it was.
+    The manifest says which these are, also that of a damaged bundle or of another version.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.parent / f".{out.name}.{uuid.uuid4().hex[:8]}.tmp"
-    temporary.mkdir()
+    manifest_file = folder / bundles.MANIFEST
     try:
-        yield temporary
-        if out.exists():
-            shutil.rmtree(out)
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        found = parse_json(manifest_file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    keys = {"schema_version", "target", "graphs", "tokenizer", "files"}
+    if not isinstance(found, dict) or not keys <= found.keys():
+        return None
+    if not isinstance(found["files"], dict):
+        return None
+    left = {path.name for path in temporaries(manifest_file)}
+    return {bundles.MANIFEST, *found["files"], *left}
 
 
 # ---- loading ----
@@ -120,13 +102,15 @@ class _Models:
     drafters: list[LoadedDrafter]
 
 
-def _load(options: BuildOptions, source: target.Source, saved: list[SavedDrafter]) -> _Models:
+def _load(
+    options: BuildOptions, source: target.Source, saved: list[SavedDrafter], report: StageReport
+) -> _Models:
     """Loads the target and gives every drafter its weights.
 
     Drafters are made while the target is in float32, which they borrow from; only then does the
     target take its own type.
     """
-    with console.status("loading the target"):
+    with report.stage("loading the target"):
         hf_model, tokenizer = target.load(source)
     taps = tuple(sorted({tap for drafter in saved for tap in drafter.config.get("taps", ())}))
     length = options.max_length
@@ -141,13 +125,35 @@ def _load(options: BuildOptions, source: target.Source, saved: list[SavedDrafter
     ]
     if options.draft_model is not None:
         vocab_size = hf_model.config.vocab_size
-        loaded.append(drafters.load_draft_model(options.draft_model, tokenizer, vocab_size, length))
+        with report.stage("loading the draft model"):
+            loaded.append(
+                drafters.load_draft_model(options.draft_model, tokenizer, vocab_size, length)
+            )
     hf_model = hf_model.to(DTYPES.get(options.target_precision, torch.float32))
     backbone = Backbone.from_transformers(hf_model, taps, length)
     return _Models(source, hf_model, tokenizer, backbone, loaded)
 
 
 # ---- graphs and manifest ----
+
+
+def _write_graphs(
+    models: _Models, options: BuildOptions, folder: Path, report: StageReport
+) -> bundles.Manifest:
+    """Writes all graphs and the tokenizer; returns the manifest without the files' hashes."""
+    writer = GraphWriter(options, folder)
+    with report.stage("exporting the target"):
+        traced = _trace_target(models, options)
+        graphs = _write_target(writer, traced)
+    infos = []
+    for loaded in models.drafters:
+        with report.stage(f"exporting {loaded.saved.name}"):
+            info = _write_drafter(writer, loaded, models, traced, graphs["target"])
+            infos.append(info)
+            if options.fuse and loaded.module.is_one_pass:
+                fused = writer.write_fused(info, graphs["target"])
+                graphs[bundles.fused_name(info.name)] = fused
+    return _manifest(models, options, graphs, infos, folder)
 
 
 def _trace_target(models: _Models, options: BuildOptions) -> ir.Model:

@@ -435,18 +435,33 @@ def _named_files(manifest: Manifest) -> list[str]:
 
 
 def write_manifest(path: str | Path, manifest: Manifest) -> None:
-    """Hashes every file under `path` and writes `manifest` with the hashes, by an atomic rename.
+    """Hashes the bundle's files and writes `manifest` with the hashes, by an atomic rename.
 
-    What is on disk replaces `manifest.files` and `manifest.tokenizer.sha256`.
+    These are the files that the manifest points to, those that `manifest.files` has already, and
+    the weights beside a graph, which have its name and end in .bin. Whatever else lies in the
+    folder is not the bundle's. The hashes of what is on disk replace `manifest.files` and
+    `manifest.tokenizer.sha256`.
+
+    Raises BundleError if a file that the manifest points to is missing, or if one of the bundle's
+    lies outside of the folder, where a symbolic link leads.
     """
     folder = Path(path)
-    files = {
-        name: sha256(file)
-        for file in sorted(folder.rglob("*"))
-        if file.is_file() and (name := file.relative_to(folder).as_posix()) != MANIFEST
-    }
-    for name in _named_files(manifest):
-        _require(name in files, f"{folder / name}: missing, cannot write a manifest that names it")
+    named = _named_files(manifest)
+    for name in named:
+        _require(
+            (folder / name).is_file(),
+            f"{folder / name}: missing, cannot write a manifest that names it",
+        )
+    weights = {PurePosixPath(name).with_suffix(".bin").as_posix() for name in named}
+    own = {*named, *manifest.files, *weights}
+    own = {name for name in own if (folder / name).is_file()}
+    for name in own:
+        _require(
+            (folder / name).resolve().is_relative_to(folder.resolve()),
+            f"{folder / name}: got a symbolic link that leads out of the bundle, expected a file "
+            "in it; copy the bundle with what its links lead to",
+        )
+    files = {name: sha256(folder / name) for name in sorted(own)}
     tokenizer = dataclasses.replace(manifest.tokenizer, sha256=files[manifest.tokenizer.file])
     complete = dataclasses.replace(manifest, files=files, tokenizer=tokenizer)
     write_atomically(folder / MANIFEST, json.dumps(to_json(complete), indent=2) + "\n")

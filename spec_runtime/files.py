@@ -26,6 +26,7 @@ from pathlib import Path
 # renamed aside to be replaced.
 TEMPORARY, REPLACED = ".tmp", ".old"
 _HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_HAS_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 # ---- files ----
@@ -64,12 +65,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
     final = Path(path)
     require_regular_file(final)
     permissions = stat.S_IMODE(final.stat().st_mode) if final.exists() else None
-    for left in _beside(final, final.stem, TEMPORARY + final.suffix):
+    for left in temporaries(final):
         _remove_if_left(left)
     temporary, descriptor = _locked_temporary(final, 0o666 if permissions is None else 0o600)
     try:
-        yield temporary
-        _bring_to_disk(temporary)
+        with _naming(final):
+            yield temporary
+            _bring_to_disk(temporary)
         if permissions is not None:
             temporary.chmod(permissions)
         os.replace(temporary, final)
@@ -85,6 +87,11 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
     """
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def temporaries(path: Path) -> list[Path]:
+    """Returns the temporaries of the file `path` that are there, in use or left behind."""
+    return _beside(path, path.stem, TEMPORARY + path.suffix)
 
 
 def _locked_temporary(final: Path, permissions: int) -> tuple[Path, int]:
@@ -198,9 +205,10 @@ def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterato
         old = out.with_name(f".{out.name}.{token}{REPLACED}")
         temporary.mkdir()
         try:
-            yield temporary
+            with _naming(out):
+                yield temporary
+                _bring_tree_to_disk(temporary)
             require_replaceable(out, own_files, what)
-            _bring_tree_to_disk(temporary)
             if out.exists():
                 temporary.chmod(stat.S_IMODE(out.stat().st_mode))
                 out.rename(old)
@@ -351,6 +359,17 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 # ---- names, disk and hashes ----
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Names `path` in an error that says only that there is no room for what is written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _HAS_NO_ROOM and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _token() -> str:

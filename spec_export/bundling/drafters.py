@@ -177,8 +177,7 @@ def load_draft_model(model: str, tokenizer: Any, vocab_size: int, length: int) -
     """
     definition = drafter_files.load("draft_model")
     source = target.resolve(model)
-    with console.status("loading the draft model"):
-        hf_model, its_tokenizer = target.load(source)
+    hf_model, its_tokenizer = target.load(source)
     limit = hf_model.config.max_position_embeddings
     if limit < length:
         raise ValueError(

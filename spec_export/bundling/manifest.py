@@ -77,7 +77,8 @@ def write_tokenizer(tokenizer: Any, hf_model: Any, folder: Path) -> TokenizerInf
         raise ValueError(
             "the target has no fast tokenizer (tokenizer.json): convert it with transformers first"
         )
-    backend.save(str(folder / "tokenizer.json"))
+    # the tokenizer's own `save` raises a bare Exception when the disk is full
+    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     template = None
     if getattr(tokenizer, "chat_template", None):
         template = "chat_template.jinja"

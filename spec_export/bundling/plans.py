@@ -10,6 +10,7 @@ from rich.table import Table
 
 from spec_export.bundling.options import BuildOptions
 from spec_export.graphs.tensorrt import PlanBuilder, profiles_for
+from spec_export.progress import StageReport
 from spec_runtime import bundle as bundles
 from spec_runtime.files import sha256
 
@@ -38,7 +39,11 @@ def _plans_in(folder: Path) -> dict[str, Path]:
 
 
 def with_plans(
-    manifest: bundles.Manifest, builder: PlanBuilder, options: BuildOptions, folder: Path
+    manifest: bundles.Manifest,
+    builder: PlanBuilder,
+    options: BuildOptions,
+    folder: Path,
+    report: StageReport,
 ) -> bundles.Manifest:
     """Builds a plan of each graph for each GPU and returns the manifest with them.
 
@@ -50,7 +55,7 @@ def with_plans(
         graphs |= {f"{info.name}-{role}": graph for role, graph in info.graphs.items()}
     table = Table("graph", "GPU", "plan MB", "build seconds")
     for name, graph in graphs.items():
-        with console.status(f"building the plans of {name}"):
+        with report.stage(f"building the plans of {name}"):
             profiles = profiles_for(graph, num_nodes, manifest.target.scratch)
             graphs[name], built = builder.add_plans(folder, name, graph, profiles)
         for each in built:

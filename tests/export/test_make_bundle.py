@@ -5,9 +5,13 @@ The bundles are those of a tiny random target; tests/test_contract.py tests how 
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small import write_small_bundle
 from tiny_target import save_llama
 from workshop import Workshop
 
@@ -253,6 +258,51 @@ def test_models_that_are_none(tmp_path: Path) -> None:
     assert (source.kind, source.gguf_file, source.name) == ("gguf", "half.gguf", "half")
 
 
+# ---- the manifest's files ----
+
+
+def test_a_manifest_lists_no_stray_files(workshop: Workshop, tmp_path: Path) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(workshop.bundle(NAME), folder)
+    manifest = bundles.read(folder).manifest
+    (folder / "notes.md").write_text("mine")
+    (folder / "target" / "stray.bin").touch()
+    (folder / ".manifest.0123abcd.tmp.json").touch()
+    bundles.write_manifest(folder, dataclasses.replace(manifest, name="again"))
+    again = bundles.read(folder).manifest
+    assert (again.name, again.files) == ("again", manifest.files)
+    assert "target/target.bin" in again.files, "weights are not named by the manifest's fields"
+
+
+def test_a_file_that_was_listed_stays_so(tmp_path: Path) -> None:
+    folder = write_small_bundle(tmp_path / "bundle")
+    manifest = bundles.read(folder).manifest
+    (folder / "target" / "weights").touch()
+    files = manifest.files | {"target/weights": "", "gone": ""}
+    bundles.write_manifest(folder, dataclasses.replace(manifest, files=files))
+    assert set(bundles.read(folder).manifest.files) == {*manifest.files, "target/weights"}
+
+
+@pytest.mark.parametrize("link", ["tokenizer.json", "target"])
+def test_no_manifest_is_written_of_files_elsewhere(tmp_path: Path, link: str) -> None:
+    folder = write_small_bundle(tmp_path / "bundle")
+    manifest = bundles.read(folder).manifest
+    shutil.move(folder / link, tmp_path / "elsewhere")
+    (folder / link).symlink_to(tmp_path / "elsewhere")
+    before = (folder / "manifest.json").read_bytes()
+    with pytest.raises(BundleError, match=f"{link}.*: got a symbolic link that leads out of the"):
+        bundles.write_manifest(folder, manifest)
+    assert (folder / "manifest.json").read_bytes() == before
+
+
+def test_a_link_inside_the_bundle_is_as_good_as_a_file(tmp_path: Path) -> None:
+    folder = write_small_bundle(tmp_path / "bundle")
+    (folder / "tokenizer.json").rename(folder / "words.json")
+    (folder / "tokenizer.json").symlink_to("words.json")
+    bundles.write_manifest(folder, bundles.read(folder, verify=False).manifest)
+    bundles.read(folder)
+
+
 # ---- all or nothing ----
 
 
@@ -279,11 +329,181 @@ def test_a_failure_leaves_the_old_bundle_and_nothing_else(
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.fixture
+def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test fail that comes as far as loading a model."""
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(target, "load", fail)
+
+
+def refused(workshop: Workshop, out: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        make_bundle.build(BuildOptions(str(workshop.llama()), out=out))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("no_model")
 def test_a_folder_of_other_files_is_not_replaced(workshop: Workshop, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match="holds other files, expected a bundle or a new folder"):
-        make_bundle.build(BuildOptions(str(workshop.llama()), out=tmp_path))
+    refused(workshop, tmp_path, "holds other files .*, expected a bundle or a new folder")
     assert contents(tmp_path) == {"thesis.txt": b"years of work"}
+
+
+@pytest.mark.usefixtures("no_model")
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"manifest_version": 3, "name": "a browser\'s extension"}',
+        '{"schema_version": 1, "files": {"thesis.txt": ""}}',
+        '{"schema_version": 1, "target": {}, "graphs": {}, "tokenizer": {}, "files": []}',
+        "[]",
+        "{",
+        "[" * 100_000,
+        "",
+    ],
+)
+def test_a_folder_with_any_manifest_is_no_bundle(
+    workshop: Workshop, tmp_path: Path, text: str
+) -> None:
+    out = tmp_path / "extension"
+    out.mkdir()
+    (out / "manifest.json").write_text(text)
+    (out / "thesis.txt").write_text("years of work")
+    before = contents(out)
+    refused(workshop, out, r"holds other files \(manifest.json and 1 more\), expected a bundle")
+    assert contents(out) == before
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.usefixtures("no_model")
+def test_own_notes_in_a_bundle_stop_a_build(workshop: Workshop, tmp_path: Path) -> None:
+    out = write_small_bundle(tmp_path / "bundle")
+    (out / "target" / "notes.md").write_text("mine")
+    before = contents(out)
+    refused(workshop, out, r"holds other files \(target/notes.md\)")
+    assert contents(out) == before
+
+
+@pytest.mark.usefixtures("no_model")
+def test_places_that_are_not_replaced(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workshop.llama()
+    out = write_small_bundle(tmp_path / "bundle")
+    (tmp_path / "link").symlink_to("bundle")
+    refused(workshop, tmp_path / "link", "is a symbolic link, expected a bundle or a new folder")
+    refused(workshop, out / "manifest.json", "manifest.json is a file, expected a bundle")
+    monkeypatch.chdir(out)
+    for there in (".", "target/..", str(out)):
+        refused(workshop, Path(there), "is the working folder or above it, which cannot be")
+    bundles.read(out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle", "link"]
+
+
+@pytest.mark.usefixtures("no_model")
+def test_the_folder_is_looked_at_before_the_demo_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("the demo is downloaded")
+
+    monkeypatch.setattr(target, "resolve", fail)
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ValueError, match="holds other files"):
+        make_bundle.build(BuildOptions(out=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("target/target.onnx", Path.unlink),
+        ("tokenizer.json", lambda path: path.write_bytes(b"half")),
+        ("manifest.json", lambda path: newer(path)),
+        (".manifest.0123abcd.tmp.json", lambda path: path.write_text("a killed calibrate's")),
+    ],
+)
+def test_a_damaged_bundle_is_replaced(
+    workshop: Workshop, tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    out = write_small_bundle(tmp_path / "bundle")
+    damage(out / file)
+    make_bundle.build(BuildOptions(str(workshop.llama()), out=out))
+    bundles.read(out)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_kill_between_the_renames_loses_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    """The next build finds the old bundle again, whatever becomes of itself; the litter goes."""
+    old = write_small_bundle(tmp_path / ".bundle.0123abcd.old")
+    before = contents(old)
+    half = tmp_path / ".bundle.0123abcd.tmp" / "target"
+    half.mkdir(parents=True)
+    (half / "target.bin").touch()
+    (tmp_path / ".bundle.lock").write_text("process 1 on this machine")
+    out = tmp_path / "bundle"
+    with pytest.raises(ValueError, match="max length"):
+        make_bundle.build(BuildOptions(str(workshop.llama()), out=out, max_length=100_000))
+    assert contents(out) == before
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_of_two_builds_into_one_folder_the_second_is_refused(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, load = tmp_path / "bundle", target.load
+
+    def load_and_build(source: target.Source) -> Any:
+        refused(workshop, out, "bundle is being written by process .*, expected nobody")
+        return load(source)
+
+    monkeypatch.setattr(target, "load", load_and_build)
+    make_bundle.build(BuildOptions(str(workshop.llama()), out=out))
+    bundles.read(out)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from spec_export.cli import main
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+main(["build", "--model", sys.argv[2], "--out", sys.argv[3]])
+"""
+
+
+@pytest.mark.parametrize("room", [2_000, 50_000])
+def test_no_room_for_a_file_is_one_line_and_nothing_is_left(
+    workshop: Workshop, tmp_path: Path, room: int
+) -> None:
+    """A limit for files' sizes stands for a full disk: both raise OSError in the middle of one."""
+    model, out = str(workshop.llama()), tmp_path / "new" / "bundle"
+    command = [sys.executable, "-c", FULL_DISK, str(room), model, str(out)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 2, ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    assert last == f"error: [Errno 27] File too large: '{out}'"
+    assert ended.stderr.count("error: ") == 1
+    assert "Traceback" not in ended.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_file_shows_the_stages(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = workshop.drafter(NAME)
+    capsys.readouterr()
+    make_bundle.build(
+        BuildOptions(str(workshop.llama()), drafter_checkpoints=[folder], out=tmp_path / "bundle")
+    )
+    found = re.findall(r"^ *(\d+\.\d) s  (.*)$", capsys.readouterr().err, re.MULTILINE)
+    stages = ["loading the target", "exporting the target", f"exporting {NAME}"]
+    assert [what for _, what in found] == [*stages, "hashing the files"]
+    seconds = [float(each) for each, _ in found]
+    assert seconds == sorted(seconds)
 
 
 # ---- damage ----

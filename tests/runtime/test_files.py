@@ -449,6 +449,15 @@ def test_a_block_that_raises_leaves_no_folder_above_either(tmp_path: Path) -> No
     assert names(tmp_path) == []
 
 
+def test_a_full_disk_is_told_with_the_name(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    message = rf"^\[Errno 28\] No space left on device: '{tmp_path}/box'$"
+    with failing(OSError, message), files.replacing_folder(tmp_path / "box", own, "a box"):
+        raise full
+    with failing(OSError, "device: '/dev/full'"), files.replacing(tmp_path / "file"):
+        raise OSError(errno.ENOSPC, "No space left on device", "/dev/full")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     out = fill(tmp_path / "box", "old")
