@@ -458,8 +458,8 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
     for name in own:
         _require(
             (folder / name).resolve().is_relative_to(folder.resolve()),
-            f"{folder / name}: got a symbolic link that leads out of the bundle, expected a file "
-            "in it; copy the bundle with what its links lead to",
+            f"{folder / name}: a symbolic link that leads out of the bundle, expected a file "
+            "inside the bundle; copy the file there",
         )
     files = {name: sha256(folder / name) for name in sorted(own)}
     tokenizer = dataclasses.replace(manifest.tokenizer, sha256=files[manifest.tokenizer.file])

@@ -14,6 +14,7 @@ import fcntl
 import glob
 import hashlib
 import os
+import re
 import shutil
 import socket
 import stat
@@ -234,6 +235,14 @@ def restore_folder(out: str | Path) -> None:
     out = _with_real_parent(out)
     with suppress(LockedError), locked(out) as is_alone:
         _restore(out, is_alone)
+
+
+def restore_folders(parent: Path) -> None:
+    """Does what `restore_folder` does for every folder of `parent` of which something is left."""
+    pattern = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}({re.escape(TEMPORARY)}|{re.escape(REPLACED)})")
+    left = (pattern.fullmatch(path.name) for path in parent.iterdir() if path.is_dir())
+    for name in {found[1] for found in left if found}:
+        restore_folder(parent / name)
 
 
 def remove_folder(folder: Path) -> None:

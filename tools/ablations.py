@@ -23,7 +23,6 @@ import argparse
 import json
 import math
 import re
-import shutil
 import sys
 import traceback
 from collections.abc import Mapping
@@ -140,7 +139,7 @@ def trained(path: Path, overrides: list[str], folder: Path, cache: Path) -> Path
         return drafter
     if plan.train.max_minutes is not None:
         # a resumed run starts its time anew, and would get more of it than the other variants
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        checkpoint.clear(folder / "checkpoints")
     return train.run(path, overrides, folder, resume=True, cache=cache)
 
 

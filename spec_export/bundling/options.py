@@ -36,7 +36,7 @@ class BuildOptions:
     model: a folder, hub id or GGUF file; None means the demo.
     drafters: names of drafters. Without any, the bundle gets the best drafter shipped for the demo,
     or prompt lookup alone for another target.
-    drafter_checkpoints: folders that `spec-export train` wrote.
+    drafter_checkpoints: folders that `spec-export train` wrote, of runs or of their drafters.
     precision: of the target's weights; None means fp16 for CUDA and fp32 otherwise.
     max_length: the context in tokens; None means 2048, or the target's own context if that is less.
     out: the bundle's folder; None means bundles/ and the target's name.

@@ -7,11 +7,10 @@ config is a mapping here: `recipe.build_config` makes its Config from it.
 import dataclasses
 import datetime
 import json
-import os
-import shutil
+import re
 import sys
-import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,19 @@ import safetensors
 import safetensors.torch
 import torch
 
-from spec_runtime.files import sha256
+from spec_runtime.files import (
+    remove_folder,
+    replacing_folder,
+    require_replaceable,
+    restore_folders,
+    sha256,
+)
+from spec_runtime.mapping import parse_json
 from spec_runtime.measure.provenance import git_commit, versions
 
 FORMAT = 1
 STEP_PREFIX = "step-"
+HEADER, DRAFTER_HEADER = "checkpoint.json", "config.json"
 PACKAGES = ("specsplit", "torch", "transformers", "safetensors", "numpy")
 DRAFT_TOKEN_IDS = "draft_token_ids"
 
@@ -101,7 +108,8 @@ def save(
     """Writes the checkpoint `folder/step-00000123` and returns its path.
 
     Torch's random states are saved too. All but the `keep` newest checkpoints are deleted
-    afterwards.
+    afterwards, unless someone has put files of their own beside a checkpoint's. What a process that
+    was killed left behind is removed first.
 
     Args:
         module: the module whose tensors are worth keeping (no frozen target).
@@ -126,10 +134,24 @@ def save(
             "provenance": _json_value(provenance),
         }
 
-    _write_folder(final, "checkpoint.json", write)
-    for old in _checkpoints(folder)[: -max(1, keep)]:
-        shutil.rmtree(old)
+    if folder.is_dir():
+        restore_folders(folder)
+    _write_folder(final, HEADER, "a checkpoint", write)
+    _remove(_checkpoints(folder)[: -max(1, keep)])
     return final
+
+
+def clear(folder: str | Path) -> None:
+    """Deletes all checkpoints in `folder`; one that holds files of somebody else's stays."""
+    _remove(_checkpoints(Path(folder)))
+
+
+def _remove(checkpoints: list[Path]) -> None:
+    """Deletes these checkpoints, but for those that hold other files."""
+    for path in checkpoints:
+        with suppress(ValueError):
+            require_replaceable(path, _files_by(HEADER), "a checkpoint")
+            remove_folder(path)
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -145,7 +167,7 @@ def load(path: str | Path, module: torch.nn.Module, optimizer: torch.optim.Optim
     state that do not fit.
     """
     path = Path(path)
-    header = _read_folder(path, "checkpoint.json")
+    header = _read_folder(path, HEADER)
     _load_strictly(module, _read_tensors(path / "model.safetensors"), str(path))
     states = torch.load(path / "states.pt", map_location="cpu", weights_only=True)
     try:
@@ -172,7 +194,7 @@ def save_drafter(
     """Writes `drafter.safetensors` and `config.json` to `folder` and returns it.
 
     Floating tensors are stored in bfloat16, which halves the file. A drafter that is already there
-    is replaced.
+    is replaced, unless its folder holds other files; `require_drafter_folder` asks that beforehand.
 
     Args:
         config: the drafter's Config (dataclass or mapping) of JSON values.
@@ -204,18 +226,25 @@ def save_drafter(
         }
 
     final = Path(folder)
-    _write_folder(final, "config.json", write)
+    _write_folder(final, DRAFTER_HEADER, "a drafter", write)
     return final
+
+
+def require_drafter_folder(folder: str | Path) -> None:
+    """Raises CheckpointError unless `save_drafter` may write to `folder`."""
+    _require_replaceable(Path(folder), DRAFTER_HEADER, "a drafter")
 
 
 def load_drafter(folder: str | Path) -> SavedDrafter:
     """Returns what `save_drafter` wrote, floating tensors as float32.
 
-    Raises CheckpointError on missing, altered or truncated files, and on tensors other than those
-    that `config.json` lists.
+    `folder` is the drafter's, or that of the training run that made it.
+
+    Raises CheckpointError on missing, altered or truncated files, on tensors other than those that
+    `config.json` lists, and for a training run that has not ended.
     """
-    folder = Path(folder)
-    header = _read_folder(folder, "config.json")
+    folder = _finished_drafter(Path(folder))
+    header = _read_folder(folder, DRAFTER_HEADER)
     tensors = _read_tensors(folder / "drafter.safetensors")
     found = {key: _signature(tensor) for key, tensor in tensors.items()}
     _compare(found, header["tensors"], str(folder))
@@ -233,42 +262,66 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
     )
 
 
+def _finished_drafter(folder: Path) -> Path:
+    """Returns the folder of the drafter: `folder` itself, or `drafter` in a training run's."""
+    if (folder / DRAFTER_HEADER).is_file():
+        return folder
+    if (folder / "drafter" / DRAFTER_HEADER).is_file():
+        return folder / "drafter"
+    if latest(folder / "checkpoints") is not None:
+        raise CheckpointError(
+            f"{folder} holds a training run that has not ended, expected a finished drafter; go on "
+            "with spec-export train and --resume"
+        )
+    return folder
+
+
 # ---- folders ----
 
 
-def _write_folder(final: Path, header_name: str, write: Callable[[Path], dict[str, Any]]) -> None:
+def _write_folder(
+    final: Path, header_name: str, what: str, write: Callable[[Path], dict[str, Any]]
+) -> None:
     """Writes the folder `final` whole or not at all.
 
     `write` fills a temporary folder beside it and returns the header's facts; the header with the
-    files' hashes is added, and the folder is renamed. Raises CheckpointError if `final` holds other
-    files.
+    files' hashes is added, and the folder is renamed. Raises CheckpointError if `final` is not
+    `what`, such as "a drafter", or holds other files too.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex[:8]
-    temporary = final.parent / f".{final.name}.{token}.tmp"
-    temporary.mkdir()
-    try:
+    _require_replaceable(final, header_name, what)
+    with replacing_folder(final, _files_by(header_name), what) as temporary:
         header = {"format": FORMAT, **write(temporary)}
         header["files"] = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
         text = json.dumps(header, indent=1, ensure_ascii=False)
         (temporary / header_name).write_text(text + "\n", encoding="utf-8")
-        for file in temporary.iterdir():
-            with open(file, "rb") as stream:
-                os.fsync(stream.fileno())
-        if final.exists():
-            if not (final / header_name).is_file() and any(final.iterdir()):
-                raise CheckpointError(
-                    f"{final} holds other files, expected a new folder or a {header_name}"
-                )
-            # A folder cannot be renamed over a full one: rename the old one first, remove it last.
-            old = final.parent / f".{final.name}.{token}.old"
-            final.rename(old)
-            temporary.rename(final)
-            shutil.rmtree(old)
-        else:
-            temporary.rename(final)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _require_replaceable(folder: Path, header_name: str, what: str) -> None:
+    """Raises CheckpointError unless the folder may be written or replaced."""
+    try:
+        require_replaceable(folder, _files_by(header_name), what)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _files_by(header_name: str) -> Callable[[Path], set[str] | None]:
+    """Returns a function that gives the files of a folder as its header has them.
+
+    That is None for a folder without such a header, as is a model's folder with its config.json.
+    """
+
+    def files_of(folder: Path) -> set[str] | None:
+        try:
+            header = parse_json((folder / header_name).read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(header, dict) or type(header.get("format")) is not int:
+            return None
+        if not isinstance(header.get("files"), dict):
+            return None
+        return {header_name, *header["files"]}
+
+    return files_of
 
 
 def _read_folder(folder: Path, header_name: str) -> dict[str, Any]:
@@ -298,7 +351,9 @@ def _read_folder(folder: Path, header_name: str) -> dict[str, Any]:
 def _checkpoints(folder: Path) -> list[Path]:
     """Returns the whole checkpoints in `folder`, by rising step."""
     found = [
-        path for path in folder.glob(f"{STEP_PREFIX}*") if (path / "checkpoint.json").is_file()
+        path
+        for path in folder.glob(f"{STEP_PREFIX}*")
+        if re.fullmatch(f"{STEP_PREFIX}[0-9]+", path.name) and (path / HEADER).is_file()
     ]
     return sorted(found, key=lambda path: int(path.name.removeprefix(STEP_PREFIX)))
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,73 @@ def test_drafter_does_not_overwrite_other_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds other files"):
         save_drafter(tmp_path / "d")
     assert [path.name for path in tmp_path.rglob("*")] == ["d", "thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"model_type": "llama"}', '{"format": 1}', "[]", "{", "[" * 9999]
+)
+def test_a_folder_with_any_config_is_no_drafter(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(text)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    message = r"holds other files \(config.json and 1 more\), expected a drafter or a new folder"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.require_drafter_folder(folder)
+    with pytest.raises(CheckpointError, match=message):
+        save_drafter(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_notes_beside_a_drafter_are_not_removed(tmp_path: Path) -> None:
+    save_drafter(tmp_path / "d")
+    (tmp_path / "d" / "notes.md").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds other files \(notes.md\)"):
+        save_drafter(tmp_path / "d")
+    assert checkpoint.load_drafter(tmp_path / "d").name == "parallelspec"
+
+
+def test_checkpoints_with_notes_outlive_the_rotation(tmp_path: Path) -> None:
+    run = Run(0)
+    for _ in range(4):
+        run.train(1)
+        run.save(tmp_path, keep=1)
+        if run.step == 2:
+            (tmp_path / "step-00000002" / "notes.md").write_text("a good one")
+    (tmp_path / "step-back").mkdir()
+    (tmp_path / "step-back" / "checkpoint.json").touch()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000004"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000002",
+        "step-00000004",
+        "step-back",
+    ]
+    checkpoint.clear(tmp_path)
+    assert (tmp_path / "step-00000002" / "notes.md").is_file()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-00000002"
+
+
+def test_a_save_removes_what_killed_ones_left(tmp_path: Path) -> None:
+    """Even of steps that are never saved again."""
+    for name in (".step-00000099.0123abcd.tmp", ".step-00000001.0123abcd.tmp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    path = Run(0).save(tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_stands_for_its_drafter(tmp_path: Path) -> None:
+    Run(0).save(tmp_path / "run" / "checkpoints")
+    message = r"run holds a training run that has not ended, expected a finished drafter; go on"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.load_drafter(tmp_path / "run")
+    save_drafter(tmp_path / "run" / "drafter")
+    found = checkpoint.load_drafter(tmp_path / "run")
+    assert (found.name, found.path) == ("parallelspec", tmp_path / "run" / "drafter")
+    shutil.rmtree(tmp_path / "run" / "drafter")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"cannot read .*run/config.json"):
+        checkpoint.load_drafter(tmp_path / "run")
 
 
 def test_drafter_that_does_not_fit_the_module(tmp_path: Path) -> None:

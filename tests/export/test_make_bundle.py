@@ -186,6 +186,20 @@ def test_several_checkpoints_make_one_bundle(workshop: Workshop, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
 
 
+def test_a_training_run_stands_for_its_drafter(workshop: Workshop, tmp_path: Path) -> None:
+    run = workshop.drafter(NAME).parent
+    assert not (run / "config.json").exists()
+    options = BuildOptions(str(workshop.llama()), drafter_checkpoints=[run], out=tmp_path / "one")
+    assert [each.name for each in bundles.read(make_bundle.build(options)).manifest.drafters] == [
+        NAME
+    ]
+    unfinished = tmp_path / "run"
+    shutil.copytree(run / "checkpoints", unfinished / "checkpoints")
+    with pytest.raises(ValueError, match="holds a training run that has not ended") as error:
+        make_bundle.build(dataclasses.replace(options, drafter_checkpoints=[unfinished]))
+    assert "\n" not in str(error.value)
+
+
 def test_a_doubtful_drafter_is_built_with_a_loud_warning(
     workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,7 +304,9 @@ def test_no_manifest_is_written_of_files_elsewhere(tmp_path: Path, link: str) ->
     shutil.move(folder / link, tmp_path / "elsewhere")
     (folder / link).symlink_to(tmp_path / "elsewhere")
     before = (folder / "manifest.json").read_bytes()
-    with pytest.raises(BundleError, match=f"{link}.*: got a symbolic link that leads out of the"):
+    with pytest.raises(
+        BundleError, match=f"{link}.*: a symbolic link that leads out of the bundle"
+    ):
         bundles.write_manifest(folder, manifest)
     assert (folder / "manifest.json").read_bytes() == before
 

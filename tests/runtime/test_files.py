@@ -530,5 +530,8 @@ def test_a_removed_folder_is_never_half_there(tmp_path: Path) -> None:
     out = fill(tmp_path / "box", "old")
     child("die_at(os, 'unlink', 1, after=True)\nfiles.remove_folder(out)", out)
     assert not out.exists()
-    files.restore_folder(out)
-    assert names(tmp_path) == []
+    (tmp_path / ".other.0123abcd.old").mkdir()
+    (tmp_path / ".other.0123abcd.tmp").mkdir()
+    (tmp_path / ".others.backup.tmp").mkdir()
+    files.restore_folders(tmp_path)
+    assert names(tmp_path) == [".others.backup.tmp", "other"]
