@@ -239,7 +239,7 @@ def test_a_block_inside_another_of_the_same_place_is_refused(tmp_path: Path) -> 
 
 def test_a_lock_is_handed_on_among_threads(tmp_path: Path) -> None:
     """Its file is removed and made again all the time; never do two hold it."""
-    holders, most, taken = [], [], []
+    holders, most, taken = list[int](), list[int](), list[int]()
 
     def work() -> None:
         while len(taken) < 200:
