@@ -198,6 +198,7 @@ def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterato
     nobody else is writing to it. `out` is looked at again after the block.
     """
     out = _with_real_parent(out)
+    require_replaceable(out, own_files, what)  # before a lock is put beside it
     with _parents_of(out), locked(out) as is_alone:
         _restore(out, is_alone)
         require_replaceable(out, own_files, what)
