@@ -207,6 +207,8 @@ def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterato
         old = out.with_name(f".{out.name}.{token}{REPLACED}")
         temporary.mkdir()
         try:
+            if out.exists():
+                _require_movable(out, temporary)
             with _naming(out):
                 yield temporary
                 _bring_tree_to_disk(temporary)
@@ -225,6 +227,27 @@ def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterato
             _bring_to_disk(out.parent)
         if old.exists():
             _remove_as(old, temporary)
+
+
+def _require_movable(out: Path, temporary: Path) -> None:
+    """Raises ValueError if the folder `out` cannot be renamed, as one of a container's image.
+
+    A rename onto a folder that is not empty says so without ever taking place.
+    """
+    obstacle = temporary / "obstacle"
+    obstacle.touch()
+    try:
+        out.rename(temporary)
+    except OSError as error:
+        if error.errno == errno.EXDEV:
+            raise ValueError(
+                f"{out} cannot be renamed on this file system, as a part of a container's image, "
+                "which replacing it needs; name another folder, or remove it yourself"
+            ) from None
+        obstacle.unlink()
+    else:  # a file system that does what none should
+        temporary.rename(out)
+        temporary.mkdir()
 
 
 def restore_folder(out: str | Path) -> None:

@@ -54,6 +54,7 @@ def write(folder):
 """
 REPLACE = "with files.replacing_folder(out, own, 'a box') as folder: write(folder)"
 # Each moment at which a process that replaces a folder can be killed, and what is at `out` then.
+# The first call of `rename` only asks whether the folder can be renamed.
 MOMENTS = {
     "before it writes": ("die_at(files.Path, 'mkdir', 2)", "old"),
     "while it writes": (
@@ -61,13 +62,14 @@ MOMENTS = {
         "    (folder / 'a.bin').write_text('ne'); die()",
         "old",
     ),
-    "before the first rename": ("die_at(files.Path, 'rename', 1)", "old"),
-    "between the renames": ("die_at(files.Path, 'rename', 1, after=True)", None),
-    "before the second rename": ("die_at(files.Path, 'rename', 2)", None),
-    "after the second rename": ("die_at(files.Path, 'rename', 2, after=True)", "new"),
+    "after it has asked": ("die_at(files.Path, 'unlink', 1)", "old"),
+    "before the first rename": ("die_at(files.Path, 'rename', 2)", "old"),
+    "between the renames": ("die_at(files.Path, 'rename', 2, after=True)", None),
+    "before the second rename": ("die_at(files.Path, 'rename', 3)", None),
+    "after the second rename": ("die_at(files.Path, 'rename', 3, after=True)", "new"),
     "before it removes the old": ("die_at(shutil, 'rmtree', 2)", "new"),
-    "while it removes the old": ("die_at(os, 'unlink', 1, after=True)", "new"),
-    "at the end": ("die_at(files.Path, 'unlink', 1)", "new"),
+    "while it removes the old": ("die_at(os, 'unlink', 2, after=True)", "new"),
+    "at the end": ("die_at(files.Path, 'unlink', 2)", "new"),
 }
 
 
@@ -145,7 +147,7 @@ def test_the_next_call_puts_the_old_folder_back_before_it_writes(tmp_path: Path)
 
 def test_killed_twice_between_the_renames(tmp_path: Path) -> None:
     out = fill(tmp_path / "box", "old")
-    for call in (1, 2):  # the second process first renames the old folder back
+    for call in (2, 3):  # the second process first renames the old folder back
         child(f"die_at(files.Path, 'rename', {call}, after=True)\n" + REPLACE, out)
         assert not out.exists()
     files.restore_folder(out)
@@ -418,15 +420,35 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
 # ---- failures ----
 
 
-@pytest.mark.parametrize("failing", [1, 2])
+def test_a_folder_of_a_containers_image_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An overlay file system renames no folder of its lower layer; that shows before the work."""
+
+    def fail(path: Path, to: Path) -> Path:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    out = fill(tmp_path / "box", "old")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with (
+            failing(ValueError, "box cannot be renamed on this file system, as a part of a"),
+            files.replacing_folder(out, own, "a box"),
+        ):
+            raise AssertionError("the block ran")
+    assert texts(out) == dict.fromkeys(OURS, "old")
+    assert names(tmp_path) == ["box"]
+
+
+@pytest.mark.parametrize("broken", [2, 3])
 def test_a_rename_that_fails_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: int
 ) -> None:
     out, rename, calls = fill(tmp_path / "box", "old"), Path.rename, []
 
     def fail(path: Path, to: Path) -> Path:
         calls.append(path)
-        if len(calls) == failing:
+        if len(calls) == broken:
             raise OSError(errno.EIO, "broken disk")
         return rename(path, to)
 
