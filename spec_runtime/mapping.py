@@ -27,8 +27,9 @@ _UNIONS = (typing.Union, types.UnionType)
 def parse_json(text: str | bytes) -> Any:
     """Returns what a JSON text says; bytes are UTF-8.
 
-    Raises ValueError for anything that is not JSON of a sensible depth, and for half a surrogate
-    pair ("\\ud800"), which no file and no tokenizer can take.
+    Raises ValueError for anything that is not JSON of a sensible depth. It is a UnicodeError, which
+    is a ValueError too, for bytes that are not UTF-8 and for half a surrogate pair ("\\ud800"),
+    which no file and no tokenizer can take.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
@@ -38,7 +39,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError:
-        raise ValueError("it holds half a surrogate pair, which is no character") from None
+        raise UnicodeError("it holds half a surrogate pair, which is no character") from None
     return value
 
 
