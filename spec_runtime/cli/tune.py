@@ -61,19 +61,18 @@ def command(
     manifest = opened.manifest
     with profile.reserved(key) as path:
         report = _measure(engine, chosen, key, manifest, max_new_tokens, quick, figure is not None)
-        _print(report.profile, manifest.name)  # first: a full disk must not lose the result
-        profile.write(report.profile)
-    Console().print(f"Kept in {visible(path)}", soft_wrap=True)
-    if out is not None:
-        about = provenance.collect(
-            threads=threads, prompts_file=prompts, prompts=given, manifest=manifest
-        )
         figures = {
-            "provenance": about,
+            "provenance": provenance.collect(
+                threads=threads, prompts_file=prompts, prompts=given, manifest=manifest
+            ),
             "profile": profile.to_json(report.profile),
             "sweep": report.sweep,
         }
-        options.write_figures(out, figures)
+        try:
+            profile.write(report.profile)
+        finally:  # a full disk loses neither the figures nor what is printed
+            options.deliver(out, figures, lambda: _print(report.profile, manifest.name))
+    Console().print(f"Kept in {visible(path)}", soft_wrap=True)
     if figure is not None:
         _draw(report, manifest.name, figure)
 
