@@ -27,9 +27,8 @@ _UNIONS = (typing.Union, types.UnionType)
 def parse_json(text: str | bytes) -> Any:
     """Returns what a JSON text says; bytes are UTF-8.
 
-    Raises ValueError for anything that is not JSON of a sensible depth. It is a UnicodeError, which
-    is a ValueError too, for bytes that are not UTF-8 and for half a surrogate pair ("\\ud800"),
-    which no file and no tokenizer can take.
+    Raises ValueError for anything that is not JSON of a sensible depth, and for half a surrogate
+    pair ("\\ud800"), which no file and no tokenizer can take.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text

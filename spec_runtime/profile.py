@@ -61,8 +61,8 @@ class Costs:
     prefill: float
 
     def __post_init__(self) -> None:
-        times = [self.plain, *(pair[-1] for pair in self.verify)]
         is_measured = all(len(pair) == 2 for pair in self.verify) and len(self.verify) > 0
+        times = [self.plain, *(pair[-1] for pair in self.verify if pair)]
         if not is_measured or min(times) <= 0 or min(self.draft, self.level, self.host) < 0:
             raise ValueError(f"got costs {self!r:.120}, expected pairs (nodes, ms), all positive")
 

@@ -400,18 +400,6 @@ def test_a_manifest_is_no_markup(
         assert not {"\x1b", "\u202e"} & set(out)
 
 
-def test_deep_provenance_can_be_shown(run: Run, folder: Path) -> None:
-    file = folder / bundle.MANIFEST
-    data = json.loads(file.read_text())
-    for _ in range(300):
-        data["provenance"] = {"a": data["provenance"]}
-    for _ in range(300):
-        data["provenance"] = {"a": [data["provenance"]]}
-    file.write_text(json.dumps(data))
-    code, _, err = run("show", "--bundle", folder)
-    assert (code, err) == (0, "")
-
-
 def test_errors_and_warnings_are_no_escape_sequences(
     run: Run, folder: Path, tmp_path: Path, engines: None
 ) -> None:

@@ -24,8 +24,6 @@ from spec_runtime.proposers import BUILT_IN
 from spec_runtime.trees import drawing, templates
 from spec_runtime.trees.budget import RankPath
 
-DEEPEST = 20  # levels of provenance that are shown
-
 
 def command(
     template: Annotated[
@@ -201,37 +199,20 @@ def _graph(role: str, graph: bundles.Graph) -> str:
 def readable(values: Mapping[str, Any]) -> Group:
     """Returns one line a key, with what a key holds indented under it if that has keys itself.
 
-    What lies deeper than a screen is wide is left out. Example: {"date": "2026-05-01", "train":
-    {"lr": 0.001, "betas": [0.9, 0.95]}} gives
+    Example: {"date": "2026-05-01", "train": {"lr": 0.001, "betas": [0.9, 0.95]}} gives
 
         date: 2026-05-01
         train:
           lr: 0.001
           betas: 0.9, 0.95
     """
-    return _lines(_cut(values, DEEPEST))
-
-
-def _cut(value: Any, depth: int) -> Any:
-    """Returns a value with what lies below `depth` levels replaced by "…"."""
-    if not isinstance(value, Mapping | list | tuple) or not value:
-        return value
-    if depth == 0:
-        return "…"
-    if isinstance(value, Mapping):
-        return {key: _cut(item, depth - 1) for key, item in value.items()}
-    return [_cut(item, depth - 1) for item in value]
-
-
-def _lines(values: Mapping[str, Any]) -> Group:
-    """Returns the lines of `readable`, whatever their depth."""
     parts: list[RenderableType] = []
     for key, value in values.items():
         name = visible(key) or "(no name)"
         if isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):
             value = {str(number): item for number, item in enumerate(value, 1)}
         if isinstance(value, dict) and value:
-            parts += [Text(f"{name}:"), Padding(_lines(value), (0, 0, 0, 2))]
+            parts += [Text(f"{name}:"), Padding(readable(value), (0, 0, 0, 2))]
         elif key == "command" and isinstance(value, list):
             parts.append(Text(f"{name}: {visible(shlex.join(map(str, value)))}"))
         else:

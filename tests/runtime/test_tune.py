@@ -716,6 +716,7 @@ def test_a_static_tree_is_kept_and_an_older_file_is_read(cache: Path) -> None:
         lambda text: text.replace('"budget": null', '"budget": 7'),
         lambda text: text.replace('"candidates": [', '"candidates": [3,'),
         lambda text: text.replace('"plain": 10.0', '"plain": -1.0'),
+        lambda text: text.replace('"verify": [', '"verify": [[],', 1),
         lambda text: "\x00\xff",
     ],
 )
