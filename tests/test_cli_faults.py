@@ -23,6 +23,7 @@ from spec_runtime import cli as runtime_cli
 from spec_runtime.backends import Runtime
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.cli import options, terminal
+from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 
 TESTS = Path(__file__).parent
@@ -134,13 +135,20 @@ def test_the_request_stands_under_the_traceback(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("got this"), bundle.BundleError("got this"), OSError(errno.EIO, "lost")]
+    "error",
+    [
+        ValueError("got this"),
+        bundle.BundleError("got this"),
+        OSError(errno.EIO, "lost"),
+        MemoryError(),
+    ],
 )
 def test_what_we_raise_for_the_user_is_one_line(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(spec_runtime, "load", raising_in_the_runtime(error))
-    assert run("generate", "hello", "--bundle", folder) == (2, "", f"error: {error}\n")
+    message = str(error) or "not enough memory"
+    assert run("generate", "hello", "--bundle", folder) == (2, "", f"error: {message}\n")
 
 
 # ---- the command line
@@ -267,6 +275,20 @@ def test_a_second_sigterm_kills() -> None:
         assert process.wait(20) == -signal.SIGTERM
 
 
+def test_ctrl_c_at_the_prompt_leaves_chat(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-c", PROGRAM, "chat", "--bundle", str(folder)]
+    with subprocess.Popen(words, stdin=theirs, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().endswith("Ctrl-D leaves.\n")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == ""
+    os.close(ours)
+    os.close(theirs)
+
+
 @pytest.mark.parametrize("main", [runtime_cli.main, export_cli.main])
 def test_sigterm_is_as_it_was_afterwards(run: Run, main: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -291,6 +313,21 @@ def test_bytes_that_are_no_text_are_one_line(folder: Path, line: str, arguments:
     done = shell(line, *words, "--bundle", folder)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "is not UTF-8, expected text in UTF-8" in done.stderr
+
+
+def test_the_record_of_a_command_is_text() -> None:
+    words = ["/opt/spec-runtime", "bench", "--prompts=/data/\udcff.jsonl"]
+    assert provenance.command(words) == ["spec-runtime", "bench", "--prompts=?.jsonl"]
+
+
+def test_a_panic_has_a_note_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    monkeypatch.setattr(spec_runtime, "load", raising_in_the_runtime(PanicException("boom")))
+    with pytest.raises(PanicException) as found:
+        runtime_cli.main(["generate", "hello", "--bundle", str(folder)])
+    assert "report it" in found.value.__notes__[0]
 
 
 def test_chat_goes_on_after_a_line_that_is_no_text(folder: Path) -> None:

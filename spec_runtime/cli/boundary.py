@@ -2,7 +2,8 @@
 
 Here a failure that is the user's to mend is told from a mistake of ours. It is the user's if
 
-- it is an OSError: files, disks and networks are outside of the program; or
+- it is an OSError or a MemoryError: files, disks, networks and memory are outside of the program;
+  or
 - it is a ValueError that a `raise` statement of spec_runtime or spec_export raised. Each of those
   was written for the user: it says what was got, what was expected and what to do.
 
@@ -66,7 +67,9 @@ def end(command: Sequence[str], work: Callable[[], int]) -> NoReturn:
             sys.stdout.flush()
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:  # so that a panic of a Rust library gets its note as well
         if isinstance(error, BrokenPipeError) and any(map(_has_no_reader, _outputs())):
             code = NO_READER
         elif (message := _message(error)) is not None:
@@ -81,7 +84,7 @@ def end(command: Sequence[str], work: Callable[[], int]) -> NoReturn:
     raise SystemExit(code)
 
 
-def _message(error: Exception) -> str | None:
+def _message(error: BaseException) -> str | None:
     """Returns the one line for an error that the user can mend; None for a mistake of ours."""
     if isinstance(error, ModuleNotFoundError):
         module_name = (error.name or "").partition(".")[0]
@@ -93,6 +96,8 @@ def _message(error: Exception) -> str | None:
         )
     if UsageError is not None and isinstance(error, UsageError):
         return _usage(cast(typer.BadParameter, error))
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}" if str(error) else "not enough memory"
     if isinstance(error, OSError) or (isinstance(error, ValueError) and is_raised_by_us(error)):
         return str(error)
     return None

@@ -52,8 +52,8 @@ def command(
     _prepare(out, figure)
     folder = bundle or bundles.find()
     opened = bundles.read(folder, verify=False)
-    engine = options.open_engine(folder, drafter, threads, lookup, profile=False)
     given = None if prompts is None else read_prompts(prompts)
+    engine = options.open_engine(folder, drafter, threads, lookup, profile=False)
     contents = tune.PROMPTS if given is None else [prompt.content for prompt in given]
     chosen = _encode(engine, contents)
     tune.require_trees(engine)
