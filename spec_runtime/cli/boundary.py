@@ -131,7 +131,8 @@ def _request(command: Sequence[str]) -> str:
     """Returns the line that asks to report a mistake of ours."""
     from spec_runtime.measure import provenance
 
-    found = {**provenance.versions(provenance.PACKAGES), "system": platform.platform()}
+    packages = (*provenance.PACKAGES, "torch", "transformers", "onnx")
+    found = {**provenance.versions(packages), "system": platform.platform()}
     versions = ", ".join(f"{name} {version}" for name, version in found.items())
     return (
         "This is a mistake in specsplit, not in what you gave it. Please report it to the "
