@@ -194,6 +194,17 @@ def test_nobody_reads_the_output(folder: Path) -> None:
         assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_nobody_watches_the_progress(folder: Path, tmp_path: Path) -> None:
+    long = json.dumps({"prompt": "a" * 999})
+    prompts, out = some_prompts(tmp_path / "prompts.jsonl", long, long), tmp_path / "out.json"
+    done = shell(
+        '"$@" 2>&1 >/dev/null | true',
+        *("bench", "--bundle", folder, "--prompts", prompts, "--max-new-tokens", 4, "--json", out),
+    )
+    assert done.returncode == 0
+    assert len(json.loads(out.read_text())["skipped"]) == 2
+
+
 @pytest.mark.parametrize("verb", ["generate", "chat"])
 def test_standard_input_is_closed(folder: Path, verb: str) -> None:
     done = shell('"$@" <&-', verb, "--bundle", folder)

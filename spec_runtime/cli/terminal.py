@@ -44,5 +44,11 @@ class Console(rich.console.Console):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
-        """Passes the BrokenPipeError on, which `rich` would turn into exit code 1."""
-        raise
+        """Passes the BrokenPipeError on, which `rich` would turn into exit code 1.
+
+        On standard error it prints nothing more instead: nobody watches the progress, but the work
+        may still be wanted.
+        """
+        if not self.stderr:
+            raise
+        self.quiet = True
