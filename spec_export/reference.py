@@ -12,7 +12,7 @@ ASSETS = Path(str(resources.files("spec_export"))) / "assets"
 
 def prompts() -> list[str]:
     """Returns sixteen prompts, on which accepted length is measured and int8 is smoothed."""
-    lines = (ASSETS / "reference_prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (ASSETS / "reference_prompts.jsonl").read_bytes().splitlines()
     return [json.loads(line)["prompt"] for line in lines]
 
 

@@ -38,7 +38,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError:
-        raise ValueError("it holds half a surrogate pair, which is no character") from None
+        raise UnicodeError("it holds half a surrogate pair, which is no character") from None
     return value
 
 

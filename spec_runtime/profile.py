@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +25,7 @@ import numpy as np
 from spec_runtime import bundle as bundles
 from spec_runtime import mapping
 from spec_runtime.backends.threads import default_threads
-from spec_runtime.files import sha256, write_atomically
+from spec_runtime.files import locked, require_writable, sha256, write_atomically
 from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
 
 PLAIN = "plain"  # the candidate that is plain decoding
@@ -59,8 +61,8 @@ class Costs:
     prefill: float
 
     def __post_init__(self) -> None:
-        times = [self.plain, *(pair[-1] for pair in self.verify)]
         is_measured = all(len(pair) == 2 for pair in self.verify) and len(self.verify) > 0
+        times = [self.plain, *(pair[-1] for pair in self.verify if pair)]
         if not is_measured or min(times) <= 0 or min(self.draft, self.level, self.host) < 0:
             raise ValueError(f"got costs {self!r:.120}, expected pairs (nodes, ms), all positive")
 
@@ -154,13 +156,26 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "specsplit"
+    """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache).
+
+    Raises ValueError for a user without a home, as in some containers, where XDG_CACHE_HOME is not
+    set either.
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    if root:
+        return Path(root) / "specsplit"
+    try:
+        return Path.home() / ".cache" / "specsplit"
+    except RuntimeError:
+        raise ValueError(
+            "got neither XDG_CACHE_HOME nor a home folder, expected one of them to keep files in; "
+            "set XDG_CACHE_HOME to a folder"
+        ) from None
 
 
 def path_of(key: Key) -> Path:
-    """Returns the file that holds the profile of `key`, whether it exists or not."""
+    """Returns the file that holds the profile of `key`, whether it exists or not. Raises ValueError
+    if there is no cache folder."""
     text = json.dumps(dataclasses.asdict(key), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:20]
     return cache_folder() / "profiles" / f"{key.drafter}-{digest}.json"
@@ -232,6 +247,20 @@ def _budget(data: Any, name: str) -> Budget | None:
     return mapping.from_mapping(_StoredBudget, data, f"budget of {name}").budget()
 
 
+@contextmanager
+def reserved(key: Key) -> Iterator[Path]:
+    """Keeps other processes from tuning for `key` during the block; gives the profile's file.
+
+    Two that measure at once would disturb each other, not only overwrite each other's result. So
+    the lock is to be held for the whole measurement. Raises ValueError before the block if another
+    process holds it or there is no cache folder, and OSError if the file could not be written.
+    """
+    path = path_of(key)
+    require_writable(path)
+    with locked(path):
+        yield path
+
+
 def write(profile: Profile) -> Path:
     """Writes the profile where `find` looks for it, by way of a rename; returns the path."""
     path = path_of(profile.key)
@@ -241,11 +270,14 @@ def write(profile: Profile) -> Path:
 
 
 def find(key: Key) -> Profile | None:
-    """Returns the profile of `key`, or None if there is none. Warns of a damaged profile and
-    returns None."""
-    path = path_of(key)
+    """Returns the profile of `key`, or None if there is none or no cache folder. Warns of a damaged
+    profile and returns None."""
     try:
-        profile = from_json(json.loads(path.read_text(encoding="utf-8")))
+        path = path_of(key)
+    except ValueError:
+        return None
+    try:
+        profile = from_json(mapping.parse_json(path.read_bytes()))
         if profile.key != key:
             raise ValueError("it is of another machine or bundle")
     except FileNotFoundError:

@@ -1,7 +1,9 @@
 """Makes a bundle of a few bytes and an engine on the toy target, for tests without real graphs."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from toy_backend import ByteTokenizer, ToyTarget
 
@@ -114,3 +116,12 @@ def toy_engine(drafter: str | None = None) -> Engine:
     opener = ToyOpener()
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>")
     return Engine(target, ByteTokenizer(template), opener.open(drafter, None), opener)
+
+
+def raising_in_the_runtime(error: BaseException) -> Callable[..., Any]:
+    """Returns a function that raises `error` by a statement of spec_runtime, as it does where it
+    refuses something. Commands tell such errors from those that others raise."""
+    names: dict[str, Any] = {"__name__": "spec_runtime.stand_in", "error": error}
+    exec("def stand_in(*arguments, **options):\n    raise error", names)
+    function: Callable[..., Any] = names["stand_in"]
+    return function

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import CONTEXT, toy_engine, write_small_bundle
+from small import CONTEXT, raising_in_the_runtime, toy_engine, write_small_bundle
 
 import spec_runtime
 from spec_export import cli as export_cli
@@ -104,7 +104,7 @@ def test_the_fused_step_is_asked_for(
 
     def load(*arguments: object, fused: bool | None, **options: object) -> Engine:
         asked.append(fused)
-        raise ValueError("not here")
+        return raising_in_the_runtime(ValueError("not here"))()
 
     monkeypatch.setattr(spec_runtime, "load", load)
     prompts = folder / "prompts.jsonl"
@@ -663,10 +663,7 @@ def test_failures_are_one_line(
     code: int,
     message: str,
 ) -> None:
-    def load(*arguments: object, **options: object) -> Engine:
-        raise failure
-
-    monkeypatch.setattr(spec_runtime, "load", load)
+    monkeypatch.setattr(spec_runtime, "load", raising_in_the_runtime(failure))
     assert run("generate", "hello", "--bundle", folder) == (code, "", message)
 
 

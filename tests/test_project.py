@@ -36,7 +36,7 @@ def verbs() -> list[tuple[str, list[str]]]:
     found = []
     for package in ("spec_runtime", "spec_export"):
         files = (ROOT / package / "cli").glob("[a-z]*.py")
-        names = sorted(file.stem for file in files if file.stem != "options")
+        names = sorted({file.stem for file in files} - {"boundary", "options", "terminal"})
         found += [(package, arguments) for arguments in ([], *([name] for name in names))]
     return found
 

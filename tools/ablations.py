@@ -33,7 +33,7 @@ from typing import Any
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
 from spec_export.training.validate import VALIDATION_BUDGET
-from spec_runtime.files import write_atomically
+from spec_runtime.files import require_writable, write_atomically
 from spec_runtime.measure import provenance
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
@@ -98,6 +98,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--recipe", type=Path, help="another recipe of the same drafter")
     parser.add_argument("--json", type=Path, help="write the results here too")
     arguments = parser.parse_args(words)
+    if arguments.json:
+        require_writable(arguments.json)
     study = STUDIES[arguments.study]
     path = arguments.recipe or study.recipe
     common = [f"data.path={json.dumps(str(arguments.data.resolve()))}", *arguments.set]

@@ -23,7 +23,7 @@ import spec_runtime
 from spec_runtime import bundle
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import replacing
+from spec_runtime.files import replacing, require_writable
 from spec_runtime.measure import provenance, quality
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingOptions
@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
+    for file in filter(None, (arguments.json, arguments.figure)):
+        require_writable(file)
     folder = arguments.bundle or bundle.find()
     engine = spec_runtime.load(
         folder, arguments.drafter, arguments.threads, profile=not arguments.no_profile

@@ -27,7 +27,7 @@ from spec_export import target
 from spec_export.distill.engines import save_dequantized
 from spec_runtime import bundle
 from spec_runtime.backends.threads import default_threads
-from spec_runtime.files import write_atomically
+from spec_runtime.files import require_writable, write_atomically
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 
@@ -179,6 +179,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here too")
     args = parser.parse_args()
     try:
+        if args.json:
+            require_writable(args.json)
         result = compare(args)
     except (ValueError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -24,7 +24,7 @@ from rich.progress import Progress
 import spec_runtime
 from spec_export import target
 from spec_runtime import bundle
-from spec_runtime.files import write_atomically
+from spec_runtime.files import require_writable, write_atomically
 from spec_runtime.measure import provenance
 from spec_runtime.measure.audit import first_difference
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
@@ -135,6 +135,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here too")
     args = parser.parse_args()
     try:
+        if args.json:
+            require_writable(args.json)
         result = compare(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import spec_runtime
-from spec_runtime.files import write_atomically
+from spec_runtime.files import require_writable, write_atomically
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int)
     arguments = parser.parse_args(argv)
+    require_writable(arguments.out)
     engine = spec_runtime.load(
         arguments.bundle,
         arguments.drafter,
@@ -100,7 +101,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         profile=False,
     )
     svg = drawn(engine, arguments.prompt, arguments.max_new_tokens, arguments.nodes)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(arguments.out, svg)
     print(arguments.out, file=sys.stderr)
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime import bundle
-from spec_runtime.files import write_atomically
+from spec_runtime.files import require_writable, write_atomically
 from spec_runtime.measure import provenance
 from spec_runtime.proposers import BUILT_IN
 
@@ -123,6 +123,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result here too")
     args = parser.parse_args()
     try:
+        if args.json:
+            require_writable(args.json)
         folder = args.bundle or bundle.find()
         manifest = bundle.read(folder, verify=False).manifest
     except ValueError as error:

@@ -26,6 +26,7 @@ import spec_runtime
 from spec_runtime import bundle
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.cli.options import write_figures
+from spec_runtime.files import require_writable
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import Stats
@@ -53,6 +54,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.json:
+        require_writable(arguments.json)
     folder = arguments.bundle or bundle.find()
     engines = contenders(folder, arguments.threads, arguments.nodes, arguments.threshold)
     prompts = read_prompts(arguments.prompts, arguments.limit)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spec_runtime.backends.threads import default_threads
+from spec_runtime.backends.threads import default_threads, require_threads
 from spec_runtime.bundle import Bundle, Graph
 
 
@@ -93,7 +93,8 @@ BACKENDS: dict[str, BackendKind] = {
 class Runtime:
     """Says what runs a bundle's graphs: a backend by its name in BACKENDS, and CPU threads.
 
-    `threads` None means as many as this process may use. Raises ValueError for an unknown backend.
+    `threads` None means as many as this process may use. Raises ValueError for an unknown backend
+    and for a number of threads that this machine cannot serve.
     """
 
     backend: str = "onnxruntime"
@@ -102,6 +103,7 @@ class Runtime:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ValueError(f"got backend {self.backend!r}, expected one of {', '.join(BACKENDS)}")
+        require_threads(self.threads)
 
     @property
     def kind(self) -> BackendKind:

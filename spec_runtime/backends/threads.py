@@ -1,9 +1,15 @@
-"""Counts the CPUs that this process may really use: its affinity, capped by its cgroup quota."""
+"""Counts the CPUs that this process may really use (its affinity, capped by its cgroup quota), and
+bounds the threads that an engine may have on them."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
+
+MOST_PER_CPU = 4  # threads; an engine with a hundred thousand would take the whole machine with it
+
+log = logging.getLogger("spec_runtime")
 
 
 def default_threads() -> int:
@@ -14,6 +20,29 @@ def default_threads() -> int:
         available = os.cpu_count() or 1
     quota = cgroup_quota()
     return available if quota is None else max(1, min(available, int(quota)))
+
+
+def require_threads(threads: int | None) -> None:
+    """Raises ValueError unless `threads` is None or from 1 to four times the CPUs.
+
+    Warns of more threads than CPUs: they take turns, which is slower than fewer.
+    """
+    if threads is None:
+        return
+    num_cpus = default_threads()
+    most = MOST_PER_CPU * num_cpus
+    if type(threads) is not int or not 1 <= threads <= most:
+        raise ValueError(
+            f"got threads {threads!r:.40}, expected 1 to {most}, four times the CPUs that this "
+            "process may use, or None for as many as those"
+        )
+    if threads > num_cpus:
+        log.warning(
+            "%d threads share the %d CPUs that this process may use, which is slower than %d",
+            threads,
+            num_cpus,
+            num_cpus,
+        )
 
 
 def cgroup_quota(

@@ -1,6 +1,7 @@
-"""Implements the spec-runtime command: finds the verb, imports its module only, words its errors.
+"""Implements the spec-runtime command: finds the verb and imports its module only.
 
-What a verb does is in the file of its name. ``spec_export.cli`` runs through the same ``run``.
+How a command ends is in boundary.py. What a verb does is in the file of its name.
+``spec_export.cli`` runs through the same ``run``.
 """
 
 import importlib
@@ -10,19 +11,10 @@ from collections.abc import Sequence
 
 import typer
 
-VERBS = ("generate", "chat", "bench", "audit", "tune", "show")
+from spec_runtime.cli import boundary
+from spec_runtime.cli.terminal import visible
 
-# Names the extra of the distribution that brings a module which may be absent.
-EXTRAS = {
-    "onnxruntime": "cpu",
-    "tensorrt": "tensorrt",
-    "tensorrt_rtx_bindings": "tensorrt-rtx",
-    "openvino_genai": "distill",
-    **dict.fromkeys(
-        ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf"), "export"
-    ),
-    **dict.fromkeys(("accelerate", "peft", "optimum", "matplotlib"), "export"),
-}
+VERBS = ("generate", "chat", "bench", "audit", "tune", "show")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,43 +29,40 @@ def run(
     summary: str | None,
     argv: Sequence[str] | None,
 ) -> None:
-    """Runs one verb of ``package`` and raises SystemExit: 0, 2 for bad input, 130 on Ctrl-C.
+    """Runs one verb of ``package`` and raises SystemExit with the exit code, see boundary.py.
 
     Imports the verb's own module only; all of them for ``--help`` or an unknown verb.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    app = typer.Typer(
-        name=program,
-        help=summary,
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
+    boundary.end([program, *arguments], lambda: _run(program, package, verbs, summary, arguments))
+
+
+def _run(
+    program: str, package: str, verbs: Sequence[str], summary: str | None, arguments: list[str]
+) -> int:
+    """Does what `run` says; returns the exit code."""
+    app = typer.Typer(name=program, help=summary, add_completion=False)
     # The callback keeps typer from dropping the verb when there is only one.
     app.callback()(lambda: None)
     wanted = [verb for verb in verbs if verb in arguments[:1]]
     for verb in wanted or verbs:
         module = importlib.import_module(f"{package}.{verb}")
         app.command(verb)(module.command)
-    # A warning begins a line of its own, wherever the streamed text stands.
     warnings = logging.StreamHandler(sys.stderr)
-    warnings.setFormatter(logging.Formatter("\nwarning: %(message)s"))
+    warnings.setFormatter(_OneLine())
     logging.getLogger("spec_runtime").handlers = [warnings]
+    # typer's own way to run an app would catch some exceptions and word some errors itself.
+    command = typer.main.get_command(app)
     try:
-        app(arguments, prog_name=program)
-    except ModuleNotFoundError as error:
-        module_name = (error.name or "").partition(".")[0]
-        if module_name not in EXTRAS:
-            raise
-        _fail(
-            f"{module_name} is not installed, which this command needs; "
-            f"run pip install 'specsplit[{EXTRAS[module_name]}]'"
-        )
-    except (ValueError, OSError) as error:
-        _fail(str(error))
+        with command.make_context(program, list(arguments) or ["--help"]) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code if arguments else boundary.REFUSED
+    return 0
 
 
-def _fail(message: str) -> None:
-    """Prints one line to stderr and exits with code 2."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+class _OneLine(logging.Formatter):
+    """Makes one line of a warning, which begins anew wherever the streamed text stands."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"\nwarning: {visible(record.getMessage())}"

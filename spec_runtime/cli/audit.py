@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from spec_runtime.cli import options
+from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.files import require_writable
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
@@ -65,7 +66,7 @@ def command(
     _check(acceptance, temperature, strict, reference)
     chosen = read_prompts(prompts, limit)
     if out is not None:  # found out now, not after the audit
-        out.parent.mkdir(parents=True, exist_ok=True)
+        require_writable(out)
     folder = bundle or bundles.find()
     manifest = bundles.read(folder, verify=False).manifest
     judge = _open_reference(reference, manifest, threads)
@@ -94,9 +95,7 @@ def command(
         figures |= {"law": dataclasses.asdict(found), "real": int(found.is_real)}
     else:
         figures |= _audit(engine, chosen, settings, manifest.target.precision, judge)
-    _print(figures)
-    if out is not None:
-        options.write_figures(out, figures)
+    options.deliver(out, figures, lambda: _print(figures))
     if figures["real"]:
         raise typer.Exit(1)
 
@@ -149,7 +148,7 @@ def _audit(
             precision,
             reference,
             on_prompt=lambda: progress.advance(task),
-            on_skip=progress.console.print,
+            on_skip=lambda reason: progress.console.print(visible(reason)),
         )
     return audit.summarise(report)
 
@@ -168,7 +167,7 @@ def _test_distribution(
 
 
 def _print(figures: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = Console()
     if figures["acceptance"] == "rejection":
         console.print(_distribution_table(figures))
         return
@@ -225,7 +224,8 @@ def _empty_table(figures: dict[str, Any]) -> Table:
     if figures["temperature"] > 0:
         rule = f"temperature {figures['temperature']}, {figures['acceptance']}"
     table = Table(
-        title=f"{figures['bundle']} {figures['precision']}, drafter {figures['drafter']}, {rule}",
+        title=f"{visible(figures['bundle'])} {figures['precision']}, "
+        f"drafter {visible(figures['drafter'])}, {rule}",
         caption="plain decoding is that of the modified target"
         if figures["target_modified"]
         else None,
@@ -238,7 +238,7 @@ def _empty_table(figures: dict[str, Any]) -> Table:
 
 def _distribution_table(figures: dict[str, Any]) -> Table:
     table, law = _empty_table(figures), figures["law"]
-    table.add_row("prompt", str(law["prompt"]))
+    table.add_row("prompt", visible(law["prompt"]))
     table.add_row(
         "seeds", f"{law['draws']}; {law['count']} with {law['firsts']} common first tokens"
     )
@@ -256,7 +256,7 @@ def _divergences(rows: list[dict[str, Any]]) -> Table:
         gap = "" if row["gap"] is None else f"{row['gap']:.3g}"
         ids = (row["plain_id"], row["id"])
         table.add_row(
-            str(row["prompt"]),
+            visible(row["prompt"]),
             str(row["position"]),
             *("ended" if i is None else str(i) for i in ids),
             gap,

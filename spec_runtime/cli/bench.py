@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from spec_runtime.cli import options
+from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.files import require_writable
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
@@ -75,7 +76,7 @@ def command(
 
     chosen = read_prompts(prompts, limit, per_category)
     if out is not None:  # found out now, not after the measurement
-        out.parent.mkdir(parents=True, exist_ok=True)
+        require_writable(out)
     folder = bundle or bundles.find()
     (name, merged), *others = contenders(drafter or [], lookup)
     profile = profile and nodes is None
@@ -110,10 +111,8 @@ def command(
         figures |= {"drafter": engine.drafter, **results[engine.drafter]}
     else:
         figures["drafters"] = results
-    table = _table(figures) if len(engines) == 1 else _comparison(figures)
-    Console(highlight=False).print(table)
-    if out is not None:
-        options.write_figures(out, figures)
+    table = _table if len(engines) == 1 else _comparison
+    options.deliver(out, figures, lambda: Console().print(table(figures)))
 
 
 def _decode(
@@ -133,7 +132,7 @@ def _decode(
             prompts,
             max_new_tokens,
             on_prompt=lambda: progress.advance(task),
-            on_skip=progress.console.print,
+            on_skip=lambda reason: progress.console.print(visible(reason)),
             system=system,
             sampling=sampling,
         )
@@ -202,8 +201,8 @@ def _table(figures: dict[str, Any]) -> Table:
     plain = "plain (modified target) tok/s" if figures["target_modified"] else "plain tok/s"
     skipped = f"; {len(figures['skipped'])} turns skipped" if figures["skipped"] else ""
     table = Table(
-        title=f"{figures['bundle']} {figures['precision']}, drafter {figures['drafter']}, "
-        f"{figures['threads']} threads",
+        title=f"{visible(figures['bundle'])} {figures['precision']}, drafter "
+        f"{visible(figures['drafter'])}, {figures['threads']} threads",
         caption=f"{SPEEDUPS}{skipped}",
         **COMPACT,
     )
@@ -214,7 +213,7 @@ def _table(figures: dict[str, Any]) -> Table:
     rows = {"overall": figures["overall"], **figures["categories"]}
     for name, row in rows.items():
         table.add_row(
-            name,
+            visible(name),
             str(row["prompts"]),
             f"{row['tokens_per_second']:.1f}",
             f"{row['plain_tokens_per_second']:.1f}",
@@ -234,7 +233,7 @@ def _comparison(figures: dict[str, Any]) -> Table:
     overall = next(iter(results))["overall"]
     plain = "plain of the modified target" if figures["target_modified"] else "plain"
     table = Table(
-        title=f"{figures['bundle']} {figures['precision']}, {figures['threads']} threads, "
+        title=f"{visible(figures['bundle'])} {figures['precision']}, {figures['threads']} threads, "
         f"{overall['prompts']} prompts",
         caption=f"{plain}: {overall['plain_tokens_per_second']:.1f} tokens/s, "
         f"{overall['plain_verify_ms']:.1f} ms a step. {SPEEDUPS}",
@@ -247,7 +246,7 @@ def _comparison(figures: dict[str, Any]) -> Table:
     for name, result in figures["drafters"].items():
         row = result["overall"]
         table.add_row(
-            name,
+            visible(name),
             f"{result['parameters'] / 1e6:.1f}M" if result["parameters"] else "",
             f"{1 + row['nodes_per_step']:.1f}",
             f"{row['accepted_length']:.2f}",

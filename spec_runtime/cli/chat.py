@@ -4,6 +4,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from spec_runtime.cli import options
+from spec_runtime.cli.boundary import is_raised_by_us
+from spec_runtime.cli.terminal import streamed, visible
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
@@ -24,17 +26,17 @@ def command(
     fused: options.Fused = None,
 ) -> None:
     """Chat with the target; /reset starts anew, end of input leaves."""
+    interactive = options.standard_input().isatty()
     engine = options.open_engine(bundle, drafter, threads, lookup, profile, backend, fused)
     settings |= {"max_new_tokens": max_new_tokens}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    interactive = sys.stdin.isatty()
     if interactive:
         print("/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D leaves.")
     while True:
         try:
             line = input("> " if interactive else "").strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             if interactive:
                 print()
             return
@@ -51,16 +53,21 @@ def _turn(
     message if that failed."""
     pieces = []
     try:
-        stream = engine.stream(messages, **settings)
-        for piece in stream:
+        options.whole(messages[-1]["content"], "a message")
+        for piece in engine.stream(messages, **settings):
             pieces.append(piece)
-            print(piece, end="", flush=True)
+            print(streamed(piece), end="", flush=True)
         print(flush=True)
         assert engine.last_result is not None
         print(options.summary_line(engine.last_result), file=sys.stderr)
     except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
         print(" …", flush=True)
-    except ValueError as error:  # above all a conversation longer than the context
-        print(f"error: {error} (/reset starts anew)", file=sys.stderr)
+    except ValueError as error:
+        if not is_raised_by_us(error):
+            raise
+        # above all a conversation longer than the context
+        print(f"error: {visible(error)} (/reset starts anew)", file=sys.stderr)
         return messages[:-1]
     return [*messages, {"role": "assistant", "content": "".join(pieces)}]

@@ -5,9 +5,9 @@ import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from spec_runtime.cli import options
+from spec_runtime.cli.terminal import Console, streamed
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
@@ -49,8 +49,7 @@ def command(
     """Generate text from a prompt."""
     if logprobs is not None and not as_json:
         raise ValueError("got --logprobs without --json, where they are printed; add --json")
-    if prompt is None:
-        prompt = _standard_input()
+    prompt = options.whole(_standard_input() if prompt is None else prompt, "a prompt")
     engine = options.open_engine(bundle, drafter, threads, lookup, profile, backend, fused)
     prompt_ids = engine.encode(prompt, raw, system)
     settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
@@ -61,7 +60,7 @@ def command(
         _print_coloured(engine, prompt_ids, settings)
     else:
         for piece in engine.stream(prompt_ids, **settings):
-            print(piece, end="", flush=True)
+            print(streamed(piece), end="", flush=True)
     print(flush=True)
     assert engine.last_result is not None
     print(options.summary_line(engine.last_result), file=sys.stderr)
@@ -71,7 +70,7 @@ def _print_coloured(engine: "Engine", prompt: list[int], settings: "SamplingOpti
     """Prints drafted tokens in green and the target's own as they are."""
     from spec_runtime.text import TextStream
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console()
     text = TextStream(engine.tokenizer.decode, settings["stop"])
     style = ""
     for step in engine.steps(prompt, **settings):
@@ -79,17 +78,18 @@ def _print_coloured(engine: "Engine", prompt: list[int], settings: "SamplingOpti
             text.push(token)
             style = "green" if index < step.num_accepted else ""
             # Text that was held back (a stop string, half a character) takes the later colour.
-            console.print(text.take(), end="", style=style)
+            console.print(streamed(text.take()), end="", style=style, soft_wrap=True)
     text.finish()
-    console.print(text.take(), end="", style=style)
+    console.print(streamed(text.take()), end="", style=style, soft_wrap=True)
 
 
 def _standard_input() -> str:
     """Reads the prompt from standard input. Raises ValueError if that is a terminal."""
-    if sys.stdin.isatty():
+    stdin = options.standard_input()
+    if stdin.isatty():
         raise ValueError("got no prompt; give it as an argument or on standard input")
     # The line end a shell adds is not part of the prompt.
-    return sys.stdin.read().removesuffix("\n")
+    return stdin.read().removesuffix("\n")
 
 
 def report(result: "GenerationResult") -> dict[str, Any]:

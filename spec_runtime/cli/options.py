@@ -1,10 +1,11 @@
-"""Declares the options that several verbs take, and opens the engine they name."""
+"""Declares the options that verbs share, opens the engine they name and delivers their results."""
 
 import inspect
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -71,7 +72,14 @@ Limit = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens at most")]
-System = Annotated[str | None, typer.Option("--system", help="System prompt")]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--system",
+        help="System prompt",
+        callback=lambda text: text and whole(text, "a system prompt"),
+    ),
+]
 
 
 def open_engine(
@@ -98,9 +106,44 @@ def open_engine(
     )
 
 
+def standard_input() -> TextIO:
+    """Returns standard input. Raises ValueError if the caller closed it (`<&-`)."""
+    if sys.stdin is None:
+        raise ValueError("got no standard input (it is closed), expected text there; open it")
+    return sys.stdin
+
+
+def whole(text: str, what: str) -> str:
+    """Returns `text`. Raises ValueError if it has a half surrogate, which no tokenizer takes.
+
+    Python keeps bytes of the command line and of standard input that are not UTF-8 as such halves.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"got {what} whose character {error.start + 1} is not UTF-8, expected text in UTF-8; "
+            "convert it"
+        ) from None
+    return text
+
+
 def write_figures(out: Path, figures: dict[str, Any]) -> None:
     """Writes the figures as JSON, atomically."""
     write_atomically(out, json.dumps(figures, indent=2) + "\n")
+
+
+def deliver(out: Path | None, figures: dict[str, Any], show: Callable[[], None]) -> None:
+    """Writes the figures to `out`, if that is given, and then prints them by `show`.
+
+    Whatever goes wrong with one of the two, the other is done: a measurement is not lost because a
+    disk is full or a table cannot be drawn.
+    """
+    try:
+        if out is not None:
+            write_figures(out, figures)
+    finally:
+        show()
 
 
 # The flags of `sampling`, which have the names of its parameters.
@@ -188,6 +231,8 @@ def sampling(
     """Returns these flags as options of the engine. Raises ValueError for what it will not take."""
     from spec_runtime.sampling import SamplingOptions, SamplingParams
 
+    for text in stop or ():
+        whole(text, "a --stop text")
     settings = SamplingOptions(
         temperature=temperature,
         top_k=top_k,

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from spec_runtime import bundle as bundles
 from spec_runtime.cli import options
-from spec_runtime.files import write_atomically
+from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.files import require_writable, write_atomically
 from spec_runtime.mapping import to_json
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.trees import drawing, templates
@@ -71,7 +72,7 @@ def command(
         manifest = to_json(opened.manifest)
         print(json.dumps({"bundle": str(opened.path), **manifest, "sizes": sizes}, indent=2))
         return
-    Console(highlight=False).print(_table(opened, sizes))
+    Console().print(_table(opened, sizes))
 
 
 def _calibrated(opened: bundles.Bundle, drafter: str | None) -> bundles.DrafterInfo:
@@ -121,7 +122,9 @@ def _show_tree(
     assert entry.calibration is not None, entry.name
     accuracy = entry.calibration["accuracy"]
     length = templates.expected_accepted_length(paths, accuracy)
-    title = f"{entry.name}, {name}: {len(paths) + 1} nodes, accepted length {length:.2f} expected"
+    title = visible(
+        f"{entry.name}, {name}: {len(paths) + 1} nodes, accepted length {length:.2f} expected"
+    )
     if svg is not None:
         _write(svg, drawing.svg(paths, accuracy, title).encode())
     if png is not None:
@@ -134,28 +137,29 @@ def _show_tree(
         ]
         print(json.dumps({"drafter": entry.name, "accepted_length": length, "nodes": rows}))
         return
-    Console(highlight=False).print(drawing.terminal(paths, accuracy, title))
+    Console().print(drawing.terminal(paths, accuracy, title))
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    require_writable(path)
     write_atomically(path, content)
 
 
 def _table(opened: bundles.Bundle, sizes: dict[str, int]) -> Table:
     manifest = opened.manifest
-    table = Table("", "", title=f"{manifest.name} ({opened.path})", show_header=False)
+    title = visible(f"{manifest.name} ({opened.path})")
+    table = Table("", "", title=title, show_header=False)
     table.add_row("schema", str(manifest.schema_version))
     table.add_row("target", _target(manifest.target))
     table.add_row("graphs", Text("\n".join(_graph(*item) for item in manifest.graphs.items())))
     table.add_section()
     for drafter in manifest.drafters:
-        table.add_row(f"drafter {drafter.name}", _drafter(drafter))
+        table.add_row(f"drafter {visible(drafter.name)}", _drafter(drafter))
     for name in BUILT_IN:
         if name != "none":
             table.add_row(f"drafter {name}", "always there; no graph")
     table.add_section()
-    sized = [f"{size / 1e6:10.2f} MB  {name}" for name, size in sizes.items()]
+    sized = [f"{size / 1e6:10.2f} MB  {visible(name)}" for name, size in sizes.items()]
     total = f"{sum(sizes.values()) / 1e6:10.2f} MB  in all"
     table.add_row("files", Text("\n".join([*sized, total])))
     table.add_row("provenance", readable(dict(sorted(manifest.provenance.items()))))
@@ -165,10 +169,10 @@ def _table(opened: bundles.Bundle, sizes: dict[str, int]) -> Table:
 def _target(target: bundles.TargetInfo) -> Text:
     dims = target.dims
     return Text(
-        f"{target.family}, {target.precision}, context {target.max_length} tokens\n"
+        f"{visible(target.family)}, {target.precision}, context {target.max_length} tokens\n"
         f"{dims.num_layers} layers, width {dims.hidden_size}, vocabulary {dims.vocab_size}, "
         f"{dims.num_heads} heads over {dims.num_kv_heads} of {dims.head_dim}\n"
-        f"rope {target.rope.get('type', 'default')}; taps {_plain(target.taps)}"
+        f"rope {visible(target.rope.get('type', 'default'))}; taps {_plain(target.taps)}"
         + (", modified by its drafter" if target.target_modified else "")
     )
 
@@ -189,7 +193,7 @@ def _drafter(drafter: bundles.DrafterInfo) -> Group:
 
 
 def _graph(role: str, graph: bundles.Graph) -> str:
-    return f"{role}: {graph.file}, form {graph.form}"
+    return visible(f"{role}: {graph.file}, form {graph.form}")
 
 
 def readable(values: Mapping[str, Any]) -> Group:
@@ -204,13 +208,13 @@ def readable(values: Mapping[str, Any]) -> Group:
     """
     parts: list[RenderableType] = []
     for key, value in values.items():
-        name = key or "(no name)"
+        name = visible(key) or "(no name)"
         if isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):
             value = {str(number): item for number, item in enumerate(value, 1)}
         if isinstance(value, dict) and value:
             parts += [Text(f"{name}:"), Padding(readable(value), (0, 0, 0, 2))]
         elif key == "command" and isinstance(value, list):
-            parts.append(Text(f"{name}: {shlex.join(map(str, value))}"))
+            parts.append(Text(f"{name}: {visible(shlex.join(map(str, value)))}"))
         else:
             parts.append(Text(f"{name}: {_plain(value)}"))
     return Group(*parts)
@@ -226,4 +230,4 @@ def _plain(value: Any) -> str:
         return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else visible(value)

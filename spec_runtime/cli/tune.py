@@ -1,21 +1,23 @@
 """spec-runtime tune: finds the fastest budget on this machine and keeps it as a machine profile."""
 
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from spec_runtime.cli import options
-from spec_runtime.files import replacing
+from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.files import replacing, require_writable
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
+    from spec_runtime.bundle import Manifest
     from spec_runtime.measure.tune import TuneReport
-    from spec_runtime.profile import Profile
+    from spec_runtime.profile import Key, Profile
 
 
 def command(
@@ -45,44 +47,67 @@ def command(
     from spec_runtime import bundle as bundles
     from spec_runtime import profile
     from spec_runtime.measure import provenance, tune
+    from spec_runtime.measure.prompts import read_prompts
 
     _prepare(out, figure)
     folder = bundle or bundles.find()
     opened = bundles.read(folder, verify=False)
-    console = Console(stderr=True)
+    given = None if prompts is None else read_prompts(prompts)
     engine = options.open_engine(folder, drafter, threads, lookup, profile=False)
-    chosen = _encode(engine, prompts, console)
-    name = engine.drafter.partition("+")[0]
-    entry = next((d for d in opened.manifest.drafters if d.name == name), None)
-    columns = SpinnerColumn(), TextColumn("measuring {task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("")
-        report = tune.tune(
-            engine,
-            chosen,
-            profile.key_of(opened, engine.drafter, threads),
-            entry.calibration if entry is not None else None,
-            max_new_tokens=max_new_tokens,
-            quick=quick,
-            sweep=figure is not None,
-            on_stage=lambda stage: progress.update(task, description=stage),
-        )
-    path = profile.write(report.profile)
-    _print(report.profile, opened.manifest.name, path)
-    if out is not None:
-        about = provenance.collect(threads=threads, prompts_file=prompts, manifest=opened.manifest)
+    contents = tune.PROMPTS if given is None else [prompt.content for prompt in given]
+    chosen = _encode(engine, contents)
+    tune.require_trees(engine)
+    key = profile.key_of(opened, engine.drafter, threads)
+    manifest = opened.manifest
+    with profile.reserved(key) as path:
+        report = _measure(engine, chosen, key, manifest, max_new_tokens, quick, figure is not None)
         figures = {
-            "provenance": about,
+            "provenance": provenance.collect(
+                threads=threads, prompts_file=prompts, prompts=given, manifest=manifest
+            ),
             "profile": profile.to_json(report.profile),
             "sweep": report.sweep,
         }
-        options.write_figures(out, figures)
+        try:
+            profile.write(report.profile)
+        finally:  # a full disk loses neither the figures nor what is printed
+            options.deliver(out, figures, lambda: _print(report.profile, manifest.name))
+    Console().print(f"Kept in {visible(path)}", soft_wrap=True)
     if figure is not None:
-        _draw(report, opened.manifest.name, figure)
+        _draw(report, manifest.name, figure)
+
+
+def _measure(
+    engine: "Engine",
+    prompts: list[list[int]],
+    key: "Key",
+    manifest: "Manifest",
+    max_new_tokens: int,
+    quick: bool,
+    sweep: bool,
+) -> "TuneReport":
+    """Measures under a progress line; the parameters are those of `tune.tune`."""
+    from spec_runtime.measure import tune
+
+    name = engine.drafter.partition("+")[0]
+    entry = next((d for d in manifest.drafters if d.name == name), None)
+    columns = SpinnerColumn(), TextColumn("measuring {task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("")
+        return tune.tune(
+            engine,
+            prompts,
+            key,
+            entry.calibration if entry is not None else None,
+            max_new_tokens=max_new_tokens,
+            quick=quick,
+            sweep=sweep,
+            on_stage=lambda stage: progress.update(task, description=stage),
+        )
 
 
 def _prepare(out: Path | None, figure: Path | None) -> None:
-    """Makes the folders of the files; raises before the measurement what would fail after it."""
+    """Raises before the measurement what would fail after it."""
     if figure is not None:
         if figure.suffix not in (".svg", ".png", ".pdf"):
             raise ValueError(
@@ -90,32 +115,27 @@ def _prepare(out: Path | None, figure: Path | None) -> None:
             )
         importlib.import_module("matplotlib")
     for file in filter(None, (out, figure)):
-        file.parent.mkdir(parents=True, exist_ok=True)
+        require_writable(file)
 
 
-def _encode(engine: "Engine", prompts: Path | None, console: Console) -> list[list[int]]:
+def _encode(engine: "Engine", contents: Iterable[Any]) -> list[list[int]]:
     """Returns the token ids of the prompts that fit the context; raises ValueError if none does."""
-    from spec_runtime.measure import tune
-    from spec_runtime.measure.prompts import read_prompts
-
-    contents: list[Any] = list(tune.PROMPTS)
-    if prompts is not None:
-        contents = [prompt.content for prompt in read_prompts(prompts)]
+    console = Console(stderr=True)
     found = []
     for content in contents:
         try:
             found.append(engine.encode(content))
         except ValueError as error:
-            console.print(f"prompt skipped: {error}")
+            console.print(f"prompt skipped: {visible(error)}")
     if not found:
         raise ValueError("got no prompt that fits the context; give shorter ones with --prompts")
     return found
 
 
-def _print(profile: "Profile", name: str, path: Path) -> None:
+def _print(profile: "Profile", name: str) -> None:
     """Prints the times, the candidates and the choice."""
     key, costs = profile.key, profile.costs
-    console = Console(highlight=False)
+    console = Console()
     times = Table(title="one pass over a tree, ms")
     for nodes, _ in costs.verify:
         times.add_column(f"{nodes:g}", justify="right")
@@ -126,7 +146,10 @@ def _print(profile: "Profile", name: str, path: Path) -> None:
         + (f" + {costs.level:.2f} ms a further level" if costs.level else "")
         + f", host {costs.host:.2f} ms a step, prefill {costs.prefill:.2f} ms a token"
     )
-    table = Table(title=f"{name} {key.precision}, drafter {key.drafter}, {key.threads} threads")
+    table = Table(
+        title=f"{visible(name)} {key.precision}, drafter {visible(key.drafter)}, "
+        f"{key.threads} threads"
+    )
     table.add_column("budget")
     heads = ("nodes", "expected speedup", "tokens/s", "speedup", "accepted length")
     for head in heads:
@@ -144,7 +167,7 @@ def _print(profile: "Profile", name: str, path: Path) -> None:
     console.print(table)
     wins = "plain decoding: the drafter will not be used" if profile.plain_wins else profile.chosen
     from_run = "a run on the prompts" if profile.curve == "run" else "the bundle's calibration"
-    console.print(f"Chosen: {wins}. Predicted from {from_run}; kept in {path}", soft_wrap=True)
+    console.print(f"Chosen: {wins}. Predicted from {from_run}.", soft_wrap=True)
 
 
 def _number(value: float | None, digits: int) -> str:

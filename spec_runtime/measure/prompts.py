@@ -1,16 +1,20 @@
 """Reads prompt files: one prompt a line, each counted under a subset."""
 
-import json
+import logging
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+from spec_runtime.mapping import parse_json
 
 # Spec-Bench reports these eight categories of MT-Bench as one subset.
 MT_BENCH = frozenset(
     ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 )
 NO_CATEGORY = "all"
+
+log = logging.getLogger("spec_runtime")
 
 
 @dataclass(frozen=True)
@@ -40,12 +44,19 @@ def read_prompts(
     81, 82, 91, 92, 101, 111, 121, 131, 141 and 151. ``limit`` then keeps so many in all, taken
     evenly: with subsets a (3 prompts) and b (1), limit 3 keeps a a b.
 
-    Raises ValueError for a line that is none of these, and when no prompt is left.
+    A line whose text no tokenizer can take (bytes that are not UTF-8, half a surrogate pair) is
+    left out with a warning that names it: the other prompts of a large file are worth measuring.
+    Raises ValueError for a line that is none of the above, and when no prompt is left.
     """
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
+    # Only "\n" ends a line: str.splitlines would also split at U+2028, which JSON leaves as it is.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
             rows.append(_prompt(line, number, path))
+        except UnicodeError as error:
+            log.warning("%s, line %d is skipped: %s", path, number, error)
     if all(isinstance(prompt.id, int) for prompt, _ in rows):
         rows.sort(key=lambda row: row[0].id)  # ids of one kind can be compared
     order = {id(prompt): place for place, (prompt, _) in enumerate(rows)}
@@ -69,12 +80,15 @@ def _in_turn(groups: list[list[BenchPrompt]]) -> list[BenchPrompt]:
     return [prompt for row in zip_longest(*groups) for prompt in row if prompt is not None]
 
 
-def _prompt(line: str, number: int, path: Path) -> tuple[BenchPrompt, str]:
-    """Returns the prompt of a line and the category that the file gives it."""
+def _prompt(line: bytes, number: int, path: Path) -> tuple[BenchPrompt, str]:
+    """Returns the prompt of a line and the category that the file gives it. Raises UnicodeError for
+    text that is no text, and another ValueError for anything else that is wrong."""
     where = f"{path}, line {number}"
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except UnicodeError:
+        raise
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}); expected one object a line") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: got {type(row).__name__}, expected an object")
@@ -85,9 +99,11 @@ def _prompt(line: str, number: int, path: Path) -> tuple[BenchPrompt, str]:
     if not _is_content(content) or not all(isinstance(turn, str) for turn in later):
         raise ValueError(
             f"{where}: got keys {', '.join(row) or 'none'}, expected turns (a list of texts), "
-            "prompt (a text) or messages (role and content each)"
+            "prompt (a text) or messages (role and content each, both texts)"
         )
     identity: Any = row.get("question_id", row.get("id", number))
+    if type(identity) not in (int, str):
+        raise ValueError(f"{where}: got id {identity!r:.40}, expected a number or a text")
     kind = str(row.get("category", NO_CATEGORY))
     category = "mt_bench" if kind in MT_BENCH else kind
     return BenchPrompt(identity, category, content, tuple(later)), kind
@@ -97,5 +113,7 @@ def _is_content(content: Any) -> bool:
     if isinstance(content, str):
         return True
     return isinstance(content, list) and all(
-        isinstance(message, dict) and {"role", "content"} <= set(message) for message in content
+        isinstance(message, dict)
+        and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        for message in content
     )

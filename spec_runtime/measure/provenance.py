@@ -90,10 +90,13 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
 def command(argv: Sequence[str]) -> list[str]:
     """Returns a command line without the folders that say something about one machine only.
 
+    Bytes that are not UTF-8 become question marks, because no JSON file can hold them.
+
     >>> command(["/opt/venv/bin/spec-runtime", "bench", "--prompts=/data/p.jsonl", "bundles/int8"])
     ['spec-runtime', 'bench', '--prompts=p.jsonl', 'bundles/int8']
     """
-    return [Path(argv[0]).name, *(_without_folder(argument) for argument in argv[1:])]
+    whole = [argument.encode(errors="replace").decode() for argument in argv]
+    return [Path(whole[0]).name, *(_without_folder(argument) for argument in whole[1:])]
 
 
 def _without_folder(argument: str) -> str:

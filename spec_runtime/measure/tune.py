@@ -200,7 +200,7 @@ def tune(
     `sweep`: measure trees of many sizes as well. Raises ValueError for an engine that has no trees
     to tune, and for prompts that the target answers with nothing.
     """
-    _check(engine)
+    require_trees(engine)
     target, proposer = engine.target, engine.proposer
     lookup_nodes = proposer.lookup_nodes if isinstance(proposer, MergedProposer) else 0
     limit = min(SIZES[-1], target.max_nodes)
@@ -241,7 +241,7 @@ def tune(
     return TuneReport(profile, _sweep(engine, points, prompts, max_new_tokens))
 
 
-def _check(engine: Engine) -> None:
+def require_trees(engine: Engine) -> None:
     """Raises ValueError if the engine has no trees to tune."""
     if engine.drafter == "none":
         raise ValueError("got drafter none, expected one whose trees can be tuned")

@@ -5,6 +5,7 @@ Time is simulated: each run of a toy graph moves a clock by what a table says.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import time
@@ -715,6 +716,7 @@ def test_a_static_tree_is_kept_and_an_older_file_is_read(cache: Path) -> None:
         lambda text: text.replace('"budget": null', '"budget": 7'),
         lambda text: text.replace('"candidates": [', '"candidates": [3,'),
         lambda text: text.replace('"plain": 10.0', '"plain": -1.0'),
+        lambda text: text.replace('"verify": [', '"verify": [[],', 1),
         lambda text: "\x00\xff",
     ],
 )
@@ -849,3 +851,47 @@ def test_what_cannot_be_tuned_is_one_line(
     assert command("--bundle", folder, "--drafter", "none", "--prompts", prompts) == 2
     assert "got drafter none, expected one" in capsys.readouterr().err
     assert not cache.exists()
+
+
+def test_a_full_cache_loses_no_result(
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def write(profile: Profile) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "b").mkdir()
+    folder = write_bundle(tmp_path / "b", ("parallelspec",))
+    monkeypatch.setattr(profile, "write", write)
+    out = tmp_path / "out.json"
+    arguments = ("--bundle", folder, "--max-new-tokens", 4, "--threads", 1, "--json", out)
+    assert command(*arguments, "--quick") == 2
+    assert "chosen" in json.loads(out.read_text())["profile"]
+    captured = capsys.readouterr()
+    assert "Chosen: " in captured.out
+    assert "Kept in" not in captured.out
+    assert captured.err.splitlines()[-1] == "error: [Errno 28] No space left on device"
+
+
+def test_what_cannot_be_kept_is_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "b").mkdir()
+    folder = write_bundle(tmp_path / "b", ("parallelspec",))
+    monkeypatch.setattr(tune, "tune", lambda *arguments, **options: 1 / 0)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert command("--bundle", folder) == 2
+    assert "Not a directory" in capsys.readouterr().err
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    assert command("--bundle", folder) == 2
+    assert "set XDG_CACHE_HOME to a folder" in capsys.readouterr().err.splitlines()[-1]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    key = profile.key_of(bundle.read(folder, verify=False), "parallelspec", None)
+    with profile.reserved(key):
+        assert command("--bundle", folder) == 2
+    assert "is being written by process" in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,224 @@
+"""Ends a command: by what it raised, with one line or with a traceback, and with which exit code.
+
+Here a failure that is the user's to mend is told from a mistake of ours. It is the user's if
+
+- it is an OSError or a MemoryError: files, disks, networks and memory are outside of the program;
+  or
+- it is a ValueError that a `raise` statement of spec_runtime or spec_export raised. Each of those
+  was written for the user: it says what was got, what was expected and what to do.
+
+A ValueError that numpy, another library or a built-in such as int("x") raised says that we did not
+look at some data before using it. That is a mistake of ours like any other exception: it keeps its
+traceback, under which a line asks to report it.
+"""
+
+import dis
+import io
+import os
+import platform
+import select
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NoReturn, TextIO, cast
+
+import typer
+
+from spec_runtime.cli.terminal import visible
+
+INTERRUPTED, TERMINATED, NO_READER = (
+    128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+)
+REFUSED = 2
+PACKAGES = ("spec_runtime", "spec_export")
+
+# Names the extra of the distribution that brings a module which may be absent.
+EXTRAS = {
+    "onnxruntime": "cpu",
+    "tensorrt": "tensorrt",
+    "tensorrt_rtx_bindings": "tensorrt-rtx",
+    "openvino_genai": "distill",
+    **dict.fromkeys(
+        ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf"), "export"
+    ),
+    **dict.fromkeys(("accelerate", "peft", "optimum", "matplotlib"), "export"),
+}
+
+# What typer raises for any wrong command line. It has no name of its own for it, and takes it from
+# different modules in different versions; BadParameter is the kind that it does name.
+UsageError = typer.BadParameter.__base__
+
+
+def end(command: Sequence[str], work: Callable[[], int]) -> NoReturn:
+    """Runs `work` and raises SystemExit with the exit code that it returns.
+
+    What ends in one line or none raises SystemExit as well: 2 for what the user can mend, 130 on
+    Ctrl-C, 143 on SIGTERM, 141 where nobody reads the output any more (`… | head`). Mistakes of
+    ours are raised as they are, with a note that asks to report them; `command` is part of it.
+    """
+    _prepare_streams()
+    try:
+        with _raising_on_sigterm():
+            code = work()
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except SystemExit:
+        raise
+    except BaseException as error:  # so that a panic of a Rust library gets its note as well
+        if isinstance(error, BrokenPipeError) and any(map(_has_no_reader, _outputs())):
+            code = NO_READER
+        elif (message := _message(error)) is not None:
+            _print_error(message)
+            code = REFUSED
+        else:
+            error.add_note(_request(command))
+            raise
+    finally:
+        for stream in _outputs():
+            _discard_unwritten(stream)
+    raise SystemExit(code)
+
+
+def _message(error: BaseException) -> str | None:
+    """Returns the one line for an error that the user can mend; None for a mistake of ours."""
+    if isinstance(error, ModuleNotFoundError):
+        module_name = (error.name or "").partition(".")[0]
+        if module_name not in EXTRAS:
+            return None
+        return (
+            f"{module_name} is not installed, which this command needs; "
+            f"run pip install 'specsplit[{EXTRAS[module_name]}]'"
+        )
+    if UsageError is not None and isinstance(error, UsageError):
+        return _usage(cast(typer.BadParameter, error))
+    if isinstance(error, MemoryError):
+        return f"not enough memory: {error}" if str(error) else "not enough memory"
+    if isinstance(error, OSError) or (isinstance(error, ValueError) and is_raised_by_us(error)):
+        return str(error)
+    return None
+
+
+def is_raised_by_us(error: BaseException) -> bool:
+    """Returns whether a `raise` statement of this project raised the error.
+
+    The innermost frame of the traceback is then ours, and the instruction at which that frame
+    stopped is the one of a `raise` statement. A built-in or an extension module has no frame of its
+    own: there the innermost frame is ours too, but it stopped at a call.
+    """
+    innermost = error.__traceback__
+    if innermost is None:
+        return False
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    frame = innermost.tb_frame
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    instruction = dis.opname[frame.f_code.co_code[innermost.tb_lasti]]
+    return package in PACKAGES and instruction == "RAISE_VARARGS"
+
+
+def _usage(error: typer.BadParameter) -> str:
+    """Returns typer's message about a wrong command line, and where the right one is explained."""
+    message = error.format_message().rstrip(".")
+    return message if error.ctx is None else f"{message}; see {error.ctx.command_path} --help"
+
+
+def _request(command: Sequence[str]) -> str:
+    """Returns the line that asks to report a mistake of ours."""
+    from spec_runtime.measure import provenance
+
+    packages = (*provenance.PACKAGES, "torch", "transformers", "onnx")
+    found = {**provenance.versions(packages), "system": platform.platform()}
+    versions = ", ".join(f"{name} {version}" for name, version in found.items())
+    return (
+        "This is a mistake in specsplit, not in what you gave it. Please report it to the "
+        f"project's issue tracker with this traceback, the command ({visible(shlex.join(command))})"
+        f" and the versions ({versions})."
+    )
+
+
+def _print_error(message: str) -> None:
+    """Prints one line to standard error, if that still takes one."""
+    with suppress(OSError):
+        print(f"error: {visible(' '.join(message.split()))}", file=sys.stderr)
+
+
+@contextmanager
+def _raising_on_sigterm() -> Iterator[None]:
+    """Lets the first SIGTERM raise SystemExit in the block, so that it cleans up as on Ctrl-C.
+
+    A second SIGTERM ends the process at once. Leaves alone a handler that somebody else has set,
+    and threads other than the main one, which get no signals.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise SystemExit(TERMINATED)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _prepare_streams() -> None:
+    """Makes the standard streams take and give any text.
+
+    A stream that the caller closed (`<&-`) is None in Python. Its descriptor would go to the next
+    file that is opened, which prints of a library would then damage: the null device takes it. A
+    closed output is that device; a closed input stays None, so that its readers can say so.
+    Characters that the terminal's encoding lacks are printed as escapes; input that is not UTF-8
+    is kept as half surrogates, which the readers refuse.
+    """
+    if sys.stdin is None:
+        os.open(os.devnull, os.O_RDONLY)
+    if sys.stdout is None:
+        sys.stdout = _null_device()
+    if sys.stderr is None:
+        sys.stderr = _null_device()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _null_device() -> TextIO:
+    """Returns a text file that swallows all; it stays open as long as the process."""
+    return open(os.devnull, "w", encoding="utf-8")
+
+
+def _outputs() -> tuple[TextIO, TextIO]:
+    return sys.stdout, sys.stderr
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Returns whether a stream is a pipe whose other end is closed."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):  # a stand-in without a file, or a closed one
+        return False
+    poller = select.poll()
+    poller.register(number, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poller.poll(0))
+
+
+def _discard_unwritten(stream: TextIO) -> None:
+    """Empties a stream that cannot be written to, which Python would complain about at its end."""
+    try:
+        stream.flush()
+    except ValueError:  # it is closed
+        pass
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        stream.flush()

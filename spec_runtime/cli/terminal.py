@@ -1,0 +1,54 @@
+"""Prints on a terminal so that data can neither be taken for markup nor move the cursor.
+
+Names, categories and texts come from manifests, prompt files and models: whoever wrote those may
+have put anything into them.
+"""
+
+import sys
+
+import rich.console
+
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+# Halves of surrogate pairs, line and paragraph separators, and what turns the writing's direction.
+_MISLEADING = {
+    code: f"\\u{code:04x}"
+    for code in (*range(0xD800, 0xE000), *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+}
+_ESCAPES = _CONTROL | _MISLEADING
+_ESCAPES_OF_TEXT = {code: text for code, text in _ESCAPES.items() if chr(code) not in "\n\t"}
+
+
+def visible(data: object) -> str:
+    r"""Returns data as one line of text whose control characters are visible escapes.
+
+    >>> visible("red \x1b[31m")
+    'red \\x1b[31m'
+    """
+    return str(data).translate(_ESCAPES)
+
+
+def streamed(text: str) -> str:
+    """Returns a piece of generated text as it is to be printed.
+
+    A terminal gets control characters as visible escapes, except for line ends and tabs; a file or
+    a pipe gets the text unchanged.
+    """
+    return text.translate(_ESCAPES_OF_TEXT) if sys.stdout.isatty() else text
+
+
+class Console(rich.console.Console):
+    """A console of `rich` that takes strings as they stand: no markup, no emoji codes, no colours
+    guessed. Data still goes through `visible`."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        """Passes the BrokenPipeError on, which `rich` would turn into exit code 1.
+
+        On standard error it prints nothing more instead: nobody watches the progress, but the work
+        may still be wanted.
+        """
+        if not self.stderr:
+            raise
+        self.quiet = True

@@ -1,0 +1,614 @@
+"""The commands under hostile input and in hostile places: what ends in one line, what may not."""
+
+import errno
+import importlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small import ACCURACY, CALIBRATION, raising_in_the_runtime, toy_engine, write_small_bundle
+
+import spec_runtime
+from spec_export import cli as export_cli
+from spec_runtime import Engine, bundle, files, profile
+from spec_runtime import cli as runtime_cli
+from spec_runtime.backends import Runtime
+from spec_runtime.backends.threads import default_threads
+from spec_runtime.cli import options, terminal
+from spec_runtime.measure import provenance
+from spec_runtime.measure.prompts import read_prompts
+
+TESTS = Path(__file__).parent
+ESCAPE = "\x1b[31m"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_small_bundle(tmp_path / "bundles" / "small")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets commands load a toy engine, whatever the bundle."""
+
+    def load(path: Path, drafter: str | None = None, **options: object) -> Engine:
+        return toy_engine(drafter)
+
+    monkeypatch.setattr(spec_runtime, "load", load)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+
+    def run(*argv: object, main: Any = runtime_cli.main) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in argv])
+        captured = capsys.readouterr()
+        return int(end.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+# Runs the command in a process of its own, on toy engines.
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import spec_runtime
+from small import toy_engine
+spec_runtime.load = lambda path, drafter=None, **options: toy_engine(drafter)
+from spec_runtime.cli import main
+main()
+"""
+
+
+def shell(line: str, *arguments: object, program: str = PROGRAM, **settings: Any) -> Any:
+    """Runs a line of shell in which "$@" is the command with these arguments."""
+    words = ["bash", "-c", f"set -o pipefail; {line}", "bash", sys.executable, "-c", program]
+    return subprocess.run(
+        [*words, *map(str, arguments)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        **settings,
+    )
+
+
+def some_prompts(path: Path, *lines: str | bytes) -> Path:
+    """Writes a file of prompts with one sound line first."""
+    rows = [b'{"prompt": "abcabc", "category": "qa"}']
+    rows += [line if isinstance(line, bytes) else line.encode() for line in lines]
+    path.write_bytes(b"\n".join(rows) + b"\n")
+    return path
+
+
+# ---- what is the user's to mend, and what is a mistake of ours
+
+
+def shapes_that_do_not_fit(*arguments: object, **options: object) -> None:
+    np.zeros(2) + np.zeros(3)
+
+
+def no_number(*arguments: object, **options: object) -> None:
+    int("x")
+
+
+@pytest.mark.parametrize("failure", [shapes_that_do_not_fit, no_number])
+@pytest.mark.parametrize("is_own_frame", [False, True])
+def test_a_mistake_of_ours_is_a_traceback_with_a_request(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Callable[..., None],
+    is_own_frame: bool,
+) -> None:
+    if is_own_frame:  # as if the call stood in the runtime
+        monkeypatch.setitem(failure.__globals__, "__name__", "spec_runtime.stand_in")
+    monkeypatch.setattr(spec_runtime, "load", failure)
+    with pytest.raises(ValueError, match=r"broadcast|invalid literal") as found:
+        runtime_cli.main(["generate", "hello", "--bundle", str(folder)])
+    (note,) = found.value.__notes__
+    assert "Please report it to the project's issue tracker" in note
+    assert f"spec-runtime generate hello --bundle {folder}" in note
+    assert f"numpy {np.__version__}" in note
+    assert "\n" not in note
+
+
+def test_the_request_stands_under_the_traceback(folder: Path) -> None:
+    program = PROGRAM.replace("toy_engine(drafter)", "1 / 0")
+    done = shell('"$@"', "generate", "hello", "--bundle", folder, program=program)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-2] == "ZeroDivisionError: division by zero"
+    assert "report it" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("got this"),
+        bundle.BundleError("got this"),
+        OSError(errno.EIO, "lost"),
+        MemoryError(),
+    ],
+)
+def test_what_we_raise_for_the_user_is_one_line(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(spec_runtime, "load", raising_in_the_runtime(error))
+    message = str(error) or "not enough memory"
+    assert run("generate", "hello", "--bundle", folder) == (2, "", f"error: {message}\n")
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (runtime_cli.main, ["compose"], "No such command 'compose'"),
+        (runtime_cli.main, ["generate", "--colour"], "No such option"),
+        (runtime_cli.main, ["generate", "--threads", "x"], "Invalid value for '--threads'"),
+        (runtime_cli.main, ["generate", "--threads", "0"], "Invalid value for '--threads'"),
+        (runtime_cli.main, ["bench"], "Missing option '--prompts'"),
+        (runtime_cli.main, ["generate", "--stop"], "--stop"),
+        (export_cli.main, ["train"], "Missing argument"),
+        (export_cli.main, ["build", "--precision", "fp7"], "Invalid value for '--precision'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    run: Run, main: Any, arguments: list[str], message: str
+) -> None:
+    code, out, err = run(*arguments, main=main)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ")
+    assert message in err
+    assert err.endswith(" --help\n") or "requires an argument" in err  # typer says no more of it
+
+
+@pytest.mark.parametrize("main", [runtime_cli.main, export_cli.main])
+def test_without_a_verb_the_help_is_printed(run: Run, main: Any) -> None:
+    code, out, err = run(main=main)
+    assert (code, err) == (2, "")
+    assert "Usage" in out
+
+
+# ---- streams and signals
+
+
+def test_nobody_reads_the_output(folder: Path) -> None:
+    arguments = ("generate", "abcabcabc", "--bundle", folder, "--max-new-tokens", 150)
+    for line in ('"$@" | true', '"$@" 2>&1 | true', '"$@" --show-accepted | true'):
+        done = shell(line, *arguments)
+        assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_nobody_watches_the_progress(folder: Path, tmp_path: Path) -> None:
+    long = json.dumps({"prompt": "a" * 999})
+    prompts, out = some_prompts(tmp_path / "prompts.jsonl", long, long), tmp_path / "out.json"
+    done = shell(
+        '"$@" 2>&1 >/dev/null | true',
+        *("bench", "--bundle", folder, "--prompts", prompts, "--max-new-tokens", 4, "--json", out),
+    )
+    assert done.returncode == 0
+    assert len(json.loads(out.read_text())["skipped"]) == 2
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_standard_input_is_closed(folder: Path, verb: str) -> None:
+    done = shell('"$@" <&-', verb, "--bundle", folder)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("error: got no standard input (it is closed)")
+
+
+def test_outputs_are_closed(folder: Path, tmp_path: Path) -> None:
+    arguments = ("generate", "abcabc", "--bundle", folder, "--max-new-tokens", 9)
+    done = shell('"$@" >&-', *arguments)
+    assert done.returncode == 0
+    assert done.stderr.startswith("9 tokens")
+    done = shell('"$@" >&- 2>&-', *arguments)
+    assert done.returncode == 0
+    out = tmp_path / "out.json"
+    prompts = some_prompts(tmp_path / "prompts.jsonl")
+    done = shell('"$@" <&- >&- 2>&-', "bench", "--bundle", folder, "--prompts", prompts)
+    assert done.returncode == 0
+    done = shell(
+        '"$@" >&- 2>&-', *("bench", "--bundle", folder, "--prompts", prompts, "--json"), out
+    )
+    assert (done.returncode, "overall" in json.loads(out.read_text())) == (0, True)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_the_output_is_one_line(folder: Path) -> None:
+    done = shell('"$@" >/dev/full', "generate", "abcabc", "--bundle", folder)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "No space left on device" in done.stderr
+
+
+def test_an_encoding_without_the_characters(folder: Path) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    done = shell('"$@"', "show", "--bundle", folder, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+WAITING = """
+import signal, sys, time
+from spec_runtime.cli import boundary
+
+def work():
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaned", flush=True)
+        if sys.argv[1:] == ["hangs"]:
+            while True:
+                time.sleep(60)
+
+boundary.end(["waiting"], work)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_clean_up(number: int, code: int) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=-1, stderr=-1, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        assert process.stdout.read() == "cleaned\n"
+        assert process.stderr.read() == ""
+        assert process.wait(20) == code
+
+
+def test_a_second_sigterm_kills() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING, "hangs"], stdout=-1, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.terminate()
+        assert process.stdout.readline() == "cleaned\n"
+        process.terminate()
+        assert process.wait(20) == -signal.SIGTERM
+
+
+def test_ctrl_c_at_the_prompt_leaves_chat(folder: Path) -> None:
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-c", PROGRAM, "chat", "--bundle", str(folder)]
+    with subprocess.Popen(words, stdin=theirs, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().endswith("Ctrl-D leaves.\n")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 130
+        assert process.stderr.read() == ""
+    os.close(ours)
+    os.close(theirs)
+
+
+@pytest.mark.parametrize("main", [runtime_cli.main, export_cli.main])
+def test_sigterm_is_as_it_was_afterwards(run: Run, main: Any) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run("--help", main=main)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ---- text that is no text
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments"),
+    [
+        ('"$@"', ["generate", b"a\xff"]),
+        ("printf 'a\\xff' | \"$@\"", ["generate"]),
+        ('"$@"', ["generate", "a", "--system", b"\xff"]),
+        ('"$@"', ["generate", "a", "--stop", b"\xff"]),
+    ],
+)
+def test_bytes_that_are_no_text_are_one_line(folder: Path, line: str, arguments: list[Any]) -> None:
+    words = [os.fsdecode(each) for each in arguments]
+    done = shell(line, *words, "--bundle", folder)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "is not UTF-8, expected text in UTF-8" in done.stderr
+
+
+def test_the_record_of_a_command_is_text() -> None:
+    words = ["/opt/spec-runtime", "bench", "--prompts=/data/\udcff.jsonl"]
+    assert provenance.command(words) == ["spec-runtime", "bench", "--prompts=?.jsonl"]
+
+
+def test_a_panic_has_a_note_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):
+        pass
+
+    monkeypatch.setattr(spec_runtime, "load", raising_in_the_runtime(PanicException("boom")))
+    with pytest.raises(PanicException) as found:
+        runtime_cli.main(["generate", "hello", "--bundle", str(folder)])
+    assert "report it" in found.value.__notes__[0]
+
+
+def test_chat_goes_on_after_a_line_that_is_no_text(folder: Path) -> None:
+    line = "printf 'a\\xff\\nabc\\n' | \"$@\""
+    done = shell(line, "chat", "--bundle", folder, "--max-new-tokens", 3)
+    assert (done.returncode, len(done.stdout)) == (0, 4)
+    assert done.stderr.startswith("error: got a message whose character 2 is not UTF-8")
+
+
+NO_TEXT: list[str | bytes] = ['{"prompt": "\\ud800"}', b'{"prompt": "\xff"}']
+
+
+@pytest.mark.parametrize("line", NO_TEXT)
+@pytest.mark.parametrize("verb", ["bench", "audit"])
+def test_a_line_that_is_no_text_is_left_out_and_named(
+    run: Run, folder: Path, engines: None, tmp_path: Path, line: str | bytes, verb: str
+) -> None:
+    prompts = some_prompts(tmp_path / "prompts.jsonl", line, '{"prompt": "bcbc"}')
+    out = tmp_path / "out.json"
+    code, _, err = run(
+        *(verb, "--bundle", folder, "--prompts", prompts, "--max-new-tokens", 8, "--json", out)
+    )
+    assert code == 0
+    assert f"warning: {prompts}, line 2 is skipped: " in err
+    figures = json.loads(out.read_text())
+    assert figures["provenance"]["prompts"]["ids"] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 100_000, "line 2: not JSON (it is nested too deeply)"),
+        ('{"prompt": "a", "id": [1]}', "line 2: got id [1], expected a number or a text"),
+        ('{"messages": [{"role": "user", "content": null}]}', "line 2: got keys messages"),
+        ('{"messages": [{"role": 3, "content": "a"}]}', "line 2: got keys messages"),
+    ],
+)
+def test_a_hostile_line_is_one_line(
+    run: Run, folder: Path, engines: None, tmp_path: Path, line: str, message: str
+) -> None:
+    prompts = some_prompts(tmp_path / "prompts.jsonl", line)
+    code, _, err = run("bench", "--bundle", folder, "--prompts", prompts)
+    assert (code, err.count("\n")) == (2, 1)
+    assert message in err
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+def test_only_line_ends_cut_json_lines(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    row = {"prompt": f"a{separator}b"}
+    text = json.dumps(row, ensure_ascii=ord(separator) < 32)
+    path.write_text(f"{text}\r\n{text}\n", encoding="utf-8")
+    assert [prompt.content for prompt in read_prompts(path)] == [f"a{separator}b"] * 2
+
+
+# ---- data on the terminal
+
+
+HOSTILE = ["[/b]", "[link", f"{ESCAPE}red", "[bold]x", "a\nb", "\u202egnp", ":smile:"]
+
+
+@pytest.mark.parametrize("category", HOSTILE)
+def test_a_category_is_no_markup(
+    run: Run, folder: Path, engines: None, tmp_path: Path, category: str
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    rows = [{"prompt": "abc", "category": category, "id": category}]
+    rows.append({"prompt": "a" * 999, "category": category, "id": category})
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ("--bundle", folder, "--prompts", prompts, "--max-new-tokens", 8, "--json", out)
+    code, printed, err = run("bench", *arguments)
+    assert code == 0
+    assert list(json.loads(out.read_text())["categories"]) == [category]
+    assert terminal.visible(category) in printed
+    assert f"prompt {terminal.visible(category)} skipped" in " ".join(err.split())
+    assert not {"\x1b", "\u202e"} & set(printed + err)
+    code, _, err = run("audit", *arguments)
+    assert code == 0
+    assert f"prompt {terminal.visible(category)} skipped" in " ".join(err.split())
+
+
+def hostile_bundle(folder: Path, text: str) -> None:
+    """Puts `text` wherever a manifest has room for one."""
+    file = folder / bundle.MANIFEST
+    data = json.loads(file.read_text())
+    data["name"] = text
+    data["provenance"] = {text: {"command": [text], text: [text], "deep": text}}
+    data["target"]["family"] = text
+    data["target"]["rope"]["type"] = text
+    data["drafters"][0]["config"][text] = text
+    data["drafters"][0]["calibration"] = CALIBRATION
+    data["drafters"][0]["trees"] = {"max_nodes": 2}
+    file.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["b[/x]", *HOSTILE])
+def test_a_manifest_is_no_markup(
+    run: Run, folder: Path, engines: None, tmp_path: Path, text: str
+) -> None:
+    hostile_bundle(folder, text)
+    prompts = some_prompts(tmp_path / "prompts.jsonl")
+    more = ("--bundle", folder, "--prompts", prompts, "--max-new-tokens", 4)
+    for words in (("show",), ("bench", *more), ("audit", *more)):
+        code, out, err = run(*words, "--bundle", folder)
+        assert (code, err.strip()) == (0, ""), words
+        assert terminal.visible(text) in out, words
+        assert not {"\x1b", "\u202e"} & set(out)
+
+
+def test_errors_and_warnings_are_no_escape_sequences(
+    run: Run, folder: Path, tmp_path: Path, engines: None
+) -> None:
+    code, _, err = run("show", "--bundle", tmp_path / ESCAPE)
+    assert code == 2
+    assert "\\x1b[31m" in err
+    prompts = some_prompts(tmp_path / f"prompts{ESCAPE}", '{"prompt": "\\ud800"}')
+    code, _, err = run("bench", "--bundle", folder, "--prompts", prompts)
+    assert (code, "\x1b" in err) == (0, False)
+    assert "\\x1b[31m, line 2 is skipped" in err
+
+
+def test_a_terminal_gets_no_escape_sequence_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert terminal.streamed(f"a\n\t{ESCAPE}") == f"a\n\t{ESCAPE}", "a file gets all"
+    ours, theirs = pty.openpty()
+    with open(ours, "rb", buffering=0), open(theirs, "w") as screen:
+        monkeypatch.setattr("sys.stdout", screen)
+        assert terminal.streamed(f"a\n\té{ESCAPE}") == "a\n\té\\x1b[31m"
+
+
+# ---- results
+
+
+def test_figures_come_before_the_table(
+    run: Run, folder: Path, engines: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = some_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
+    for verb in ("bench", "audit"):
+        module = importlib.import_module(f"spec_runtime.cli.{verb}")
+        monkeypatch.setattr(module, "_table", raising_in_the_runtime(ValueError("no table")))
+        code, _, _ = run(verb, "--bundle", folder, "--prompts", prompts, "--json", out)
+        assert code == 2
+        assert json.loads(out.read_text())["bundle"] == "small"
+        out.unlink()
+
+
+def test_the_table_is_printed_though_the_disk_is_full(
+    run: Run, folder: Path, engines: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, out = some_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(options, "write_figures", raising_in_the_runtime(full))
+    for verb, word in (("bench", "overall"), ("audit", "identical")):
+        code, printed, err = run(verb, "--bundle", folder, "--prompts", prompts, "--json", out)
+        assert (code, word in printed) == (2, True)
+        assert "No space left on device" in err
+
+
+@pytest.mark.parametrize("verb", ["bench", "audit", "tune"])
+@pytest.mark.parametrize("place", ["/proc/nowhere/out.json", ".", "/dev/null", "link.json"])
+def test_a_place_that_cannot_be_written_is_found_before_the_measurement(
+    run: Run,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+    place: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.json").symlink_to("prompts.jsonl")
+    monkeypatch.setattr(spec_runtime, "load", shapes_that_do_not_fit)
+    prompts = some_prompts(tmp_path / "prompts.jsonl")
+    code, _, err = run(verb, "--bundle", folder, "--prompts", prompts, "--json", place)
+    assert (code, err.count("\n")) == (2, 1)
+    assert (place if place != "/proc/nowhere/out.json" else "/proc/nowhere") in err
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "bundles",
+        "link.json",
+        "prompts.jsonl",
+    ]
+
+
+def test_a_trial_leaves_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept.json", tmp_path / "new" / "out.json"
+    kept.write_text("old")
+    files.require_writable(kept)
+    files.require_writable(new)
+    assert {each.name for each in tmp_path.rglob("*")} == {"kept.json", "new"}
+    assert kept.read_text() == "old"
+
+
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_a_drawing_cannot_be_written(run: Run, folder: Path, option: str) -> None:
+    if option == "--png":
+        pytest.importorskip("matplotlib")
+    hostile_bundle(folder, "b")
+    code, _, err = run("show", "--tree", "--bundle", folder, option, "/proc/nowhere/tree")
+    assert (code, err.count("\n")) == (2, 1)
+    assert len(ACCURACY) == 2
+
+
+# ---- machine profiles
+
+
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes this process's home, as for a user without an entry in the table of users."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+
+
+KEY = profile.Key("0" * 64, "some cpu", 2, "int8", "parallelspec")
+
+
+def test_without_a_home_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_home(monkeypatch)
+    assert profile.find(KEY) is None
+    with (
+        pytest.raises(ValueError, match="got neither XDG_CACHE_HOME nor a home folder"),
+        profile.reserved(KEY),
+    ):
+        pass
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert profile.cache_folder() == Path("/cache/specsplit")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"candidates": "\\ud800"}', '{"a":' * 10_000])
+def test_a_hostile_profile_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = profile.path_of(KEY)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert profile.find(KEY) is None
+    (message,) = caplog.messages
+    assert message.endswith("run spec-runtime tune again")
+
+
+def test_two_cannot_tune_for_the_same_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with (
+        profile.reserved(KEY) as path,
+        pytest.raises(ValueError, match=f"is being written by process {os.getpid()}"),
+        profile.reserved(KEY),
+    ):
+        pass
+    assert list(path.parent.iterdir()) == []
+
+
+# ---- threads
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000, 2.0, "2", True])
+def test_threads_are_bounded(threads: Any) -> None:
+    most = 4 * default_threads()
+    with pytest.raises(ValueError, match=f"got threads {threads!r}, expected 1 to {most}, "):
+        Runtime(threads=threads)
+
+
+def test_more_threads_than_cpus_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    Runtime(threads=default_threads())
+    assert caplog.messages == []
+    Runtime(threads=default_threads() + 1)
+    (message,) = caplog.messages
+    assert message.startswith(f"{default_threads() + 1} threads share the")
+
+
+def test_too_many_threads_are_one_line(run: Run, folder: Path) -> None:
+    code, _, err = run("generate", "a", "--bundle", folder, "--threads", 100_000)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "got threads 100000, expected 1 to" in err
