@@ -99,6 +99,7 @@ def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Targ
         open_cache(graph.form, capacity, graph.attention),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
+        precision=info.precision,
         strict_gap=STRICT_GAPS[info.precision] if strict else None,
     )
 

@@ -224,13 +224,15 @@ def test_engines_that_share_a_target_do_not_share_its_kv() -> None:
     assert [r.stats.reused_tokens > 0 for r in results] == [False] * 3 + [True] + [False] * 2
 
 
-def test_a_stream_overtaken_by_another_run_says_so() -> None:
+def test_a_stream_is_not_overtaken_by_another_run() -> None:
     engine = make_engine("parallelspec", **MODEL)
     stream = engine.stream(random_prompt(1), max_new_tokens=40)
-    next(stream)
+    first = next(stream)
+    with pytest.raises(RuntimeError, match="open stream on this target"):
+        engine.generate(random_prompt(2), max_new_tokens=20)
+    alone = make_engine("parallelspec", **MODEL).generate(random_prompt(1), max_new_tokens=40)
+    assert first + "".join(stream) == alone.text
     newer = engine.generate(random_prompt(2), max_new_tokens=20)
-    with pytest.raises(RuntimeError, match="another generation"):
-        next(stream)
     assert engine.last_result is newer
     fresh = make_engine("parallelspec", **MODEL).generate(random_prompt(2), max_new_tokens=20)
     again = engine.generate(random_prompt(2), max_new_tokens=20)
