@@ -11,14 +11,18 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from mixed_calls import problems
 from toy_engine import DRAFTERS, make_engine, make_proposer, random_prompt
 
 from spec_runtime.engine import Engine, GenerationResult
+from spec_runtime.load import load
 from spec_runtime.trees.budget import Budget
+
+if TYPE_CHECKING:
+    from workshop import FluentWorkshop
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 PROMPTS = [[1, 2, 3, 4, 5, *random_prompt(seed)] for seed in range(4)]
@@ -58,6 +62,20 @@ def test_the_mixture_needs_no_assertions() -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert found.stdout.strip() == "[] False", found.stderr
+
+
+def test_a_mixture_of_calls_on_a_bundle(fluent: FluentWorkshop) -> None:
+    bundle = fluent.bundle("parallelspec")
+    engine = load(bundle, threads=1, profile=False)
+    engines = [engine, engine.with_drafter("none"), engine.with_drafter("parallelspec", False)]
+    prompts = [engine.encode(f"say {word}") for word in ("abc, 3", "abc, 4", "xyz", "more")]
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    plain = load(bundle, "none", threads=1)
+
+    def answer_alone(prompt: list[int], options: dict[str, Any]) -> list[int]:
+        return plain.generate(prompt, reuse=False, **options).token_ids
+
+    assert problems(engines, answer_alone, prompts, options, num_calls=5) == []
 
 
 class Call:
