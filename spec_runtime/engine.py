@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, Unpack
 from spec_runtime.backends.turns import Turn
 from spec_runtime.generate import CHAIN_LENGTH, generate
 from spec_runtime.proposers.base import Proposer
-from spec_runtime.sampling import SamplingOptions, SamplingParams, TokenLogprob
+from spec_runtime.sampling import SamplingOptions, SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
 from spec_runtime.target import Target, Wants
@@ -138,11 +138,13 @@ class Engine:
     def with_drafter(self, name: str | None, lookup: bool | None = None) -> Engine:
         """Returns an engine on the same target with another drafter ("none" = plain decoding).
 
-        `name` and `lookup` are those of `load`. Raises ValueError for an unknown name, and if this
-        engine was not loaded from a bundle.
+        `name` and `lookup` are those of `load`. Raises ValueError for an unknown name or a wrong
+        type, and if this engine was not loaded from a bundle.
         """
         if self._opener is None:
             raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
+        if lookup is not None:
+            lookup = checked_flag("lookup", lookup)
         opened = self._opener.open(name, lookup)
         return Engine(self.target, self.tokenizer, opened, self._opener)
 
@@ -224,6 +226,8 @@ class Engine:
 
     def encode(self, prompt: Prompt, raw: bool = False, system: str | None = None) -> list[int]:
         """Returns the prompt's token ids, checked against vocabulary and context."""
+        if system is not None and not isinstance(system, str):
+            raise ValueError(f"got system {system!r:.60}, expected a string, or None for none")
         ids = encode_prompt(self.tokenizer, prompt, raw, system)
         if len(ids) > self.target.max_length:
             raise ValueError(
@@ -247,6 +251,7 @@ class Engine:
     ) -> tuple[Generator[Step, None, GenerationResult], TextStream]:
         """Checks the arguments; returns the steps, none of which has run yet, and their text."""
         params = SamplingParams(**sampling)
+        raw, reuse = checked_flag("raw", raw), checked_flag("reuse", reuse)
         text = TextStream(self.tokenizer.decode, params.stop)
         return self._run(self.encode(prompt, raw, system), params, reuse, text), text
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypedDict
@@ -24,7 +24,7 @@ import numpy as np
 ACCEPTANCES = ("target_sampling", "rejection", "typical")
 # Below this temperature a request is greedy. Logits of some tens are about 2e-6 apart in float32,
 # so that there is nothing left to draw but exact ties.
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+MIN_TEMPERATURE = 1e-6
 # The most that a bias or penalty may add to a logit, and a repetition penalty may multiply it by:
 # more than any logit, and far from float32's largest number.
 MAX_SHIFT, MAX_FACTOR = 1e9, 1e3
@@ -94,58 +94,19 @@ def _checked_ids(name: str, value: Any, least: int, expected: str) -> tuple[int,
     return tuple(i for i in ids if i is not None)
 
 
-class _Rule(NamedTuple):
-    """Says what a number of SamplingParams may be. None is off, if `is_optional` is set."""
-
-    convert: Callable[[Any], float | None]
-    is_valid: Callable[[float], bool]
-    expected: str
-    is_optional: bool = False
-
-    def checked(self, name: str, value: Any) -> float | None:
-        """Returns the value as Python's own number; raises ValueError if it may not be."""
-        if value is None and self.is_optional:
-            return None
-        number = self.convert(value)
-        if number is None or not self.is_valid(number):
-            raise ValueError(f"got {name} {_shown(value)}, expected {self.expected}")
-        return number
-
-
-_SHIFT = _Rule(
-    _number, lambda x: abs(x) <= MAX_SHIFT, f"-{MAX_SHIFT:g} to {MAX_SHIFT:g} (0 is off)"
+# Fields of SamplingParams by the kind of number that they hold, and those that None switches off.
+_WHOLE_FIELDS = ("max_new_tokens", "top_k", "seed", "logprobs")
+_REAL_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "typical_epsilon",
+    "typical_delta",
 )
-_NUMBERS = {
-    "max_new_tokens": _Rule(_whole, lambda n: n >= 1, "a whole number, 1 or more"),
-    "temperature": _Rule(
-        _number, lambda t: 0 <= t <= MAX_TEMPERATURE, f"0 (greedy) to {MAX_TEMPERATURE:g}"
-    ),
-    "top_k": _Rule(
-        _whole, lambda k: k >= 1, "a whole number, 1 or more, or None for off", is_optional=True
-    ),
-    "top_p": _Rule(
-        _number, lambda p: 0 < p <= 1, "above 0 and up to 1, or None for off", is_optional=True
-    ),
-    "min_p": _Rule(_number, lambda p: 0 <= p <= 1, "0 (off) to 1, or None", is_optional=True),
-    "repetition_penalty": _Rule(
-        _number,
-        lambda x: 1 / MAX_FACTOR <= x <= MAX_FACTOR,
-        f"{1 / MAX_FACTOR:g} to {MAX_FACTOR:g} (1 is off)",
-    ),
-    "presence_penalty": _SHIFT,
-    "frequency_penalty": _SHIFT,
-    "seed": _Rule(_whole, lambda seed: True, "a whole number, or None for any", is_optional=True),
-    "logprobs": _Rule(
-        _whole, lambda n: n >= 0, "a whole number, 0 or more, or None for off", is_optional=True
-    ),
-    "typical_epsilon": _Rule(_number, lambda x: 0 < x <= 1, "above 0 and up to 1"),
-    "typical_delta": _Rule(
-        _number,
-        lambda x: 0 < x < math.inf,
-        "above 0, or None for the root of typical_epsilon",
-        is_optional=True,
-    ),
-}
+_OPTIONAL_FIELDS = ("top_k", "top_p", "min_p", "seed", "logprobs", "typical_delta")
 
 
 @dataclass(frozen=True)
@@ -199,19 +160,68 @@ class SamplingParams:
     draw_with_replacement: bool = False
 
     def __post_init__(self) -> None:
-        for name, rule in _NUMBERS.items():
-            object.__setattr__(self, name, rule.checked(name, getattr(self, name)))
+        self._convert_numbers()
         for name in ("ignore_eos", "draw_with_replacement"):
             object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
-        if self.temperature < MIN_TEMPERATURE:  # the one place that decides who is greedy
-            object.__setattr__(self, "temperature", 0.0)
-        if not isinstance(self.acceptance, str) or self.acceptance not in ACCEPTANCES:
-            known = ", ".join(ACCEPTANCES)
-            raise ValueError(f"got acceptance {_shown(self.acceptance)}, expected one of {known}")
         object.__setattr__(self, "stop", self._checked_stop())
         ids = _checked_ids("stop_token_ids", self.stop_token_ids, 0, "a list of token ids")
         object.__setattr__(self, "stop_token_ids", ids)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"got max_new_tokens {self.max_new_tokens}, expected 1 or more")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"got temperature {self.temperature}, expected 0 (greedy) or more")
+        if self.temperature < MIN_TEMPERATURE:  # the one place that decides who is greedy
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"got top_k {self.top_k}, expected 1 or more, or None for off")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"got top_p {self.top_p}, expected above 0 and up to 1")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"got min_p {self.min_p}, expected 0 (off) to 1")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"got logprobs {self.logprobs}, expected 0 or more, or None for off")
+        self._check_penalties()
+        self._check_acceptance()
+
+    def _convert_numbers(self) -> None:
+        """Makes Python's own numbers of NumPy's; raises ValueError for what is no number."""
+        for name in (*_WHOLE_FIELDS, *_REAL_FIELDS):
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL_FIELDS:
+                continue
+            number = _whole(value) if name in _WHOLE_FIELDS else _number(value)
+            if number is None:
+                kind = "a whole number" if name in _WHOLE_FIELDS else "a number"
+                kind += ", or None" if name in _OPTIONAL_FIELDS else ""
+                raise ValueError(f"got {name} {_shown(value)}, expected {kind}")
+            object.__setattr__(self, name, number)
+
+    def _check_penalties(self) -> None:
+        if not 1 / MAX_FACTOR <= self.repetition_penalty <= MAX_FACTOR:
+            raise ValueError(
+                f"got repetition_penalty {self.repetition_penalty}, expected "
+                f"{1 / MAX_FACTOR:g} to {MAX_FACTOR:g} (1 is off)"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(value := getattr(self, name)) <= MAX_SHIFT:
+                raise ValueError(
+                    f"got {name} {value}, expected -{MAX_SHIFT:g} to {MAX_SHIFT:g} (0 is off)"
+                )
         object.__setattr__(self, "logit_bias", self._checked_bias())
+
+    def _check_acceptance(self) -> None:
+        if not isinstance(self.acceptance, str) or self.acceptance not in ACCEPTANCES:
+            known = ", ".join(ACCEPTANCES)
+            raise ValueError(f"got acceptance {_shown(self.acceptance)}, expected one of {known}")
+        if not 0 < self.typical_epsilon <= 1:
+            raise ValueError(
+                f"got typical_epsilon {self.typical_epsilon}, expected above 0 and up to 1"
+            )
+        delta = self.typical_delta
+        if delta is not None and not 0 < delta < math.inf:
+            raise ValueError(
+                f"got typical_delta {delta}, expected above 0, or None for its default"
+            )
         if self.draw_widths is not None:
             expected = "how many to draw at depth 1, 2 …, 1 or more, or None for chains"
             widths = _checked_ids("draw_widths", self.draw_widths, 1, expected)
@@ -438,7 +448,8 @@ class Sampler:
         """
         with np.errstate(over="ignore"):  # far below `top`: -inf, whose p is 0
             scaled: np.ndarray = logits - top
-            scaled *= np.float32(1 / self.params.temperature)
+            # never by 0, which would make NaN of -inf
+            scaled *= np.float32(max(1 / self.params.temperature, 1e-37))
         return scaled
 
     def _top_survivors(self, top: TopLogits) -> tuple[np.ndarray, np.ndarray, bool] | None:

@@ -265,6 +265,19 @@ def test_bad_prompts_fail_before_anything_runs() -> None:
     assert engine.target._backend.num_runs == 0  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("raw", "yes"), ("raw", None), ("reuse", 0), ("system", 3), ("system", ["be brief"])],
+)
+def test_an_argument_of_a_wrong_type_is_one_clear_line(argument: str, value: Any) -> None:
+    engine = chat_engine("none")
+    for call in (engine.generate, engine.stream, engine.steps):
+        arguments: dict[str, Any] = {argument: value}
+        with pytest.raises(ValueError, match=f"got {argument} .*, expected") as caught:
+            call("x", **arguments)  # type: ignore[operator]
+        assert "\n" not in str(caught.value)
+
+
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
         make_engine("none").generate("x", temprature=1.0)  # type: ignore[call-arg]
