@@ -139,6 +139,7 @@ def by_typical(
 
 
 def _typical_threshold(p_V: np.ndarray, epsilon: float, delta: float) -> float:
-    p = p_V[p_V > 0].astype(np.float32)  # ten times as fast over V as float64's log
+    p = p_V.astype(np.float32)  # ten times as fast over V as float64's log
+    p = p[p > 0]  # some that float64 still holds are 0 by now, whose log would be infinite
     entropy = -float(p @ np.log(p))
     return min(epsilon, delta * math.exp(-entropy))

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, Unpack
 
+from spec_runtime.backends.turns import Turn
 from spec_runtime.generate import CHAIN_LENGTH, generate
 from spec_runtime.proposers.base import Proposer
-from spec_runtime.sampling import SamplingOptions, SamplingParams, TokenLogprob
+from spec_runtime.sampling import SamplingOptions, SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
-from spec_runtime.target import Lease, Target, Wants
+from spec_runtime.target import Target, Wants
 from spec_runtime.text import Codec, Prompt, TextStream, encode_prompt
 from spec_runtime.trees.budget import Budget, Static
 from spec_runtime.trees.templates import chain
@@ -72,7 +74,14 @@ class Opener(Protocol):
 
 
 class Engine:
-    """One drafter on one target. Several engines may share a target, one generation at a time.
+    """One drafter on one target, which several engines may share, each with a drafter of its own.
+
+    Threads may share an engine or a target: its generations run one after the other, in the order
+    of their calls, and each gives what it would give alone. `generate` waits for those before it. A
+    stream waits at its first piece, and from then on the others wait until it is exhausted, closed
+    or dropped. A thread that would wait for the stream that it read last itself gets a
+    RuntimeError. With asyncio, run each call, and the whole loop over a stream, in one worker
+    thread (`asyncio.to_thread`).
 
     Raises ValueError if the drafter's trees are larger than what the target has room for.
     """
@@ -95,8 +104,8 @@ class Engine:
         self._opened = drafter
         self._opener = opener
         self._expected = drafter.expected_accepted_length  # None once a warning is out
-        self._lease: Lease | None = None  # of our last run
-        self._held: list[int] = []  # tokens whose KV the target has while that lease is current
+        self._turn: Turn | None = None  # of our last run
+        self._held: list[int] = []  # tokens whose KV the target has while its rows are that turn's
 
     @property
     def drafter(self) -> str:
@@ -129,11 +138,13 @@ class Engine:
     def with_drafter(self, name: str | None, lookup: bool | None = None) -> Engine:
         """Returns an engine on the same target with another drafter ("none" = plain decoding).
 
-        `name` and `lookup` are those of `load`. Raises ValueError for an unknown name, and if this
-        engine was not loaded from a bundle.
+        `name` and `lookup` are those of `load`. Raises ValueError for an unknown name or a wrong
+        type, and if this engine was not loaded from a bundle.
         """
         if self._opener is None:
             raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
+        if lookup is not None:
+            lookup = checked_flag("lookup", lookup)
         opened = self._opener.open(name, lookup)
         return Engine(self.target, self.tokenizer, opened, self._opener)
 
@@ -169,13 +180,18 @@ class Engine:
         """Returns the whole answer to a string, chat messages or token ids.
 
         `raw` takes a string past the chat template. `reuse` keeps the KV of the prefix shared with
-        the previous call. `sampling` are the fields of SamplingParams. Raises ValueError for bad
-        arguments and for a prompt longer than the context.
+        the previous call, unless there is a seed and the target is not fp32, whose rows would then
+        depend on that call. `sampling` are the fields of SamplingParams. Raises ValueError for bad
+        arguments and for a prompt longer than the context, and RuntimeError if this thread has not
+        finished a stream on the same target.
         """
-        for _ in self.steps(prompt, raw=raw, system=system, reuse=reuse, **sampling):
-            pass
-        assert self.last_result is not None
-        return self.last_result
+        with closing(self._begin(prompt, raw, system, reuse, sampling)[0]) as steps:
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    result: GenerationResult = end.value
+                    return result
 
     def stream(
         self,
@@ -185,12 +201,14 @@ class Engine:
         system: str | None = None,
         reuse: bool = True,
         **sampling: Unpack[SamplingOptions],
-    ) -> Generator[str, None, None]:
-        """Yields pieces of the text as they come, and leaves the rest in `last_result`. Closing the
-        generator early is fine; see `generate` for the arguments."""
-        params = SamplingParams(**sampling)
-        text = TextStream(self.tokenizer.decode, params.stop)
-        steps = self._run(self.encode(prompt, raw, system), params, reuse, text)
+    ) -> Generator[str, None, GenerationResult]:
+        """Yields pieces of the text as they come; see `generate` for the arguments.
+
+        Closing the generator early is fine. The result is in `last_result`, and is also what the
+        generator returns (`result = yield from engine.stream(…)`): where threads share the engine,
+        `last_result` may already be another call's.
+        """
+        steps, text = self._begin(prompt, raw, system, reuse, sampling)
         return _pieces(steps, text)
 
     def steps(
@@ -201,14 +219,15 @@ class Engine:
         system: str | None = None,
         reuse: bool = True,
         **sampling: Unpack[SamplingOptions],
-    ) -> Generator[Step, None, None]:
-        """Yields what each step commits; the first step is the prompt's. See `generate`."""
-        params = SamplingParams(**sampling)
-        text = TextStream(self.tokenizer.decode, params.stop)
-        return self._run(self.encode(prompt, raw, system), params, reuse, text)
+    ) -> Generator[Step, None, GenerationResult]:
+        """Yields what each step commits, and returns the result; the first step is the prompt's.
+        See `generate` and `stream`."""
+        return self._begin(prompt, raw, system, reuse, sampling)[0]
 
     def encode(self, prompt: Prompt, raw: bool = False, system: str | None = None) -> list[int]:
         """Returns the prompt's token ids, checked against vocabulary and context."""
+        if system is not None and not isinstance(system, str):
+            raise ValueError(f"got system {system!r:.60}, expected a string, or None for none")
         ids = encode_prompt(self.tokenizer, prompt, raw, system)
         if len(ids) > self.target.max_length:
             raise ValueError(
@@ -222,17 +241,41 @@ class Engine:
             )
         return ids
 
+    def _begin(
+        self,
+        prompt: Prompt,
+        raw: bool,
+        system: str | None,
+        reuse: bool,
+        sampling: SamplingOptions,
+    ) -> tuple[Generator[Step, None, GenerationResult], TextStream]:
+        """Checks the arguments; returns the steps, none of which has run yet, and their text."""
+        params = SamplingParams(**sampling)
+        raw, reuse = checked_flag("raw", raw), checked_flag("reuse", reuse)
+        text = TextStream(self.tokenizer.decode, params.stop)
+        return self._run(self.encode(prompt, raw, system), params, reuse, text), text
+
     def _run(
         self, prompt: list[int], params: SamplingParams, reuse: bool, text: TextStream
-    ) -> Generator[Step, None, None]:
-        target, proposer = self.target, self.proposer
+    ) -> Generator[Step, None, GenerationResult]:
         self._require_strictly_greedy(params)
+        with self.target.turns.take() as turn:
+            return (yield from self._run_in(turn, prompt, params, reuse, text))
+
+    def _run_in(
+        self,
+        turn: Turn,
+        prompt: list[int],
+        params: SamplingParams,
+        reuse: bool,
+        text: TextStream,
+    ) -> Generator[Step, None, GenerationResult]:
+        target, proposer = self.target, self.proposer
         budget = self.budget
         if target.chains_only:
             params, budget = _as_chains(params, budget)
-        # One token fewer is reused: the last row's feature and logits have to be computed anew.
-        reused = max(0, _common_length(self._held, prompt) - 1) if self._may_reuse(reuse) else 0
-        lease = self._lease = target.take()  # ends any run that is still open on this target
+        reused = self._num_reusable(prompt, params) if reuse else 0
+        target.rows_of = None  # whatever interrupts this run, no later one relies on its rows
         limits = self._limits(params, len(prompt), text)
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
         out: list[int] = []
@@ -241,7 +284,6 @@ class Engine:
         try:
             target.truncate(reused)
             proposer.truncate(reused)
-            self._held = prompt[:reused]
             if limits.finish_reason is None:
                 steps = generate(
                     target,
@@ -255,30 +297,27 @@ class Engine:
                     self._opened.taps,
                     self.fused,
                 )
-                for step in steps:
-                    out += step.tokens
-                    if logprobs is not None:
-                        logprobs += step.logprobs
-                    is_consistent = True
-                    yield step
-                    if not lease.is_current:
-                        raise RuntimeError("another generation has taken this target meanwhile")
-                    is_consistent = limits.finish_reason is not None
+                with closing(steps):  # a fused step hands its rows over before the turn ends
+                    for step in steps:
+                        out += step.tokens
+                        if logprobs is not None:
+                            logprobs += step.logprobs
+                        is_consistent = True
+                        yield step
+                        turn.resume()
+                        is_consistent = limits.finish_reason is not None
             is_consistent = True
         finally:
-            if lease.is_current:
-                if not is_consistent:  # interrupted inside a step
-                    target.truncate(0)
-                    proposer.truncate(0)
+            if is_consistent:  # not interrupted inside a step
                 self._held = (prompt + out)[: target.length]
+                target.rows_of = self._turn = turn
             text.finish()
-            if self._lease is lease:  # otherwise a newer run has its own result
-                reason = limits.finish_reason or "cancelled"
-                self.last_result = GenerationResult(
-                    text.text, out, reason, stats, params.rule, logprobs
-                )
-                if params.rule != "typical":  # its lengths are what its threshold makes them
-                    self._warn_of_doubts(stats, is_greedy=params.temperature == 0)
+            reason = limits.finish_reason or "cancelled"
+            result = GenerationResult(text.text, out, reason, stats, params.rule, logprobs)
+            self.last_result = result
+            if params.rule != "typical":  # its lengths are what its threshold makes them
+                self._warn_of_doubts(stats, is_greedy=params.temperature == 0)
+        return result
 
     def _require_strictly_greedy(self, params: SamplingParams) -> None:
         is_processed = params.temperature > 0 or params.has_penalties or params.logit_bias
@@ -288,8 +327,18 @@ class Engine:
                 "expected none: its near ties are those of the raw logits"
             )
 
-    def _may_reuse(self, reuse: bool) -> bool:
-        return reuse and self._lease is not None and self._lease.is_current
+    def _num_reusable(self, prompt: list[int], params: SamplingParams) -> int:
+        """Returns how many of the prompt's rows the target still has from our last run.
+
+        A row depends a little on which others were computed with it. In fp32 these are some last
+        bits. Below, rounding enlarges them so far that a seed would not give the same tokens again.
+        """
+        if self._turn is None or self.target.rows_of is not self._turn:
+            return 0
+        if params.seed is not None and self.target.precision != "fp32":
+            return 0
+        # One token fewer is reused: the last row's feature and logits have to be computed anew.
+        return max(0, _common_length(self._held, prompt) - 1)
 
     def _limits(self, params: SamplingParams, prompt_length: int, text: TextStream) -> Limits:
         stop_ids = frozenset(params.stop_token_ids)
@@ -336,15 +385,21 @@ def _as_chains(params: SamplingParams, budget: Budget) -> tuple[SamplingParams, 
     return params, replace(budget, growth=Static(chain(budget.max_nodes - 1)))
 
 
-def _pieces(steps: Generator[Step, None, None], text: TextStream) -> Generator[str, None, None]:
-    try:
-        for _ in steps:
+def _pieces(
+    steps: Generator[Step, None, GenerationResult], text: TextStream
+) -> Generator[str, None, GenerationResult]:
+    with closing(steps):
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                result: GenerationResult = end.value
+                break
             if piece := text.take():
                 yield piece
         if piece := text.take():
             yield piece
-    finally:
-        steps.close()
+        return result
 
 
 def _common_length(a: list[int], b: list[int]) -> int:

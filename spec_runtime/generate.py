@@ -6,7 +6,7 @@ which token ends a stop string.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +34,7 @@ def generate(
     stats: Stats,
     taps: tuple[int, ...] = (),
     fused: StepRunner | None = None,
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Yields the prompt's step, then one step per verify pass, until `limits` says stop.
 
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.

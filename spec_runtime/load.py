@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from spec_runtime import profile as profiles
 from spec_runtime.backends import Runtime
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
+from spec_runtime.mapping import from_mapping
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
 from spec_runtime.proposers.adaptive import DraftPauser, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer
@@ -26,6 +29,25 @@ DEFAULT_BUDGET = Budget(max_nodes=12)
 DEFAULT_LOOKUP_NODES = 6
 
 log = logging.getLogger("spec_runtime")
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Checks the arguments of `load`, whose names and meanings these fields have."""
+
+    path: str
+    drafter: str | None
+    threads: int | None
+    verify: bool
+    lookup: bool | None
+    profile: bool
+    strict: bool
+    backend: str
+    fused: bool | None
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"got threads {self.threads}, expected 1 or more, or None for all")
 
 
 @dataclass(frozen=True)
@@ -78,6 +100,20 @@ def load(
     Raises:
         ValueError: in one line, if anything does not fit; BundleError for the bundle's own faults.
     """
+    if isinstance(threads, Integral) and not isinstance(threads, bool):
+        threads = int(threads)  # NumPy's, too
+    given = {
+        "path": os.fspath(path) if isinstance(path, os.PathLike) else path,
+        "drafter": drafter,
+        "threads": threads,
+        "verify": verify,
+        "lookup": lookup,
+        "profile": profile,
+        "strict": strict,
+        "backend": backend,
+        "fused": fused,
+    }
+    from_mapping(_Arguments, given, "load", none="None")
     options = LoadOptions(Runtime(backend, threads), profile, fused)
     bundle = bundles.read(path, verify)
     known = _drafter_names(bundle)
@@ -99,6 +135,7 @@ def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Targ
         open_cache(graph.form, capacity, graph.attention),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
+        precision=info.precision,
         strict_gap=STRICT_GAPS[info.precision] if strict else None,
     )
 

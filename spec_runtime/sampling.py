@@ -14,13 +14,20 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypedDict
+from numbers import Integral, Real
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
 ACCEPTANCES = ("target_sampling", "rejection", "typical")
+# Below this temperature a request is greedy. Logits of some tens are about 2e-6 apart in float32,
+# so that there is nothing left to draw but exact ties.
+MIN_TEMPERATURE = 1e-6
+# The most that a bias or penalty may add to a logit, and a repetition penalty may multiply it by:
+# more than any logit, and far from float32's largest number.
+MAX_SHIFT, MAX_FACTOR = 1e9, 1e3
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -47,16 +54,75 @@ class SamplingOptions(TypedDict, total=False):
     draw_with_replacement: bool
 
 
+def _whole(value: Any) -> int | None:
+    """Returns an integer of Python's or NumPy's as Python's; None for anything else, like True."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    return int(value) if is_whole else None
+
+
+def _number(value: Any) -> float | None:
+    """Returns a real number of Python's or NumPy's as Python's; None for anything else, like True,
+    and for an integer too large to be one."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _shown(value: Any) -> str:
+    """Returns a value as a message shows it: on one line, and not long."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """Returns the argument `name` as a bool; raises ValueError for anything else."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"got {name} {_shown(value)}, expected True or False")
+    return bool(value)
+
+
+def _checked_ids(name: str, value: Any, least: int, expected: str) -> tuple[int, ...]:
+    """Returns a collection of integers from `least` on as a tuple, else raises ValueError."""
+    ids = None
+    if isinstance(value, Collection | np.ndarray):
+        ids = [_whole(item) for item in value]
+    if ids is None or any(i is None or i < least for i in ids):
+        raise ValueError(f"got {name} {_shown(value)}, expected {expected}")
+    return tuple(i for i in ids if i is not None)
+
+
+# Fields of SamplingParams by the kind of number that they hold, and those that None switches off.
+_WHOLE_FIELDS = ("max_new_tokens", "top_k", "seed", "logprobs")
+_REAL_FIELDS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "typical_epsilon",
+    "typical_delta",
+)
+_OPTIONAL_FIELDS = ("top_k", "top_p", "min_p", "seed", "logprobs", "typical_delta")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Says how tokens are chosen and when the answer stops; there is one answer a prompt.
 
-    temperature 0 is greedy. top_k and top_p: None is off; equal logits at top-k's edge all stay.
-    min_p keeps tokens at least as likely as this share of the likeliest token's probability.
-    repetition_penalty above 1: the logits of tokens in the prompt or the answer are divided by it
-    where positive and multiplied by it where negative (CTRL's rule). presence_penalty is subtracted
-    once from the logit of each token of the answer, frequency_penalty as often as the token occurs.
-    logit_bias maps a token id to what is added to its logit. seed None is a fresh seed each time.
+    temperature 0 is greedy, and so is any below 1e-6, which counts as 0; from there on draws follow
+    softmax(logits / temperature) exactly. top_k and top_p: None is off; equal logits at top-k's
+    edge all stay. min_p keeps tokens at least as likely as this share of the likeliest token's
+    probability. repetition_penalty above 1: the logits of tokens in the prompt or the answer are
+    divided by it where positive and multiplied by it where negative (CTRL's rule). presence_penalty
+    is subtracted once from the logit of each token of the answer, frequency_penalty as often as the
+    token occurs.
+    logit_bias maps a token id to what is added to its logit; 1e9 is the most for it and for these
+    two penalties. seed: the same seed and arguments give the same tokens on the same engine, see
+    docs/guide/sampling.md; None is a fresh seed each time.
 
     stop: strings that end the text and are left out of it; stop_token_ids end it too, and so does
     the tokenizer's EOS unless ignore_eos is set. logprobs n returns, with each token, its
@@ -68,6 +134,9 @@ class SamplingParams:
     says how many at each depth (None: chains, as many as the node budget has room for), and
     draw_with_replacement how. "typical" is Medusa's rule, which does not preserve the distribution:
     it has typical_epsilon and typical_delta (None: the square root of epsilon).
+
+    NumPy's scalars are taken as Python's. Raises ValueError, which names the field, for a value of
+    another type or outside its range.
     """
 
     max_new_tokens: int = 256
@@ -91,66 +160,99 @@ class SamplingParams:
     draw_with_replacement: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-        if self.draw_widths is not None:
-            object.__setattr__(self, "draw_widths", tuple(self.draw_widths))
+        self._convert_numbers()
+        for name in ("ignore_eos", "draw_with_replacement"):
+            object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
+        object.__setattr__(self, "stop", self._checked_stop())
+        ids = _checked_ids("stop_token_ids", self.stop_token_ids, 0, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", ids)
         if self.max_new_tokens < 1:
             raise ValueError(f"got max_new_tokens {self.max_new_tokens}, expected 1 or more")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"got temperature {self.temperature}, expected 0 (greedy) or more")
+        if self.temperature < MIN_TEMPERATURE:  # the one place that decides who is greedy
+            object.__setattr__(self, "temperature", 0.0)
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"got top_k {self.top_k}, expected 1 or more, or None for off")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"got top_p {self.top_p}, expected above 0 and up to 1")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"got min_p {self.min_p}, expected 0 (off) to 1")
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ValueError(f"got stop {stop!r}, expected strings that are not empty")
-        if any(not isinstance(i, int | np.integer) or i < 0 for i in self.stop_token_ids):
-            raise ValueError(f"got stop_token_ids {self.stop_token_ids}, expected token ids")
-        if self.seed is not None and not isinstance(self.seed, int):
-            raise ValueError(f"got seed {self.seed!r}, expected a whole number, or None for any")
         if self.logprobs is not None and self.logprobs < 0:
             raise ValueError(f"got logprobs {self.logprobs}, expected 0 or more, or None for off")
         self._check_penalties()
         self._check_acceptance()
 
+    def _convert_numbers(self) -> None:
+        """Makes Python's own numbers of NumPy's; raises ValueError for what is no number."""
+        for name in (*_WHOLE_FIELDS, *_REAL_FIELDS):
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL_FIELDS:
+                continue
+            number = _whole(value) if name in _WHOLE_FIELDS else _number(value)
+            if number is None:
+                kind = "a whole number" if name in _WHOLE_FIELDS else "a number"
+                kind += ", or None" if name in _OPTIONAL_FIELDS else ""
+                raise ValueError(f"got {name} {_shown(value)}, expected {kind}")
+            object.__setattr__(self, name, number)
+
     def _check_penalties(self) -> None:
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+        if not 1 / MAX_FACTOR <= self.repetition_penalty <= MAX_FACTOR:
             raise ValueError(
-                f"got repetition_penalty {self.repetition_penalty}, expected above 0 (1 is off)"
+                f"got repetition_penalty {self.repetition_penalty}, expected "
+                f"{1 / MAX_FACTOR:g} to {MAX_FACTOR:g} (1 is off)"
             )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not math.isfinite(value := getattr(self, name)):
-                raise ValueError(f"got {name} {value}, expected a finite number (0 is off)")
-        for token, bias in self.logit_bias.items():
-            if type(token) is not int or token < 0 or not math.isfinite(bias):
+            if not abs(value := getattr(self, name)) <= MAX_SHIFT:
                 raise ValueError(
-                    f"got logit_bias {token!r}: {bias!r}, expected a token id and a finite number"
+                    f"got {name} {value}, expected -{MAX_SHIFT:g} to {MAX_SHIFT:g} (0 is off)"
                 )
+        object.__setattr__(self, "logit_bias", self._checked_bias())
 
     def _check_acceptance(self) -> None:
-        if self.acceptance not in ACCEPTANCES:
-            raise ValueError(
-                f"got acceptance {self.acceptance!r}, expected one of {', '.join(ACCEPTANCES)}"
-            )
+        if not isinstance(self.acceptance, str) or self.acceptance not in ACCEPTANCES:
+            known = ", ".join(ACCEPTANCES)
+            raise ValueError(f"got acceptance {_shown(self.acceptance)}, expected one of {known}")
         if not 0 < self.typical_epsilon <= 1:
             raise ValueError(
                 f"got typical_epsilon {self.typical_epsilon}, expected above 0 and up to 1"
             )
         delta = self.typical_delta
-        if delta is not None and not (math.isfinite(delta) and delta > 0):
+        if delta is not None and not 0 < delta < math.inf:
             raise ValueError(
                 f"got typical_delta {delta}, expected above 0, or None for its default"
             )
-        widths = self.draw_widths
-        if widths is not None and (not widths or any(type(k) is not int or k < 1 for k in widths)):
+        if self.draw_widths is not None:
+            expected = "how many to draw at depth 1, 2 …, 1 or more, or None for chains"
+            widths = _checked_ids("draw_widths", self.draw_widths, 1, expected)
+            if not widths:
+                raise ValueError(f"got draw_widths {widths}, expected {expected}")
+            object.__setattr__(self, "draw_widths", widths)
+
+    def _checked_stop(self) -> tuple[str, ...]:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Collection) or not all(isinstance(s, str) and s for s in stop):
             raise ValueError(
-                f"got draw_widths {widths}, expected how many to draw at depth 1, 2 …, 1 or more"
+                f"got stop {_shown(stop)}, expected strings that are not empty, or () for none"
             )
+        return tuple(stop)
+
+    def _checked_bias(self) -> dict[int, float]:
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(
+                f"got logit_bias {_shown(self.logit_bias)}, expected a mapping of token ids to "
+                "numbers"
+            )
+        biases = {}
+        for token, bias in self.logit_bias.items():
+            whole, number = _whole(token), _number(bias)
+            if whole is None or whole < 0 or number is None or not abs(number) <= MAX_SHIFT:
+                raise ValueError(
+                    f"got logit_bias {_shown(token)}: {_shown(bias)}, expected a token id and a "
+                    f"number of at most ±{MAX_SHIFT:g}"
+                )
+            biases[whole] = number
+        return biases
 
     @property
     def is_plainly_greedy(self) -> bool:
@@ -204,7 +306,9 @@ class TopLogits(NamedTuple):
 
 
 _M64 = (1 << 64) - 1
-_SLACK = 1e-3  # far above the rounding of the float32 bound in `Sampler._draw`
+# Far above the rounding of the float32 bound in `Sampler._draw`: scores that can win are between
+# the best token's least noise, -3.2, and the largest bound, 22.9, whatever the temperature.
+_SLACK = 1e-3
 # far above the rounding of cumulated float32 probabilities: if top-p cuts this close to a token,
 # all V logits decide
 _NEAR_CUT = 1e-5
@@ -336,13 +440,25 @@ class Sampler:
                 return None
         return int(id_C[best])
 
+    def _tempered(self, logits: np.ndarray, top: np.float32) -> np.ndarray:
+        """Returns (logits - top) / T in float32, where `top` is the largest logit.
+
+        Subtracting first keeps digits: two float32 logits of about the same size have an exact
+        difference, while logits of 20 divided by a temperature of 1e-6 are 2 apart at best.
+        """
+        with np.errstate(over="ignore"):  # far below `top`: -inf, whose p is 0
+            scaled: np.ndarray = logits - top
+            # never by 0, which would make NaN of -inf
+            scaled *= np.float32(max(1 / self.params.temperature, 1e-37))
+        return scaled
+
     def _top_survivors(self, top: TopLogits) -> tuple[np.ndarray, np.ndarray, bool] | None:
         """Returns what `survivors` does, from the largest logits alone: ids, scaled logits, and
         whether these are all that are left. Returns None if the largest logits cannot tell what is
         left."""
         params = self.params
         id_C = top.id_K
-        scaled_C = top.logit_K * np.float32(1 / params.temperature)
+        scaled_C = self._tempered(top.logit_K, top.logit_K[0])
         is_all = len(id_C) == len(self._id_hash_V)
         if params.top_k is not None and params.top_k < len(self._id_hash_V):
             num_kept = int((scaled_C >= scaled_C[min(params.top_k, len(id_C)) - 1]).sum())
@@ -355,7 +471,7 @@ class Sampler:
                 return None
             id_C, scaled_C, is_all = id_C[:cut], scaled_C[:cut], True
         if params.min_p:
-            num_kept = int((scaled_C >= scaled_C[0] + math.log(params.min_p)).sum())
+            num_kept = int((scaled_C >= math.log(params.min_p)).sum())
             if num_kept == len(id_C) and not is_all:
                 return None
             id_C, scaled_C, is_all = id_C[:num_kept], scaled_C[:num_kept], True
@@ -369,7 +485,7 @@ class Sampler:
         The rest are n logits, none above the last of these, l, with the sum R = Σ exp(logit - l).
         Their weight at temperature T, Σ exp((logit - l) / T), lies between R and n (R / n)^(1 / T).
         For T < 1 R is the upper bound, because each term gets smaller, for T > 1 the lower one; the
-        other bound is Jensen's inequality.
+        other bound is Jensen's inequality. R is at most n, whatever its rounding.
         """
         scaled = scaled_C.astype(np.float64)
         cumulated_C = np.cumsum(np.exp(scaled - scaled[0]))
@@ -381,7 +497,7 @@ class Sampler:
             whole = math.exp(top.logsumexp - last)
             rest = whole - float(np.exp(top.logit_K.astype(np.float64) - last).sum())
             slack = _NEAR_CUT * whole  # for the rounding
-            sums = max(0.0, rest - slack), max(0.0, rest) + slack
+            sums = max(0.0, min(n, rest - slack)), min(n, max(0.0, rest) + slack)
             ends = [(r, n * (r / n) ** (1 / self.params.temperature)) for r in sums]
             weight = math.exp(scaled[-1] - scaled[0])
             low, high = weight * min(ends[0]), weight * max(ends[1])
@@ -406,7 +522,7 @@ class Sampler:
             raise FloatingPointError(f"the target's logits are not finite at position {position}")
         ids, scaled = self.survivors(logits_V)
         # float32, as the logits are: ten times as fast over V as float64's exp
-        weight = np.exp(scaled - scaled.max()).astype(np.float64)
+        weight = np.exp(scaled).astype(np.float64)
         weight /= weight.sum()
         if ids is None:
             return weight
@@ -421,17 +537,17 @@ class Sampler:
     def survivors(self, logits_V: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
         """Returns the ids that top-k, top-p and min-p leave (None: all), and their logits / T.
 
-        The latter are log-probabilities up to a constant.
+        The latter are log-probabilities up to a constant; the largest is 0.
         """
         params = self.params
-        scaled = logits_V * np.float32(1 / params.temperature)
+        scaled = self._tempered(logits_V, logits_V.max())
         ids: np.ndarray | None = None
         if params.top_k is not None and params.top_k < len(scaled):
             edge = np.partition(scaled, -params.top_k)[-params.top_k]
             ids = np.flatnonzero(scaled >= edge)
             scaled = scaled[ids]
         if params.top_p is not None and params.top_p < 1:
-            p = np.exp(scaled - scaled.max())
+            p = np.exp(scaled)
             p /= p.sum()
             # all tokens below this bound together weigh less than 1 - top_p: never in the nucleus
             near = np.flatnonzero(p >= (1 - params.top_p) / len(p))
@@ -441,7 +557,7 @@ class Sampler:
             ids = kept if ids is None else ids[kept]
             scaled = scaled[kept]
         if params.min_p:
-            kept = np.flatnonzero(scaled >= scaled.max() + math.log(params.min_p))
+            kept = np.flatnonzero(scaled >= math.log(params.min_p))
             ids = kept if ids is None else ids[kept]
             scaled = scaled[kept]
         return ids, scaled

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from spec_runtime.backends import Backend, DeviceBackend, Rows
+from spec_runtime.backends.turns import Turn, Turns
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
 from spec_runtime.trees.tree import TokenTree
@@ -41,17 +43,6 @@ class Wants:
 
 
 LOGITS = Wants()  # nothing else
-
-
-class Lease:
-    """A generation's claim to a target's rows. It ends when the next generation takes the target,
-    or when the rows are forgotten."""
-
-    def __init__(self) -> None:
-        self.is_current = True
-
-    def end(self) -> None:
-        self.is_current = False
 
 
 def top_gap(logits_V: np.ndarray) -> float:
@@ -156,6 +147,10 @@ class Target:
     Rows of a tree whose `top_gap` is at most `strict_gap` are redone as one-row passes, in a slot
     behind the tree's; with None no row is. `num_judged` counts the rows looked at, `num_redone`
     those redone, and `redo_seconds` what that took.
+
+    Whoever runs the target takes one of its `turns` before, or has it `alone`. `rows_of` is the
+    turn whose generation wrote the rows, None if no later generation may rely on them. `precision`
+    is that of the weights and products.
     """
 
     def __init__(
@@ -165,6 +160,7 @@ class Target:
         *,
         vocab_size: int,
         max_length: int,
+        precision: str = "fp32",
         strict_gap: float | None = None,
     ) -> None:
         assert backend.capacity == cache.capacity > max_length, (backend.capacity, max_length)
@@ -173,11 +169,13 @@ class Target:
         self.max_length = max_length
         # The largest tree; a strict target keeps one slot for the row that is redone.
         self.max_nodes = cache.capacity - max_length - (strict_gap is not None)
+        self.precision = precision
         self.strict_gap = strict_gap
         self.num_judged = self.num_redone = 0
         self.redo_seconds = 0.0
         self.run_seconds = 0.0  # spent in the backend so far
-        self._lease: Lease | None = None
+        self.turns = Turns()
+        self.rows_of: Turn | None = None
         self._backend = backend
         self._device = backend if isinstance(backend, DeviceBackend) else None
         self._cache = cache
@@ -187,12 +185,17 @@ class Target:
     def length(self) -> int:
         return self._cache.length
 
-    def take(self) -> Lease:
-        """Gives the rows to a new generation; the lease given before ends."""
-        if self._lease is not None:
-            self._lease.end()
-        self._lease = Lease()
-        return self._lease
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Has the target without any rows while the block runs, which may run it as it likes.
+
+        Waits until other threads' generations are through; raises RuntimeError inside a stream of
+        this thread.
+        """
+        with self.turns.take():
+            self.rows_of = None
+            self.truncate(0)
+            yield
 
     def lend(self) -> tuple[Backend, Cache]:
         """Returns backend and cache, for a drafter that is a part of the target: it may run nodes
@@ -259,10 +262,9 @@ class Target:
         self._cache.truncate(length)
 
     def forget(self) -> None:
-        """Drops all rows and ends the lease of whoever relied on them."""
-        if self._lease is not None:
-            self._lease.end()
-        self.truncate(0)
+        """Drops all rows, so that the next generation reuses none; waits as `alone` does."""
+        with self.alone():
+            pass
 
     def _run(
         self, tree: TokenTree, row_M: np.ndarray, wants: Wants, is_strict: bool = False

@@ -158,11 +158,11 @@ def compare(
 def replay(target: Target, context: Sequence[int]) -> np.ndarray:
     """Returns the logits f32[V] after ``context``, whose last row is computed alone; overwrites the
     target's KV."""
-    target.forget()
-    if len(context) > 1:
-        target.prefill(context[:-1])
-    logits_V = target.verify(TokenTree.root(context[-1])).row(0).copy()
-    target.commit([0])
+    with target.alone():
+        if len(context) > 1:
+            target.prefill(context[:-1])
+        logits_V = target.verify(TokenTree.root(context[-1])).row(0).copy()
+        target.commit([0])
     return logits_V
 
 
@@ -400,11 +400,11 @@ def _chain_rows(
     n = len(row_NV)
     if n < 2:
         return []
-    target.forget()
-    target.prefill(context[:-n])
-    verified = target.verify(TokenTree.chain(context[-n:]))
-    rows = [limits.chain_row(row_NV[i], verified.row(i)) for i in range(n)]
-    target.commit(range(n))
+    with target.alone():
+        target.prefill(context[:-n])
+        verified = target.verify(TokenTree.chain(context[-n:]))
+        rows = [limits.chain_row(row_NV[i], verified.row(i)) for i in range(n)]
+        target.commit(range(n))
     return rows
 
 

@@ -40,19 +40,19 @@ def check_reference(audited: Manifest, reference: Manifest) -> None:
 def log_prob(target: Target, prompt_ids: Sequence[int], output: Sequence[int]) -> float:
     """Returns the log-likelihood of ``output`` after the prompt, in nats; overwrites the target's
     KV."""
-    target.forget()
-    if len(prompt_ids) > 1:
-        target.prefill(prompt_ids[:-1])
     context = [prompt_ids[-1], *output[:-1]]
     total = 0.0
-    for begin in range(0, len(output), SCORED_ROWS):
-        chunk = context[begin : begin + SCORED_ROWS]
-        verified = target.verify(TokenTree.chain(chunk))
-        for row, token in enumerate(output[begin : begin + SCORED_ROWS]):
-            logits_V = verified.row(row).astype(np.float64)
-            top = logits_V.max()
-            total += logits_V[token] - top - math.log(np.exp(logits_V - top).sum())
-        target.commit(range(len(chunk)))
+    with target.alone():
+        if len(prompt_ids) > 1:
+            target.prefill(prompt_ids[:-1])
+        for begin in range(0, len(output), SCORED_ROWS):
+            chunk = context[begin : begin + SCORED_ROWS]
+            verified = target.verify(TokenTree.chain(chunk))
+            for row, token in enumerate(output[begin : begin + SCORED_ROWS]):
+                logits_V = verified.row(row).astype(np.float64)
+                top = logits_V.max()
+                total += logits_V[token] - top - math.log(np.exp(logits_V - top).sum())
+            target.commit(range(len(chunk)))
     return float(total)
 
 

@@ -95,24 +95,24 @@ def measure_verify(
     Passes over trees return what `wants` says, those of plain decoding logits alone. The times are
     medians of interleaved rounds behind some 200 committed rows, which are `tokens` repeated.
     """
-    target.forget()
-    num_rows = max(1, min(CONTEXT_ROWS, target.max_length // 2))
-    target.prefill((list(tokens) * num_rows)[:num_rows])
-    settings = [(1, LOGITS), *((n, wants) for n in sizes)]
-    seconds: dict[tuple[int, Wants], list[float]] = {setting: [] for setting in settings}
-    start = time.perf_counter()
-    for turn in range(1 + MAX_ROUNDS):
-        for n, each in settings[:: -1 if turn % 2 else 1]:
-            tree = TokenTree(np.resize(np.array(tokens, np.int64), n), chain_parents(n) // 2)
-            begin = time.perf_counter()
-            verified = target.verify(tree, each)
-            if each.features:
-                verified.features([0])
-            if turn:  # the first round warms up
-                seconds[n, each].append(time.perf_counter() - begin)
-        if turn >= MIN_ROUNDS and time.perf_counter() - start > VERIFY_SECONDS:
-            break
-    target.truncate(0)
+    with target.alone():
+        num_rows = max(1, min(CONTEXT_ROWS, target.max_length // 2))
+        target.prefill((list(tokens) * num_rows)[:num_rows])
+        settings = [(1, LOGITS), *((n, wants) for n in sizes)]
+        seconds: dict[tuple[int, Wants], list[float]] = {setting: [] for setting in settings}
+        start = time.perf_counter()
+        for turn in range(1 + MAX_ROUNDS):
+            for n, each in settings[:: -1 if turn % 2 else 1]:
+                tree = TokenTree(np.resize(np.array(tokens, np.int64), n), chain_parents(n) // 2)
+                begin = time.perf_counter()
+                verified = target.verify(tree, each)
+                if each.features:
+                    verified.features([0])
+                if turn:  # the first round warms up
+                    seconds[n, each].append(time.perf_counter() - begin)
+            if turn >= MIN_ROUNDS and time.perf_counter() - start > VERIFY_SECONDS:
+                break
+        target.truncate(0)
     ms = {setting: 1000 * statistics.median(values) for setting, values in seconds.items()}
     return ms[1, LOGITS], {n: ms[n, wants] for n in sizes}
 

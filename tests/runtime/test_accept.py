@@ -173,3 +173,11 @@ def test_typical_is_the_best_of_all_paths(seed: int) -> None:
     path = min(ranked)[2]
     wanted = (path, int(p_N6[path[-1]].argmax()))
     assert by_typical(tree, lambda node: p_N6[node], epsilon, math.sqrt(epsilon)) == wanted
+
+
+def test_typical_holds_where_float32_loses_probabilities() -> None:
+    """A share that only float64 holds adds nothing to the entropy, instead of spoiling it."""
+    p_V = np.array([0.5, 0.5, 1e-60])
+    tree = TokenTree(np.array([5, 0]), np.array([0, 0]))
+    # H = log 2, so that the threshold is .8 / 2 = .4 and not epsilon
+    assert by_typical(tree, lambda node: p_V, epsilon=0.9, delta=0.8)[0] == [0, 1]

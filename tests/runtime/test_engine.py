@@ -224,13 +224,15 @@ def test_engines_that_share_a_target_do_not_share_its_kv() -> None:
     assert [r.stats.reused_tokens > 0 for r in results] == [False] * 3 + [True] + [False] * 2
 
 
-def test_a_stream_overtaken_by_another_run_says_so() -> None:
+def test_a_stream_is_not_overtaken_by_another_run() -> None:
     engine = make_engine("parallelspec", **MODEL)
     stream = engine.stream(random_prompt(1), max_new_tokens=40)
-    next(stream)
+    first = next(stream)
+    with pytest.raises(RuntimeError, match="open stream on this target"):
+        engine.generate(random_prompt(2), max_new_tokens=20)
+    alone = make_engine("parallelspec", **MODEL).generate(random_prompt(1), max_new_tokens=40)
+    assert first + "".join(stream) == alone.text
     newer = engine.generate(random_prompt(2), max_new_tokens=20)
-    with pytest.raises(RuntimeError, match="another generation"):
-        next(stream)
     assert engine.last_result is newer
     fresh = make_engine("parallelspec", **MODEL).generate(random_prompt(2), max_new_tokens=20)
     again = engine.generate(random_prompt(2), max_new_tokens=20)
@@ -261,6 +263,19 @@ def test_bad_prompts_fail_before_anything_runs() -> None:
                 call(prompt)  # type: ignore[operator]
             assert "\n" not in str(caught.value)
     assert engine.target._backend.num_runs == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("raw", "yes"), ("raw", None), ("reuse", 0), ("system", 3), ("system", ["be brief"])],
+)
+def test_an_argument_of_a_wrong_type_is_one_clear_line(argument: str, value: Any) -> None:
+    engine = chat_engine("none")
+    for call in (engine.generate, engine.stream, engine.steps):
+        arguments: dict[str, Any] = {argument: value}
+        with pytest.raises(ValueError, match=f"got {argument} .*, expected") as caught:
+            call("x", **arguments)  # type: ignore[operator]
+        assert "\n" not in str(caught.value)
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from toy_backend import FEATURE_WIDTH, ToyTarget
 from toy_bundle import SCRATCH, patch_graphs, write_bundle
@@ -91,6 +92,43 @@ def test_what_does_not_fit_is_one_clear_line(
     with pytest.raises(ValueError, match=why) as caught:
         spec_runtime.load(write_bundle(tmp_path, ("parallelspec",), **changes))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("threads", "2"),
+        ("threads", 0),
+        ("threads", -1),
+        ("threads", 1.5),
+        ("threads", True),
+        ("drafter", 3),
+        ("verify", 1),
+        ("verify", None),
+        ("lookup", "yes"),
+        ("profile", "no"),
+        ("strict", 0),
+        ("backend", None),
+        ("backend", ["cuda"]),
+        ("fused", "auto"),
+        ("path", None),
+        ("path", 7),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_one_clear_line(
+    tmp_path: Path, argument: str, value: Any
+) -> None:
+    arguments = {"path": write_bundle(tmp_path), argument: value}
+    with pytest.raises(ValueError, match=rf"{argument}\b.*, expected") as caught:
+        spec_runtime.load(**arguments)
+    assert ("null" if value is None else str(value)) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_numpys_number_of_threads_is_taken(tmp_path: Path, toy_graphs: list[ToyTarget]) -> None:
+    threads: Any = np.int64(1)
+    spec_runtime.load(str(write_bundle(tmp_path)), threads=threads)
+    assert toy_graphs
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from spec_runtime import generate
 from spec_runtime.accept import _pick
-from spec_runtime.sampling import SamplingParams
+from spec_runtime.sampling import ACCEPTANCES, MIN_TEMPERATURE, SamplingParams
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step
 from spec_runtime.trees.budget import Budget, Drawn
@@ -35,10 +35,13 @@ class Toy:
 
     vocab_size, run_seconds, wants_features = V, 0.0, False
 
-    def __init__(self, is_one_pass: bool = False) -> None:
+    def __init__(self, is_one_pass: bool = False, spread: float = 1.0) -> None:
         rng = np.random.default_rng(5)
         self.logits_VVV = rng.normal(0, 1.3, (V, V, V)).astype(np.float32)
         self.guess_VVV = 0.5 * self.logits_VVV + rng.normal(0, 1, (V, V, V)).astype(np.float32)
+        if spread != 1:  # logits as large as real ones, and so close to each other
+            self.logits_VVV = (20 + spread * self.logits_VVV).astype(np.float32)
+            self.guess_VVV = spread * self.guess_VVV.astype(np.float64)
         self.is_one_pass = is_one_pass
         self._candidates = functools.cache(self._best_guesses)
         self.text: list[int] = []
@@ -122,7 +125,8 @@ def reference(logits: np.ndarray, answer: Sequence[int], params: SamplingParams)
     for i in set(answer):
         x[i] -= params.presence_penalty + params.frequency_penalty * list(answer).count(i)
     order = sorted(range(V), key=lambda i: -x[i])[: params.top_k]
-    weight = [math.exp(x[i] / params.temperature) if i in order else 0.0 for i in range(V)]
+    scaled = [(x[i] - max(x)) / params.temperature for i in range(V)]
+    weight = [math.exp(scaled[i]) if i in order else 0.0 for i in range(V)]
     p = np.array(weight) / sum(weight)
     nucleus, mass = [], 0.0
     for i in order:
@@ -134,9 +138,9 @@ def reference(logits: np.ndarray, answer: Sequence[int], params: SamplingParams)
     return p * is_kept / (p * is_kept).sum()
 
 
-def law(params: SamplingParams) -> np.ndarray:
+def law(params: SamplingParams, spread: float = 1.0) -> np.ndarray:
     """Probabilities f64[V ** NUM_TOKENS] of the first tokens."""
-    toy = Toy()
+    toy = Toy(spread=spread)
 
     def behind(answer: tuple[int, ...]) -> list[float]:
         if len(answer) == NUM_TOKENS:
@@ -148,9 +152,11 @@ def law(params: SamplingParams) -> np.ndarray:
     return np.array(behind(()))
 
 
-def excess(params: dict[str, Any], budget: Budget, is_one_pass: bool = False) -> float:
+def excess(
+    params: dict[str, Any], budget: Budget, is_one_pass: bool = False, spread: float = 1.0
+) -> float:
     """Chi-square of the sampled first tokens, less its quantile at alpha: above 0 is a refusal."""
-    toy, p = Toy(is_one_pass), law(SamplingParams(**params))
+    toy, p = Toy(is_one_pass, spread), law(SamplingParams(**params), spread)
     count = np.zeros(len(p))
     for seed in range(NUM_SAMPLES):
         tokens = tokens_of(toy, SamplingParams(**params, seed=seed), budget)
@@ -199,6 +205,25 @@ def case(rule: str, shape: str, processing: dict[str, Any]) -> tuple[dict[str, A
 @pytest.mark.parametrize("rule", RULES)
 def test_output_follows_the_target(rule: str, shape: str, temperature: float) -> None:
     assert excess(*case(rule, shape, {"temperature": temperature})) < 0
+
+
+@pytest.mark.parametrize("temperature", [1e-2, 1e-3, 1e-4, 1e-5, MIN_TEMPERATURE])
+@pytest.mark.parametrize("rule", RULES)
+def test_output_follows_the_target_at_low_temperatures(rule: str, temperature: float) -> None:
+    """Logits of about 20 that lie as close together as the temperature is low."""
+    assert excess(*case(rule, "deep", {"temperature": temperature}), spread=temperature) < 0
+
+
+@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+@pytest.mark.parametrize("temperature", [9e-7, 1e-30, 1e-40, 5e-324])
+def test_below_the_lowest_temperature_all_rules_are_greedy(
+    acceptance: str, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, acceptance=acceptance, seed=1)
+    assert params.rule == "greedy"
+    assert params == SamplingParams(acceptance=acceptance, seed=1)
+    greedy = tokens_of(Toy(), SamplingParams(), Budget(1), 20)
+    assert tokens_of(Toy(), params, Budget(16), 20) == greedy
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from spec_runtime.accept import by_target_sampling
-from spec_runtime.sampling import Sampler, SamplingParams, TopLogits
+from spec_runtime.sampling import (
+    MAX_SHIFT,
+    MIN_TEMPERATURE,
+    Sampler,
+    SamplingParams,
+    TopLogits,
+)
 from spec_runtime.trees.tree import TokenTree
 
 # the 1 - 1e-6 quantile of chi-square by degrees of freedom: seeds are fixed, so it cannot flake
@@ -64,6 +70,71 @@ def test_fast_bound_finds_the_exact_winner() -> None:
         assert draw(logits, position) == exact.argmax()
 
 
+LOW = (1e-2, 1e-3, 1e-4, 1e-5, MIN_TEMPERATURE)
+
+
+@pytest.mark.parametrize("temperature", LOW)
+@pytest.mark.parametrize("by", ["draw", "probabilities"])
+def test_draws_follow_p_at_low_temperatures(temperature: float, by: str) -> None:
+    """Of large logits that lie as close together as the temperature is low."""
+    noise = np.array([0.0, 1.0, -1.0, 2.0, 0.5, -2.0, 1.5, 0.2])
+    logits = (20 + temperature * noise).astype(np.float32)
+    p = softmax(logits.astype(np.float64) / temperature)
+    draw = sampler(temperature=temperature)
+    if by == "probabilities":
+        np.testing.assert_allclose(draw.probabilities(logits, 0), p, rtol=1e-5)
+        return
+    count = np.bincount([draw(logits, i) for i in range(6000)], minlength=8)
+    assert chi_square(count, p) < CHI_SQUARE[7]
+
+
+@pytest.mark.parametrize("temperature", [1.0, *LOW])
+def test_the_winner_is_exact_at_every_temperature(temperature: float) -> None:
+    """Against exact float64 scores; none of the rows raises."""
+    rng = np.random.default_rng(0)
+    draw = sampler(3000, temperature=temperature)
+    for position in range(300):
+        logits = (rng.normal(size=3000) * rng.uniform(0.1, 8)).astype(np.float32)
+        if position % 2:  # many near the best one
+            logits = (25 + temperature * logits).astype(np.float32)
+        v = (draw.hash_bits(position) + 0.5) * 2.0**-32
+        exact = logits.astype(np.float64) / temperature - np.log(-np.log1p(-v))
+        token = draw(logits, position)
+        assert exact[token] >= exact.max() - 1e-4
+        top = draw.draw_from_top(top_of(logits, 64), position)
+        assert top in (None, token)
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"min_p": 0.1, "top_k": 9}])
+def test_filters_work_at_the_lowest_temperature(params: dict[str, Any]) -> None:
+    rng = np.random.default_rng(0)
+    draw = sampler(3000, temperature=MIN_TEMPERATURE, **params)
+    for position in range(100):
+        logits = (rng.normal(size=3000) * rng.uniform(0.1, 30)).astype(np.float32)
+        token = draw(logits, position)
+        assert draw.draw_from_top(top_of(logits, 64), position) in (None, token)
+        assert logits.max() - logits[token] < 1e-4
+
+
+def test_the_largest_shifts_leave_a_distribution() -> None:
+    logits = np.array([20.0, 19.0, -5.0, 3.0], np.float32)
+    for temperature in (MIN_TEMPERATURE, 1.0, 1e300):
+        for sign in (-1, 1):
+            for factor in (1e-3, 1e3):
+                draw = sampler(
+                    4,
+                    prompt=(0, 1),
+                    temperature=temperature,
+                    logit_bias={1: sign * MAX_SHIFT, 2: MAX_SHIFT},
+                    presence_penalty=sign * MAX_SHIFT,
+                    frequency_penalty=-sign * MAX_SHIFT,
+                    repetition_penalty=factor,
+                )
+                draw.commit([1, 3, 3])
+                assert draw.probabilities(logits, 0).sum() == pytest.approx(1)
+                assert 0 <= draw(logits, 0) < 4
+
+
 def test_noise_of_neighbouring_positions_and_seeds_is_independent() -> None:
     logits = np.zeros(6, np.float32)
     count = np.zeros((6, 6))
@@ -92,6 +163,13 @@ def test_no_seed_is_a_fresh_seed() -> None:
     assert runs[0] != runs[1]
 
 
+def test_the_highest_temperatures_draw_evenly_what_is_possible() -> None:
+    logits = np.array([0.0, 9.0, -np.inf, 3.0], np.float32)
+    for temperature in (1e30, 1e300):
+        p = sampler(4, temperature=temperature).probabilities(logits, 0)
+        np.testing.assert_allclose(p, [1 / 3, 1 / 3, 0, 1 / 3])
+
+
 def test_temperature_zero_is_the_argmax() -> None:
     logits = np.array([1.0, 3.0, 3.0, 2.0], np.float32)
     assert sampler(4, temperature=0.0)(logits, 3) == 1
@@ -102,7 +180,7 @@ def test_top_k_keeps_the_k_best_and_ties_at_the_edge() -> None:
     ids, scaled = sampler(5, top_k=2).survivors(logits)
     assert ids is not None
     assert ids.tolist() == [1, 3]
-    assert scaled.tolist() == [5.0, 4.0]
+    assert scaled.tolist() == [0.0, -1.0]  # up to a constant
     ids, _ = sampler(5, top_k=3).survivors(logits)
     assert ids is not None
     assert ids.tolist() == [1, 2, 3, 4]
@@ -345,12 +423,80 @@ def test_a_tree_of_drawn_tokens_leaves_the_distribution_alone() -> None:
         ({"stop_token_ids": (3, -1)}, "stop_token_ids"),
         ({"stop_token_ids": ("3",)}, "stop_token_ids"),
         ({"seed": 0.5}, "seed"),
+        ({"seed": True}, "seed"),
+        ({"max_new_tokens": "8"}, "max_new_tokens"),
+        ({"max_new_tokens": 8.5}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens"),
+        ({"max_new_tokens": None}, "max_new_tokens"),
+        ({"temperature": None}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"temperature": np.ones(2)}, "temperature"),
+        ({"top_k": 2.0}, "top_k"),
+        ({"top_p": "0.9"}, "top_p"),
+        ({"min_p": [0.1]}, "min_p"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+        ({"repetition_penalty": 1e40}, "repetition_penalty"),
+        ({"repetition_penalty": None}, "repetition_penalty"),
+        ({"presence_penalty": 1e300}, "presence_penalty"),
+        ({"presence_penalty": "1"}, "presence_penalty"),
+        ({"frequency_penalty": -1e39}, "frequency_penalty"),
+        ({"logit_bias": {5: 1e300}}, "logit_bias"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias"),
+        ({"logit_bias": {5: "1"}}, "logit_bias"),
+        ({"logit_bias": None}, "logit_bias"),
+        ({"logit_bias": [(5, 1.0)]}, "logit_bias"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": "2"}, "logprobs"),
+        ({"acceptance": None}, "acceptance"),
+        ({"acceptance": ["typical"]}, "acceptance"),
+        ({"acceptance": np.zeros((9, 9))}, "acceptance"),
+        ({"typical_epsilon": None}, "typical_epsilon"),
+        ({"typical_delta": "x"}, "typical_delta"),
+        ({"draw_widths": 3}, "draw_widths"),
+        ({"draw_widths": "3"}, "draw_widths"),
+        ({"draw_widths": (2.0,)}, "draw_widths"),
+        ({"draw_with_replacement": 1}, "draw_with_replacement"),
+        ({"ignore_eos": None}, "ignore_eos"),
+        ({"stop": None}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"stop": b"END"}, "stop"),
+        ({"stop_token_ids": None}, "stop_token_ids"),
+        ({"stop_token_ids": 3}, "stop_token_ids"),
+        ({"stop_token_ids": (True,)}, "stop_token_ids"),
     ],
 )
 def test_params_are_validated(params: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"got {name} .*expected") as caught:
         SamplingParams(**params)
     assert "\n" not in str(caught.value)
+
+
+def test_numpys_scalars_are_taken_as_pythons() -> None:
+    params = SamplingParams(
+        max_new_tokens=np.int64(8),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_k=np.int32(3),  # type: ignore[arg-type]
+        seed=np.uint64(7),  # type: ignore[arg-type]
+        ignore_eos=np.bool_(True),  # type: ignore[arg-type]
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+        logit_bias={np.int64(3): np.float64(1.5)},  # type: ignore[dict-item]
+        draw_widths=np.array([2, 1]),  # type: ignore[arg-type]
+    )
+    assert params == SamplingParams(
+        max_new_tokens=8,
+        temperature=0.5,
+        top_k=3,
+        seed=7,
+        ignore_eos=True,
+        stop_token_ids=(1, 2),
+        logit_bias={3: 1.5},
+        draw_widths=(2, 1),
+    )
+    assert [type(x) for x in (params.max_new_tokens, params.temperature)] == [int, float]
+    assert SamplingParams(temperature=1).temperature == 1.0
 
 
 def test_one_stop_string_may_stand_alone() -> None:

@@ -1,0 +1,256 @@
+"""Threads that share a target: one generation at a time, in order, and none left waiting."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from mixed_calls import problems
+from toy_engine import DRAFTERS, make_engine, make_proposer, random_prompt
+
+from spec_runtime.engine import Engine, GenerationResult
+from spec_runtime.load import load
+from spec_runtime.trees.budget import Budget
+
+if TYPE_CHECKING:
+    from workshop import FluentWorkshop
+
+MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
+PROMPTS = [[1, 2, 3, 4, 5, *random_prompt(seed)] for seed in range(4)]
+PATIENCE = 20.0  # seconds until a thread counts as stuck
+
+
+def alone(drafter: str) -> Callable[[list[int], dict[str, Any]], list[int]]:
+    """Returns a function that answers with an engine of its own."""
+    return lambda prompt, options: (
+        make_engine(drafter, **MODEL).generate(prompt, **options).token_ids
+    )
+
+
+def mixture(drafter: str, num_calls: int = 10) -> list[str]:
+    """Returns what is wrong with a mixture of calls, on an engine and others of its target."""
+    engine = make_engine(drafter, **MODEL)
+    plain = make_proposer("none", engine.target._backend)  # type: ignore[arg-type]
+    engines = [engine, engine.with_budget(Budget(3)), engine.observed(lambda _: plain, Budget(1))]
+    options = {"max_new_tokens": 24, "temperature": 0.7, "seed": 3}
+    return problems(engines, alone(drafter), PROMPTS, options, num_calls)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_mixture_of_calls_answers_as_each_call_alone(drafter: str) -> None:
+    assert mixture(drafter) == []
+
+
+def test_the_mixture_needs_no_assertions() -> None:
+    folder = Path(__file__).parent
+    path = os.pathsep.join([str(folder), str(folder.parent), *sys.path])
+    code = "from test_turns import mixture; print(mixture('parallelspec'), __debug__)"
+    found = subprocess.run(
+        [sys.executable, "-O", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert found.stdout.strip() == "[] False", found.stderr
+
+
+def test_a_mixture_of_calls_on_a_bundle(fluent: FluentWorkshop) -> None:
+    bundle = fluent.bundle("parallelspec")
+    engine = load(bundle, threads=1, profile=False)
+    engines = [engine, engine.with_drafter("none"), engine.with_drafter("parallelspec", False)]
+    prompts = [engine.encode(f"say {word}") for word in ("abc, 3", "abc, 4", "xyz", "more")]
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    plain = load(bundle, "none", threads=1)
+
+    def answer_alone(prompt: list[int], options: dict[str, Any]) -> list[int]:
+        return plain.generate(prompt, reuse=False, **options).token_ids
+
+    assert problems(engines, answer_alone, prompts, options, num_calls=5) == []
+
+
+class Call:
+    """Generates in a thread of its own, which `queued` finds waiting."""
+
+    def __init__(self, engine: Engine, seed: int = 9, done: list[int] | None = None) -> None:
+        self.result: GenerationResult | None = None
+        self.prompt = random_prompt(seed)
+        before = queued(engine)
+
+        def work() -> None:
+            self.result = engine.generate(self.prompt, max_new_tokens=12)
+            if done is not None:
+                done.append(seed)
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+        wait_until(lambda: queued(engine) > before)
+
+    @property
+    def is_waiting(self) -> bool:
+        self._thread.join(0.05)
+        return self._thread.is_alive()
+
+    def answers_rightly(self) -> bool:
+        self._thread.join(PATIENCE)
+        assert self.result is not None, "still waiting"
+        expected = make_engine("parallelspec", **MODEL).generate(self.prompt, max_new_tokens=12)
+        return self.result.token_ids == expected.token_ids
+
+
+def queued(engine: Engine) -> int:
+    return len(engine.target.turns._queue)
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def open_stream(engine: Engine) -> Any:
+    stream = engine.stream(random_prompt(1), max_new_tokens=40)
+    next(stream)
+    return stream
+
+
+def test_calls_are_answered_in_the_order_in_which_they_came() -> None:
+    engine, done = make_engine("parallelspec", **MODEL), list[int]()
+    stream = open_stream(engine)
+    calls = [Call(engine, seed, done) for seed in range(5)]
+    assert all(call.is_waiting for call in calls)
+    stream.close()
+    assert all(call.answers_rightly() for call in calls)
+    wait_until(lambda: len(done) == 5)
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_a_stream_keeps_its_target_until_it_is_exhausted() -> None:
+    engine = make_engine("parallelspec", **MODEL)
+    stream = open_stream(engine)
+    call = Call(engine)
+    assert call.is_waiting
+    expected = make_engine("parallelspec", **MODEL).generate(random_prompt(1), max_new_tokens=40)
+    pieces = list(stream)
+    assert expected.text.endswith("".join(pieces))
+    assert call.answers_rightly()
+
+
+def test_a_dropped_stream_gives_its_target_back() -> None:
+    engine = make_engine("parallelspec", **MODEL)
+    held = [open_stream(engine)]
+    held.append(held)  # only the garbage collector finds it
+    call = Call(engine)
+    assert call.is_waiting
+    del held
+    gc.collect()
+    assert call.answers_rightly()
+
+
+def test_a_stream_may_be_read_on_in_another_thread() -> None:
+    engine = make_engine("parallelspec", **MODEL)
+    stream = open_stream(engine)
+    thread = threading.Thread(target=next, args=[stream])
+    thread.start()
+    thread.join()
+    closing = threading.Timer(0.1, stream.close)
+    closing.start()
+    engine.generate([1, 2, 3], max_new_tokens=3)  # waits, since another thread reads the stream
+    assert not closing.is_alive()
+
+
+def test_a_thread_does_not_wait_for_its_own_stream() -> None:
+    engine = make_engine("parallelspec", **MODEL)
+    stream = open_stream(engine)
+    for call in (
+        lambda: engine.generate([1, 2, 3]),
+        lambda: next(engine.with_budget(Budget(2)).stream([1, 2, 3])),
+        engine.target.forget,
+    ):
+        with pytest.raises(RuntimeError, match="this thread has an open stream") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    expected = make_engine("parallelspec", **MODEL).generate(random_prompt(1), max_new_tokens=40)
+    rest = "".join(stream)
+    assert rest
+    assert expected.text.endswith(rest)
+    assert engine.generate([1, 2, 3], max_new_tokens=3).token_ids
+
+
+def interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_thread_leaves_the_queue() -> None:
+    """Ctrl-C while the main thread waits for a stream that another thread reads."""
+    engine = make_engine("parallelspec", **MODEL)
+    streams: list[Any] = []
+    thread = threading.Thread(target=lambda: streams.append(open_stream(engine)))
+    thread.start()
+    thread.join()
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([1, 2, 3])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    call = Call(engine)
+    assert call.is_waiting
+    streams[0].close()
+    assert call.answers_rightly()
+    assert queued(engine) == 0
+
+
+def test_an_interruption_between_two_steps_gives_the_target_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The exception keeps the call's frame, and so its generator, alive."""
+    engine = make_engine("parallelspec", **MODEL)
+    steps = 0
+
+    def spy(*args: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("spec_runtime.backends.turns.Turn.resume", spy)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            engine.generate(random_prompt(2))
+    assert caught.value.__traceback__ is not None
+    assert Call(engine).answers_rightly()
+
+
+def test_each_call_has_a_result_of_its_own() -> None:
+    """Whatever other threads leave in `last_result` between its end and its return."""
+    engine = make_engine("parallelspec", **MODEL)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            result = engine.generate(random_prompt(number), max_new_tokens=1 + number)
+            if len(result.token_ids) != 1 + number:
+                wrong.append(f"{len(result.token_ids)} tokens of {1 + number}")
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=work, args=[i]) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.setswitchinterval(interval)
+    assert wrong == []
