@@ -19,6 +19,7 @@ from spec_runtime.backends.session import (
     SessionOptions,
     as_lender,
     bind_buffers,
+    naming_graph,
     open_session,
     run_options,
     zero_value,
@@ -51,6 +52,7 @@ class OrtStepper:
         self, path: Path, graph: Graph, lenders: Mapping[str, OrtBackend], runtime: Runtime
     ) -> None:
         self.bytes_to_host = 0
+        self._file = graph.file
         self._landing: dict[int, np.ndarray] = {}  # see Copies.fetch
         self._device = runtime.device
         self._copies = lenders[""].copies
@@ -88,7 +90,8 @@ class OrtStepper:
         assert self._next is not None, "step before start"
         self._last, other = self._next
         self._next = other, self._last
-        self._session.run_with_iobinding(self._last.binding, self._last.options)
+        with naming_graph(self._file):
+            self._session.run_with_iobinding(self._last.binding, self._last.options)
         (result,) = self._copies.fetch([self._last.outputs[RESULT]], self._landing)
         self.bytes_to_host += result.nbytes
         return result.copy()
