@@ -70,7 +70,7 @@ def _finite(number: str) -> float:
 def _require_shallow(value: Any) -> None:
     """Raises ValueError if lists and mappings lie deeper in each other than MAX_DEPTH."""
     level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH + 1):
+    for _ in range(MAX_DEPTH):
         items = (each.values() if isinstance(each, dict) else each for each in level)
         level = [item for each in items for item in each if isinstance(item, dict | list)]
         if not level:

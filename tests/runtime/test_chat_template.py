@@ -122,8 +122,7 @@ def test_templates_still_do_what_prompts_need() -> None:
         ("{% macro m(x, y=[1]) %}{{ x }}{{ y[0] }}{% endmacro %}{{ m('a') }}", "a1"),
         ("{{ messages[::-1][0]['content'].split('i')[0] }}", "h"),
         ("{{ range(3)|sum }}{{ 'x' if messages is iterable else (1, 2) }}", "3x"),
-        ("{% for x in [1, 2, 3] if x > 1 %}{% if x == 3 %}{% break %}{% endif %}{{ x }}{% endfor %}",
-         "2"),
+        ("{% for x in [1, 2] if x > 1 %}{{ x }}{% break %}{% endfor %}", "2"),
     ):  # fmt: skip
         assert ChatTemplate(source).render(MESSAGES).startswith(expected), source
 
