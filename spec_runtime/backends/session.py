@@ -105,7 +105,7 @@ def _open(path: Path, options: SessionOptions) -> Any:
     chosen.inter_op_num_threads = 1
     chosen.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     chosen.enable_mem_pattern = False  # shapes change every step
-    chosen.log_severity_level = 3
+    chosen.log_severity_level = 4  # errors come as exceptions, with the same text
     # Target and drafter take turns: threads that go on spinning would eat the other's cores.
     chosen.add_session_config_entry("session.force_spinning_stop", "1")
     # ONNX Runtime has a format of its own, whose operators nobody has looked at.
