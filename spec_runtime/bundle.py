@@ -7,12 +7,14 @@ that a user can make with a bundle ends here as a `BundleError` of one line.
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from spec_runtime.files import sha256, write_atomically
-from spec_runtime.mapping import added_later, from_mapping, to_json
+from spec_runtime.mapping import added_later, from_mapping, parse_json, to_json
+from spec_runtime.untrusted.drafter_entry import config_fault, trees_fault
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -24,6 +26,10 @@ DTYPES = (
 )
 POSITION_CONVENTIONS = ("absolute",)
 FLAVOURS = ("tensorrt", "tensorrt_rtx")  # see Plan
+MAX_MANIFEST_BYTES = 64 << 20
+LARGEST_SIZE = 2**31 - 1  # of anything that is counted: tokens, heads, an axis
+MAX_NAME = 200  # characters
+MAX_AXES = 8
 
 
 class BundleError(ValueError):
@@ -35,6 +41,27 @@ def _require(condition: bool, message: str) -> None:
         raise BundleError(message)
 
 
+def _require_name(what: str, name: str) -> None:
+    """Refuses a name that a terminal would not print as it is, or that fills the screen."""
+    _require(
+        name.isprintable() and 1 <= len(name) <= MAX_NAME,
+        f"{what}: got name {name!r:.60}, expected 1 to {MAX_NAME} printable characters",
+    )
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Returns names for a message: "N, A", without those that a terminal would not print."""
+    return ", ".join(name for name in names if name.isprintable())[:80] or "no axes"
+
+
+def _require_size(what: str, size: int, least: int = 1) -> None:
+    _require(
+        least <= size <= LARGEST_SIZE,
+        f"{what}: got {size if abs(size) <= 2**63 else 'a larger number'}, expected a "
+        f"{'positive number' if least == 1 else f'number from {least}'} of at most {LARGEST_SIZE}",
+    )
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One input or output of a graph. A string in `shape` names a free axis: [1, "N"]."""
@@ -44,10 +71,21 @@ class TensorSpec:
     shape: tuple[int | str, ...]
 
     def __post_init__(self) -> None:
+        _require_name("tensor", self.name)
         _require(
             self.dtype in DTYPES,
-            f"tensor {self.name}: got dtype {self.dtype!r}, expected one of {', '.join(DTYPES)}",
+            f"tensor {self.name}: got dtype {self.dtype!r:.60}, expected one of "
+            f"{', '.join(DTYPES)}",
         )
+        _require(
+            len(self.shape) <= MAX_AXES,
+            f"tensor {self.name}: got {len(self.shape)} axes, expected at most {MAX_AXES}",
+        )
+        for size in self.shape:
+            if isinstance(size, str):
+                _require_name(f"tensor {self.name}: axis", size)
+            else:
+                _require_size(f"tensor {self.name}: size", size, least=0)
 
 
 @dataclass(frozen=True)
@@ -67,6 +105,7 @@ class Plan:
     profiles: tuple[dict[str, tuple[int, ...]], ...]
 
     def __post_init__(self) -> None:
+        _require_name("plan file", self.file)
         for name, is_right, expected in (
             ("flavour", self.flavour in FLAVOURS, f"one of {', '.join(FLAVOURS)}"),
             ("version", re.fullmatch(r"\d+(\.\d+)+", self.version), "numbers, as 11.4.0"),
@@ -84,8 +123,9 @@ class Plan:
             )
         for sizes in (size for profile in self.profiles for size in profile.values()):
             _require(
-                len(sizes) == 3 and 1 <= sizes[0] <= sizes[1] <= sizes[2],
-                f"plan {self.file}: got profile sizes {list(sizes)}, expected three, rising from 1",
+                len(sizes) == 3 and 1 <= sizes[0] <= sizes[1] <= sizes[2] <= LARGEST_SIZE,
+                f"plan {self.file}: got profile sizes {list(sizes[:4])!r:.80}, expected three, "
+                "rising from 1",
             )
 
 
@@ -107,13 +147,19 @@ class Graph:
     attention: str = added_later(ATTENTIONS[0])
 
     def __post_init__(self) -> None:
+        _require_name("graph file", self.file)
+        for kind, specs in (("inputs", self.inputs), ("outputs", self.outputs)):
+            _require(
+                len({spec.name for spec in specs}) == len(specs),
+                f"graph {self.file}: got {kind} of equal names, expected each name once",
+            )
         _require(
             self.form in FORMS,
-            f"graph {self.file}: got form {self.form!r}, expected one of {', '.join(FORMS)}",
+            f"graph {self.file}: got form {self.form!r:.60}, expected one of {', '.join(FORMS)}",
         )
         _require(
             self.attention in ATTENTIONS,
-            f"graph {self.file}: got attention {self.attention!r}, expected one of "
+            f"graph {self.file}: got attention {self.attention!r:.60}, expected one of "
             f"{', '.join(ATTENTIONS)}",
         )
         _require(
@@ -129,7 +175,7 @@ class Graph:
             for profile in plan.profiles:
                 _require(
                     set(profile) == set(self.free_axes),
-                    f"plan {plan.file}: got a profile of {', '.join(profile) or 'no axes'}, "
+                    f"plan {plan.file}: got a profile of {_listed(profile)}, "
                     f"expected {', '.join(self.free_axes) or 'none'}",
                 )
 
@@ -156,7 +202,7 @@ class Dims:
 
     def __post_init__(self) -> None:
         for key, value in dataclasses.asdict(self).items():
-            _require(value > 0, f"target.dims.{key}: got {value}, expected a positive number")
+            _require_size(f"target.dims.{key}", value)
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"target.dims: got {self.num_heads} heads for {self.num_kv_heads} key/value heads, "
@@ -179,14 +225,15 @@ class TargetInfo:
     target_modified: bool
 
     def __post_init__(self) -> None:
-        _require(
-            self.max_length > 0 and self.scratch > 0,
-            f"target: got max_length {self.max_length} and scratch {self.scratch}, "
-            "expected both positive",
-        )
+        _require_name("target.family", self.family)
+        _require_name("target.precision", self.precision)
+        _require_size("target.max_length", self.max_length)
+        _require_size("target.scratch", self.scratch)
+        for tap in self.taps:
+            _require_size("target.taps", tap, least=0)
         _require(
             self.position_convention in POSITION_CONVENTIONS,
-            f"target.position_convention: got {self.position_convention!r}, "
+            f"target.position_convention: got {self.position_convention!r:.60}, "
             f"expected one of {', '.join(POSITION_CONVENTIONS)}",
         )
 
@@ -230,7 +277,7 @@ def _is_table(rows: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < float("inf")
+    return type(value) in (int, float) and 0 <= value < 1e300
 
 
 @dataclass(frozen=True)
@@ -256,6 +303,13 @@ class DrafterInfo:
     expected_accepted_length: float | None
 
     def __post_init__(self) -> None:
+        _require_name("drafter", self.name)
+        _require(
+            not set(self.name) & set("/\\") and not self.name.startswith("."),
+            f"drafter {self.name!r}: got a path, expected a name without / and \\",
+        )
+        for fault in (config_fault(self.config), trees_fault(self.trees)):
+            _require(fault is None, f"drafter {self.name!r}: {fault}")
         if self.calibration is not None:
             _check_calibration(f"drafter {self.name!r}: calibration", self.calibration)
 
@@ -270,9 +324,9 @@ def require_config(
     assert info is not None, "a trained drafter needs its manifest entry"
     _require(
         set(keys) <= set(info.config) and set(graphs) == set(info.graphs),
-        f"drafter {info.name!r}: got config keys {sorted(info.config)} and graphs "
-        f"{sorted(info.graphs)}, expected {', '.join(keys) or 'no key'} and {', '.join(graphs)}; "
-        "build the bundle again",
+        f"drafter {info.name!r}: got config keys {sorted(info.config)!r:.200} and graphs "
+        f"{sorted(info.graphs)!r:.200}, expected {', '.join(keys) or 'no key'} and "
+        f"{', '.join(graphs)}; build the bundle again",
     )
     return info
 
@@ -288,10 +342,15 @@ class TokenizerInfo:
     chat_template: str | None
 
     def __post_init__(self) -> None:
+        _require_size("tokenizer.vocab_size", self.vocab_size)
+        ids = self.special_ids
         _require(
-            set(self.special_ids) == {"bos", "eos", "pad"}
-            and isinstance(self.special_ids["eos"], list),
-            f"tokenizer.special_ids: got {self.special_ids}, expected bos, eos (a list) and pad",
+            set(ids) == {"bos", "eos", "pad"}
+            and isinstance(ids["eos"], list)
+            and all(type(i) is int and 0 <= i <= LARGEST_SIZE for i in ids["eos"])
+            and all(ids[key] is None or type(ids[key]) is int for key in ("bos", "pad")),
+            f"tokenizer.special_ids: got {ids!r:.80}, expected bos, eos (a list) and pad, all of "
+            "them token ids, or null for bos and pad",
         )
 
 
@@ -313,8 +372,13 @@ class Manifest:
             "target" in self.graphs,
             f"graphs: got {', '.join(self.graphs) or 'none'}, expected one named target",
         )
+        _require_name("manifest", self.name)
+        for name in (*self.graphs, *self.files):
+            _require_name("graphs and files", name)
         names = [drafter.name for drafter in self.drafters]
-        _require(len(set(names)) == len(names), f"drafters: got {names}, expected each name once")
+        _require(
+            len(set(names)) == len(names), f"drafters: got {names!r:.200}, expected each name once"
+        )
 
     def drafter(self, name: str) -> DrafterInfo:
         """Returns the drafter called `name`. Raises BundleError, which lists those there are."""
@@ -363,8 +427,11 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
         f"{folder}: no {MANIFEST} here, expected a bundle folder; make one with spec-export build",
     )
     try:
-        data = json.loads(manifest_file.read_text(encoding="utf-8"))
-    except ValueError as error:  # JSON and UTF-8 errors alike
+        size = manifest_file.stat().st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has {size} bytes, expected at most {MAX_MANIFEST_BYTES}")
+        data = parse_json(manifest_file.read_bytes())
+    except (OSError, ValueError) as error:  # ValueError: JSON and UTF-8 errors alike
         raise BundleError(f"{manifest_file}: not readable ({error}); build it again") from None
     _require(
         isinstance(data, dict),
@@ -374,12 +441,12 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
     version = data.get("schema_version")
     _require(
         type(version) is int and version >= 1,
-        f"{manifest_file}: got schema_version {version!r}, expected {SCHEMA_VERSION}; "
+        f"{manifest_file}: got schema_version {version!r:.40}, expected {SCHEMA_VERSION}; "
         "build the bundle again",
     )
     _require(
         version <= SCHEMA_VERSION,
-        f"{manifest_file}: got schema_version {version}, expected at most {SCHEMA_VERSION}; "
+        f"{manifest_file}: got schema_version {version!s:.40}, expected at most {SCHEMA_VERSION}; "
         "upgrade specsplit or build the bundle again",
     )
     try:
@@ -391,6 +458,7 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
 
 
 def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
+    inside = folder.resolve()
     for name in _named_files(manifest):
         _require(
             name in manifest.files,
@@ -404,9 +472,21 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
             f"{folder}: got file path {name!r}, expected one inside the bundle",
         )
         file = folder / name
+        _require(
+            re.fullmatch("[0-9a-f]{64}", expected) is not None,
+            f"{folder}: {name}: got sha256 {expected!r:.80}, expected 64 hexadecimal digits",
+        )
         _require(file.is_file(), f"{file}: missing; build or copy the bundle again")
+        _require(
+            file.resolve().is_relative_to(inside),
+            f"{file}: a symbolic link that leads out of the bundle, expected a file inside the "
+            "bundle; copy the file there",
+        )
         if verify:
-            found = sha256(file)
+            try:
+                found = sha256(file)
+            except OSError as error:
+                raise BundleError(f"{file}: not readable ({error.strerror})") from None
             _require(
                 found == expected,
                 f"{file}: got sha256 {found[:12]}…, expected {expected[:12]}…: truncated or "
@@ -415,7 +495,7 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
     listed = manifest.files[manifest.tokenizer.file]
     _require(
         manifest.tokenizer.sha256 == listed,
-        f"{folder}: tokenizer.sha256 {manifest.tokenizer.sha256[:12]}… does not match the "
+        f"{folder}: tokenizer.sha256 {manifest.tokenizer.sha256[:12]!r}… does not match the "
         f"{listed[:12]}… of {manifest.tokenizer.file}; this is not the target's tokenizer",
     )
 

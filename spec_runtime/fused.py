@@ -21,6 +21,7 @@ from spec_runtime.proposers.base import Follower, Fusable, Proposer
 from spec_runtime.stats import Clock, Stats
 from spec_runtime.step import Limits, Step, count_step, end_step
 from spec_runtime.target import Target
+from spec_runtime.untrusted.operators import require_known_graph
 
 
 class FusedSteps:
@@ -128,6 +129,7 @@ def open_steps(
     assert isinstance(proposer, Fusable), proposer
     backend, cache = target.lend()
     follower, drafter_backend = proposer.fusable()
+    require_known_graph(bundle, graph)
     lenders = {"": backend} | ({} if drafter_backend is None else {DRAFT: drafter_backend})
     stepper = open_stepper(bundle.file(graph.file), graph, lenders, runtime)
     return FusedSteps(stepper, graph, cache, follower)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 import types
 import typing
@@ -20,6 +21,8 @@ from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
+MAX_DEPTH = 100  # of lists and mappings in each other; ours have fewer than ten
+
 _LEFT_OUT = "left out where it has its default"
 _UNIONS = (typing.Union, types.UnionType)
 
@@ -27,12 +30,14 @@ _UNIONS = (typing.Union, types.UnionType)
 def parse_json(text: str | bytes) -> Any:
     """Returns what a JSON text says; bytes are UTF-8.
 
-    Raises ValueError for anything that is not JSON of a sensible depth, and for half a surrogate
-    pair ("\\ud800"), which no file and no tokenizer can take.
+    Raises ValueError for anything that is not JSON of a sensible depth, for numbers that are not
+    finite ("NaN", "1e999"), and for half a surrogate pair ("\\ud800"), which no file and no
+    tokenizer can take.
     """
     try:
         text = text.decode() if isinstance(text, bytes) else text
-        value = json.loads(text)
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        _require_shallow(value)
         if "\\ud" in text.lower() or not text.isascii():
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
@@ -48,9 +53,29 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
     Raises ValueError for anything that is not TOML of a sensible depth.
     """
     try:
-        return tomllib.loads(text.decode() if isinstance(text, bytes) else text)
+        value = tomllib.loads(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    _require_shallow(value)
+    return value
+
+
+def _finite(number: str) -> float:
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"it holds {number[:20]}, expected finite numbers")
+    return value
+
+
+def _require_shallow(value: Any) -> None:
+    """Raises ValueError if lists and mappings lie deeper in each other than MAX_DEPTH."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        items = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for each in items for item in each if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
 
 
 def added_later(default: Any) -> Any:
@@ -89,9 +114,10 @@ def check_keys(
     error: type[ValueError],
 ) -> None:
     """Raises `error` if a given key is not known or a required one is not given."""
-    wrong = [f"unknown key {key!r}" for key in given if key not in known]
+    wrong = [f"unknown key {key!r:.60}" for key in given if key not in known]
     wrong += [f"missing key {key!r}" for key in required if key not in given]
     if wrong:
+        wrong = [*wrong[:8], *([f"{len(wrong) - 8} more"] if len(wrong) > 8 else [])]
         raise error(f"{where}: got {', '.join(wrong)}; expected keys {', '.join(known)}")
 
 
@@ -135,7 +161,7 @@ class _Parser:
         check_keys(data, fields, required, where, self.error)
         hints = typing.get_type_hints(cls)
         values = {
-            key: self.convert(hints[key], value, f"{where}.{key}") for key, value in data.items()
+            key: self.convert(hints[key], value, _inside(where, key)) for key, value in data.items()
         }
         try:
             return cls(**values)
@@ -174,11 +200,13 @@ class _Parser:
                 raise _Unfit
             of_key, of_value = arguments or (Any, Any)
             return {
-                self.convert(of_key, key, where): self.convert(of_value, item, f"{where}.{key}")
+                self.convert(of_key, key, where): self.convert(of_value, item, _inside(where, key))
                 for key, item in data.items()
             }
-        if hint is float and type(data) is int:
+        if hint is float and type(data) is int and abs(data) < 2**1023:
             return float(data)
+        if hint is float and type(data) is float and not math.isfinite(data):
+            raise _Unfit
         if type(data) is hint:  # exactly, so that true is not an integer
             return data
         raise _Unfit
@@ -236,6 +264,17 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
+def _inside(where: str, key: Any) -> str:
+    """Returns what a message calls the value of `key`: "manifest.name", or, where a terminal would
+    not print the key as it is, "manifest['a\\nb']"."""
+    is_plain = isinstance(key, str) and key.isprintable() and len(key) <= 60
+    return f"{where}.{key}" if is_plain else f"{where}[{key!r:.60}]"
+
+
 def _shown(data: Any) -> str:
     """Returns what a message calls a value: "str 'one'", "list [0.9]", "null"."""
-    return "null" if data is None else f"{type(data).__name__} {data!r:.40}"
+    if data is None:
+        return "null"
+    if isinstance(data, int) and data.bit_length() > 128:  # Python prints no number of any length
+        return f"int of {data.bit_length()} bits"
+    return f"{type(data).__name__} {data!r:.40}"

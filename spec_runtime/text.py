@@ -5,14 +5,21 @@ Tokenizers, chat templates and stop strings are handled here and nowhere else.
 
 from __future__ import annotations
 
-import datetime
-import json
+import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from spec_runtime.bundle import Bundle, BundleError
+from spec_runtime.untrusted import tokenizer as untrusted
 
 Message = Mapping[str, Any]
+# A prompt may be as long as the context, all of it tokens of this length, and a little longer. What
+# is longer is refused before it is encoded.
+MAX_TOKEN_BYTES = 256
+FREE_BYTES = 1 << 16
 
 
 class Codec(Protocol):
@@ -31,44 +38,24 @@ class Codec(Protocol):
 
 
 class ChatTemplate:
-    """Renders a Hugging Face chat template in a sandbox."""
+    """Renders a Hugging Face chat template in a sandbox, see untrusted/chat_template.py.
 
-    def __init__(self, source: str, bos_token: str = "", eos_token: str = "") -> None:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    `name` is what messages call it. Raises ValueError if the template is not valid.
+    """
 
-        def raise_exception(message: str) -> None:
-            raise ValueError(f"the chat template refuses these messages: {message}")
+    def __init__(
+        self, source: str, bos_token: str = "", eos_token: str = "", name: str = "the chat template"
+    ) -> None:
+        from spec_runtime.untrusted.chat_template import MeteredTemplate  # here: it imports jinja2
 
-        def tojson(value: Any, indent: int | None = None) -> str:
-            return json.dumps(value, ensure_ascii=False, indent=indent)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = tojson  # jinja's own escapes for HTML
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda f: datetime.datetime.now().strftime(f)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ValueError(f"the chat template is not valid: {error}") from None
-        self._names = {"bos_token": bos_token, "eos_token": eos_token}
+        self._template = MeteredTemplate(source, bos_token, eos_token, name)
 
     def render(self, messages: Sequence[Message]) -> str:
-        """Returns the messages as one text that ends where the assistant's answer begins."""
-        from jinja2 import TemplateError
+        """Returns the messages as one text that ends where the assistant's answer begins.
 
-        try:
-            return self._template.render(
-                messages=list(messages),
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._names,
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template cannot render these messages: {error}") from None
+        Raises ValueError if the template refuses them, fails, or takes too long.
+        """
+        return self._template.render(messages)
 
 
 class Tokenizer:
@@ -76,66 +63,110 @@ class Tokenizer:
     the manifest."""
 
     def __init__(self, bundle: Bundle) -> None:
-        import tokenizers
-
-        info = bundle.manifest.tokenizer
+        info, dims = bundle.manifest.tokenizer, bundle.manifest.target.dims
         path = bundle.path / info.file
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise BundleError(f"{path} is not a tokenizer: {error}; build it again") from None
-        size, num_logits = self._tokenizer.get_vocab_size(), bundle.manifest.target.dims.vocab_size
+        self._tokenizer = untrusted.open_tokenizer(path)
+        size, num_logits = self._tokenizer.get_vocab_size(), dims.vocab_size
         if size != info.vocab_size or size > num_logits:
             raise BundleError(
                 f"{path}: got {size} tokens, expected the manifest's {info.vocab_size} and at most "
                 f"the target's {num_logits}: this is not the target's tokenizer"
             )
+        self._file = info.file
+        self._max_length = bundle.manifest.target.max_length
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.bos: int | None = info.special_ids["bos"]
         self.eos: tuple[int, ...] = tuple(info.special_ids["eos"])
+        for token in (*self.eos, *([] if self.bos is None else [self.bos])):
+            if not 0 <= token < num_logits:
+                raise BundleError(
+                    f"{path}: got the special token {token}, expected one below the target's "
+                    f"{num_logits}; build the bundle again"
+                )
         self.template: ChatTemplate | None = None
         if info.chat_template is not None:
-            source = (bundle.path / info.chat_template).read_text(encoding="utf-8")
-            eos = self.eos[0] if self.eos else None
-            self.template = ChatTemplate(source, self._name(self.bos), self._name(eos))
+            self.template = self._open_template(bundle.path / info.chat_template)
+
+    def _open_template(self, path: Path) -> ChatTemplate:
+        try:
+            source = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{path} is not UTF-8 ({error}); build the bundle again") from None
+        eos = self.eos[0] if self.eos else None
+        try:
+            return ChatTemplate(
+                source, self._name(self.bos), self._name(eos), f"chat template {path}"
+            )
+        except ValueError as error:
+            raise BundleError(f"{error}; build the bundle again") from None
 
     def _name(self, token: int | None) -> str:
         return "" if token is None else self._tokenizer.id_to_token(token) or ""
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+        """See Codec.encode. Raises ValueError for a text that no tokenizer can take, or that is far
+        longer than the context."""
+        require_characters(text, "the prompt")
+        most = MAX_TOKEN_BYTES * self._max_length + FREE_BYTES
+        if len(text) > most:
+            raise ValueError(
+                f"got a prompt of {len(text)} characters, expected at most {most} for the bundle's "
+                f"context of {self._max_length} tokens; shorten it or build with a larger "
+                "--max-length"
+            )
+        with untrusted.no_panics(self._file):
+            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+        with untrusted.no_panics(self._file):
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-Prompt = str | Sequence[Message] | Sequence[int]
+def require_characters(text: str, what: str) -> None:
+    """Raises ValueError if `text` holds half a surrogate pair, which no tokenizer can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"got half a surrogate pair at character {error.start} of {what}, expected text that "
+            "can be written as UTF-8"
+        ) from None
+
+
+Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
 
 
 def encode_prompt(codec: Codec, prompt: Prompt, raw: bool, system: str | None) -> list[int]:
     """Returns the token ids of a prompt.
 
     A string, even an empty one, becomes a user message if there is a chat template and `raw` is not
-    set; otherwise it is encoded as it stands. Messages need a template; ids stay as they are. An
-    empty raw prompt is BOS alone. Raises ValueError for what cannot be a prompt.
+    set; otherwise it is encoded as it stands. Messages need a template; ids, a list or an array
+    i64[T], stay as they are. A prompt without any token is BOS alone.
+
+    Raises ValueError for what cannot be a prompt.
     """
     if isinstance(prompt, str):
+        require_characters(prompt, "the prompt")
         if codec.template is not None and not raw:
             messages: list[Message] = [{"role": "user", "content": prompt}]
-            return _encode_messages(codec, codec.template, messages, system)
+            return _some(codec, _encode_messages(codec, codec.template, messages, system))
         if system is not None:
             raise ValueError("got a system prompt, expected none without a chat template")
-        ids = codec.encode(prompt, special_tokens=True)
-    elif len(prompt) > 0 and all(isinstance(item, Mapping) for item in prompt):
+        return _some(codec, codec.encode(prompt, special_tokens=True))
+    items = _items(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
             raise ValueError(f"got messages, expected a string or token ids: {why}")
-        return _encode_messages(codec, codec.template, prompt, system)  # type: ignore[arg-type]
-    else:
-        if system is not None:
-            raise ValueError("got a system prompt with token ids, expected it among the ids")
-        ids = [_token_id(item) for item in prompt]
+        return _some(codec, _encode_messages(codec, codec.template, items, system))
+    if system is not None:
+        raise ValueError("got a system prompt with token ids, expected it among the ids")
+    return _some(codec, [_token_id(item) for item in items])
+
+
+def _some(codec: Codec, ids: list[int]) -> list[int]:
+    """Returns the ids, BOS alone if there are none."""
     if ids:
         return ids
     if codec.bos is None:
@@ -143,24 +174,68 @@ def encode_prompt(codec: Codec, prompt: Prompt, raw: bool, system: str | None) -
     return [codec.bos]
 
 
+def _items(prompt: Any) -> Sequence[Any]:
+    """Returns the items of a prompt that is no string: all of them messages, or all ids."""
+    if isinstance(prompt, np.ndarray):
+        if prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer):
+            return typing.cast(list[int], prompt.tolist())
+        got = f"an array of {prompt.dtype} and shape {list(prompt.shape)}"
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview):
+        return prompt
+    else:
+        got = f"{type(prompt).__name__} {prompt!r:.40}"
+    raise ValueError(
+        f"got prompt {got}, expected a string, a list of messages, or a list or 1-D array of token "
+        "ids"
+    )
+
+
 def _token_id(item: Any) -> int:
-    if isinstance(item, bool) or not hasattr(item, "__index__"):
-        raise ValueError(f"got {item!r} in the prompt, expected all token ids or all messages")
-    return int(item.__index__())
+    if not isinstance(item, int | np.integer) or isinstance(item, bool):
+        raise ValueError(f"got {item!r:.80} in the prompt, expected all token ids or all messages")
+    return int(item)
 
 
 def _encode_messages(
     codec: Codec, template: ChatTemplate, messages: Sequence[Message], system: str | None
 ) -> list[int]:
-    for message in messages:
-        if not isinstance(message.get("role"), str) or "content" not in message:
-            raise ValueError(f"got message {dict(message)!r}, expected a role and its content")
+    messages = [_plain_message(message) for message in messages]
     if system is not None:
+        if not isinstance(system, str):
+            raise ValueError(f"got system prompt {system!r:.40}, expected a string")
+        require_characters(system, "the system prompt")
         if messages[0]["role"] == "system":
             raise ValueError("got two system prompts, expected one: in the messages or apart")
         messages = [{"role": "system", "content": system}, *messages]
     # the template writes BOS itself where the model wants one
     return codec.encode(template.render(messages), special_tokens=False)
+
+
+def _plain_message(message: Message) -> Message:
+    """Returns a message whose content is a string: parts of kind text are joined.
+
+    Content may be None beside tool calls, as assistants have them. Raises ValueError for a message
+    without role and content, for other kinds of content, and for half surrogate pairs.
+    """
+    if not isinstance(message.get("role"), str) or "content" not in message:
+        raise ValueError(f"got message {dict(message)!r:.200}, expected a role and its content")
+    role, content = message["role"], message["content"]
+    if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
+        for part in content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(
+                    f"got content part {dict(part)!r:.80} in a message of {role!r:.40}, expected "
+                    "parts of type 'text' with a text"
+                )
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise ValueError(
+            f"got content {content!r:.80} in a message of {role!r:.40}, expected a string or a "
+            "list of text parts"
+        )
+    for text in (role, content or ""):
+        require_characters(text, f"a message of {role!r:.40}")
+    return {**message, "content": content}
 
 
 class TextStream:

@@ -164,3 +164,110 @@ def test_find_takes_the_newest_and_no_half_built_one(folder: Path) -> None:
         moment = {"newer": 2e9, "older": 1e9, ".half-built": 3e9}[name]
         os.utime(other / bundle.MANIFEST, (moment, moment + age))
     assert bundle.find(root) == root / "newer"
+
+
+# ---- what a stranger may write
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("name",), "\x1b[31mred", "got name '.x1b"),
+        (("name",), "x" * 9999, "expected 1 to 200 printable"),
+        (("target", "family"), "\x1b[31m", "target.family: got name"),
+        (("target", "max_length"), 2**70, "target.max_length: got a larger number"),
+        (("target", "scratch"), 0, "target.scratch: got 0, expected a positive number"),
+        (("target", "taps"), [-1], "target.taps: got -1"),
+        (("target", "dims", "vocab_size"), 2**40, "vocab_size: got 1099511627776, expected"),
+        (("graphs", "target", "file"), "\x1b[31m", "graph file: got name"),
+        (("graphs", "target", "form"), "\x1b" * 500, "got form '.x1b"),
+        (("graphs", "target", "inputs", 0, "name"), "\x1b[31m", "tensor: got name"),
+        (("graphs", "target", "inputs", 0, "shape"), [1] * 9, "got 9 axes, expected at most 8"),
+        (("graphs", "target", "inputs", 0, "shape"), [-1], "size: got -1, expected"),
+        (("graphs", "target", "inputs", 0, "shape"), ["\n"], "axis: got name"),
+        (("graphs", "target", "outputs"), [], None),
+        (("drafters", 0, "name"), "../x", "expected a name without / and"),
+        (("drafters", 0, "name"), "a\\b", "expected a name without / and"),
+        (("drafters", 0, "config"), {"num_masks": "3"}, "got config key num_masks '3', "),
+        (("drafters", 0, "config"), {"num_masks": True}, "config key num_masks True, expected an"),
+        (("drafters", 0, "config"), {"num_masks": 10**12}, "config key num_masks 1000000000000"),
+        (("drafters", 0, "config"), {"num_guesses": 0}, "config key num_guesses 0, expected"),
+        (("drafters", 0, "config"), {"num_guesses": None}, "config key num_guesses None, expected"),
+        (("drafters", 0, "config"), {"max_width": 1.5}, "config key max_width 1.5, expected an"),
+        (("drafters", 0, "config"), {"mask_token_base": -1}, "config key mask_token_base -1, exp"),
+        (("drafters", 0, "config"), {"taps": 3}, "config key taps 3, expected a list of layers"),
+        (("drafters", 0, "config"), {"taps": ["1"]}, "config key taps .*, expected a list"),
+        (("drafters", 0, "config"), {"top_k": "x"}, "config key top_k 'x', expected an integer"),
+        (("drafters", 0, "config"), {"inputs": []}, "config key inputs .*, expected a text"),
+        (("drafters", 0, "config"), {"parameters": "1"}, "config key parameters '1', expected"),
+        (("drafters", 0, "trees"), {"max_nodes": "8"}, "got trees key max_nodes '8', expected"),
+        (("drafters", 0, "trees"), {"max_nodes": 0}, "got trees key max_nodes 0, expected"),
+        (("drafters", 0, "trees"), {"min_probability": "x"}, "trees key min_probability 'x', "),
+        (("drafters", 0, "trees"), {"min_probability": 2}, "trees key min_probability 2, "),
+        (("drafters", 0, "expected_accepted_length"), 10**400, "got int of 1329 bits, expected"),
+        (("tokenizer", "special_ids"), {"bos": "1", "eos": [], "pad": None}, "expected bos, eos"),
+        (("tokenizer", "special_ids"), {"bos": 1, "eos": ["2"], "pad": 0}, "expected bos, eos"),
+        (("tokenizer", "special_ids"), {"bos": 1, "eos": [-2], "pad": 0}, "expected bos, eos"),
+        (("tokenizer", "special_ids"), {"bos": 1, "eos": [[]], "pad": 0}, "expected bos, eos"),
+        (("tokenizer", "sha256"), "\x1b[31m", "does not match"),
+        (("files", "tokenizer.json"), "\x1b[31m", "got sha256 .*, expected 64 hexadecimal digits"),
+        (("files", "a\x00b"), "0" * 64, "got name 'a.x00b', expected"),
+    ],
+)  # fmt: skip
+def test_every_field_is_checked_before_it_is_used(
+    folder: Path, keys: tuple[Any, ...], value: object, message: str | None
+) -> None:
+    edit(folder, *keys, value=value)
+    if message is None:
+        bundle.read(folder)
+        return
+    with pytest.raises(BundleError, match=message) as raised:
+        bundle.read(folder)
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 600
+
+
+def test_equal_names_of_tensors(folder: Path) -> None:
+    spec = {"name": "x", "dtype": "int64", "shape": []}
+    edit(folder, "graphs", "target", "inputs", value=[spec, spec])
+    with pytest.raises(BundleError, match="got inputs of equal names"):
+        bundle.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"a":' * 5000 + "1" + "}" * 5000, "nested too deeply"),
+        ("[" * 200_000, "nested too deeply"),
+        ('{"schema_version": NaN}', "it holds NaN"),
+        ('{"name": "\\ud800"}', "half a surrogate pair"),
+        ("\ufeff{}", "not readable"),
+    ],
+)
+def test_a_manifest_that_is_no_sensible_json(folder: Path, text: str, why: str) -> None:
+    (folder / bundle.MANIFEST).write_text(text, encoding="utf-8")
+    with pytest.raises(BundleError, match=f"not readable .*{why}|{why}") as raised:
+        bundle.read(folder)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_manifest_that_is_too_large_is_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "MAX_MANIFEST_BYTES", 99)
+    with pytest.raises(BundleError, match="bytes, expected at most 99"):
+        bundle.read(folder)
+
+
+def test_links_that_lead_out_of_the_bundle_are_refused(folder: Path) -> None:
+    """Even where their content has the right hash: it may change after it was checked."""
+    file, outside = folder / "tokenizer.json", folder.parent / "outside.json"
+    file.rename(outside)
+    file.symlink_to(outside)
+    for verify in (True, False):
+        with pytest.raises(BundleError, match="a symbolic link that leads out of the bundle"):
+            bundle.read(folder, verify)
+    file.unlink()
+    outside.rename(folder / "inside.json")
+    file.symlink_to("inside.json")
+    assert bundle.read(folder).manifest.name == "small"

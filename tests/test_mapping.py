@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from spec_runtime.mapping import added_later, from_mapping, to_json
+from spec_runtime.mapping import added_later, from_mapping, parse_json, parse_toml, to_json
 
 
 class Refused(ValueError):
@@ -106,3 +106,59 @@ def test_a_mapping_is_expected() -> None:
         from_mapping(Leaf, [], "tree")
     with pytest.raises(Refused, match="expected a mapping or absent"):
         from_mapping(Branch, DATA | {"first": 3}, "tree", Refused, none="absent")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    ratio: float = 1.0
+    words: dict[str, int] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"a": NaN}', "it holds NaN, expected finite numbers"),
+        ('{"a": [-Infinity]}', "it holds -Infinity, expected finite"),
+        ('{"a": 1e999}', "it holds 1e999, expected finite"),
+        ("[" * 101 + "]" * 101, "nested too deeply"),
+        ('{"a":' * 101 + "1" + "}" * 101, "nested too deeply"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"\\ud800": 1}', "half a surrogate pair"),
+        ("9" * 5000, "limit"),
+    ],
+)
+def test_json_that_nothing_can_be_done_with(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse_json(text)
+
+
+def test_json_of_a_sensible_depth_is_read() -> None:
+    assert parse_json("[" * 100 + "]" * 100) is not None
+    assert parse_json(b'{"a": [1, 2.5, "\\ud83d\\ude00"]}') == {"a": [1, 2.5, "😀"]}
+    assert parse_json("3") == 3
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 101 + "]" * 101, ".".join("a" * 200) + " = 1"])
+def test_toml_that_is_nested_too_deeply(text: str) -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        parse_toml(text)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"ratio": 10**400}, r"^top\.ratio: got int of 1329 bits, expected float$"),
+        ({"ratio": float("inf")}, r"^top\.ratio: got float inf, expected float$"),
+        ({"ratio": float("nan")}, r"^top\.ratio: got float nan, expected float$"),
+        ({"words": {"\x1b[31m": "x"}}, r"^top\.words\['\\x1b\[31m'\]: got str 'x', expected int$"),
+        ({"words": {5: 1}}, r"^top\.words: got int 5, expected str$"),
+        ({5: 1}, r"^top: got unknown key 5; expected keys ratio, words$"),
+        ({"x" * 9999: 1}, r"^top: got unknown key 'x{59}; expected keys"),
+        ({str(i): 1 for i in range(99)}, r"'7', 91 more; expected keys ratio, words$"),
+    ],
+)
+def test_messages_of_hostile_values_are_short_and_printable(data: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        from_mapping(Numbers, data, "top")
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 300

@@ -19,12 +19,15 @@ from spec_runtime.backends.session import (
     SessionOptions,
     as_lender,
     bind_buffers,
+    naming_graph,
     open_buffers,
     open_session,
 )
-from spec_runtime.backends.shapes import is_cache, shape_of
+from spec_runtime.backends.shapes import is_cache, require_feeds, shape_of
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import Bundle, Graph
+from spec_runtime.untrusted.memory import require_memory
+from spec_runtime.untrusted.operators import require_known_graph
 
 
 class CpuBackend(OrtBackend):
@@ -40,6 +43,7 @@ class CpuBackend(OrtBackend):
         banks: OrtBackend | None = None,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
+        self._graph = graph
         self.copies = Copies()
         self.session = open_session(path, graph, SessionOptions(threads or default_threads()))
         self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
@@ -50,7 +54,7 @@ class CpuBackend(OrtBackend):
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run. Returns views of buffers that the next run writes again."""
-        binding = self._binding(tuple(outputs))
+        binding = self._binding(tuple(outputs), feeds)
         sizes: dict[str, int] = {}
         held = []  # ONNX Runtime reads these arrays' memory during the run
         for name in self._feed_names:
@@ -64,12 +68,17 @@ class CpuBackend(OrtBackend):
         for name in outputs:
             results[name] = array = self._output(name, sizes)
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        self.session.run_with_iobinding(binding)
+        with naming_graph(self._graph.file):
+            self.session.run_with_iobinding(binding)
         return results
 
-    def _binding(self, outputs: tuple[str, ...]) -> Any:
-        """Returns the binding of this set of outputs: those not bound are not computed."""
+    def _binding(self, outputs: tuple[str, ...], feeds: dict[str, np.ndarray]) -> Any:
+        """Returns the binding of this set of outputs: those not bound are not computed.
+
+        The first time, `feeds` are compared with the graph: later ones have the same names.
+        """
         if outputs not in self._bindings:
+            require_feeds(self._graph, feeds, outputs)
             self._bindings[outputs] = bind_buffers(self.session, self.buffers)
         return self._bindings[outputs]
 
@@ -94,10 +103,14 @@ def open_graph(
 ) -> CpuBackend:
     """Opens a graph on the CPU, see backends.open_graph.
 
-    Raises ValueError for an int8 target if this CPU computes its products wrongly.
+    Raises ValueError for an int8 target if this CPU computes its products wrongly, for a graph
+    whose file is not what ours are, and for buffers that this machine cannot hold.
     """
+    require_known_graph(bundle, graph)
+    require_memory(graph, capacity)
     probe = bundle.manifest.graphs.get("probe")
     if probe is not None and graph is bundle.manifest.graphs["target"]:
+        require_known_graph(bundle, probe)
         require_exact_int8(CpuBackend(bundle.path / probe.file, probe, 1, 1))
     return CpuBackend(
         bundle.path / graph.file,
@@ -112,7 +125,8 @@ def open_graph(
 def require_exact_int8(probe: Backend) -> None:
     """Refuses a CPU whose u8·s8 products saturate: every int8 result would be silently wrong."""
     x = np.full((1, 64), 255, np.uint8)
-    got, expected = int(probe.run({"x": x}, ["y"])["y"][0, 0]), (255 - 128) * 127 * 64
+    y = probe.run({"x": x}, ["y"])["y"]
+    got, expected = int(y.flat[0]) if y.size else 0, (255 - 128) * 127 * 64
     if got != expected:
         raise ValueError(
             f"this CPU's int8 products saturate (got {got}, expected {expected}): build the "

@@ -21,6 +21,7 @@ from spec_runtime.backends.session import (
 from spec_runtime.backends.shapes import KV
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import Bundle, Graph
+from spec_runtime.untrusted.operators import require_known_graph
 
 EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's promise needs
 # Provider settings by a graph's attention. For Attention-24 with a mask, the memory-efficient
@@ -87,6 +88,7 @@ def open_graph(
 
     Raises ValueError for a bundle that was not built for CUDA.
     """
+    require_known_graph(bundle, graph)
     _require_cuda_kernels(bundle.manifest.target.precision, graph)
     return CudaBackend(
         bundle.path / graph.file,

@@ -20,6 +20,7 @@ from spec_runtime.backends.session import (
     NO_GRAPH,
     bind_buffers,
     empty_value,
+    naming_graph,
     run_options,
     takes_cuda_graphs,
 )
@@ -29,6 +30,7 @@ from spec_runtime.backends.shapes import (
     axis_sizes,
     is_cache,
     mask_width,
+    require_feeds,
     shape_of,
 )
 from spec_runtime.bundle import Graph, TensorSpec
@@ -120,6 +122,7 @@ class DeviceRuns:
         self._has_cuda_graphs = takes_cuda_graphs(session)
         self._inputs = [spec.name for spec in graph.inputs if not is_cache(spec)]
         self._outputs = {spec.name: spec for spec in graph.outputs}
+        self._checked: set[tuple[str, ...]] = set()  # outputs whose feeds were compared
         self._copies = copies
         self._shapes = _PerThread(copies)
         self._ids = itertools.count(1)  # 0 is ONNX Runtime's own
@@ -131,6 +134,9 @@ class DeviceRuns:
         self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
         """Returns `outputs`, copied to the host, and `kept`, left on the device."""
+        if (*outputs, *kept) not in self._checked:
+            require_feeds(self._graph, feeds, (*outputs, *kept))
+            self._checked.add((*outputs, *kept))
         feeds = {name: feeds[name] for name in self._inputs}
         sizes = axis_sizes(self._graph, {name: feed.shape for name, feed in feeds.items()})
         wider = sizes
@@ -195,7 +201,8 @@ class DeviceRuns:
 
     def _start(self, shape: BoundShape, feeds: Mapping[str, np.ndarray], options: Any) -> None:
         shape.feeds.update(feeds)
-        self._session.run_with_iobinding(shape.binding, options)
+        with naming_graph(self._graph.file):
+            self._session.run_with_iobinding(shape.binding, options)
 
     def _bind(
         self, feeds: Mapping[str, np.ndarray], names: Sequence[str], sizes: Mapping[str, int]

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import numpy as np
 from spec_runtime.backends.base import Backend
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.shapes import KV, is_cache
-from spec_runtime.bundle import BANK, Graph
+from spec_runtime.bundle import BANK, Graph, TensorSpec
+from spec_runtime.untrusted.memory import buffer_shape
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
 # the user's cache folder. Whoever has set the variable, to 0 for instance, keeps that value.
@@ -31,6 +33,12 @@ except ImportError as error:
 
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# ONNX Runtime's names of the types that a manifest may name
+ORT_TYPES = {
+    **{"float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)"},
+    **{f"{sign}int{n}": f"tensor({sign}int{n})" for sign in ("", "u") for n in (4, 8, 16, 32, 64)},
+    "bool": "tensor(bool)",
+}
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
 NO_GRAPH = -1  # the graph id of runs that neither capture nor replay; 0 is ONNX Runtime's own
 
@@ -97,9 +105,11 @@ def _open(path: Path, options: SessionOptions) -> Any:
     chosen.inter_op_num_threads = 1
     chosen.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
     chosen.enable_mem_pattern = False  # shapes change every step
-    chosen.log_severity_level = 3
+    chosen.log_severity_level = 4  # errors come as exceptions, with the same text
     # Target and drafter take turns: threads that go on spinning would eat the other's cores.
     chosen.add_session_config_entry("session.force_spinning_stop", "1")
+    # ONNX Runtime has a format of its own, whose operators nobody has looked at.
+    chosen.add_session_config_entry("session.load_model_format", "ONNX")
     settings = dict(options.settings)
     if options.has_cuda_graphs:
         settings["enable_cuda_graph"] = "1"
@@ -110,16 +120,48 @@ def _open(path: Path, options: SessionOptions) -> Any:
 
 
 def _check_signature(session: Any, graph: Graph, path: Path) -> None:
-    for kind, got, expected in (
-        ("inputs", session.get_inputs(), graph.inputs),
-        ("outputs", session.get_outputs(), graph.outputs),
+    """Raises ValueError unless the session's inputs and outputs are the manifest's: their names,
+    types and shapes. An output's size may be open on either side, as ONNX Runtime infers some."""
+    for kind, got, expected, is_input in (
+        ("inputs", session.get_inputs(), graph.inputs, True),
+        ("outputs", session.get_outputs(), graph.outputs, False),
     ):
-        names, wanted = {value.name for value in got}, {spec.name for spec in expected}
-        if names != wanted:
+        names, specs = {value.name for value in got}, {spec.name: spec for spec in expected}
+        if names != set(specs):
             raise ValueError(
-                f"{path.name} has {kind} {sorted(names)}, the manifest says "
-                f"{sorted(wanted)}: build the bundle again"
+                f"{path.name} has {kind} {sorted(names)!r:.300}, the manifest says "
+                f"{sorted(specs)!r:.300}: build the bundle again"
             )
+        for value in got:
+            spec = specs[value.name]
+            fits = len(value.shape) == len(spec.shape) and all(
+                size == there
+                if isinstance(size, int) and isinstance(there, int)
+                else not is_input or isinstance(size, int) == isinstance(there, int)
+                for size, there in zip(spec.shape, value.shape, strict=True)
+            )
+            if value.type != ORT_TYPES.get(spec.dtype) or not fits:
+                raise ValueError(
+                    f"{path.name} has {value.name} as {value.type} of shape {value.shape}, the "
+                    f"manifest says {spec.dtype} of shape {list(spec.shape)}: build the bundle "
+                    "again"
+                )
+
+
+@contextmanager
+def naming_graph(file: str) -> Iterator[None]:
+    """Turns what ONNX Runtime raises in a run into a ValueError that names the graph.
+
+    A graph may fail on feeds that its signature allows: it adds what does not fit, or finds no
+    memory. Its own kinds of error are not public.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"ONNX Runtime {ort.__version__} cannot run {file}: "
+            f"{' '.join(str(error).split())[:300]}; build the bundle again"
+        ) from error
 
 
 def takes_cuda_graphs(session: Any) -> bool:
@@ -218,8 +260,25 @@ def open_buffers(
             lent |= {n: value for n, value in lender.buffers.items() if n.startswith(prefix)}
     buffers: dict[str, Any] = {}
     for spec in filter(is_cache, graph.inputs):
-        shape = [capacity if axis == "S" else int(axis) for axis in spec.shape]
-        value = lent[spec.name] if spec.name in lent else zero_value(shape, spec.dtype, device)
-        assert value.shape() == shape, (spec.name, value.shape(), shape)
+        shape = list(buffer_shape(spec, capacity))
+        value = lent[spec.name] if spec.name in lent else _zeros(shape, spec, device)
+        is_alike = value.shape() == shape and value.data_type() == ORT_TYPES[spec.dtype]
+        if not is_alike:
+            raise ValueError(
+                f"{graph.file}: got buffer {spec.name} as {spec.dtype} of shape {shape}, expected "
+                f"{value.data_type()} of shape {value.shape()}, as it is shared; build the bundle "
+                "again"
+            )
         buffers[spec.name] = value
     return buffers
+
+
+def _zeros(shape: list[int], spec: TensorSpec, device: str) -> Any:
+    """Returns a new buffer of zeros; raises ValueError if there is no memory for it."""
+    try:
+        return zero_value(shape, spec.dtype, device)
+    except Exception as error:  # numpy's MemoryError and ValueError, ONNX Runtime's own kinds
+        raise ValueError(
+            f"got no memory for buffer {spec.name} of shape {shape}: "
+            f"{' '.join(str(error).split())[:200]}; build with a smaller --max-length"
+        ) from error

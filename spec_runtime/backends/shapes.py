@@ -54,6 +54,39 @@ def axis_sizes(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, i
     return sizes
 
 
+def require_feeds(
+    graph: Graph, feeds: Mapping[str, np.ndarray], outputs: Sequence[str]
+) -> dict[str, int]:
+    """Returns the sizes of the free axes, once the graph takes these feeds and has these outputs.
+
+    Raises ValueError for a graph that wants other inputs or has no such output, as the manifest
+    says. More feeds than inputs are fine: each form of a graph reads some of them.
+    """
+    wanted = {spec.name: spec for spec in graph.inputs if not is_cache(spec)}
+    there = {spec.name for spec in graph.outputs}
+    missing = sorted(wanted.keys() - feeds.keys()), sorted(set(outputs) - there)
+    if any(missing):
+        raise ValueError(
+            f"{graph.file}: got a graph that wants inputs {missing[0]!r:.100} and has no outputs "
+            f"{missing[1]!r:.100}, expected inputs {sorted(feeds)!r:.200}; build the bundle again"
+        )
+    for name, spec in wanted.items():
+        if feeds[name].dtype != spec.dtype:
+            raise ValueError(
+                f"{graph.file}: got input {name} of type {spec.dtype}, expected "
+                f"{feeds[name].dtype}; build the bundle again"
+            )
+    sizes = axis_sizes(graph, {name: feeds[name].shape for name in wanted})
+    for spec in graph.outputs:
+        open_axes = {axis for axis in spec.shape if isinstance(axis, str)} - sizes.keys()
+        if spec.name in outputs and open_axes:
+            raise ValueError(
+                f"{graph.file}: got output {spec.name} of shape {list(spec.shape)}, expected axes "
+                f"of the inputs, {', '.join(sizes)}; build the bundle again"
+            )
+    return sizes
+
+
 def num_bytes(spec: TensorSpec, profiles: Sequence[Mapping[str, Sequence[int]]]) -> int:
     """Returns the bytes of the largest shape that any of a plan's profiles allows."""
     largest = {axis: max(p[axis][2] for p in profiles) for axis in profiles[0]}

@@ -19,11 +19,12 @@ from spec_runtime.backends.session import (
     SessionOptions,
     as_lender,
     bind_buffers,
+    naming_graph,
     open_session,
     run_options,
     zero_value,
 )
-from spec_runtime.bundle import Graph
+from spec_runtime.bundle import Graph, TensorSpec
 
 RESULT, STATE = "result", "state."
 
@@ -51,6 +52,7 @@ class OrtStepper:
         self, path: Path, graph: Graph, lenders: Mapping[str, OrtBackend], runtime: Runtime
     ) -> None:
         self.bytes_to_host = 0
+        self._file = graph.file
         self._landing: dict[int, np.ndarray] = {}  # see Copies.fetch
         self._device = runtime.device
         self._copies = lenders[""].copies
@@ -63,8 +65,7 @@ class OrtStepper:
         self._buffers: dict[str, Any] = {}
         for spec in graph.inputs:
             if not spec.name.startswith(STATE):
-                prefix = max((p for p in lenders if spec.name.startswith(p)), key=len)
-                self._buffers[spec.name] = lenders[prefix].buffers[spec.name.removeprefix(prefix)]
+                self._buffers[spec.name] = _lent(spec.name, graph, lenders)
         self._pairs: dict[tuple[tuple[int, ...], ...], tuple[_Side, _Side]] = {}  # by shapes
         self._last: _Side | None = None
         self._next: tuple[_Side, _Side] | None = None
@@ -88,7 +89,8 @@ class OrtStepper:
         assert self._next is not None, "step before start"
         self._last, other = self._next
         self._next = other, self._last
-        self._session.run_with_iobinding(self._last.binding, self._last.options)
+        with naming_graph(self._file):
+            self._session.run_with_iobinding(self._last.binding, self._last.options)
         (result,) = self._copies.fetch([self._last.outputs[RESULT]], self._landing)
         self.bytes_to_host += result.nbytes
         return result.copy()
@@ -112,7 +114,7 @@ class OrtStepper:
 
     def _bind(self, given: Mapping[str, np.ndarray]) -> tuple[_Side, _Side]:
         first = 2 * len(self._pairs) + 1
-        shapes = {spec.name: [int(size) for size in spec.shape] for spec in self._results}
+        shapes = {spec.name: _fixed(spec) for spec in self._results}
         sides = []
         for graph_id in (first, first + 1):
             state = {name: self._zeros(a.shape, str(a.dtype)) for name, a in given.items()}
@@ -131,6 +133,29 @@ class OrtStepper:
 
     def _zeros(self, shape: Sequence[int], dtype: str) -> Any:
         return zero_value(shape, dtype, self._device)
+
+
+def _lent(name: str, graph: Graph, lenders: Mapping[str, OrtBackend]) -> Any:
+    """Returns the buffer that a lender has for this input; raises ValueError if none has it."""
+    prefix = max((prefix for prefix in lenders if name.startswith(prefix)), key=len, default="")
+    buffers = lenders[prefix].buffers
+    if name.removeprefix(prefix) not in buffers:
+        raise ValueError(
+            f"{graph.file}: got a graph that wants inputs {[name]!r:.100}, expected buffers of the "
+            "target and the drafter; build the bundle again"
+        )
+    return buffers[name.removeprefix(prefix)]
+
+
+def _fixed(spec: TensorSpec) -> list[int]:
+    """Returns the shape of an output without free axes; raises ValueError for another one."""
+    sizes = [size for size in spec.shape if isinstance(size, int)]
+    if len(sizes) < len(spec.shape):
+        raise ValueError(
+            f"got output {spec.name} of shape {list(spec.shape)!r:.80}, expected fixed sizes; "
+            "build the bundle again"
+        )
+    return sizes
 
 
 def open_stepper(

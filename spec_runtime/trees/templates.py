@@ -112,7 +112,7 @@ def parse_tree(
     """
     name, colon, numbers = text.partition(":")
     if colon and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", numbers):
-        raise ValueError(f"got tree {text!r}, expected one of {TEMPLATES}")
+        raise ValueError(f"got tree {text!r:.80}, expected one of {TEMPLATES}")
     match name, [int(number) for number in numbers.split(",") if number]:
         case "chain", [depth] if depth < MAX_NODES:
             return chain(depth)
@@ -131,7 +131,7 @@ def parse_tree(
             return searched(accuracy, min(*number, MAX_NODES) if number else num_nodes)
         case _:
             raise ValueError(
-                f"got tree {text!r}, expected one of {TEMPLATES}, of {MAX_NODES} nodes at most"
+                f"got tree {text!r:.80}, expected one of {TEMPLATES}, of {MAX_NODES} nodes at most"
             )
 
 
@@ -156,13 +156,18 @@ def paths_of(entry: DrafterInfo, num_nodes: int = DEFAULT_NODES) -> tuple[RankPa
             return None
         size = entry.trees.get("max_nodes", num_nodes)
         try:
-            paths = [list(path) for path in parse_tree(str(template), accuracy, size)]
+            paths = [list(path) for path in parse_tree(f"{template!s:.80}", accuracy, size)]
         except ValueError as error:
             raise BundleError(f"drafter {entry.name!r}: {error}") from None
     if paths is None:
         return None
     top_k = entry.config.get("top_k", math.inf)
     is_list = isinstance(paths, list) and all(isinstance(path, list) for path in paths)
+    if is_list and max(len(paths), *map(len, paths), 0) >= MAX_NODES:
+        raise BundleError(
+            f"drafter {entry.name!r}: got {len(paths)} trees paths, expected fewer than "
+            f"{MAX_NODES}, and none as deep"
+        )
     if not is_list or not all(type(r) is int and r < top_k for path in paths for r in path):
         raise BundleError(
             f"drafter {entry.name!r}: got trees paths {paths!r:.80}, expected lists of ranks "

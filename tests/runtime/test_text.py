@@ -231,3 +231,83 @@ def test_every_split_of_a_stop_string_over_tokens() -> None:
         stream.finish()
         assert stream.stopped
         assert stream.text == "xx"
+
+
+# ---- prompts of other kinds
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        (b"hi", r"got prompt bytes b'hi', expected a string, a list of messages, or a list or 1-D"),
+        (bytearray(b"hi"), "got prompt bytearray"),
+        (memoryview(b"hi"), "got prompt memoryview"),
+        (None, "got prompt NoneType None"),
+        (5, "got prompt int 5"),
+        ({"role": "user", "content": "x"}, "got prompt dict"),
+        ({5: 6}, "got prompt dict"),
+        ((i for i in (1, 2)), "got prompt generator"),
+        ({1, 2}, "got prompt set"),
+        (np.ones((2, 2), np.int64), r"got prompt an array of int64 and shape \[2, 2\]"),
+        (np.ones(2), "got prompt an array of float64"),
+        (np.array(["a"]), "got prompt an array of <U1"),
+        ([np.array([1, 2])], "expected all token ids"),
+        ([None], "expected all token ids"),
+        ([{"role": "user", "content": "x"}, 5], "expected all token ids"),
+        ("a\ud800b", "got half a surrogate pair at character 1 of the prompt"),
+        ([{"role": "user", "content": "\udfff"}], "got half a surrogate pair at character 0 of a"),
+        (
+            [{"role": "user", "content": None}],
+            "got content None in a message of 'user', expected a",
+        ),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "got content None"),
+        ([{"role": "user", "content": 5}], "got content 5 in a message of 'user'"),
+        ([{"role": "user", "content": {"a": 1}}], "got content .*'a': 1.* in a message"),
+        ([{"role": "user", "content": ["x"]}], r"got content \['x'\] in a message"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "got content part .*image_url"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "got content part"),
+        ([{"role": None, "content": "x"}], "expected a role"),
+        ([{"role": "x" * 9999, "content": None}], "got content None"),
+    ],
+)
+def test_what_is_no_prompt_is_named(prompt: Any, why: str) -> None:
+    for template in (ChatTemplate(CHATML), None):
+        is_chat = isinstance(prompt, list) and isinstance(prompt[0], dict) and len(prompt) == 1
+        if is_chat and template is None:
+            continue
+        with pytest.raises(ValueError, match=why) as caught:
+            encode_prompt(ByteTokenizer(template), prompt, False, None)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+
+def test_integer_arrays_are_token_ids() -> None:
+    for dtype in (np.int64, np.int32, np.uint8):
+        ids = encode_prompt(ByteTokenizer(), np.array([1, 2], dtype), False, None)
+        assert (ids, type(ids[0])) == ([1, 2], int)
+    assert encode_prompt(ByteTokenizer(), np.array([], np.int64), False, None) == [256]
+
+
+def test_text_parts_are_joined_and_tool_calls_need_no_content() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat([{"role": "user", "content": parts}]) == chat("ab")
+    assert chat([{"role": "user", "content": []}]) == chat("")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    template = ChatTemplate("{{ messages[0].content is none }}")
+    assert encode_prompt(ByteTokenizer(template), [call], False, None) == [*b"True"]
+
+
+def test_a_template_that_writes_nothing_is_an_empty_prompt() -> None:
+    tokenizer = ByteTokenizer(ChatTemplate("{# nothing #}"))
+    assert encode_prompt(tokenizer, "hi", False, None) == [256]
+    tokenizer.bos = None
+    with pytest.raises(ValueError, match="got an empty prompt"):
+        encode_prompt(tokenizer, "hi", False, None)
+
+
+def test_a_system_prompt_is_a_string() -> None:
+    system: Any = 5
+    with pytest.raises(ValueError, match="got system prompt 5, expected a string"):
+        chat("hi", system=system)
+    with pytest.raises(ValueError, match="half a surrogate pair at character 0 of the system"):
+        chat("hi", system="\ud800")

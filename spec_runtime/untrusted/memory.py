@@ -1,0 +1,67 @@
+"""Estimates what a graph's buffers take, and refuses what this machine cannot hold."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from spec_runtime.bundle import BundleError, Graph, TensorSpec
+
+CACHE_PREFIXES = ("kv.", "bank.")
+# A slot of a cache costs this many bytes besides its rows: its places, and one byte in each of the
+# 256 rows of the mask that a prompt is read with.
+_SLOT_BYTES = 256 + 32
+_CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+
+
+def buffer_shape(spec: TensorSpec, capacity: int) -> tuple[int, ...]:
+    """Returns the shape of a KV buffer or bank with `capacity` slots.
+
+    Raises BundleError unless its free axis, of which it has at most one, is named "S".
+    """
+    if any(size != "S" for size in spec.shape if isinstance(size, str)):
+        raise BundleError(
+            f"buffer {spec.name}: got shape {list(spec.shape)!r:.80}, expected sizes and at most "
+            "'S' for the slots; build the bundle again"
+        )
+    return tuple(capacity if isinstance(size, str) else size for size in spec.shape)
+
+
+def buffer_bytes(graph: Graph, capacity: int) -> int:
+    """Returns the bytes that the graph's KV buffers, its banks and their mask take."""
+    total = _SLOT_BYTES * capacity
+    for spec in graph.inputs:
+        if spec.name.startswith(CACHE_PREFIXES):
+            count = 1
+            for size in buffer_shape(spec, capacity):
+                count *= size
+            total += count * (2 if spec.dtype == "bfloat16" else np.dtype(spec.dtype).itemsize)
+    return total
+
+
+def machine_bytes() -> int:
+    """Returns the memory that this process may use: the machine's, or its container's limit."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for file in _CGROUP_LIMITS:
+        try:
+            limit = file.read_text().strip()
+        except OSError:
+            continue
+        if limit.isdecimal():  # otherwise "max"
+            total = min(total, int(limit))
+    return total
+
+
+def require_memory(graph: Graph, capacity: int) -> None:
+    """Raises BundleError if the graph's buffers do not fit into the memory of this machine."""
+    needed, there = buffer_bytes(graph, capacity), machine_bytes()
+    if needed > there:
+        raise BundleError(
+            f"{graph.file}: its buffers for {capacity} tokens take {needed / 1e9:.1f} GB, expected "
+            f"at most the {there / 1e9:.1f} GB of this machine; build with a smaller --max-length"
+        )

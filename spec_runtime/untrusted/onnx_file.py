@@ -1,0 +1,165 @@
+"""Reads from an ONNX file which operators it uses and which files its weights lie in.
+
+The runtime has no onnx package, and needs two lists only. This walks the protocol-buffer messages
+in place and steps over tensors, so that a file of any size takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# Field numbers of onnx.proto: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
+_MODEL_GRAPH, _MODEL_FUNCTIONS = 7, 25
+_GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_SPARSE = 1, 5, 15
+_NODE_OPERATOR, _NODE_ATTRIBUTE, _NODE_DOMAIN = 4, 5, 7
+_ATTRIBUTE_TENSOR, _ATTRIBUTE_GRAPH, _ATTRIBUTE_TENSORS, _ATTRIBUTE_GRAPHS = 5, 6, 10, 11
+_ATTRIBUTE_SPARSE, _ATTRIBUTE_SPARSES = 22, 23
+_SPARSE_VALUES, _SPARSE_INDICES = 1, 2
+_TENSOR_EXTERNAL = 13
+_ENTRY_KEY, _ENTRY_VALUE = 1, 2
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MAX_VARINT_BYTES = 10
+
+
+class NotOnnxError(ValueError):
+    """Says why a file is no ONNX model."""
+
+
+@dataclass
+class OnnxOutline:
+    """Lists what an ONNX file uses.
+
+    `operators` holds names with their domain before them unless it is ONNX's own: "Add",
+    "com.microsoft.MatMulNBits". `weight_files` holds the paths, relative to the file's folder, of
+    the tensors outside of it. `has_functions` says that it defines operators of its own, and
+    `nested` holds the operators that run graphs inside themselves, such as "Loop".
+    """
+
+    operators: set[str] = field(default_factory=set)
+    weight_files: set[str] = field(default_factory=set)
+    nested: set[str] = field(default_factory=set)
+    has_functions: bool = False
+
+
+def read_outline(path: str | Path) -> OnnxOutline:
+    """Returns what the ONNX file at `path` uses.
+
+    Graphs inside of nodes and functions are not entered. Raises NotOnnxError if it is no protocol
+    buffer, is empty, or holds no graph, and OSError if it cannot be read.
+    """
+    with open(path, "rb") as file:
+        if file.seek(0, 2) == 0:
+            raise NotOnnxError("it is empty")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Walker(data).model()
+
+
+class _Walker:
+    """Walks the messages in `data` and notes what it finds in `found`."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._found = OnnxOutline()
+
+    def model(self) -> OnnxOutline:
+        """Returns what the whole file uses."""
+        has_graph = False
+        for number, begin, end in self._messages(0, len(self._data)):
+            if number == _MODEL_GRAPH:
+                has_graph = True
+                self._graph(begin, end)
+            elif number == _MODEL_FUNCTIONS:
+                self._found.has_functions = True
+        if not has_graph:
+            raise NotOnnxError("it holds no graph")
+        return self._found
+
+    def _graph(self, begin: int, end: int) -> None:
+        walks: dict[int, Callable[[int, int], None]] = {
+            _GRAPH_NODE: self._node,
+            _GRAPH_INITIALIZER: self._tensor,
+            _GRAPH_SPARSE: self._sparse,
+        }
+        for number, first, last in self._messages(begin, end):
+            if number in walks:
+                walks[number](first, last)
+
+    def _node(self, begin: int, end: int) -> None:
+        operators, domains, has_graph = [""], [""], False
+        for number, first, last in self._messages(begin, end):
+            if number == _NODE_OPERATOR:
+                operators.append(self._text(first, last))
+            elif number == _NODE_DOMAIN:
+                domains.append(self._text(first, last))
+            elif number == _NODE_ATTRIBUTE:
+                has_graph |= self._attribute(first, last)
+        # Of a field that comes twice, the last one counts.
+        name, domain = operators[-1], domains[-1]
+        operator = name if domain in ("", "ai.onnx") else f"{domain}.{name}"
+        self._found.operators.add(operator)
+        if has_graph:
+            self._found.nested.add(operator)
+
+    def _attribute(self, begin: int, end: int) -> bool:
+        """Notes the attribute's tensors; returns whether it holds a graph."""
+        has_graph = False
+        for number, first, last in self._messages(begin, end):
+            if number in (_ATTRIBUTE_TENSOR, _ATTRIBUTE_TENSORS):
+                self._tensor(first, last)
+            elif number in (_ATTRIBUTE_SPARSE, _ATTRIBUTE_SPARSES):
+                self._sparse(first, last)
+            elif number in (_ATTRIBUTE_GRAPH, _ATTRIBUTE_GRAPHS):
+                has_graph = True
+        return has_graph
+
+    def _sparse(self, begin: int, end: int) -> None:
+        for number, first, last in self._messages(begin, end):
+            if number in (_SPARSE_VALUES, _SPARSE_INDICES):
+                self._tensor(first, last)
+
+    def _tensor(self, begin: int, end: int) -> None:
+        for number, first, last in self._messages(begin, end):
+            if number == _TENSOR_EXTERNAL:
+                entry = dict.fromkeys((_ENTRY_KEY, _ENTRY_VALUE), "")
+                for part, part_first, part_last in self._messages(first, last):
+                    entry[part] = self._text(part_first, part_last)
+                if entry[_ENTRY_KEY] == "location":
+                    self._found.weight_files.add(entry[_ENTRY_VALUE])
+
+    def _text(self, begin: int, end: int) -> str:
+        return self._data[begin:end].decode("utf-8", errors="replace")
+
+    def _messages(self, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yields number, begin and end of each field that has a length, and steps over the rest."""
+        while at < end:
+            tag, at = self._varint(at, end)
+            # A reader takes 32 bits of a tag and drops the others.
+            number, kind = (tag & 0xFFFFFFFF) >> 3, tag & 7
+            if kind == _BYTES:
+                length, at = self._varint(at, end)
+                if length > end - at:
+                    raise NotOnnxError(f"a field of {length} bytes ends behind its message")
+                yield number, at, at + length
+                at += length
+            elif kind == _VARINT:
+                _, at = self._varint(at, end)
+            elif kind in (_FIXED64, _FIXED32):
+                at += 8 if kind == _FIXED64 else 4
+            else:
+                raise NotOnnxError(f"got wire type {kind} at byte {at}")
+        if at > end:
+            raise NotOnnxError("a field ends behind its message")
+
+    def _varint(self, at: int, end: int) -> tuple[int, int]:
+        """Returns the number that begins at byte `at`, and where it ends."""
+        value, data = 0, self._data
+        for i in range(min(_MAX_VARINT_BYTES, end - at)):
+            byte = data[at + i]
+            value |= (byte & 0x7F) << (7 * i)
+            if byte < 0x80:
+                return value, at + i + 1
+        raise NotOnnxError(f"got no number at byte {at}")

@@ -1,0 +1,59 @@
+"""Every graph that a build writes uses operators that the runtime takes, and weights it knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import pytest
+from workshop import Workshop
+
+from spec_export import drafters, make_bundle
+from spec_export.make_bundle import BuildOptions
+from spec_runtime import bundle as bundles
+from spec_runtime.untrusted.onnx_file import read_outline
+from spec_runtime.untrusted.operators import OPERATORS, require_known_graph
+
+ALONE = ("skip_layer",)  # drafters that need the slots form
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"precision": "fp32", "fuse": True},
+        {"precision": "int8"},
+        {"precision": "int4"},
+        {"precision": "fp16", "device": "cuda", "fuse": True},
+        {"precision": "fp32", "form": "contiguous"},
+        {"precision": "fp16", "device": "cuda", "attention": "full_buffer"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_every_graph_of_a_build_is_taken(
+    workshop: Workshop, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    is_contiguous = options.get("form") == "contiguous"
+    names = [name for name in drafters.trainable() if not (is_contiguous and name in ALONE)]
+    folders = [workshop.drafter(name) for name in names]
+    out = make_bundle.build(
+        BuildOptions(str(workshop.llama()), [], folders, out=tmp_path / "b", **options)
+    )
+    bundle = bundles.read(out)
+    graphs = [*bundle.manifest.graphs.values()]
+    for drafter in bundle.manifest.drafters:
+        graphs += drafter.graphs.values()
+    assert len(graphs) > len(names)
+    for graph in graphs:
+        require_known_graph(bundle, graph)
+        model, outline = ir.load(bundle.file(graph.file)), read_outline(bundle.file(graph.file))
+        assert outline.operators == {_name(node) for node in model.graph.all_nodes()} <= OPERATORS
+        assert outline.weight_files == {
+            value.const_value.location
+            for value in model.graph.initializers.values()
+            if isinstance(value.const_value, ir.ExternalTensor)
+        }
+
+
+def _name(node: ir.Node) -> str:
+    return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"

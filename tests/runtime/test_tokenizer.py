@@ -1,0 +1,125 @@
+"""A bundle's tokenizer and template, when they are not what they should be: one line each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy_bundle import write_bundle
+
+from spec_runtime import bundle
+from spec_runtime.text import Tokenizer
+from spec_runtime.untrusted import tokenizer as untrusted
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_bundle(tmp_path)
+
+
+def refusal(folder: Path, message: str) -> None:
+    with pytest.raises(bundle.BundleError, match=message) as caught:
+        Tokenizer(bundle.read(folder, verify=False))
+    assert "\n" not in str(caught.value)
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Replaces parts of tokenizer.json."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def replace(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\xfe", b"[" * 5000, b'{"model": 5}'])
+def test_a_file_that_is_no_tokenizer(folder: Path, content: bytes) -> None:
+    (folder / "tokenizer.json").write_bytes(content)
+    refusal(folder, "tokenizer.json is not a tokenizer: ")
+
+
+def test_a_tokenizer_that_doubles_again_and_again(folder: Path) -> None:
+    doubling = [replace("a", "aa")] * 40
+    edit(folder, normalizer={"type": "Sequence", "normalizers": doubling})
+    refusal(
+        folder, "got a Sequence that may make a text 1e.12 times as long, expected at most 1000"
+    )
+    edit(folder, normalizer=None, decoder={"type": "Sequence", "decoders": doubling})
+    refusal(folder, "got a Sequence that may make a text 1e.12 times as long")
+    regex = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 5000}
+    edit(folder, normalizer=regex, decoder={"type": "Fuse"})
+    refusal(folder, "got a Replace that may make a text 5e.03 times as long")
+
+
+def test_what_real_tokenizers_do_is_not_refused(folder: Path) -> None:
+    steps = [
+        {"type": "Prepend", "prepend": "▁"},
+        replace(" ", "▁"),
+        {"type": "NFKC"},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"},
+    ]
+    edit(folder, normalizer={"type": "Sequence", "normalizers": steps})
+    assert Tokenizer(bundle.read(folder, verify=False)).bos == 256
+
+
+class Panicking:
+    """Raises what a panic of Rust code becomes: it is no Exception."""
+
+    class PanicException(BaseException):
+        pass
+
+    def encode(self, text: str, add_special_tokens: bool) -> None:
+        raise self.PanicException("index out of\nbounds")
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> None:
+        raise self.PanicException("index out of bounds")
+
+
+def test_panics_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer(bundle.read(folder))
+    monkeypatch.setattr(tokenizer, "_tokenizer", Panicking())
+    for call in (lambda: tokenizer.encode("a", True), lambda: tokenizer.decode([1])):
+        with pytest.raises(
+            ValueError, match=r"^the tokenizer tokenizer\.json fails: index out of bounds; build"
+        ):
+            call()
+
+
+def test_an_interruption_stays_one() -> None:
+    with pytest.raises(KeyboardInterrupt), untrusted.no_panics("tokenizer.json"):
+        raise KeyboardInterrupt
+
+
+def test_texts_that_no_tokenizer_can_take(folder: Path) -> None:
+    tokenizer = Tokenizer(bundle.read(folder))
+    with pytest.raises(ValueError, match="got half a surrogate pair at character 2"):
+        tokenizer.encode("ab\ud800", True)
+    most = 256 * 80 + (1 << 16)
+    with pytest.raises(
+        ValueError, match=f"got a prompt of {most + 1} characters, expected at most"
+    ):
+        tokenizer.encode("a" * (most + 1), True)
+    assert len(tokenizer.encode("a" * 2000, False)) == 2000
+
+
+def test_special_tokens_lie_in_the_vocabulary(folder: Path) -> None:
+    data = json.loads((folder / bundle.MANIFEST).read_text())
+    data["tokenizer"]["special_ids"]["eos"] = [999]
+    (folder / bundle.MANIFEST).write_text(json.dumps(data))
+    refusal(folder, "got the special token 999, expected one below the target's 258")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe", r"chat_template\.jinja is not UTF-8"),
+        (b"{% if %}", r"chat template .*chat_template\.jinja is not valid: "),
+        (b"{{ x|nofilter }}", r"chat_template\.jinja is not valid: No filter named 'nofilter'"),
+    ],
+)
+def test_a_template_that_is_none_names_its_file(folder: Path, content: bytes, message: str) -> None:
+    (folder / "chat_template.jinja").write_bytes(content)
+    refusal(folder, message)
