@@ -458,7 +458,6 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
 
 
 def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
-    inside = folder.resolve()
     for name in _named_files(manifest):
         _require(
             name in manifest.files,
@@ -477,11 +476,7 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
             f"{folder}: {name}: got sha256 {expected!r:.80}, expected 64 hexadecimal digits",
         )
         _require(file.is_file(), f"{file}: missing; build or copy the bundle again")
-        _require(
-            file.resolve().is_relative_to(inside),
-            f"{file}: a symbolic link that leads out of the bundle, expected a file inside the "
-            "bundle; copy the file there",
-        )
+        _require_inside(folder, file)
         if verify:
             try:
                 found = sha256(file)
@@ -497,6 +492,14 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
         manifest.tokenizer.sha256 == listed,
         f"{folder}: tokenizer.sha256 {manifest.tokenizer.sha256[:12]!r}… does not match the "
         f"{listed[:12]}… of {manifest.tokenizer.file}; this is not the target's tokenizer",
+    )
+
+
+def _require_inside(folder: Path, file: Path) -> None:
+    _require(
+        file.resolve().is_relative_to(folder.resolve()),
+        f"{file}: a symbolic link that leads out of the bundle, expected a file inside the bundle; "
+        "copy the file there",
     )
 
 
@@ -536,11 +539,7 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
     own = {*named, *manifest.files, *weights}
     own = {name for name in own if (folder / name).is_file()}
     for name in own:
-        _require(
-            (folder / name).resolve().is_relative_to(folder.resolve()),
-            f"{folder / name}: a symbolic link that leads out of the bundle, expected a file "
-            "inside the bundle; copy the file there",
-        )
+        _require_inside(folder, folder / name)
     files = {name: sha256(folder / name) for name in sorted(own)}
     tokenizer = dataclasses.replace(manifest.tokenizer, sha256=files[manifest.tokenizer.file])
     complete = dataclasses.replace(manifest, files=files, tokenizer=tokenizer)
