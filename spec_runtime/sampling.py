@@ -90,6 +90,7 @@ def _checked_ids(name: str, value: Any, least: int, expected: str) -> tuple[int,
     if isinstance(value, Collection | np.ndarray):
         ids = [_whole(item) for item in value]
     if ids is None or any(i is None or i < least for i in ids):
+        value = tuple(value) if isinstance(value, list) else value
         raise ValueError(f"got {name} {_shown(value)}, expected {expected}")
     return tuple(i for i in ids if i is not None)
 
@@ -164,7 +165,7 @@ class SamplingParams:
         for name in ("ignore_eos", "draw_with_replacement"):
             object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
         object.__setattr__(self, "stop", self._checked_stop())
-        ids = _checked_ids("stop_token_ids", self.stop_token_ids, 0, "a list of token ids")
+        ids = _checked_ids("stop_token_ids", self.stop_token_ids, 0, "token ids")
         object.__setattr__(self, "stop_token_ids", ids)
         if self.max_new_tokens < 1:
             raise ValueError(f"got max_new_tokens {self.max_new_tokens}, expected 1 or more")

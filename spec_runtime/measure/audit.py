@@ -193,7 +193,9 @@ def scores(sampler: Sampler, logits_V: np.ndarray, position: int) -> np.ndarray:
     ids, log_p = sampler.survivors(logits_V)
     v = (sampler.hash_bits(position, ids) + 0.5) * 2.0**-32
     score_V = np.full(len(logits_V), -np.inf)
-    score_V[slice(None) if ids is None else ids] = temperature * (log_p - np.log(-np.log1p(-v)))
+    score = temperature * (log_p - np.log(-np.log1p(-v)))
+    # The largest log_p is 0: with the largest logit the scores are the logits plus T times noise.
+    score_V[slice(None) if ids is None else ids] = logits_V.max() + score
     return score_V
 
 
