@@ -372,6 +372,10 @@ class Manifest:
             "target" in self.graphs,
             f"graphs: got {', '.join(self.graphs) or 'none'}, expected one named target",
         )
+        _require(
+            self.graphs["target"].form != "stateless",
+            "graphs: got a target of the stateless form, expected slots or contiguous",
+        )
         _require_name("manifest", self.name)
         for name in (*self.graphs, *self.files):
             _require_name("graphs and files", name)

@@ -181,6 +181,7 @@ def test_find_takes_the_newest_and_no_half_built_one(folder: Path) -> None:
         (("target", "dims", "vocab_size"), 2**40, "vocab_size: got 1099511627776, expected"),
         (("graphs", "target", "file"), "\x1b[31m", "graph file: got name"),
         (("graphs", "target", "form"), "\x1b" * 500, "got form '.x1b"),
+        (("graphs", "target", "form"), "stateless", "got a target of the stateless form, expected"),
         (("graphs", "target", "inputs", 0, "name"), "\x1b[31m", "tensor: got name"),
         (("graphs", "target", "inputs", 0, "shape"), [1] * 9, "got 9 axes, expected at most 8"),
         (("graphs", "target", "inputs", 0, "shape"), [-1], "size: got -1, expected"),

@@ -12,8 +12,8 @@ from typing import Self
 import numpy as np
 
 from spec_runtime.backends import Runtime
-from spec_runtime.bundle import Bundle, BundleError, DrafterInfo, require_config
-from spec_runtime.proposers.rows import DrafterRows
+from spec_runtime.bundle import Bundle, DrafterInfo, require_config
+from spec_runtime.proposers.rows import DrafterRows, require_levels_fit
 from spec_runtime.step import Step
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
@@ -46,14 +46,7 @@ class DraftModelProposer:
     ) -> Self:
         """Opens a drafter of the bundle; raises BundleError if the scratch is too small for it."""
         info = require_config(info, ("num_guesses", "max_width"), ("drafter",))
-        num_guesses, max_width = info.config["num_guesses"], info.config["max_width"]
-        sizes = bundle.manifest.target
-        # the contiguous form writes one row more
-        if (num_guesses - 1) * max_width >= sizes.scratch:
-            raise BundleError(
-                f"drafter {info.name!r}: got {num_guesses} levels of {max_width} nodes, expected "
-                f"fewer than the bundle's scratch of {sizes.scratch} behind the first"
-            )
+        require_levels_fit(info, bundle.manifest.target.scratch)
         rows = DrafterRows.open(
             bundle,
             info.graphs["drafter"],
@@ -62,7 +55,7 @@ class DraftModelProposer:
             wants_features=cls.reads_features,
             first_token=cls.first_token,
         )
-        return cls(rows, num_guesses=num_guesses, max_width=max_width)
+        return cls(rows, num_guesses=info.config["num_guesses"], max_width=info.config["max_width"])
 
     @property
     def run_seconds(self) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.bundle import Bundle, DrafterInfo, require_config
+from spec_runtime.bundle import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.proposers.base import Follower
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.step import Step
@@ -40,8 +40,14 @@ class OnePassProposer:
     def open(
         cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> OnePassProposer:
-        """Opens a drafter of the bundle."""
+        """Opens a drafter of the bundle; raises BundleError if the scratch is too small for it."""
         info = require_config(info, ("num_masks", "mask_token_base", "inputs"), ("drafter",))
+        num_masks, scratch = info.config["num_masks"], bundle.manifest.target.scratch
+        if num_masks >= scratch:
+            raise BundleError(
+                f"drafter {info.name!r}: got {num_masks} masks, expected fewer than the bundle's "
+                f"scratch of {scratch}"
+            )
         rows = DrafterRows.open(
             bundle,
             info.graphs["drafter"],
@@ -51,7 +57,7 @@ class OnePassProposer:
             repeat_feature=info.config.get("mask_feature") == "anchor",
         )
         base = info.config["mask_token_base"]
-        return cls(rows, range(base, base + info.config["num_masks"]))
+        return cls(rows, range(base, base + num_masks))
 
     @property
     def run_seconds(self) -> float:

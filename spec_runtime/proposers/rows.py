@@ -15,7 +15,14 @@ import numpy as np
 
 from spec_runtime import backends
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.bundle import BANK_ROWS, FEATURE_ROWS, Bundle, Graph
+from spec_runtime.bundle import (
+    BANK_ROWS,
+    FEATURE_ROWS,
+    Bundle,
+    BundleError,
+    DrafterInfo,
+    Graph,
+)
 from spec_runtime.kv import Cache, SlotCache, open_cache
 from spec_runtime.step import Step
 from spec_runtime.target import Target
@@ -98,6 +105,17 @@ def open_reader(
     return backends.open_graph(bundle, graph, lender.capacity, runtime, banks=lender), target
 
 
+def require_levels_fit(info: DrafterInfo, scratch: int) -> None:
+    """Raises BundleError if a drafter's levels have more nodes than a cache has rows behind the
+    context; the contiguous form writes one row more."""
+    num_guesses, max_width = info.config["num_guesses"], info.config["max_width"]
+    if (num_guesses - 1) * max_width >= scratch:
+        raise BundleError(
+            f"drafter {info.name!r}: got {num_guesses} levels of {max_width} nodes, expected "
+            f"fewer than the bundle's scratch of {scratch} behind the first"
+        )
+
+
 class DrafterRows:
     """Keeps one drafter's cache in step with the target's committed tokens, and runs its graph.
 
@@ -141,7 +159,12 @@ class DrafterRows:
         first_token: int = 1,
         repeat_feature: bool = False,
     ) -> DrafterRows:
-        """Opens a graph of the bundle."""
+        """Opens a graph of the bundle; raises BundleError for one without a cache."""
+        if graph.form == "stateless":
+            raise BundleError(
+                f"{graph.file}: got a graph of the stateless form, expected one with a cache; "
+                "build the bundle again"
+            )
         capacity = bundle.manifest.target.max_length + bundle.manifest.target.scratch
         backend, bank = open_reader(bundle, graph, capacity, runtime, target)
         return cls(

@@ -15,6 +15,7 @@ from spec_runtime import backends
 from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.kv import Cache
+from spec_runtime.proposers.rows import require_levels_fit
 from spec_runtime.step import Step
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
@@ -44,8 +45,9 @@ class SkipLayerProposer:
         cls, bundle: Bundle, info: DrafterInfo | None, runtime: Runtime, target: Target
     ) -> SkipLayerProposer:
         """Opens a drafter of the bundle; raises BundleError for a graph that is not in the slots
-        form."""
+        form, and if the scratch is too small for its levels."""
         info = require_config(info, ("num_guesses", "max_width"), ("drafter",))
+        require_levels_fit(info, bundle.manifest.target.scratch)
         graph, (lender, cache) = info.graphs["drafter"], target.lend()
         if graph.form != "slots":
             # runs of another form would move the committed rows of some layers and not of others

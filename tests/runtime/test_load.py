@@ -84,6 +84,10 @@ def test_a_drafter_this_runtime_cannot_run(tmp_path: Path) -> None:
         ({"trees": {"paths": [[0], 1]}}, "got trees paths .*, expected lists of ranks below"),
         ({"trees": {"paths": [[1, 0]]}}, r"got path \[1, 0\], expected"),
         ({"config": {"num_masks": 3}}, "expected num_masks, mask_token_base, inputs"),
+        (
+            {"config": {"num_masks": 16, "mask_token_base": 258, "inputs": "tokens"}},
+            "got 16 masks, expected fewer than the bundle's scratch of 16",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_clear_line(
