@@ -421,12 +421,12 @@ def test_a_category_is_no_markup(
 
 
 def hostile_bundle(folder: Path, text: str) -> None:
-    """Puts `text` wherever a manifest has room for one."""
+    """Puts `text` wherever a manifest has room for one; a name has none for control characters."""
     file = folder / bundle.MANIFEST
     data = json.loads(file.read_text())
-    data["name"] = text
+    name = text if text.isprintable() else "b[/x]"
+    data["name"] = data["target"]["family"] = name
     data["provenance"] = {text: {"command": [text], text: [text], "deep": text}}
-    data["target"]["family"] = text
     data["target"]["rope"]["type"] = text
     data["drafters"][0]["config"][text] = text
     data["drafters"][0]["calibration"] = CALIBRATION
