@@ -16,6 +16,18 @@ from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_runtime.files import sha256
 
 DEMO_NAME = "smollm2-135m-instruct"
+SAVED = (  # what transformers writes
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+)
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,26 @@ def load_generation_config(source: Source) -> Any | None:
     if source.gguf_file:
         return None
     return pretrained.read_generation_config(local_folder(source))
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes a loaded target as a Hugging Face folder; weights that were quantised are so no more.
+
+    Raises OSError or SafetensorError if that fails.
+    """
+    # transformers still takes dequantised weights for quantised ones, and would refuse to save them
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def files_of_model(folder: Path) -> set[str] | None:
+    """Returns which files of a folder `save` may have written, None if it is no model's folder."""
+    if not (folder / "config.json").is_file():
+        return None
+    return {path.name for pattern in SAVED for path in folder.glob(pattern)}
 
 
 def ends(backbone: Backbone) -> TargetEnds:
