@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tiny_target import save_llama
 from torch import Tensor
 from workshop import Workshop
 
-from spec_export import target
+from spec_export import reference, target
 from spec_export.decoder import Backbone
 
 
@@ -108,7 +109,7 @@ def test_code_in_a_model_folder_is_never_run(
     )
     source = target.resolve(str(folder))
     for load in (target.load, target.load_tokenizer):
-        assert "needs code of its own" in refusal(lambda load=load: load(source))
+        assert "needs code of its own" in refusal(partial(load, source))
     change(folder / "config.json", model_type="llama")
     with contextlib.suppress(ValueError):
         target.load(source)
@@ -361,7 +362,7 @@ def test_damaged_gguf_files_are_one_line(tmp_path: Path) -> None:
     for content in damaged:
         path.write_bytes(content)
         for load in (target.load, target.load_tokenizer):
-            found = refusal(lambda load=load: load(target.resolve(str(path))))
+            found = refusal(partial(load, target.resolve(str(path))))
             assert "is no whole GGUF file" in found
 
 
@@ -376,3 +377,29 @@ def test_a_gguf_file_with_wrong_bytes_is_one_line_or_loads(tmp_path: Path, seed:
     path.write_bytes(content)
     with contextlib.suppress(ValueError):
         Backbone.from_transformers(target.load(target.resolve(str(path)))[0])
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{% for", "{{ raise_exception('a\nb') }}"])
+def test_a_chat_template_that_fails_is_one_line(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = target.load_tokenizer(target.resolve(str(folder)))
+    found = refusal(lambda: reference.encode(tokenizer, "hi"))
+    assert "the target's chat template fails" in found
+
+
+def test_a_hub_id_is_found_in_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snapshot's folder is read like any other, without a network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    commit, kept = "0123456789abcdef" * 2 + "01234567", tmp_path / "hub" / "models--org--tiny"
+    shutil.copytree(folder, kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commit)
+    source = target.resolve("org/tiny")
+    assert target.local_folder(source) == kept / "snapshots" / commit
+    assert target.fingerprint(source) == target.fingerprint(target.resolve(str(folder)))
+    target.load(source)
