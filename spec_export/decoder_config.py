@@ -12,6 +12,7 @@ from torch import Tensor
 
 DEFAULT_SCRATCH = 128
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+MAX_COUNT = 1 << 24  # more than any model has, and little enough for tables of so many rows
 COUNTS = (  # of a transformers config
     "vocab_size",
     "hidden_size",
@@ -117,8 +118,8 @@ def require_supported(raw: Any) -> None:
     ]
     for name in (*COUNTS, *optional):
         value = getattr(raw, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"got {name} {value!r} in the config, expected 1 or more")
+        if type(value) is not int or not 1 <= value <= MAX_COUNT:
+            raise ValueError(f"got {name} {value!r:.40} in the config, expected 1 to {MAX_COUNT}")
     eps = raw.rms_norm_eps
     if type(eps) not in (int, float) or not math.isfinite(eps) or eps < 0:
         raise ValueError(f"got rms_norm_eps {eps!r} in the config, expected 0 or more")

@@ -325,10 +325,11 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
     found = {key: _signature(tensor) for key, tensor in tensors.items()}
     _compare(found, header.tensors, str(folder))
     ids = tensors.pop(DRAFT_TOKEN_IDS, None)
-    if ids is not None and (ids.dtype != torch.int64 or ids.ndim != 1 or not (ids >= 0).all()):
+    is_row = ids is None or (ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) > 0)
+    if not is_row or (ids is not None and bool((ids < 0).any())):
         raise CheckpointError(
-            f"{folder}: got {DRAFT_TOKEN_IDS} {_signature(ids)}, expected a row of int64 of 0 or "
-            "more"
+            f"{folder}: got {DRAFT_TOKEN_IDS} {found[DRAFT_TOKEN_IDS]}, expected a row of int64 "
+            "of 0 or more"
         )
     return SavedDrafter(
         name=header.name,

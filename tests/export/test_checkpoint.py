@@ -367,6 +367,7 @@ def test_drafter_tensors_are_read_with_care(tmp_path: Path) -> None:
     cases = [
         ({"a.weight": nan}, "a.weight holds NaN or infinity"),
         ({"draft_token_ids": torch.tensor([-1])}, "expected a row of int64 of 0 or more"),
+        ({"draft_token_ids": torch.zeros(0, dtype=torch.int64)}, "expected a row of int64"),
         ({"draft_token_ids": torch.ones(2, 2)}, "expected a row of int64 of 0 or more"),
     ]
     for changed, message in cases:

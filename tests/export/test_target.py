@@ -23,8 +23,9 @@ from tiny_target import save_llama
 from torch import Tensor
 from workshop import Workshop
 
-from spec_export import reference, target
+from spec_export import check, make_bundle, reference, target
 from spec_export.decoder import Backbone
+from spec_export.make_bundle import BuildOptions
 
 
 @pytest.fixture
@@ -268,6 +269,7 @@ def test_damaged_json_is_one_line(folder: Path, name: str, content: str) -> None
         ("num_hidden_layers", None),
         ("vocab_size", 2**60),
         ("max_position_embeddings", 0),
+        ("max_position_embeddings", 2**70),
         ("rms_norm_eps", "x"),
         ("rms_norm_eps", float("nan")),
         ("rope_parameters", 5),
@@ -403,3 +405,16 @@ def test_a_hub_id_is_found_in_the_cache(
     assert target.local_folder(source) == kept / "snapshots" / commit
     assert target.fingerprint(source) == target.fingerprint(target.resolve(str(folder)))
     target.load(source)
+
+
+# ---- who loads models ----
+
+
+def test_draft_models_and_reference_models_are_read_with_the_same_care(
+    workshop: Workshop, folder: Path, tmp_path: Path
+) -> None:
+    edit_weights(make_inf)(folder)
+    options = BuildOptions(str(workshop.llama()), out=tmp_path / "out", draft_model=str(folder))
+    assert "with NaN or infinity" in refusal(lambda: make_bundle.build(options))
+    assert "with NaN or infinity" in refusal(lambda: check.run(str(folder), None, ["fp32"]))
+    assert not (tmp_path / "out").exists()
