@@ -135,7 +135,10 @@ def warn_of_doubts(saved: SavedDrafter, source: target.Source) -> None:
         doubts.append("is untrained (its provenance names no training steps)")
     if not about.get("validation"):
         doubts.append("was never validated")
-    if origin != source.name:
+    weights = about.get("target_fingerprint")
+    if weights is not None and weights != target.fingerprint(source):
+        doubts.append(f"was trained for other weights than those of {source.name}")
+    elif weights is None and origin != source.name:
         doubts.append(f"was trained for {origin or 'an unknown target'}, not for {source.name}")
     if doubts:
         console.print(

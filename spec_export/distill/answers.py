@@ -131,7 +131,7 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
     """
     console = console or Console(stderr=True)
     source = target.resolve(config.model)
-    tokenizer = load_tokenizer(source)
+    tokenizer = target.load_tokenizer(source)
     given = None if config.prompts is None else _read_prompts(config.prompts, tokenizer)
     goal = config.num_prompts or (1000 if given is None else len(given))
     if given is not None and goal > len(given):
@@ -183,18 +183,6 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
             advance(rows, num_new)
     seconds = time.perf_counter() - start
     return DistillResult(config.out, engine.name, rows, answer_tokens, num_new, seconds)
-
-
-def load_tokenizer(source: target.Source) -> Any:
-    """Returns the target's transformers tokenizer; the engines load the model themselves."""
-    from transformers import AutoTokenizer
-
-    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    try:
-        return AutoTokenizer.from_pretrained(str(source.path), **extra)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DistillError(f"could not load the tokenizer of {source.path}: {reason}") from error
 
 
 class _Distiller:
@@ -298,15 +286,10 @@ def _read_prompts(path: Path, tokenizer: Any) -> list[_PromptIds]:
 
 def _end_ids(source: target.Source, tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids that end an answer: the tokenizer's, then the generation config's."""
-    from transformers import GenerationConfig
-
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if not source.gguf_file:
-        try:
-            more = GenerationConfig.from_pretrained(str(source.path)).eos_token_id
-        except OSError:  # a checkpoint need not have one
-            more = None
-        ids += more if isinstance(more, list) else [] if more is None else [more]
+    config = target.load_generation_config(source)
+    more = None if config is None else config.eos_token_id
+    ids += more if isinstance(more, list) else [] if more is None else [more]
     if not ids:
         raise DistillError(f"{source.name} has no end-of-text token, expected one")
     return tuple(dict.fromkeys(ids))
