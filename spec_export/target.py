@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import LayerDims, TargetEnds
+from spec_runtime.files import sha256
 
 DEMO_NAME = "smollm2-135m-instruct"
+SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,55 @@ def resolve(model: str | None) -> Source:
             "like org/name"
         )
     return Source("hub", path, None, path.name.lower())
+
+
+def local_folder(source: Source) -> Path:
+    """Returns the folder on this machine that holds the target's files.
+
+    A hub id is looked up in the hub's cache, and downloaded if it is not there. Raises ValueError
+    if it cannot be had.
+    """
+    if source.kind != "hub":
+        return source.path
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
+    try:
+        folder = Path(snapshot_download(str(source.path), allow_patterns=[*patterns, SAFETENSORS]))
+        if not list(folder.glob(SAFETENSORS)):
+            snapshot_download(str(source.path), allow_patterns=[*patterns, PICKLED])
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"could not download target {source.path} (no hub access here? pass a local folder or "
+            f"a GGUF file): {reason}"
+        ) from error
+    return folder
+
+
+def fingerprint(source: Source) -> str:
+    """Returns a SHA-256 in hex of the target's config and weights.
+
+    All bytes are read, because models of one name, size and shape differ in nothing else. A copy
+    of a model has the model's fingerprint, whatever its folder is called; the tokenizer does not
+    count. Raises ValueError if the files cannot be read or there are none.
+    """
+    folder = local_folder(source)
+    if source.gguf_file:
+        files = [folder / source.gguf_file]
+    else:
+        weights = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
+        files = [folder / "config.json", *weights] if weights else []
+    if not files:
+        raise ValueError(f"got {folder}, expected {SAFETENSORS} or {PICKLED} in it")
+    digest = hashlib.sha256()
+    for file in files:
+        name = "gguf" if source.gguf_file else file.name
+        try:
+            digest.update(f"{name} {file.stat().st_size} {sha256(file)}\n".encode())
+        except OSError as error:
+            raise ValueError(f"cannot read {file}: {error.strerror}") from error
+    return digest.hexdigest()
 
 
 def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
