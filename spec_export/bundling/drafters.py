@@ -16,7 +16,7 @@ from spec_export import target
 from spec_export.bundling.options import BuildOptions
 from spec_export.decoder import Backbone
 from spec_export.training import recipe
-from spec_export.training.checkpoint import SavedDrafter, load_drafter
+from spec_export.training.checkpoint import SavedDrafter, load_drafter, non_finite
 
 console = Console(stderr=True)
 
@@ -151,8 +151,15 @@ def warn_of_doubts(saved: SavedDrafter, source: target.Source) -> None:
 def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
     """Returns the drafter's module with its trained weights, in eval mode.
 
-    Raises ValueError, with the tensors' names, if the weights do not fit the target.
+    Raises ValueError, with the tensors' names, if the weights do not fit the target or are not
+    finite.
     """
+    broken = non_finite(saved.state)
+    if broken:
+        raise ValueError(
+            f"{saved.path} holds NaN or infinity in {', '.join(broken)}, expected a drafter with "
+            "finite weights: its training has diverged, train it again"
+        )
     definition = drafter_files.load(saved.name)
     config = recipe.build_config(
         definition.Config, saved.config, f"{saved.path}/config.json config"

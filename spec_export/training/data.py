@@ -50,8 +50,8 @@ def read(
 
     Row schemas: {"prompt": ids, "response": ids} (self-distilled: the chat template's text around a
     user message is added), {"tokens": ids, "loss_mask": 0/1} and {"messages": [{"role",
-    "content"}]} (answers are the assistant's). Any row may carry a "source". Rows left without an
-    answer token are dropped, and their number logged.
+    "content"}]} (answers are the assistant's). Any row may carry a "source". Rows of one token and
+    rows left without an answer token are dropped, and their number logged.
 
     Args:
         tokenizer: the target's transformers tokenizer.
@@ -72,7 +72,7 @@ def read(
             if sources is not None and (source or "") not in sources:
                 continue
             token_T, loss_T = reader.sequence(row, where)
-            if not loss_T[:max_length].any():
+            if len(token_T) < 2 or not loss_T[:max_length].any():
                 num_dropped += 1
                 continue
             examples.append(Example(token_T[:max_length], loss_T[:max_length], source))
