@@ -32,5 +32,5 @@ def delayed() -> Iterator[None]:
         for number, handler in before.items():
             # None stands for a handler that was not set by Python and cannot be set again
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-    for number in arrived:
-        signal.raise_signal(number)
+    for received in arrived:
+        signal.raise_signal(received)
