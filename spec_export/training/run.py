@@ -62,6 +62,7 @@ def run(
         if resume:
             trainer.resume()
         trainer.train()
+        trainer.restore_best()
         return trainer.export()
 
 

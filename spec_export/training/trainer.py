@@ -391,43 +391,47 @@ class Trainer:
                     shutil.rmtree(path)
 
     def export(self) -> Path:
-        """Writes the drafter of the best validation beside its curves and returns its folder.
-
-        That is the last step's where nothing is held out.
-        """
+        """Writes the drafter as it is now beside its curves, and returns its folder."""
         folder = self.out / "drafter"
         if not self.accelerator.is_main_process:
             return folder
         self._write_curve()
-        step, validation = self._restore_best()
         with disk.writing("the drafter", self.out):
             return checkpoint.save_drafter(
                 folder,
                 self.drafter.state_dict(),
                 self.plan.drafter_name,
                 self.drafter.config,
-                self.job.provenance | {"steps": step, "validation": validation},
+                self.job.provenance | {"steps": self.step, "validation": self._validation()},
                 self.drafter.draft_token_ids.cpu().numpy(),
             )
 
-    def _restore_best(self) -> tuple[int, dict[str, float] | None]:
-        """Restores the weights of the best validation, says so, and returns its step and row."""
-        best = self._best_row()
+    def _validation(self) -> dict[str, float] | None:
+        """Returns the row of the newest validation up to this step, None without one."""
+        rows = [r for r in self.curve if "accepted_length" in r and r["step"] <= self.step]
+        return rows[-1] if rows else None
+
+    def restore_best(self) -> None:
+        """Goes back to the step of the best validation, for `export`, and says which one that is.
+
+        The last step stays where nothing is held out.
+        """
+        if not self.accelerator.is_main_process:
+            return
+        best, last = self._best_row(), self.step
         if best is None:
-            self.print_line(f"exporting step {self.step}, the last: nothing is held out")
-            return self.step, None
+            self.print_line(f"exporting step {last}, the last: nothing is held out")
+            return
         path = self.out / BEST / checkpoint.folder_name(int(best["step"]))
-        if best["step"] != self.step and not path.is_dir():  # an older version kept none
-            validated = [row for row in self.curve if "accepted_length" in row]
-            self.print_line(f"exporting step {self.step}, the last: the best one was not kept")
-            return self.step, validated[-1]
-        if best["step"] != self.step:
-            checkpoint.load(path, self.saved_state(), self.optimizer)
+        if best["step"] != last:
+            if not path.is_dir():
+                self.print_line(f"exporting step {last}, the last: {path} is not there")
+                return
+            self.step = checkpoint.load(path, self.saved_state(), self.optimizer).step
         self.print_line(
-            f"exporting step {best['step']} of {self.step}, with the best validation: accepted "
-            f"length {best['accepted_length']:.3f}"
+            f"exporting step {self.step} of {last}, with the best validation: accepted length "
+            f"{best['accepted_length']:.3f}"
         )
-        return int(best["step"]), best
 
 
 @dataclass(frozen=True)
