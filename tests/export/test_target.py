@@ -22,7 +22,7 @@ from tiny_target import save_llama
 from torch import Tensor
 from workshop import Workshop
 
-from spec_export import target
+from spec_export import reference, target
 from spec_export.decoder import Backbone
 
 
@@ -376,3 +376,29 @@ def test_a_gguf_file_with_wrong_bytes_is_one_line_or_loads(tmp_path: Path, seed:
     path.write_bytes(content)
     with contextlib.suppress(ValueError):
         Backbone.from_transformers(target.load(target.resolve(str(path)))[0])
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{% for", "{{ raise_exception('a\nb') }}"])
+def test_a_chat_template_that_fails_is_one_line(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = target.load_tokenizer(target.resolve(str(folder)))
+    found = refusal(lambda: reference.encode(tokenizer, "hi"))
+    assert "the target's chat template fails" in found
+
+
+def test_a_hub_id_is_found_in_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snapshot's folder is read like any other, without a network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    commit, kept = "0123456789abcdef" * 2 + "01234567", tmp_path / "hub" / "models--org--tiny"
+    shutil.copytree(folder, kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commit)
+    source = target.resolve("org/tiny")
+    assert target.local_folder(source) == kept / "snapshots" / commit
+    assert target.fingerprint(source) == target.fingerprint(target.resolve(str(folder)))
+    target.load(source)
