@@ -189,10 +189,10 @@ def _require_supported_rope(raw: Any) -> None:
             f"got rotary embedding '{kind}', which is not supported: "
             f"expected one of {', '.join(ROPE_KINDS)}"
         )
-    theta = rope.get("rope_theta")
+    theta: Any = rope.get("rope_theta")
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
         raise ValueError(f"got rope_theta {theta!r} in the config, expected more than 0")
-    part = rope.get("partial_rotary_factor") or 1.0
+    part: Any = rope.get("partial_rotary_factor") or 1.0
     if type(part) not in (int, float) or not 0 < part <= 1:
         raise ValueError(f"got partial_rotary_factor {part!r} in the config, expected 0 to 1")
     if part != 1.0 and raw.model_type != "phi3":

@@ -111,8 +111,9 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     # Both warn of what is checked here, or was asked for.
     for name in ("modeling_utils", "modeling_gguf_pytorch_utils"):
         logging.getLogger(f"transformers.{name}").addFilter(_is_error)
+    loader: Any = AutoModelForCausalLM  # whose types leave out `output_loading_info`
     with _reading(where):
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = loader.from_pretrained(
             str(folder),
             config=config,
             dtype=torch.float32,

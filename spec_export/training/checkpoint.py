@@ -152,8 +152,8 @@ def latest(folder: str | Path) -> Path | None:
         except CheckpointError as error:
             damaged.append(error)
             continue
-        for error in damaged:
-            warnings.warn(f"{error}; taking {path.name} instead", stacklevel=2)
+        for problem in damaged:
+            warnings.warn(f"{problem}; taking {path.name} instead", stacklevel=2)
         return path
     if damaged:
         raise CheckpointError(f"{folder} holds no whole checkpoint: {damaged[0]}")
@@ -305,7 +305,7 @@ class _DrafterHeader:
         validation = self.provenance.get("validation")
         if validation is None:
             return
-        length = validation.get("accepted_length") if isinstance(validation, dict) else None
+        length: Any = validation.get("accepted_length") if isinstance(validation, dict) else None
         if type(length) not in (int, float) or not math.isfinite(length):
             raise ValueError(f"got validation {validation!r:.80}, expected its accepted_length")
 

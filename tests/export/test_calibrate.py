@@ -296,10 +296,9 @@ def test_a_calibration_is_printed_before_it_is_stored_and_keeps_what_others_stor
         real(folder, dataclasses.replace(manifest, drafters=(changed,)))
         stored[name] = calibration
 
-    options = {"max_new_tokens": 4, "threads": 1}
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "say abc, 3"}) + "\n")
-    calibrate.run(folder, prompts, on_found=meanwhile, **options)
+    calibrate.run(folder, prompts, max_new_tokens=4, threads=1, on_found=meanwhile)
     (info,) = bundles.read(folder).manifest.drafters
     assert (info.expected_accepted_length, info.calibration) == (4.25, stored["medusa"])
 

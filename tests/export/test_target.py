@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_code_in_a_model_folder_is_never_run(
     )
     source = target.resolve(str(folder))
     for load in (target.load, target.load_tokenizer):
-        assert "needs code of its own" in refusal(lambda load=load: load(source))
+        assert "needs code of its own" in refusal(partial(load, source))
     change(folder / "config.json", model_type="llama")
     with contextlib.suppress(ValueError):
         target.load(source)
@@ -361,7 +362,7 @@ def test_damaged_gguf_files_are_one_line(tmp_path: Path) -> None:
     for content in damaged:
         path.write_bytes(content)
         for load in (target.load, target.load_tokenizer):
-            found = refusal(lambda load=load: load(target.resolve(str(path))))
+            found = refusal(partial(load, target.resolve(str(path))))
             assert "is no whole GGUF file" in found
 
 
