@@ -29,6 +29,7 @@ from spec_export import reference
 from spec_runtime import bundle as bundles
 from spec_runtime import load
 from spec_runtime.engine import Engine
+from spec_runtime.files import require_writable
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
@@ -86,14 +87,17 @@ def run(
     threads: int | None = None,
     on_prompt: Callable[[str, int, int], None] = lambda drafter, done, total: None,
     on_skip: Callable[[str], None] = lambda reason: None,
+    on_found: Callable[[str, dict[str, Any]], None] = lambda drafter, calibration: None,
 ) -> dict[str, dict[str, Any]]:
     """Calibrates `drafter`, or every trained drafter of `bundle`, and stores it in the manifest.
 
     prompts: a file as `spec-runtime bench` reads it; None means the sixteen shipped prompts.
     on_prompt: is called with the drafter, the prompts done and their number.
     on_skip: is called with the reason for each prompt left out because it exceeds the context.
+    on_found: is called with each drafter and its calibration, before anything is stored.
     Returns the calibrations by drafter, see bundle.DrafterInfo. Raises ValueError for a damaged
-    bundle, an unknown drafter, or if no prompt can be used.
+    bundle, an unknown drafter, or if no prompt can be used, and ValueError or OSError, before
+    anything is measured, if the manifest cannot be written.
     """
     opened = bundles.read(bundle)
     manifest = opened.manifest
@@ -107,6 +111,7 @@ def run(
         raise ValueError(
             f"{bundle} has no trained drafter to calibrate; build it with one (--drafter)"
         )
+    require_writable(opened.path / bundles.MANIFEST)
     contents: list[Any] = list(reference.prompts())
     if prompts is not None:
         contents = [prompt.content for prompt in read_prompts(prompts)]
@@ -124,12 +129,19 @@ def run(
             on_prompt(info.name, done, len(encoded))
             answers.append(watch(engine, prompt_ids, max_new_tokens))
         found[info.name] = summarise(answers)
+        on_found(info.name, found[info.name])
+    _store(bundle, found)
+    return found
+
+
+def _store(bundle: Path, found: dict[str, dict[str, Any]]) -> None:
+    """Writes calibrations by drafter into the manifest as it is now: `check` may have written."""
+    manifest = bundles.read(bundle, verify=False).manifest
     drafters = tuple(
         dataclasses.replace(info, calibration=found.get(info.name, info.calibration))
         for info in manifest.drafters
     )
     bundles.write_manifest(bundle, dataclasses.replace(manifest, drafters=drafters))
-    return found
 
 
 def _record(

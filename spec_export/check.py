@@ -18,10 +18,12 @@ from rich.console import Console
 from rich.table import Table
 
 from spec_export import make_bundle, reference, target
+from spec_export.decoder_config import read_config
 from spec_export.make_bundle import BuildOptions
 from spec_export.replay import TransformersModel, make_scripts, play
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, open_graph
+from spec_runtime.files import require_writable
 from spec_runtime.kv import open_cache
 from spec_runtime.stats import Stats
 from spec_runtime.text import Tokenizer, encode_prompt
@@ -100,9 +102,10 @@ def run(model: str | None, bundle: Path | None, precisions: Sequence[str]) -> li
     with console.status("loading the reference model"):
         hf_model, hf_tokenizer = target.load(source)
     rows: list[CheckRow] = []
+    stores = opened is not None and _is_writable(opened)
     if opened is not None:
+        _require_same_dims(opened, hf_model.config)
         rows = _check_bundle(opened, TransformersModel(hf_model), hf_tokenizer)
-        _store_accepted_lengths(opened, rows)
     else:
         with tempfile.TemporaryDirectory(prefix="specsplit-check-") as folder:
             for precision in dict.fromkeys(precisions):
@@ -112,6 +115,8 @@ def run(model: str | None, bundle: Path | None, precisions: Sequence[str]) -> li
                     fresh = bundles.read(out, verify=False)
                     rows += _check_bundle(fresh, TransformersModel(hf_model), hf_tokenizer)
     Console(highlight=False).print(_table(source.name, rows))
+    if opened is not None and stores:
+        _store_accepted_lengths(opened, rows)
     return rows
 
 
@@ -123,6 +128,31 @@ def _require_origin(opened: bundles.Bundle, source: target.Source) -> None:
             f"got a bundle of {origin} to compare with {source.name}: name the model it was built "
             "from with --model"
         )
+
+
+def _is_writable(opened: bundles.Bundle) -> bool:
+    """Returns whether accepted lengths can be stored in the bundle; warns if they cannot."""
+    if not opened.manifest.drafters:
+        return False
+    try:
+        require_writable(opened.path / bundles.MANIFEST)
+    except (OSError, ValueError) as error:
+        console.print(f"accepted lengths will not be stored in the bundle: {error}", markup=False)
+        return False
+    return True
+
+
+def _require_same_dims(opened: bundles.Bundle, raw: Any) -> None:
+    """Raises ValueError unless a model of this transformers config has the bundle's sizes."""
+    info = opened.manifest.target
+    config = read_config(raw, (), min(info.max_length, raw.max_position_embeddings))
+    for field in dataclasses.fields(info.dims):
+        got, wanted = getattr(config, field.name), getattr(info.dims, field.name)
+        if got != wanted:
+            raise ValueError(
+                f"got a model with {field.name} {got}, expected {wanted} as in the bundle: name "
+                "the model it was built from with --model"
+            )
 
 
 def _check_bundle(
@@ -225,14 +255,15 @@ def _store_accepted_lengths(opened: bundles.Bundle, rows: Sequence[CheckRow]) ->
     """Writes the accepted lengths into the manifest, unless any check failed."""
     if not opened.manifest.drafters or not all(row.passed for row in rows):
         return
+    manifest = bundles.read(opened.path, verify=False).manifest  # calibrate may have written
     measured = {row.name.removeprefix("accepted, "): row.value for row in rows}
     drafters = tuple(
         dataclasses.replace(drafter, expected_accepted_length=measured[drafter.name])
-        for drafter in opened.manifest.drafters
+        for drafter in manifest.drafters
         if drafter.name in measured
     )
-    if len(drafters) == len(opened.manifest.drafters):
-        manifest = dataclasses.replace(opened.manifest, drafters=drafters)
+    if len(drafters) == len(manifest.drafters):
+        manifest = dataclasses.replace(manifest, drafters=drafters)
         bundles.write_manifest(opened.path, manifest)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spec_export import decoder_config
 from spec_export.decoder_config import DEFAULT_SCRATCH, read_config, rotary_tables
 from spec_export.decoder_config import DecoderConfig as DecoderConfig
 
@@ -275,12 +276,8 @@ class Backbone(nn.Module):
         model that is not supported.
         """
         raw = hf_model.config
-        adapter = FAMILIES.get(raw.model_type)
-        if adapter is None:
-            raise ValueError(
-                f"got a model of type '{raw.model_type}', which is not supported: "
-                f"expected one of {', '.join(FAMILIES)}"
-            )
+        require_supported(raw)
+        adapter = FAMILIES[raw.model_type]
         config = read_config(raw, tuple(taps), max_length, scratch)
         model = hf_model.model
         layers = [adapter(config, layer) for layer in model.layers]
@@ -367,3 +364,17 @@ FAMILIES: dict[str, Callable[[DecoderConfig, Any], Layer]] = {
     "qwen3": _qwen3_layer,
     "phi3": _phi3_layer,
 }
+
+
+def require_supported(raw: Any) -> None:
+    """Raises ValueError, which names what is not supported, unless this is the transformers config
+    of a model that `Backbone.from_transformers` takes.
+
+    The weights are not needed, and may still turn out not to fit.
+    """
+    if raw.model_type not in FAMILIES:
+        raise ValueError(
+            f"got a model of type '{raw.model_type}', which is not supported: "
+            f"expected one of {', '.join(FAMILIES)}"
+        )
+    decoder_config.require_supported(raw)

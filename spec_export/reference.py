@@ -22,10 +22,18 @@ def prose() -> str:
 
 
 def encode(tokenizer: Any, prompt: str) -> list[int]:
-    """Returns a prompt's ids by transformers' tokenizer, in its chat template if it has one."""
+    """Returns a prompt's ids by transformers' tokenizer, in its chat template if it has one.
+
+    Raises ValueError if the template fails.
+    """
     if not getattr(tokenizer, "chat_template", None):
         return list(tokenizer(prompt)["input_ids"])
     messages = [{"role": "user", "content": prompt}]
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    )
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:  # a template is a program of a stranger, and may raise anything
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"the target's chat template fails: {type(error).__name__}: {reason}; mend it"
+        ) from error
+    return list(ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,23 @@ import torch
 
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import LayerDims, TargetEnds
+from spec_export.loading import pretrained
+from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_runtime.files import sha256
 
 DEMO_NAME = "smollm2-135m-instruct"
-SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
+SAVED = (  # what transformers writes
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+)
 
 
 @dataclass(frozen=True)
@@ -81,7 +93,7 @@ def local_folder(source: Source) -> Path:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ValueError(
-            f"could not download target {source.path} (no hub access here? pass a local folder or "
+            f"could not load target {source.path} (no hub access here? pass a local folder or "
             f"a GGUF file): {reason}"
         ) from error
     return folder
@@ -95,13 +107,9 @@ def fingerprint(source: Source) -> str:
     count. Raises ValueError if the files cannot be read or there are none.
     """
     folder = local_folder(source)
-    if source.gguf_file:
-        files = [folder / source.gguf_file]
-    else:
-        weights = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
-        files = [folder / "config.json", *weights] if weights else []
-    if not files:
-        raise ValueError(f"got {folder}, expected {SAFETENSORS} or {PICKLED} in it")
+    files = weight_files(folder, source.gguf_file)
+    if not source.gguf_file:
+        files.insert(0, folder / "config.json")
     digest = hashlib.sha256()
     for file in files:
         name = "gguf" if source.gguf_file else file.name
@@ -115,27 +123,64 @@ def fingerprint(source: Source) -> str:
 def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Returns the transformers causal LM, frozen and in eval mode, and its tokenizer.
 
-    GGUF weights are dequantised to float32 first, then cast. Raises ValueError, with the loader's
-    own reason, if the target cannot be loaded.
+    GGUF weights are dequantised to float32 first, then cast. Raises ValueError if the files are
+    damaged or do not fit each other, or if the model is not supported, which is found out before
+    its weights are read. No code that lies beside the weights is run.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where = str(source.path)
-    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    # The loader warns that GGUF weights are being dequantised, but that was asked for.
-    logging.getLogger("transformers.modeling_gguf_pytorch_utils").setLevel(logging.ERROR)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **extra)
-        model: Any = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **extra)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        hint = (
-            "no hub access here? pass a local folder or a GGUF file"
-            if source.kind == "hub"
-            else "check the files"
-        )
-        raise ValueError(f"could not load target {source.path} ({hint}): {reason}") from error
+    folder = local_folder(source)
+    config = pretrained.read_config(folder, source.gguf_file)
+    tokenizer = pretrained.read_tokenizer(folder, source.gguf_file)
+    model = pretrained.read_model(folder, source.gguf_file, config)
     return model.requires_grad_(False).to(dtype).eval(), tokenizer
+
+
+def require_supported(source: Source) -> None:
+    """Raises ValueError unless the target is of a supported family; reads no weights."""
+    pretrained.read_config(local_folder(source), source.gguf_file)
+
+
+def context(source: Source) -> int:
+    """Returns the tokens that the target was made for; reads no weights.
+
+    Raises ValueError unless it is of a supported family.
+    """
+    config = pretrained.read_config(local_folder(source), source.gguf_file)
+    return int(config.max_position_embeddings)
+
+
+def load_tokenizer(source: Source) -> Any:
+    """Returns the target's transformers tokenizer; raises ValueError if it is damaged."""
+    return pretrained.read_tokenizer(local_folder(source), source.gguf_file)
+
+
+def load_generation_config(source: Source) -> Any | None:
+    """Returns transformers' generation config, or None if the target has no file of it.
+
+    Raises ValueError if the file is damaged.
+    """
+    if source.gguf_file:
+        return None
+    return pretrained.read_generation_config(local_folder(source))
+
+
+def save(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Writes a loaded target as a Hugging Face folder; weights that were quantised are so no more.
+
+    Raises OSError or SafetensorError if that fails.
+    """
+    # transformers still takes dequantised weights for quantised ones, and would refuse to save them
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def files_of_model(folder: Path) -> set[str] | None:
+    """Returns which files of a folder `save` may have written, None if it is no model's folder."""
+    if not (folder / "config.json").is_file():
+        return None
+    return {path.name for pattern in SAVED for path in folder.glob(pattern)}
 
 
 def ends(backbone: Backbone) -> TargetEnds:

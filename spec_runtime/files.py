@@ -209,3 +209,23 @@ def sha256(path: str | Path) -> str:
     """Returns the SHA-256 of a file in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class _Discarded(Exception):
+    """Ends a trial of writing, so that nothing is kept."""
+
+
+def require_writable(path: str | Path) -> None:
+    """Raises ValueError or OSError if `write_atomically` could not write `path` now.
+
+    Makes its folders, and writes a few kilobytes beside it that are removed again. Anything but a
+    plain file at `path` is refused: the rename would put a file in its place, even of /dev/null.
+    Call it before long work whose result goes to `path`.
+    """
+    path = Path(path)
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError(f"{path} is not a plain file, expected a file to write; name another")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(_Discarded), replacing(path) as temporary:
+        temporary.write_bytes(bytes(16384))
+        raise _Discarded

@@ -154,9 +154,21 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def cache_folder() -> Path:
-    """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache)."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "specsplit"
+    """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache).
+
+    Raises ValueError for a user without a home, as in some containers, where XDG_CACHE_HOME is not
+    set either.
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    if root:
+        return Path(root) / "specsplit"
+    try:
+        return Path.home() / ".cache" / "specsplit"
+    except RuntimeError:
+        raise ValueError(
+            "got neither XDG_CACHE_HOME nor a home folder, expected one of them to keep files in; "
+            "set XDG_CACHE_HOME to a folder"
+        ) from None
 
 
 def path_of(key: Key) -> Path:

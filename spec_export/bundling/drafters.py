@@ -16,7 +16,7 @@ from spec_export import target
 from spec_export.bundling.options import BuildOptions
 from spec_export.decoder import Backbone
 from spec_export.training import recipe
-from spec_export.training.checkpoint import SavedDrafter, load_drafter, non_finite
+from spec_export.training.checkpoint import SavedDrafter, load_drafter
 
 console = Console(stderr=True)
 
@@ -135,7 +135,10 @@ def warn_of_doubts(saved: SavedDrafter, source: target.Source) -> None:
         doubts.append("is untrained (its provenance names no training steps)")
     if not about.get("validation"):
         doubts.append("was never validated")
-    if origin != source.name:
+    weights = about.get("target_fingerprint")
+    if weights is not None and weights != target.fingerprint(source):
+        doubts.append(f"was trained for other weights than those of {source.name}")
+    elif weights is None and origin != source.name:
         doubts.append(f"was trained for {origin or 'an unknown target'}, not for {source.name}")
     if doubts:
         console.print(
@@ -151,15 +154,8 @@ def warn_of_doubts(saved: SavedDrafter, source: target.Source) -> None:
 def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
     """Returns the drafter's module with its trained weights, in eval mode.
 
-    Raises ValueError, with the tensors' names, if the weights do not fit the target or are not
-    finite.
+    Raises ValueError, with the tensors' names, if the weights do not fit the target.
     """
-    broken = non_finite(saved.state)
-    if broken:
-        raise ValueError(
-            f"{saved.path} holds NaN or infinity in {', '.join(broken)}, expected a drafter with "
-            "finite weights: its training has diverged, train it again"
-        )
     definition = drafter_files.load(saved.name)
     config = recipe.build_config(
         definition.Config, saved.config, f"{saved.path}/config.json config"

@@ -46,8 +46,14 @@ def command(
             tasks[name] = progress.add_task(name, total=total)
         progress.update(tasks[name], completed=done)
 
+    console = Console(highlight=False)
+
+    def show_tables(name: str, calibration: dict[str, Any]) -> None:
+        progress.stop()
+        console.print(_accuracy_table(name, calibration), _length_table(calibration))
+
     try:
-        found = calibrate.run(
+        calibrate.run(
             bundle or find(),
             prompts,
             drafter,
@@ -55,13 +61,11 @@ def command(
             threads,
             on_prompt=show,
             on_skip=progress.console.print,
+            on_found=show_tables,
         )
     finally:
         if tasks:  # otherwise an empty line would be printed before the error
             progress.stop()
-    console = Console(highlight=False)
-    for name, calibration in found.items():
-        console.print(_accuracy_table(name, calibration), _length_table(calibration))
 
 
 def _accuracy_table(name: str, calibration: dict[str, Any]) -> Table:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -166,9 +165,9 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
     """
     console = console or Console(stderr=True)
     source = target.resolve(config.model)
-    tokenizer = load_tokenizer(source)
+    tokenizer = target.load_tokenizer(source)
     affixes = data.chat_affixes(tokenizer)
-    room = _room(_context(source), affixes, config)
+    room = _room(target.context(source), affixes, config)
     given, num_skipped = None, 0
     if config.prompts is not None:
         every = _read_prompts(config.prompts, tokenizer)
@@ -238,20 +237,6 @@ def _write(
 def _say(console: Console, line: str) -> None:
     """Prints a line that may hold names of files, in which brackets are no markup."""
     console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def load_tokenizer(source: target.Source) -> Any:
-    """Returns the target's transformers tokenizer; the engines load the model themselves."""
-    from transformers import AutoTokenizer
-
-    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    try:
-        return AutoTokenizer.from_pretrained(str(source.path), trust_remote_code=False, **extra)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the Rust library panics with what is no Exception
-        reason = " ".join(str(error).split())[:300]
-        raise DistillError(f"could not load the tokenizer of {source.path}: {reason}") from error
 
 
 class _Distiller:
@@ -382,13 +367,11 @@ def _fitting(
     return fitting
 
 
-def _room(context: int | None, affixes: tuple[list[int], list[int]], config: DistillConfig) -> int:
-    """Returns the tokens that a prompt may have in a context; any number if that is not known.
+def _room(context: int, affixes: tuple[list[int], list[int]], config: DistillConfig) -> int:
+    """Returns the tokens that a prompt may have in a context of so many.
 
     Raises DistillError if there is room for none.
     """
-    if context is None:
-        return sys.maxsize
     around = sum(map(len, affixes)) + config.max_new_tokens
     if around >= context:
         raise DistillError(
@@ -398,36 +381,12 @@ def _room(context: int | None, affixes: tuple[list[int], list[int]], config: Dis
     return context - around
 
 
-def _context(source: target.Source) -> int | None:
-    """Returns the target's context in tokens as its config says, None if it does not."""
-    from transformers import AutoConfig
-
-    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    try:
-        config = AutoConfig.from_pretrained(str(source.path), trust_remote_code=False, **extra)
-    except Exception as error:  # whatever a foreign file makes the library raise
-        reason = " ".join(str(error).split())[:300]
-        raise DistillError(f"could not read the config of {source.path}: {reason}") from error
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return context if type(context) is int else None
-
-
 def _end_ids(source: target.Source, tokenizer: Any) -> tuple[int, ...]:
     """Returns the ids that end an answer: the tokenizer's, then the generation config's."""
-    from transformers import GenerationConfig
-
     ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if not source.gguf_file:
-        try:
-            more = GenerationConfig.from_pretrained(str(source.path)).eos_token_id
-        except OSError:  # a checkpoint need not have one
-            more = None
-        except Exception as error:  # whatever a foreign file makes the library raise
-            reason = " ".join(str(error).split())[:300]
-            raise DistillError(
-                f"could not read {source.path}/generation_config.json: {reason}"
-            ) from error
-        ids += more if isinstance(more, list) else [] if more is None else [more]
+    config = target.load_generation_config(source)
+    more = None if config is None else config.eos_token_id
+    ids += more if isinstance(more, list) else [] if more is None else [more]
     if any(type(i) is not int or not 0 <= i < len(tokenizer) for i in ids):
         raise DistillError(
             f"{source.name} has end-of-text tokens {ids!r:.60}, expected ids of its tokenizer"

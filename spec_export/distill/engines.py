@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spec_export.loading import gguf_header
 from spec_export.target import Source
 
 ENGINES = ("auto", "transformers", "openvino", "vllm")
@@ -218,12 +219,17 @@ class VLLMEngine:
         import vllm
 
         dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+        from spec_export import target
+
+        target.require_supported(source)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            path = str(source.path)
+            path = str(target.local_folder(source))
             if source.gguf_file:
                 path = folder
                 save_dequantized(source, Path(folder))
-            self.llm = vllm.LLM(model=path, dtype=dtype, max_num_seqs=batch_size)
+            self.llm = vllm.LLM(
+                model=path, dtype=dtype, max_num_seqs=batch_size, trust_remote_code=False
+            )
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: GenerationParams
@@ -254,12 +260,7 @@ def save_dequantized(source: Source, folder: Path) -> None:
     from spec_export import target
 
     model, tokenizer = target.load(source)
-    # The weights are no longer quantised, but transformers thinks so and would refuse to save.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    target.save(model, tokenizer, folder)
 
 
 def write_f16_gguf(source: Path, destination: Path) -> None:
@@ -272,6 +273,7 @@ def write_f16_gguf(source: Path, destination: Path) -> None:
     import gguf
 
     try:
+        gguf_header.read(source)
         reader = gguf.GGUFReader(source)
         architecture = reader.fields["general.architecture"].contents()
     except (OSError, ValueError, KeyError, IndexError) as error:

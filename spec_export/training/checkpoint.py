@@ -7,11 +7,14 @@ config is a mapping here: `recipe.build_config` makes its Config from it.
 import dataclasses
 import datetime
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +26,17 @@ import safetensors.torch
 import torch
 
 from spec_runtime.files import sha256
+from spec_runtime.mapping import from_mapping, parse_json
 from spec_runtime.measure.provenance import git_commit, versions
 
 FORMAT = 1
 STEP_PREFIX = "step-"
 PACKAGES = ("specsplit", "torch", "transformers", "safetensors", "numpy")
 DRAFT_TOKEN_IDS = "draft_token_ids"
+STATES = "states.pt"
+_STEP = re.compile(rf"{STEP_PREFIX}\d{{8,15}}")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class CheckpointError(ValueError):
@@ -140,9 +148,23 @@ def save(
 
 
 def latest(folder: str | Path) -> Path | None:
-    """Returns the checkpoint with the highest step in `folder`, or None if there is none."""
-    found = _checkpoints(Path(folder))
-    return found[-1] if found else None
+    """Returns the newest whole checkpoint in `folder`, or None if there is none at all.
+
+    Every file is read. Warns of newer ones that are damaged. Raises CheckpointError if all are.
+    """
+    damaged: list[CheckpointError] = []
+    for path in reversed(_checkpoints(Path(folder))):
+        try:
+            _read_checkpoint(path)
+        except CheckpointError as error:
+            damaged.append(error)
+            continue
+        for problem in damaged:
+            warnings.warn(f"{problem}; taking {path.name} instead", stacklevel=2)
+        return path
+    if damaged:
+        raise CheckpointError(f"{folder} holds no whole checkpoint: {damaged[0]}")
+    return None
 
 
 def load(path: str | Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
@@ -152,17 +174,74 @@ def load(path: str | Path, module: torch.nn.Module, optimizer: torch.optim.Optim
     state that do not fit.
     """
     path = Path(path)
-    header = _read_folder(path, "checkpoint.json")
-    _load_strictly(module, _read_tensors(path / "model.safetensors"), str(path))
-    states = torch.load(path / "states.pt", map_location="cpu", weights_only=True)
+    header, tensors, states = _read_checkpoint(path)
+    _load_strictly(module, tensors, str(path))
+    _load_optimizer(optimizer, states.optimizer, path / STATES)
     try:
-        optimizer.load_state_dict(states["optimizer"])
-    except ValueError as error:
-        raise CheckpointError(f"{path}: the optimiser's state does not fit: {error}") from error
-    torch.set_rng_state(states["torch_rng"])
-    if torch.cuda.is_available() and len(states["cuda_rng"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda_rng"])
-    return Checkpoint(path, header["step"], header["progress"], header["provenance"])
+        torch.set_rng_state(states.torch_rng)
+        if torch.cuda.is_available() and len(states.cuda_rng) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(states.cuda_rng)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"{path / STATES}: got no state of torch's: {error}") from error
+    return Checkpoint(path, header.step, header.progress, header.provenance)
+
+
+@dataclass(frozen=True)
+class _CheckpointHeader:
+    """The content of checkpoint.json; `files` are hashes by name."""
+
+    format: int
+    step: int
+    progress: dict[str, Any]
+    provenance: dict[str, Any]
+    files: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise ValueError(f"got step {self.step}, expected 0 or more")
+
+
+@dataclass(frozen=True)
+class _States:
+    """The content of states.pt: an optimiser's state, and uint8 tensors of random states."""
+
+    optimizer: dict[str, Any]
+    torch_rng: torch.Tensor
+    cuda_rng: list[torch.Tensor]
+
+
+def _read_checkpoint(path: Path) -> tuple[_CheckpointHeader, dict[str, torch.Tensor], _States]:
+    """Returns all that lies in a checkpoint; raises CheckpointError unless it is whole."""
+    data = _read_folder(path, "checkpoint.json", ("model.safetensors", STATES))
+    header = from_mapping(_CheckpointHeader, data, str(path / "checkpoint.json"), CheckpointError)
+    tensors = _read_tensors(path / "model.safetensors")
+    try:
+        states = torch.load(path / STATES, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch does not say what it raises on a file that is not its own
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"cannot read {path / STATES}: {reason}") from error
+    return header, tensors, from_mapping(_States, states, str(path / STATES), CheckpointError)
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any, where: Path) -> None:
+    """Restores an optimiser's state; raises CheckpointError unless it fits the optimiser."""
+    keys = [set(group) for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(state)
+    except Exception as error:  # torch looks at the numbers of parameters, and at nothing else
+        raise CheckpointError(
+            f"{where}: the optimiser's state does not fit: {type(error).__name__}: {error}"
+        ) from error
+    for before, group in zip(keys, optimizer.param_groups, strict=True):
+        if missing := before - set(group):
+            raise CheckpointError(f"{where}: the optimiser's state has no {sorted(missing)[0]}")
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape not in ((), parameter.shape):
+                    raise CheckpointError(
+                        f"{where}: the optimiser's {name} is {list(value.shape)}, expected "
+                        f"{list(parameter.shape)}"
+                    )
 
 
 # ---- finished drafters ----
@@ -218,27 +297,58 @@ def save_drafter(
     return final
 
 
+@dataclass(frozen=True)
+class _DrafterHeader:
+    """The content of a drafter's config.json; `tensors` are signatures, `files` hashes by name."""
+
+    format: int
+    name: str
+    config: dict[str, Any]
+    tensors: dict[str, list[Any]]
+    provenance: dict[str, Any]
+    files: dict[str, str]
+
+    def __post_init__(self) -> None:
+        taps = self.config.get("taps", [])
+        if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
+            raise ValueError(f"got taps {taps!r}, expected a list of layers")
+        validation = self.provenance.get("validation")
+        if validation is None:
+            return
+        length: Any = validation.get("accepted_length") if isinstance(validation, dict) else None
+        if type(length) not in (int, float) or not math.isfinite(length):
+            raise ValueError(f"got validation {validation!r:.80}, expected its accepted_length")
+
+
 def load_drafter(folder: str | Path) -> SavedDrafter:
     """Returns what `save_drafter` wrote, floating tensors as float32.
 
-    Raises CheckpointError on missing, altered or truncated files, and on tensors other than those
-    that `config.json` lists.
+    `folder` may be a run's, which has the drafter in `drafter/`. Raises CheckpointError on missing,
+    altered or truncated files, on tensors other than those that `config.json` lists, and on NaN.
     """
     folder = Path(folder)
-    header = _read_folder(folder, "config.json")
+    if not (folder / "config.json").exists() and (folder / "drafter" / "config.json").is_file():
+        folder /= "drafter"
+    data = _read_folder(folder, "config.json", ("drafter.safetensors",))
+    header = from_mapping(_DrafterHeader, data, str(folder / "config.json"), CheckpointError)
     tensors = _read_tensors(folder / "drafter.safetensors")
     found = {key: _signature(tensor) for key, tensor in tensors.items()}
-    _compare(found, header["tensors"], str(folder))
+    _compare(found, header.tensors, str(folder))
     ids = tensors.pop(DRAFT_TOKEN_IDS, None)
+    if ids is not None and (ids.dtype != torch.int64 or ids.ndim != 1 or not (ids >= 0).all()):
+        raise CheckpointError(
+            f"{folder}: got {DRAFT_TOKEN_IDS} {_signature(ids)}, expected a row of int64 of 0 or "
+            "more"
+        )
     return SavedDrafter(
-        name=header["name"],
-        config=header["config"],
+        name=header.name,
+        config=header.config,
         state={
             key: tensor.float() if tensor.is_floating_point() else tensor
             for key, tensor in tensors.items()
         },
         draft_token_ids=None if ids is None else ids.numpy(),
-        provenance=header["provenance"],
+        provenance=header.provenance,
         path=folder,
     )
 
@@ -281,22 +391,35 @@ def _write_folder(final: Path, header_name: str, write: Callable[[Path], dict[st
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _read_folder(folder: Path, header_name: str) -> dict[str, Any]:
+def _read_folder(folder: Path, header_name: str, needed: Sequence[str]) -> dict[str, Any]:
     """Returns the header, after comparing every file's hash with it.
 
-    Raises CheckpointError on a file that is missing or has another hash.
+    `needed`: names of files that it has to list. Raises CheckpointError on a file that is missing,
+    not listed or of another hash, and on a name that leads out of the folder.
     """
+    path = folder / header_name
     try:
-        header = json.loads((folder / header_name).read_text(encoding="utf-8"))
+        header = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {folder / header_name}: {error}") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT or "files" not in header:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
         got = header.get("format") if isinstance(header, dict) else type(header).__name__
-        raise CheckpointError(f"{folder / header_name} has format {got!r}, expected {FORMAT}")
-    for name, expected in header["files"].items():
+        raise CheckpointError(f"{path} has format {got!r:.40}, expected {FORMAT}")
+    files = header.get("files")
+    if not isinstance(files, dict) or not set(needed) <= set(files):
+        raise CheckpointError(f"{path} lists no hash of {', '.join(needed)}, expected one of each")
+    for name, expected in files.items():
+        if not _PLAIN_NAME.fullmatch(name) or not _SHA256.fullmatch(str(expected)):
+            raise CheckpointError(
+                f"{path} lists {name!r:.80} with {expected!r:.80}, expected names of files in "
+                "the folder, and their SHA-256"
+            )
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing, expected it beside {header_name}")
-        got = sha256(folder / name)
+        try:
+            got = sha256(folder / name)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
         if got != expected:
             raise CheckpointError(
                 f"{folder / name} has SHA-256 {got[:12]}…, expected {expected[:12]}…: "
@@ -306,10 +429,8 @@ def _read_folder(folder: Path, header_name: str) -> dict[str, Any]:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Returns the whole checkpoints in `folder`, by rising step."""
-    found = [
-        path for path in folder.glob(f"{STEP_PREFIX}*") if (path / "checkpoint.json").is_file()
-    ]
+    """Returns the checkpoints in `folder`, whole or not, by rising step."""
+    found = [path for path in folder.glob(f"{STEP_PREFIX}*") if _STEP.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.removeprefix(STEP_PREFIX)))
 
 
@@ -353,10 +474,17 @@ def _detached(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Returns a file's tensors; raises CheckpointError if it is damaged or holds NaN."""
     try:
-        return safetensors.torch.load_file(path)
+        tensors = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+    if broken := non_finite(tensors):
+        raise CheckpointError(
+            f"{path}: {', '.join(broken)} holds NaN or infinity, expected numbers: the training "
+            "had diverged; train again with a lower learning rate"
+        )
+    return tensors
 
 
 def _signature(tensor: torch.Tensor) -> list[Any]:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -38,7 +39,9 @@ from spec_export.training import recipe
 from spec_export.training.data import Example
 from spec_export.training.trainer import Trainer, TrainingJob
 from spec_export.training.validate import Validation
+from spec_runtime.files import replacing_folder, require_replaceable
 
+MERGED = "the merged target of a run"
 CHUNK_ROWS = 512  # rows whose [rows, V] logits exist at once
 
 
@@ -185,8 +188,10 @@ class JointTrainer(Trainer):
         shards_target: bool = False,
     ) -> None:
         """`shards_target`: spreads the target over the processes, if there are several of them;
-        see `JointModel.shard_target`."""
+        see `JointModel.shard_target`. Raises ValueError if the merged target could not be written
+        at the end."""
         assert job.plan.joint is not None
+        require_replaceable(job.out / "target", target_files.files_of_model, MERGED)
         self.joint, self.tokenizer = job.plan.joint, tokenizer
         self.joint_model = JointModel(target, job.drafter, self.joint)
         self.is_sharded = shards_target and job.accelerator.num_processes > 1
@@ -251,16 +256,32 @@ class JointTrainer(Trainer):
         return part
 
     def export(self) -> Path:
-        """Writes the drafter, and the merged target beside it in `target/`.
+        """Writes the merged target into `target/`, and the drafter, which names it, beside it.
 
-        Returns the drafter's folder.
+        The drafter is written even if the target cannot be. Returns the drafter's folder. Raises
+        ValueError if the target cannot be written.
         """
-        folder = super().export()
-        if self.accelerator.is_main_process:
-            merged = self._whole_target().merge_and_unload()
-            merged.save_pretrained(self.out / "target")
-            self.tokenizer.save_pretrained(self.out / "target")
+        try:
+            if self.accelerator.is_main_process:
+                self._save_merged_target()
+        finally:
+            folder = super().export()
         return folder
+
+    def _save_merged_target(self) -> None:
+        """Writes the merged target; the drafter's provenance then says which it was trained for."""
+        folder = self.out / "target"
+        merged = self._whole_target().merge_and_unload()
+        try:
+            with replacing_folder(folder, target_files.files_of_model, MERGED) as temporary:
+                target_files.save(merged, self.tokenizer, temporary)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"could not write the merged target {folder}: {error}; nothing is lost: make room "
+                "for it, then run again with --resume"
+            ) from error
+        source = target_files.resolve(str(folder))
+        self.job.provenance["target_fingerprint"] = target_files.fingerprint(source)
 
     def _whole_target(self) -> Any:
         """Returns the target with its adapter; a sharded one is loaded again to be whole."""

@@ -264,3 +264,52 @@ def test_what_cannot_be_calibrated_is_one_line(
     manifest = bundles.read(folder).manifest
     bundles.write_manifest(folder, dataclasses.replace(manifest, drafters=()))
     assert "has no trained drafter to calibrate" in fails()
+
+
+def test_a_manifest_that_cannot_be_written_is_found_before_the_work(
+    workshop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(workshop.bundle("medusa"), tmp_path / "bundle"))
+
+    def refuse(path: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(calibrate, "require_writable", refuse)
+    monkeypatch.setattr(calibrate, "load", None)  # nothing is opened
+    with pytest.raises(OSError, match="Read-only"):
+        calibrate.run(folder)
+
+
+def test_a_calibration_is_printed_before_it_is_stored_and_keeps_what_others_stored(
+    workshop: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = Path(shutil.copytree(workshop.bundle("medusa"), tmp_path / "bundle"))
+    real, stored = bundles.write_manifest, dict[str, dict[str, Any]]()
+
+    def meanwhile(name: str, calibration: dict[str, Any]) -> None:
+        manifest = bundles.read(folder).manifest
+        (info,) = manifest.drafters
+        changed = dataclasses.replace(info, expected_accepted_length=4.25)
+        real(folder, dataclasses.replace(manifest, drafters=(changed,)))
+        stored[name] = calibration
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "say abc, 3"}) + "\n")
+    calibrate.run(folder, prompts, max_new_tokens=4, threads=1, on_found=meanwhile)
+    (info,) = bundles.read(folder).manifest.drafters
+    assert (info.expected_accepted_length, info.calibration) == (4.25, stored["medusa"])
+
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bundles, "write_manifest", full)
+    arguments = ["--bundle", str(folder), "--prompts", str(prompts), "--max-new-tokens", "4"]
+    with pytest.raises(SystemExit) as end:
+        cli.main(["calibrate", *arguments])
+    shown = capsys.readouterr()
+    assert end.value.code == 2
+    assert "target's token among the guesses" in " ".join(shown.out.split())
+    assert "No space left on device" in shown.err

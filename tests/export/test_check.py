@@ -206,3 +206,37 @@ def test_int8_of_the_demo_keeps_its_bounds() -> None:
     rows = check.run(None, None, ["int8"])
     assert failed(rows) == set()
     assert not any(row.skipped for row in rows)
+
+
+def test_a_bundle_that_cannot_be_written_is_checked_and_the_table_comes_first(
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)
+    model = str(workshop.llama())
+    out = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
+    before = (out / bundles.MANIFEST).read_text()
+
+    def refuse(*given: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(check, "require_writable", refuse)
+        assert not failed(check.run(model, out, []))
+    shown = capsys.readouterr()
+    assert "random trees" in shown.out
+    assert "will not be stored in the bundle: [Errno 30]" in " ".join(shown.err.split())
+    assert (out / bundles.MANIFEST).read_text() == before
+    with monkeypatch.context() as patch:
+        patch.setattr(bundles, "write_manifest", refuse)
+        with pytest.raises(OSError, match="Read-only"):
+            check.run(model, out, [])
+    assert "random trees" in capsys.readouterr().out
+
+
+def test_a_model_of_other_sizes_is_refused(built: Path, tmp_path: Path) -> None:
+    other = save_llama(tmp_path / "tiny", num_hidden_layers=3)
+    with pytest.raises(ValueError, match="got a model with num_layers 3, expected 2 as in the bu"):
+        check.run(str(other), built, [])

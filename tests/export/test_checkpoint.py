@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from spec_export.training import checkpoint  # noqa: E402 (needs torch)
 from spec_export.training.checkpoint import CheckpointError  # noqa: E402
+from spec_runtime.files import sha256  # noqa: E402
 
 
 class Run:
@@ -204,3 +206,183 @@ def test_provenance_is_json_and_names_the_run() -> None:
     assert got["versions"]["torch"] == torch.__version__
     assert got["config"] == {"num_masks": 4, "taps": [10, 20]}
     assert not Path(got["command"][0]).is_absolute()
+
+
+# ---- foreign or damaged folders ----
+
+
+class Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def rewrite(folder: Path, header: str, **values: Any) -> None:
+    """Replaces values of a header, and the hashes of the files by those of what is there now."""
+    facts = json.loads((folder / header).read_text())
+    facts["files"] = {name: sha256(folder / name) for name in facts["files"]}
+    (folder / header).write_text(json.dumps(facts | values))
+
+
+def refused(act: Callable[[], object]) -> str:
+    """Returns the one line with which `act` is refused."""
+    with pytest.raises(CheckpointError) as error:
+        act()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+HEX = "0" * 64
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"step": "3"},
+        {"step": 2.5},
+        {"step": -1},
+        {"progress": []},
+        {"provenance": None},
+        {"files": []},
+        {"files": {}},
+        {"files": {"model.safetensors": 5, "states.pt": HEX}},
+        {"files": {"../outside": HEX, "model.safetensors": HEX, "states.pt": HEX}},
+        {"files": {"/etc/passwd": HEX, "model.safetensors": HEX, "states.pt": HEX}},
+        {"files": {"a\0b": HEX, "model.safetensors": HEX, "states.pt": HEX}},
+        {"unknown": 1},
+        {"format": [1]},
+    ],
+)
+def test_a_checkpoint_header_is_read_with_care(tmp_path: Path, values: dict[str, Any]) -> None:
+    run = Run(0)
+    path = run.save(tmp_path)
+    rewrite(path, "checkpoint.json", **values)
+    refused(lambda: run.load(path))
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "[]", "5", "", "\xff", '{"a": "\\ud800"}'])
+def test_headers_that_are_no_json_objects(tmp_path: Path, content: str) -> None:
+    run = Run(0)
+    path = run.save(tmp_path / "run")
+    (path / "checkpoint.json").write_bytes(content.encode("latin1"))
+    refused(lambda: run.load(path))
+    save_drafter(tmp_path / "d")
+    (tmp_path / "d" / "config.json").write_bytes(content.encode("latin1"))
+    refused(lambda: checkpoint.load_drafter(tmp_path / "d"))
+
+
+def test_the_states_of_a_checkpoint_are_read_with_care(tmp_path: Path) -> None:
+    """Hashes fit in all cases: whoever made the file made the header."""
+    run = Run(0)
+    run.train(1)
+    path = run.save(tmp_path / "run")
+    good = torch.load(path / "states.pt", weights_only=True)
+    optimizer = good["optimizer"]
+    wrong_shape = {0: optimizer["state"][0] | {"exp_avg": torch.zeros(7)}}
+    cases = [
+        {"optimizer": 5},
+        {"optimizer": {}},
+        {"optimizer": {"state": 5, "param_groups": 7}},
+        {"optimizer": optimizer | {"param_groups": [{"params": [0, 1, 2, 3]}]}},
+        {"optimizer": optimizer | {"state": optimizer["state"] | wrong_shape}},
+        {"torch_rng": 5},
+        {"torch_rng": torch.zeros(3, dtype=torch.uint8)},
+        {"cuda_rng": 5},
+        {"more": 1},
+        {"torch_rng": Touch(tmp_path / "written")},
+    ]
+    for values in cases:
+        torch.save(good | values, path / "states.pt")
+        rewrite(path, "checkpoint.json")
+        refused(lambda: run.load(path))
+    for content in (b"", b"PK\3\4", b"\x80\x02}q\0."):
+        (path / "states.pt").write_bytes(content)
+        rewrite(path, "checkpoint.json")
+        refused(lambda: run.load(path))
+    assert not (tmp_path / "written").exists()
+
+
+def test_a_damaged_newest_checkpoint_does_not_block_the_older_one(tmp_path: Path) -> None:
+    run = Run(0)
+    older = run.save(tmp_path)
+    run.train(1)
+    newest = run.save(tmp_path)
+    (tmp_path / "step-notes").mkdir()
+    (tmp_path / "step-notes" / "checkpoint.json").write_text("{}")
+    assert checkpoint.latest(tmp_path) == newest
+    (newest / "states.pt").write_bytes(b"half")
+    with pytest.warns(UserWarning, match=r"states.pt has SHA-256 .* taking step-00000000 instead"):
+        assert checkpoint.latest(tmp_path) == older
+    (newest / "checkpoint.json").unlink()
+    with pytest.warns(UserWarning, match="cannot read .* taking step-00000000 instead"):
+        assert checkpoint.latest(tmp_path) == older
+    (older / "model.safetensors").unlink()
+    assert "holds no whole checkpoint" in refused(lambda: checkpoint.latest(tmp_path))
+
+
+def test_a_checkpoint_with_nan_is_not_whole(tmp_path: Path) -> None:
+    run = Run(0)
+    older = run.save(tmp_path)
+    run.train(1)
+    with torch.no_grad():
+        run.module[0].bias[1] = float("nan")
+    newest = run.save(tmp_path)
+    assert "0.bias holds NaN or infinity" in refused(lambda: run.load(newest))
+    with pytest.warns(UserWarning, match="taking step-00000000 instead"):
+        assert checkpoint.latest(tmp_path) == older
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"name": 5},
+        {"config": []},
+        {"config": {"taps": 5}},
+        {"config": {"taps": ["1"]}},
+        {"tensors": []},
+        {"tensors": {"a.weight": 5}},
+        {"provenance": []},
+        {"provenance": {"validation": 5}},
+        {"provenance": {"validation": {"accepted_length": "x"}}},
+        {"files": {"../d/drafter.safetensors": HEX}},
+        {"files": {}},
+    ],
+)
+def test_a_drafter_header_is_read_with_care(tmp_path: Path, values: dict[str, Any]) -> None:
+    save_drafter(tmp_path / "d")
+    rewrite(tmp_path / "d", "config.json", **values)
+    refused(lambda: checkpoint.load_drafter(tmp_path / "d"))
+
+
+def test_drafter_tensors_are_read_with_care(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    save_drafter(folder)
+    file = folder / "drafter.safetensors"
+    tensors = safetensors_torch.load_file(file)
+    nan = torch.full((3, 5), float("nan"), dtype=torch.bfloat16)
+    cases = [
+        ({"a.weight": nan}, "a.weight holds NaN or infinity"),
+        ({"draft_token_ids": torch.tensor([-1])}, "expected a row of int64 of 0 or more"),
+        ({"draft_token_ids": torch.ones(2, 2)}, "expected a row of int64 of 0 or more"),
+    ]
+    for changed, message in cases:
+        safetensors_torch.save_file(tensors | changed, file)
+        signatures = {
+            name: [str(t.dtype).removeprefix("torch."), *t.shape]
+            for name, t in (tensors | changed).items()
+        }
+        rewrite(folder, "config.json", tensors=signatures)
+        assert message in refused(lambda: checkpoint.load_drafter(folder))
+    for content in (b"", b"\xff" * 64, file.read_bytes()[:-9]):
+        file.write_bytes(content)
+        rewrite(folder, "config.json")
+        assert "cannot read" in refused(lambda: checkpoint.load_drafter(folder))
+
+
+def test_a_run_stands_for_its_drafter(tmp_path: Path) -> None:
+    save_drafter(tmp_path / "run" / "drafter")
+    assert checkpoint.load_drafter(tmp_path / "run").path == tmp_path / "run" / "drafter"

@@ -13,17 +13,19 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_gguf import write_gguf
 from tiny_target import save_llama
 from torch import Tensor
 from torch.nn import functional as F
 
 import spec_runtime
 from spec_export import make_bundle, target
+from spec_export.bundling import drafters
 from spec_export.decoder import Backbone
 from spec_export.drafters import skip_layer
 from spec_export.drafters.layers import Batch
 from spec_export.make_bundle import BuildOptions
-from spec_export.training import joint, recipe
+from spec_export.training import checkpoint, joint, recipe
 from spec_export.training import run as train
 from spec_export.training.trainer import Trainer
 
@@ -330,3 +332,60 @@ def test_two_processes_train_as_one_with_twice_the_batches(
         # Adam's first steps follow a gradient's sign, which rounding may turn where it is tiny
         assert (a - b).norm() <= 0.05 * (a - start).norm() + 1e-6
     assert moved == 28  # the seven products of four layers
+
+
+def test_a_gguf_target_is_merged_and_saved(path: Path, tmp_path: Path) -> None:
+    write_gguf(path.parent / "tiny.gguf")
+    recipe_path = path.with_stem("gguf")
+    recipe_path.write_text(path.read_text().replace("./llama", "./tiny.gguf"))
+    train.run(recipe_path, [], tmp_path / "run")
+    before, _ = target.load(target.resolve(str(path.parent / "tiny.gguf")))
+    after, tokenizer = target.load(target.resolve(str(tmp_path / "run" / "target")))
+    changed = [
+        name
+        for (name, a), b in zip(before.named_parameters(), after.parameters(), strict=True)
+        if not torch.equal(a, b)
+    ]
+    assert changed
+    assert all("proj" in name for name in changed)
+    assert tokenizer.eos_token_id == 2
+
+
+def test_a_target_that_cannot_be_saved_loses_nothing(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "save", fail)
+        with pytest.raises(ValueError, match=r"could not write the merged target .*--resume"):
+            train.run(path, [], tmp_path / "run")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir()) == [
+        "checkpoints",
+        "drafter",
+    ]
+    train.run(path, [], tmp_path / "run", resume=True)
+    target.load(target.resolve(str(tmp_path / "run" / "target")))
+
+
+def test_files_of_others_in_the_place_of_the_target_are_found_before_training(
+    path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "target").mkdir(parents=True)
+    (tmp_path / "run" / "target" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds other files \(thesis.txt\)"):
+        train.run(path, [], tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_joint_drafter_is_at_home_with_its_merged_target_alone(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train.run(path, [], tmp_path / "run")
+    saved = checkpoint.load_drafter(folder)
+    capsys.readouterr()
+    drafters.warn_of_doubts(saved, target.resolve(str(tmp_path / "run" / "target")))
+    assert capsys.readouterr().err == ""
+    drafters.warn_of_doubts(saved, target.resolve(str(path.parent / "llama")))
+    assert "was trained for other weights than those of llama" in capsys.readouterr().err

@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import pickle
+import re
 import shutil
+import struct
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
+from tiny_gguf import write_gguf
+from tiny_target import save_llama
+from torch import Tensor
 from workshop import Workshop
 
-from spec_export import target
+from spec_export import reference, target
+from spec_export.decoder import Backbone
 
 
 @pytest.fixture
 def folder(workshop: Workshop, tmp_path: Path) -> Path:
     """Returns a copy of a tiny target's folder, which a test may spoil."""
     return shutil.copytree(workshop.llama(), tmp_path / "model")
+
+
+def change(path: Path, **values: Any) -> None:
+    """Replaces values of an object in a file of JSON."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refusal(act: Callable[[], object]) -> str:
+    """Returns the one line with which `act` is refused."""
+    with pytest.raises(ValueError, match=r"\w") as error:
+        act()
+    message = str(error.value)
+    assert "\n" not in message
+    assert len(message) < 600
+    return message
+
+
+# ---- fingerprints ----
 
 
 def test_a_fingerprint_is_of_contents_not_of_names(folder: Path) -> None:
@@ -49,3 +82,324 @@ def test_a_folder_without_weights_has_no_fingerprint(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"expected model\*.safetensors or pytorch"):
         target.fingerprint(target.resolve(str(folder)))
+
+
+# ---- a model's code ----
+
+
+def test_code_in_a_model_folder_is_never_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Standard input answers yes to whatever is asked."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n" * 100))
+    written = tmp_path / "written"
+    (folder / "own.py").write_text(
+        f"open({str(written)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    change(folder / "config.json", model_type="own", auto_map=own)
+    change(
+        folder / "tokenizer_config.json",
+        tokenizer_class="OwnTokenizer",
+        auto_map={"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]},
+    )
+    source = target.resolve(str(folder))
+    for load in (target.load, target.load_tokenizer):
+        assert "needs code of its own" in refusal(partial(load, source))
+    change(folder / "config.json", model_type="llama")
+    with contextlib.suppress(ValueError):
+        target.load(source)
+    assert not written.exists()
+
+
+# ---- weights ----
+
+
+def edit_weights(edit: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    """Returns what changes the tensors of a model's folder."""
+
+    def spoil(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        edit(weights)
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return spoil
+
+
+def drop_norm(weights: dict[str, Tensor]) -> None:
+    del weights["model.norm.weight"]
+
+
+def rename_up(weights: dict[str, Tensor]) -> None:
+    layer = "model.layers.1.mlp."
+    weights[f"{layer}upper.weight"] = weights.pop(f"{layer}up_proj.weight")
+
+
+def add_one(weights: dict[str, Tensor]) -> None:
+    weights["model.layers.0.mlp.extra.weight"] = torch.ones(2)
+
+
+def make_nan(weights: dict[str, Tensor]) -> None:
+    for tensor in weights.values():
+        tensor.fill_(float("nan"))
+
+
+def make_inf(weights: dict[str, Tensor]) -> None:
+    weights["lm_head.weight"][3, 3] = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda folder: change(folder / "config.json", num_hidden_layers=3),
+            "the config asks for 9 tensors missing in the weights: "
+            "model.layers.2.input_layernorm.weight, .* and 6 more",
+        ),
+        (
+            lambda folder: change(folder / "config.json", num_hidden_layers=1),
+            "the weights hold 9 tensors unknown to the config: model.layers.1.input_layernorm",
+        ),
+        (
+            lambda folder: change(folder / "config.json", vocab_size=99),
+            r"of another shape than the config's: lm_head.weight \[98, 64\] instead of \[99, 64\]",
+        ),
+        (edit_weights(drop_norm), "1 tensor missing in the weights: model.norm.weight;"),
+        (edit_weights(rename_up), "1 tensor missing in the weights: model.layers.1.mlp.up_proj"),
+        (edit_weights(add_one), "1 tensor unknown to the config: model.layers.0.mlp.extra.weight"),
+        (edit_weights(make_nan), "21 tensors with NaN or infinity: lm_head.weight, "),
+        (edit_weights(make_inf), "1 tensor with NaN or infinity: lm_head.weight"),
+    ],
+)
+def test_every_tensor_is_accounted_for(
+    folder: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    spoil(folder)
+    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    assert re.search(message, found), found
+
+
+def test_tied_heads_and_old_buffers_are_no_fault(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "tied", tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    weights["model.layers.0.self_attn.masked_bias"] = torch.ones(1)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    model, _ = target.load(target.resolve(str(folder)))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_pickled_weights_are_read_but_nothing_in_them_is_run(folder: Path, tmp_path: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    model, _ = target.load(target.resolve(str(folder)))
+    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
+
+    for save in (torch.save, lambda code, path: path.write_bytes(pickle.dumps(code))):
+        code = weights | {"lm_head.weight": Touch(tmp_path / "written")}
+        save(code, folder / "pytorch_model.bin")
+        found = refusal(lambda: target.load(target.resolve(str(folder))))
+        assert "convert it to safetensors" in found
+    assert not (tmp_path / "written").exists()
+
+
+class Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\0" * 100, b"\xff" * 100, b"{}", pickle.dumps({"a": 1}), None]
+)
+def test_damaged_safetensors_are_one_line(folder: Path, content: bytes | None) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    assert re.search(r"could not load .*/model|files hold .* bytes", found), found
+
+
+@pytest.mark.parametrize("index", ["[" * 100_000, "[]", '{"weight_map": 5}', '{"weight_map": {}}'])
+def test_damaged_indices_are_one_line(folder: Path, index: str) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors.index.json").write_text(index)
+    assert "could not load" in refusal(lambda: target.load(target.resolve(str(folder))))
+
+
+def test_an_adapter_is_no_target(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    assert "holds an adapter (adapter_config.json), expected a whole model" in found
+
+
+# ---- configs and tokenizers ----
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"a":' * 100_000, "[]", "5", "", "\xff", "{", '{"a": "\\ud800"}']
+)
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
+)
+def test_damaged_json_is_one_line(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_bytes(content.encode("latin1"))
+    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    assert name in found or name == "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model_type", 5),
+        ("hidden_size", "x"),
+        ("hidden_size", -1),
+        ("num_attention_heads", 0),
+        ("num_hidden_layers", 10**12),
+        ("num_hidden_layers", None),
+        ("vocab_size", 2**60),
+        ("max_position_embeddings", 0),
+        ("rms_norm_eps", "x"),
+        ("rms_norm_eps", float("nan")),
+        ("rope_parameters", 5),
+        ("rope_parameters", {"rope_type": 7}),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": "x"}),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4}),
+        ("rope_parameters", {"rope_type": "longrope", "rope_theta": 1e4}),
+        ("hidden_act", "nope"),
+        ("quantization_config", "x"),
+        ("eos_token_id", "x"),
+        ("layer_types", [1]),
+    ],
+)
+def test_configs_of_other_types_are_one_line(folder: Path, name: str, value: Any) -> None:
+    change(folder / "config.json", **{name: value})
+    source = target.resolve(str(folder))
+    refusal(lambda: Backbone.from_transformers(target.load(source)[0]))
+
+
+@pytest.mark.parametrize("value", ["x", [1, "x"], -1, 2.5, True])
+def test_a_generation_config_has_token_ids(folder: Path, value: Any) -> None:
+    change(folder / "generation_config.json", eos_token_id=value)
+    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    assert "generation_config.json" in found
+
+
+@pytest.mark.parametrize(
+    "change_to",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},  # a panic
+        {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}}},
+        {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["z z"]}},
+        {"model": 5},
+        {"added_tokens": 5},
+    ],
+)
+def test_damaged_tokenizers_are_one_line(folder: Path, change_to: dict[str, Any]) -> None:
+    change(folder / "tokenizer.json", **change_to)
+    found = refusal(lambda: target.load_tokenizer(target.resolve(str(folder))))
+    assert "could not load the tokenizer of" in found
+
+
+def test_an_unsupported_model_is_refused_before_its_weights_are_read(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"never read")
+    change(folder / "config.json", hidden_act="gelu")
+    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    assert "got activation 'gelu', expected 'silu'" in found
+    change(folder / "config.json", model_type="gpt2")
+    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    assert "got a model of type 'gpt2', which is not supported" in found
+
+
+# ---- GGUF ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rename": {"blk.1.ffn_up": "blk.1.ffn_upper"}}, "model.layers.1.mlp.up_proj.weight"),
+        ({"fill": {"output_norm": float("nan")}}, "1 tensor with NaN or infinity: model.n"),
+    ],
+)
+def test_tensors_of_a_gguf_file_are_accounted_for(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    write_gguf(tmp_path / "model.gguf", **options)
+    found = refusal(lambda: target.load(target.resolve(str(tmp_path / "model.gguf"))))
+    assert message in found
+
+
+def test_a_gguf_tensor_that_nothing_reads_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, extra={"rope_freqs": (16,)})
+    found = refusal(lambda: target.load(target.resolve(str(path))))
+    assert "1 tensor unknown to the config: rope_freqs.weight" in found
+
+
+def test_damaged_gguf_files_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    whole = path.read_bytes()
+    after_counts = whole[24:]
+    damaged = [whole[:size] for size in (4, 20, 30, 300, 5000, len(whole) - 40)]
+    damaged += [
+        b"GGUF" + struct.pack("<IQQ", 3, 2**60, 1) + after_counts,
+        b"GGUF" + struct.pack("<IQQ", 3, 1, 2**60) + after_counts,
+        b"GGUF" + struct.pack("<IQQ", 9, 1, 1) + after_counts,
+        b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 2**63) + after_counts,
+        # an array of 2^60 bytes
+        b"GGUF" + struct.pack("<IQQQ1sIIQ", 3, 1, 1, 1, b"a", 9, 0, 2**60) + bytes(100),
+    ]
+    for content in damaged:
+        path.write_bytes(content)
+        for load in (target.load, target.load_tokenizer):
+            found = refusal(partial(load, target.resolve(str(path))))
+            assert "is no whole GGUF file" in found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_gguf_file_with_wrong_bytes_is_one_line_or_loads(tmp_path: Path, seed: int) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path)
+    rng, content = np.random.default_rng(seed), bytearray(path.read_bytes())
+    header = content.index(b"tokenizer.ggml.model") if seed % 2 else len(content)
+    for _ in range(3):
+        content[int(rng.integers(8, header))] = int(rng.integers(256))
+    path.write_bytes(content)
+    with contextlib.suppress(ValueError):
+        Backbone.from_transformers(target.load(target.resolve(str(path)))[0])
+
+
+@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{% for", "{{ raise_exception('a\nb') }}"])
+def test_a_chat_template_that_fails_is_one_line(folder: Path, template: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    tokenizer = target.load_tokenizer(target.resolve(str(folder)))
+    found = refusal(lambda: reference.encode(tokenizer, "hi"))
+    assert "the target's chat template fails" in found
+
+
+def test_a_hub_id_is_found_in_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its snapshot's folder is read like any other, without a network."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    commit, kept = "0123456789abcdef" * 2 + "01234567", tmp_path / "hub" / "models--org--tiny"
+    shutil.copytree(folder, kept / "snapshots" / commit)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commit)
+    source = target.resolve("org/tiny")
+    assert target.local_folder(source) == kept / "snapshots" / commit
+    assert target.fingerprint(source) == target.fingerprint(target.resolve(str(folder)))
+    target.load(source)

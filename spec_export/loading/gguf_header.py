@@ -1,0 +1,150 @@
+"""Reads the header of a GGUF file and checks that the whole file is there.
+
+A header that lies about a count or a length would keep other readers busy for ever, or give them
+numbers from behind the end of the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+MAX_DIMENSIONS = 4  # ggml has no tensors of more
+STRING, ARRAY = 8, 9
+# The types of metadata values that have one size, by their number: format for `struct`.
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """Says what a whole GGUF file holds: the architecture's name and its tensors' names."""
+
+    architecture: str
+    tensor_names: tuple[str, ...]
+
+
+def read(path: Path) -> GGUFHeader:
+    """Returns the header of a GGUF file.
+
+    Raises ValueError, which says what is wrong, unless the file has all the bytes that its header
+    speaks of.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Cursor(data).header()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is no whole GGUF file: {error}; download or convert it again"
+        ) from error
+
+
+class _Cursor:
+    """Reads values one after the other; each method raises ValueError at the end of the data."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.position = data, 0
+
+    def header(self) -> GGUFHeader:
+        if self.data[:4] != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        self.position = 4
+        version, num_tensors, num_values = self.number("I"), self.number("Q"), self.number("Q")
+        if version not in (2, 3):
+            raise ValueError(f"it is of version {version}, expected 2 or 3")
+        architecture, alignment = "", 32
+        for _ in range(num_values):
+            key, kind = self.text(), self.number("I")
+            if key == "general.architecture" and kind == STRING:
+                architecture = self.text()
+            elif key == "general.alignment" and SCALARS.get(kind) == "I":
+                alignment = self.number("I")
+            else:
+                self.skip_value(kind)
+        if not architecture:
+            raise ValueError("it names no general.architecture")
+        if alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"it has alignment {alignment}, expected a power of two")
+        ends = dict[str, int]()  # where each tensor's bytes end, from the first tensor's start
+        for _ in range(num_tensors):
+            name, end = self.tensor()
+            if name in ends:
+                raise ValueError(f"it holds tensor {name} twice")
+            ends[name] = end
+        start = -(-self.position // alignment) * alignment
+        for name, end in ends.items():
+            if start + end > len(self.data):
+                raise ValueError(
+                    f"tensor {name} ends at byte {start + end}, the file at {len(self.data)}"
+                )
+        return GGUFHeader(architecture, tuple(ends))
+
+    def number(self, kind: str) -> int:
+        try:
+            (value,) = struct.unpack_from(f"<{kind}", self.data, self.position)
+        except struct.error:
+            raise ValueError("it ends inside its header") from None
+        self.position += struct.calcsize(f"<{kind}")
+        return int(value)
+
+    def skip(self, num_bytes: int) -> None:
+        if num_bytes > len(self.data) - self.position:
+            raise ValueError("it ends inside its header")
+        self.position += num_bytes
+
+    def text(self) -> str:
+        length = self.number("Q")
+        start = self.position
+        self.skip(length)
+        return self.data[start : self.position].decode()
+
+    def skip_value(self, kind: int) -> None:
+        """Skips a value of the metadata, whose kind is a number of the format."""
+        if kind in SCALARS:
+            self.skip(struct.calcsize(f"<{SCALARS[kind]}"))
+        elif kind == STRING:
+            self.skip(self.number("Q"))
+        elif kind == ARRAY:
+            item, count = self.number("I"), self.number("Q")
+            if item in SCALARS:
+                self.skip(count * struct.calcsize(f"<{SCALARS[item]}"))
+            elif item == STRING:
+                for _ in range(count):
+                    self.skip(self.number("Q"))
+            else:
+                raise ValueError(f"it holds an array of kind {item}, expected numbers or strings")
+        else:
+            raise ValueError(f"it holds a value of the unknown kind {kind}")
+
+    def tensor(self) -> tuple[str, int]:
+        """Returns a tensor's name, and where its bytes end."""
+        import gguf
+
+        name, num_dimensions = self.text(), self.number("I")
+        if num_dimensions > MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
+        shape = [self.number("Q") for _ in range(num_dimensions)]
+        kind, offset = self.number("I"), self.number("Q")
+        try:
+            block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        except (ValueError, KeyError):
+            raise ValueError(f"tensor {name} is of the unknown type {kind}") from None
+        if not shape or shape[0] % block:
+            raise ValueError(f"tensor {name} has shape {shape}, expected whole blocks of {block}")
+        return name, offset + prod(shape) // block * block_bytes

@@ -1,0 +1,258 @@
+"""Loads configs, tokenizers and models with transformers, from the files of people we do not know.
+
+transformers raises nearly anything on damaged files, fills tensors that a checkpoint lacks with
+random numbers, and asks on standard input whether to run code that lies in a model's folder. Here,
+whatever is wrong with the files is a ValueError of one line, every tensor is accounted for, and no
+such code is ever run.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spec_export import decoder
+from spec_export.loading import gguf_header
+from spec_runtime import mapping
+
+SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
+# Old checkpoints hold these buffers, which are computed from the config today.
+HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias)$")
+SHOWN = 3  # names that a message lists
+MIN_BITS = 1.5  # of a weight in the densest form that there is
+
+
+def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
+    """Returns the files that hold the weights; raises ValueError if there are none.
+
+    As transformers does, it takes pickled weights only where there are no others.
+    """
+    if gguf_file:
+        return [folder / gguf_file]
+    files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
+    if not files:
+        raise ValueError(f"got {folder} without weights, expected {SAFETENSORS} or {PICKLED} in it")
+    return files
+
+
+def read_config(folder: Path, gguf_file: str | None) -> Any:
+    """Returns the transformers config of a model of a supported family.
+
+    Weights are not read. Raises ValueError if the files are damaged, or the model is not supported
+    or needs code of its own.
+    """
+    from transformers import AutoConfig
+
+    _require_whole(folder, gguf_file)
+    with _reading(folder / (gguf_file or "config.json")):
+        config: Any = AutoConfig.from_pretrained(str(folder), **_options(gguf_file))
+    decoder.require_supported(config)
+    _require_weights_for(config, weight_files(folder, gguf_file))
+    return config
+
+
+def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
+    """Returns the transformers tokenizer; raises ValueError if its files are damaged."""
+    from transformers import AutoTokenizer
+
+    _require_whole(folder, gguf_file)
+    with _reading(folder / (gguf_file or ""), "the tokenizer of "):
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **_options(gguf_file))
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+        tokenizer.chat_template = template
+    if template is not None and not isinstance(template, str):
+        got = type(template).__name__
+        raise ValueError(f"{folder}: got a chat template that is {got}, expected a text")
+    return tokenizer
+
+
+def read_generation_config(folder: Path) -> Any | None:
+    """Returns transformers' generation config, None if the folder has none.
+
+    Raises ValueError if it is damaged.
+    """
+    from transformers import GenerationConfig
+
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    _read_object(path)
+    with _reading(path):
+        found = GenerationConfig.from_pretrained(str(folder))
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        value = getattr(found, name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(i) is int and i >= 0 for i in ids):
+            raise ValueError(f"{path}: got {name} {value!r}, expected ids of 0 or more")
+    return found
+
+
+def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
+    """Returns the transformers causal LM with its weights in float32.
+
+    `config` is what `read_config` returned. GGUF weights are dequantised. Raises ValueError, with
+    the tensors' names, if any is missing, unexpected, of another shape or not finite, and if a file
+    is damaged or holds a pickle that would run code.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if not gguf_file:
+        read_generation_config(folder)
+    where = folder / (gguf_file or "")
+    # Both warn of what is checked here, or was asked for.
+    for name in ("modeling_utils", "modeling_gguf_pytorch_utils"):
+        logging.getLogger(f"transformers.{name}").addFilter(_is_error)
+    loader: Any = AutoModelForCausalLM  # whose types leave out `output_loading_info`
+    with _reading(where):
+        model, found = loader.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=torch.float32,
+            weights_only=True,
+            ignore_mismatched_sizes=True,  # they are reported below
+            output_loading_info=True,
+            **_options(gguf_file),
+        )
+    unexpected = {name for name in found["unexpected_keys"] if not HARMLESS.search(name)}
+    if gguf_file:
+        unexpected |= _unread_gguf_tensors(folder / gguf_file, model)
+    _require_none(where, "the config asks for", "missing in the weights", found["missing_keys"])
+    _require_none(where, "the weights hold", "unknown to the config", unexpected)
+    mismatched = {
+        f"{name} {list(got)} instead of {list(wanted)}"
+        for name, got, wanted in found["mismatched_keys"]
+    }
+    _require_none(where, "the weights hold", "of another shape than the config's", mismatched)
+    _require_none(where, "transformers cannot read", "as they are", set(found["error_msgs"]))
+    _require_none(where, "the weights hold", "with NaN or infinity", _not_finite(model))
+    return model
+
+
+# ---- checks ----
+
+
+def _require_whole(folder: Path, gguf_file: str | None) -> None:
+    """Raises ValueError unless this is a whole model that needs no code of its own."""
+    if gguf_file:
+        gguf_header.read(folder / gguf_file)
+        return
+    config = _read_object(folder / "config.json")
+    family = config.get("model_type")
+    if "auto_map" in config and family not in decoder.FAMILIES:
+        raise ValueError(
+            f"{folder} needs code of its own (auto_map in config.json), which is never run; "
+            f"expected a model of type {', '.join(decoder.FAMILIES)}"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds an adapter (adapter_config.json), expected a whole model: merge it "
+            "with its base model first"
+        )
+    if (folder / "tokenizer_config.json").is_file():
+        _read_object(folder / "tokenizer_config.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Returns what a file of JSON says; raises ValueError unless it is an object."""
+    try:
+        value = mapping.parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}; restore the file") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: got {type(value).__name__}, expected an object")
+    return value
+
+
+def _require_weights_for(config: Any, files: list[Path]) -> None:
+    """Raises ValueError if the config describes far more weights than the files can hold.
+
+    transformers would make the rest up, which may take more memory than there is.
+    """
+    layer = config.hidden_size * (config.hidden_size + 3 * config.intermediate_size)
+    least = config.vocab_size * config.hidden_size + config.num_hidden_layers * layer
+    size = sum(file.stat().st_size for file in files)
+    if least * MIN_BITS > size * 8:
+        raise ValueError(
+            f"the config of {files[0].parent} describes {least:.2g} weights or more, the weights' "
+            f"files hold {size:.2g} bytes: they are not of one model, or incomplete"
+        )
+
+
+def _unread_gguf_tensors(path: Path, model: Any) -> set[str]:
+    """Returns the names of the tensors that transformers has silently left out."""
+    import gguf
+
+    header = gguf_header.read(path)
+    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture]
+    names = gguf.get_tensor_name_map(kinds[0], model.config.num_hidden_layers)
+    known = set()
+    for name in model.state_dict():
+        stem, _, suffix = name.rpartition(".")
+        known.add(f"{names.get_name(stem)}.{suffix}")
+    return set(header.tensor_names) - known
+
+
+def _not_finite(model: Any) -> set[str]:
+    return {
+        name
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+    }
+
+
+def _require_none(where: Path, whose: str, what: str, names: set[str]) -> None:
+    """Raises ValueError that says how many tensors are wrong and names the first of them."""
+    if names:
+        shown = sorted(names)[:SHOWN]
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+        raise ValueError(
+            f"{where}: {whose} {tensors} {what}: {', '.join(shown)}{more}; check that config and "
+            "weights are of one model, and whole"
+        )
+
+
+# ---- transformers ----
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    # a filter, because transformers prints more where a logger's level is set
+    return record.levelno >= logging.ERROR
+
+
+def _options(gguf_file: str | None) -> dict[str, Any]:
+    """Returns the arguments that every call of `from_pretrained` has to be given."""
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    return options | ({"gguf_file": gguf_file} if gguf_file else {})
+
+
+@contextmanager
+def _reading(path: Path, what: str = "") -> Iterator[None]:
+    """Turns what the library raises in the block into a ValueError that names `path`.
+
+    Nothing but one call of the library belongs into the block.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"could not load {what}{path}: a .bin file of it is damaged or holds more than "
+            "tensors, which could run code; convert it to safetensors where you trust it"
+        ) from error
+    except BaseException as error:
+        # transformers does not say what it raises, and a panic of tokenizers is a BaseException
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"could not load {what}{path} (check the files): {type(error).__name__}: {reason}"
+        ) from error

@@ -1,0 +1,77 @@
+"""Writes a target small enough for tests as a GGUF file."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+def write_gguf(
+    path: Path,
+    rename: dict[str, str] | None = None,
+    fill: dict[str, float] | None = None,
+    extra: dict[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Writes a tiny Llama of Q4_1 matrices, a byte-level vocabulary and a chat template.
+
+    `rename` gives tensors another name, `fill` one number everywhere; `extra` are further tensors.
+    """
+    gguf = pytest.importorskip("gguf")
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    width, heads, kv_heads, inner = 64, 2, 1, 96
+    printable = [chr(i) for i in [*range(33, 127), *range(161, 173), *range(174, 256)]]
+    bytewise = printable + [chr(256 + i) for i in range(256 - len(printable))]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytewise, "ab"]
+    writer.add_block_count(2)
+    writer.add_context_length(256)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_rope_dimension_count(width // heads)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_1)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["a b"])
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add(2 if add != writer.add_bos_token_id else 1)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    shapes = {"token_embd": (len(tokens), width), "output_norm": (width,)}
+    for layer in range(2):
+        shapes |= {
+            f"blk.{layer}.attn_norm": (width,),
+            f"blk.{layer}.attn_q": (width, width),
+            f"blk.{layer}.attn_k": (width // heads * kv_heads, width),
+            f"blk.{layer}.attn_v": (width // heads * kv_heads, width),
+            f"blk.{layer}.attn_output": (width, width),
+            f"blk.{layer}.ffn_norm": (width,),
+            f"blk.{layer}.ffn_gate": (inner, width),
+            f"blk.{layer}.ffn_up": (inner, width),
+            f"blk.{layer}.ffn_down": (width, inner),
+        }
+    for name, shape in (shapes | (extra or {})).items():
+        # Lopsided on purpose: offsets that are no multiple of the scale.
+        values = rng.normal(0.03, 0.3, shape).astype(np.float32) + (len(shape) == 1)
+        if fill and name in fill:
+            values[:] = fill[name]
+        name = (rename or {}).get(name, name)
+        if name.startswith("blk") and len(shape) == 2:
+            kind = gguf.GGMLQuantizationType.Q4_1
+            writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
