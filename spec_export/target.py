@@ -139,6 +139,15 @@ def require_supported(source: Source) -> None:
     pretrained.read_config(local_folder(source), source.gguf_file)
 
 
+def context(source: Source) -> int:
+    """Returns the tokens that the target was made for; reads no weights.
+
+    Raises ValueError unless it is of a supported family.
+    """
+    config = pretrained.read_config(local_folder(source), source.gguf_file)
+    return int(config.max_position_embeddings)
+
+
 def load_tokenizer(source: Source) -> Any:
     """Returns the target's transformers tokenizer; raises ValueError if it is damaged."""
     return pretrained.read_tokenizer(local_folder(source), source.gguf_file)

@@ -142,7 +142,8 @@ def trained(path: Path, overrides: list[str], folder: Path, cache: Path) -> Path
     if plan.train.max_minutes is not None:
         # a resumed run starts its time anew, and would get more of it than the other variants
         checkpoint.clear(folder / "checkpoints")
-    return train.run(path, overrides, folder, resume=True, cache=cache)
+    resume = checkpoint.latest(folder / "checkpoints") is not None
+    return train.run(path, overrides, folder, resume=resume, cache=cache)
 
 
 def measured(drafter: Path) -> dict[str, Any]:

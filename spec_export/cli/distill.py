@@ -74,7 +74,8 @@ def command(
         )
     )
     rate = f", {result.new_tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
+    skipped = f", {result.skipped} prompts skipped" if result.skipped else ""
     print(
         f"{result.out}: {result.rows} rows, {result.answer_tokens} answer tokens, "
-        f"by {result.engine}{rate}"
+        f"by {result.engine}{rate}{skipped}"
     )

@@ -8,15 +8,17 @@ run goes on where it was and ends with the same file. The engines in engines.py 
 
 import hashlib
 import json
+import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from spec_export import target
@@ -28,9 +30,10 @@ from spec_export.distill.engines import (
     choose,
     open_engine,
 )
-from spec_export.training import data
+from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
-from spec_runtime.files import sha256, write_atomically
+from spec_runtime.files import locked, sha256, write_atomically
+from spec_runtime.mapping import from_mapping, parse_json
 
 # Prompts are sampled from the target's own distribution, without its improbable tail.
 PROMPT_TEMPERATURE = 1.0
@@ -51,7 +54,7 @@ class DistillConfig:
         model: the target as `target.resolve` takes it; None means the demo.
         out: the JSON Lines file to write; its sidecar is `<out>.state.json`.
         prompts: JSON Lines of {"prompt": text or ids} with an optional "source"; None lets the
-            target sample its own.
+            target sample its own. Prompts that the context has no room for are skipped.
         num_prompts: rows to write; None means the whole prompts file, or 1000 sampled ones.
         max_new_tokens: tokens of the longest answer, end token included.
         max_prompt_tokens: tokens of the longest sampled prompt; longer ones are left out.
@@ -78,7 +81,7 @@ class DistillConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise DistillError(f"{name} is {value}, expected at least 1")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise DistillError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
         if self.engine not in ENGINES:
             raise DistillError(f"engine is {self.engine!r}, expected one of {', '.join(ENGINES)}")
@@ -89,7 +92,11 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class DistillResult:
-    """Rows and answer tokens in the whole file; new tokens and seconds of this run alone."""
+    """Rows and answer tokens in the whole file; new tokens and seconds of this run alone.
+
+    The seconds are those of generating, without loading the target. `skipped` counts the prompts
+    that the target's context has no room for.
+    """
 
     out: Path
     engine: str
@@ -97,6 +104,7 @@ class DistillResult:
     answer_tokens: int
     new_tokens: int
     seconds: float
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,25 @@ class _PromptIds:
 
     ids: list[int]
     source: str | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The contents of `out` up to some row: rows, answer tokens and bytes.
+
+    `answered` is the SHA-256 of the prompts of these rows, if they came from a file; None too where
+    an older version wrote the sidecar.
+    """
+
+    rows: int = 0
+    answer_tokens: int = 0
+    size: int = 0
+    answered: str | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.answer_tokens, self.size) < 0:
+            raise ValueError(f"got {self.rows} rows in {self.size} bytes, expected 0 or more")
 
 
 @dataclass(frozen=True)
@@ -121,39 +148,66 @@ class _Sidecar:
     rows: int = 0
     answer_tokens: int = 0
     size: int = 0
-    finished: dict[str, int] | None = None
+    answered: str | None = None
+    finished: _Written | None = None
+
+    def __post_init__(self) -> None:
+        if self.next_batch < 0:
+            raise ValueError(f"got next_batch {self.next_batch}, expected 0 or more")
+        _Written(self.rows, self.answer_tokens, self.size)
 
 
 def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
     """Writes `config.out`, or the rest of it; see the module docstring.
 
-    Raises ValueError if the target, the prompts, the settings or the files cannot be used.
+    Raises ValueError if the target, the prompts, the settings or the files cannot be used, and if
+    another process writes to `config.out`.
     """
     console = console or Console(stderr=True)
     source = target.resolve(config.model)
     tokenizer = target.load_tokenizer(source)
-    given = None if config.prompts is None else _read_prompts(config.prompts, tokenizer)
+    affixes = data.chat_affixes(tokenizer)
+    room = _room(target.context(source), affixes, config)
+    given, num_skipped = None, 0
+    if config.prompts is not None:
+        every = _read_prompts(config.prompts, tokenizer)
+        given = _fitting(every, room, config, console)
+        num_skipped = len(every) - len(given)
     goal = config.num_prompts or (1000 if given is None else len(given))
     if given is not None and goal > len(given):
-        raise DistillError(f"num_prompts is {goal}, {config.prompts} holds {len(given)}")
+        skipped = f", and {num_skipped} that do not fit" if num_skipped else ""
+        raise DistillError(f"num_prompts is {goal}, {config.prompts} holds {len(given)}{skipped}")
     engine_name = choose(config.engine, source)
-    state = _open_sidecar(config, _settings(config, source, engine_name))
+    settings = _settings(config, source, engine_name)
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    with locked(config.out):
+        state = _open_sidecar(config, settings, given)
+        if state.finished is not None and state.finished.rows == goal:
+            _say(console, f"{config.out} is complete: {goal} rows")
+            tokens = state.finished.answer_tokens
+            return DistillResult(config.out, engine_name, goal, tokens, 0, 0.0, num_skipped)
+        if state.rows > goal:
+            raise DistillError(
+                f"{config.out} holds {state.rows} rows already, expected fewer: {goal}"
+            )
+        with console.status(escape(f"loading {source.name} ({engine_name}, {config.precision})")):
+            engine = open_engine(engine_name, source, config.precision, config.batch_size)
+        distiller = _Distiller(config, engine, tokenizer, source, affixes, room, given)
+        result = _write(config, console, distiller, state, goal)
+    return replace(result, skipped=num_skipped)
 
-    if state.finished is not None and state.finished["rows"] == goal:
-        done = state.finished
-        console.print(f"{config.out} is complete: {done['rows']} rows")
-        return DistillResult(config.out, engine_name, goal, done["answer_tokens"], 0, 0.0)
-    if state.rows > goal:
-        raise DistillError(f"{config.out} holds {state.rows} rows already, expected fewer: {goal}")
 
+def _write(
+    config: DistillConfig, console: Console, distiller: "_Distiller", state: _Sidecar, goal: int
+) -> DistillResult:
+    """Appends batches to `config.out` until it has `goal` rows."""
     start = time.perf_counter()
-    num_new = 0
-    with console.status(f"loading {source.name} ({engine_name}, {config.precision})"):
-        engine = open_engine(engine_name, source, config.precision, config.batch_size)
-    distiller = _Distiller(config, engine, tokenizer, source, given)
-    _write_sidecar(config.out, state)  # first, so that no file is ever without a sidecar
-    _truncate(config.out, state.size)
-    rows, answer_tokens, num_empty = state.rows, state.answer_tokens, 0
+    num_new = num_empty = 0
+    with disk.writing("answers", config.out.parent):
+        _write_sidecar(config.out, state)  # first, so that no file is ever without a sidecar
+        _truncate(config.out, state.size)
+    rows, answer_tokens = state.rows, state.answer_tokens
+    prompts = _Digest(distiller.given, rows)
     with _progress(console, goal, rows) as advance, open(config.out, "ab") as file:
         while rows < goal:
             kept, whole = distiller.batch(state.next_batch, goal - rows)
@@ -163,26 +217,26 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
                     f"the target ended no prompt within {config.max_prompt_tokens} tokens in "
                     f"{num_empty} batches: raise max_prompt_tokens, or give prompts"
                 )
-            file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
-            file.flush()
-            os.fsync(file.fileno())
             tokens = sum(len(row["response"]) for row in kept)
             rows, answer_tokens = rows + len(kept), answer_tokens + tokens
             num_new += tokens
-            if whole:
-                state = replace(
-                    state,
-                    next_batch=state.next_batch + 1,
-                    rows=rows,
-                    answer_tokens=answer_tokens,
-                    size=file.tell(),
-                )
-            finished = {"rows": rows, "answer_tokens": answer_tokens, "size": file.tell()}
-            state = replace(state, finished=finished if rows == goal else None)
-            _write_sidecar(config.out, state)
+            with disk.writing("answers", config.out.parent):
+                file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
+                file.flush()
+                os.fsync(file.fileno())
+                written = _Written(rows, answer_tokens, file.tell(), prompts.up_to(rows))
+                if whole:
+                    state = replace(state, next_batch=state.next_batch + 1, **asdict(written))
+                state = replace(state, finished=written if rows == goal else None)
+                _write_sidecar(config.out, state)
             advance(rows, num_new)
     seconds = time.perf_counter() - start
-    return DistillResult(config.out, engine.name, rows, answer_tokens, num_new, seconds)
+    return DistillResult(config.out, distiller.engine.name, rows, answer_tokens, num_new, seconds)
+
+
+def _say(console: Console, line: str) -> None:
+    """Prints a line that may hold names of files, in which brackets are no markup."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Distiller:
@@ -194,12 +248,15 @@ class _Distiller:
         engine: AnswerEngine,
         tokenizer: Any,
         source: target.Source,
+        affixes: tuple[list[int], list[int]],
+        room: int,
         given: list[_PromptIds] | None,
     ) -> None:
         self.config = config
         self.engine = engine
+        self.room = room
         self.given = given
-        self.prefix, self.suffix = data.chat_affixes(tokenizer)
+        self.prefix, self.suffix = affixes
         self.end_ids = _end_ids(source, tokenizer)
         self.special_ids = set(tokenizer.all_special_ids) | set(self.end_ids)
         if given is None and not self.prefix:
@@ -208,24 +265,21 @@ class _Distiller:
             )
 
     def batch(self, number: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
-        """Returns the first `limit` rows of batch `number`, and whether these are all its rows."""
+        """Returns the first `limit` rows of batch `number`, and whether these are all its rows.
+
+        A last batch that the file does not fill is never whole: the file may grow.
+        """
         if self.given is None:
             prompts = self._sampled(number)
+            whole = len(prompts) <= limit
         else:
             size = self.config.batch_size
             prompts = self.given[number * size : (number + 1) * size]
-        whole = len(prompts) <= limit
+            whole = size == len(prompts) <= limit
         prompts = prompts[:limit]
         if not prompts:
             return [], whole
         inputs = [self.prefix + prompt.ids + self.suffix for prompt in prompts]
-        context = self.engine.max_length
-        longest = max(len(ids) for ids in inputs) + self.config.max_new_tokens
-        if context is not None and longest > context:
-            raise DistillError(
-                f"a prompt with {self.config.max_new_tokens} new tokens takes {longest}, expected "
-                f"at most {context}, the target's context: shorten it, or lower max_new_tokens"
-            )
         answers = self.engine.generate(
             inputs,
             GenerationParams(
@@ -249,10 +303,11 @@ class _Distiller:
     def _sampled(self, number: int) -> list[_PromptIds]:
         """Returns user messages that the target makes up.
 
-        Messages that it does not end, or that have special tokens inside, are left out.
+        Messages that it does not end, that have special tokens inside or that leave no room for an
+        answer are left out.
         """
         params = GenerationParams(
-            max_new_tokens=self.config.max_prompt_tokens,
+            max_new_tokens=min(self.config.max_prompt_tokens, self.room + 1),
             temperature=PROMPT_TEMPERATURE,
             top_k=PROMPT_TOP_K,
             seed=_seed(self.config.seed, number, "prompts"),
@@ -262,7 +317,9 @@ class _Distiller:
         return [
             _PromptIds(ids[:-1])
             for ids in drawn
-            if len(ids) > 1 and ids[-1] in self.end_ids and not self.special_ids & set(ids[:-1])
+            if 1 < len(ids) <= self.room + 1  # with the end token
+            and ids[-1] in self.end_ids
+            and not self.special_ids & set(ids[:-1])
         ]
 
 
@@ -270,18 +327,58 @@ def _read_prompts(path: Path, tokenizer: Any) -> list[_PromptIds]:
     """Returns a file's prompts, text tokenised; raises DistillError on a row without one."""
     prompts = []
     for where, row in data.read_rows(path):
-        prompt = row.get("prompt")
+        prompt, source = row.get("prompt"), row.get("source")
         if isinstance(prompt, str):
-            prompt = tokenizer.encode(prompt, add_special_tokens=False)
+            prompt = data.encode(tokenizer, prompt, where)
         valid = isinstance(prompt, list) and all(
             type(i) is int and 0 <= i < len(tokenizer) for i in prompt
         )
         if not prompt or not valid:
             raise DistillError(f'{where}: expected "prompt": a text or token ids, not empty')
-        prompts.append(_PromptIds(prompt, row.get("source")))
+        if source is not None and not isinstance(source, str):
+            raise DistillError(f'{where}: "source" is {source!r:.60}, expected a string')
+        prompts.append(_PromptIds(prompt, source, where))
     if not prompts:
         raise DistillError(f"{path} holds no prompts")
     return prompts
+
+
+def _fitting(
+    prompts: list[_PromptIds], room: int, config: DistillConfig, console: Console
+) -> list[_PromptIds]:
+    """Returns the prompts of at most `room` tokens, and says how many are skipped.
+
+    Raises DistillError if none is left.
+    """
+    fitting = [prompt for prompt in prompts if len(prompt.ids) <= room]
+    skipped = [prompt for prompt in prompts if len(prompt.ids) > room]
+    if not fitting:
+        raise DistillError(
+            f"every prompt of {config.prompts} is longer than the {room} tokens that the target's "
+            f"context leaves beside {config.max_new_tokens} new ones: lower max_new_tokens"
+        )
+    if skipped:
+        _say(
+            console,
+            f"warning: skipping {len(skipped)} of {len(prompts)} prompts, longer than the {room} "
+            f"tokens that the target's context leaves them: {skipped[0].where} has "
+            f"{len(skipped[0].ids)}",
+        )
+    return fitting
+
+
+def _room(context: int, affixes: tuple[list[int], list[int]], config: DistillConfig) -> int:
+    """Returns the tokens that a prompt may have in a context of so many.
+
+    Raises DistillError if there is room for none.
+    """
+    around = sum(map(len, affixes)) + config.max_new_tokens
+    if around >= context:
+        raise DistillError(
+            f"a prompt of one token with {config.max_new_tokens} new tokens takes {around + 1}, "
+            f"expected at most {context}, the target's context: lower max_new_tokens"
+        )
+    return context - around
 
 
 def _end_ids(source: target.Source, tokenizer: Any) -> tuple[int, ...]:
@@ -310,19 +407,23 @@ def _settings(config: DistillConfig, source: target.Source, engine: str) -> dict
     for name in ("out", "num_prompts", "resume", "model"):
         del settings[name]
     settings |= {"target": source.name, "engine": engine, "prompts": None}
+    settings["fingerprint"] = target.fingerprint(source)
     if config.prompts is not None:
         settings["prompts"] = sha256(config.prompts)
     return settings
 
 
 def _sidecar_path(out: Path) -> Path:
-    return out.with_name(out.name + ".state.json")
+    return out.with_name(out.name + data.SIDECAR)
 
 
-def _open_sidecar(config: DistillConfig, settings: dict[str, Any]) -> _Sidecar:
+def _open_sidecar(
+    config: DistillConfig, settings: dict[str, Any], given: list[_PromptIds] | None
+) -> _Sidecar:
     """Returns the sidecar to go on from, a new one if there is no file yet.
 
-    Raises DistillError if the file may not be resumed, was changed, or has other settings.
+    Prompts that were not answered yet may have changed since. Raises DistillError if the file may
+    not be resumed, was changed, or has other settings.
     """
     path = _sidecar_path(config.out)
     if not config.out.exists():
@@ -330,25 +431,70 @@ def _open_sidecar(config: DistillConfig, settings: dict[str, Any]) -> _Sidecar:
     if not config.resume:
         raise DistillError(f"{config.out} exists: resume it, remove it or choose another file")
     try:
-        state = _Sidecar(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        state = from_mapping(_Sidecar, parse_json(path.read_bytes()), path.name)
+    except (OSError, ValueError) as error:
         raise DistillError(
             f"cannot go on with {config.out}: no usable {path.name} ({error}), remove both"
         ) from error
     changed = [
-        f"{name} was {state.settings.get(name)!r}, got {value!r}"
+        f"{name} was {was!r:.60}, got {value!r:.60}"
         for name, value in settings.items()
-        if state.settings.get(name) != value
+        if name != "prompts" and (was := state.settings.get(name, value)) != value
     ]
+    state, other_prompts = _with_same_prompts(state, settings["prompts"], given)
+    changed += other_prompts
     if changed:
         raise DistillError(f"cannot go on with {config.out}: {'; '.join(changed)}")
-    expected = (state.finished or {"size": state.size})["size"]
-    if config.out.stat().st_size < expected:
+    expected = state.size if state.finished is None else state.finished.size
+    size = config.out.stat().st_size
+    if size < expected:
         raise DistillError(
-            f"{config.out} has {config.out.stat().st_size} bytes, expected {expected}: it was "
-            "changed, remove it and its sidecar"
+            f"{config.out} has {size} bytes, expected {expected}: it was changed, remove it and "
+            "its sidecar"
         )
-    return state
+    return replace(state, settings=settings)
+
+
+def _with_same_prompts(
+    state: _Sidecar, digest: str | None, given: list[_PromptIds] | None
+) -> tuple[_Sidecar, list[str]]:
+    """Returns the sidecar, and what is wrong with the prompts file whose SHA-256 is `digest`.
+
+    A changed file is right if the prompts that were answered are as they were, in their order. Rows
+    of a batch that is not whole are made again if theirs have changed.
+    """
+    before = state.settings.get("prompts")
+    if before == digest:
+        return state, []
+    wrong = [f"prompts was {before!r:.60}, got {digest!r:.60}"]
+    if given is None:
+        return state, wrong
+    prompts = _Digest(given, state.rows)
+    if state.rows and state.answered != prompts.up_to(state.rows):
+        return state, [f"{wrong[0]}, with others among the {state.rows} that are answered"]
+    if state.finished and state.finished.answered != prompts.up_to(state.finished.rows):
+        state = replace(state, finished=None)
+    return state, []
+
+
+class _Digest:
+    """The SHA-256 of the first prompts of a file, which grows with the rows that are written."""
+
+    def __init__(self, given: Sequence[_PromptIds] | None, rows: int) -> None:
+        self._given, self._rows, self._sha256 = given, 0, hashlib.sha256()
+        self.up_to(rows)
+
+    def up_to(self, rows: int) -> str | None:
+        """Returns it in hex for the first `rows` prompts and their sources; None without a file.
+
+        `rows` may not become fewer from call to call.
+        """
+        if self._given is None:
+            return None
+        for prompt in self._given[self._rows : rows]:
+            self._sha256.update(json.dumps([prompt.ids, prompt.source]).encode() + b"\n")
+        self._rows = rows
+        return self._sha256.hexdigest()
 
 
 def _write_sidecar(out: Path, state: _Sidecar) -> None:

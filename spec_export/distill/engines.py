@@ -38,13 +38,9 @@ class GenerationParams:
 
 
 class AnswerEngine(Protocol):
-    """A loaded target that answers prompts.
-
-    `max_length` is its context in tokens, or None if the library checks the length itself.
-    """
+    """A loaded target that answers prompts; the caller sees to it that they fit the context."""
 
     name: str
-    max_length: int | None
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: GenerationParams
@@ -104,7 +100,6 @@ class TransformersEngine:
         self.model.to(self.device)
         # The checkpoint's own top-p or penalties must not change the target's distribution.
         self.model.generation_config = transformers.GenerationConfig()
-        self.max_length: int | None = self.model.config.max_position_embeddings
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: GenerationParams
@@ -150,7 +145,6 @@ class OpenVINOEngine:
     """
 
     name = "openvino"
-    max_length: int | None = None
 
     def __init__(self, source: Source, precision: str, batch_size: int) -> None:
         import openvino_genai
@@ -220,7 +214,6 @@ class VLLMEngine:
     """vLLM's continuous batching, on a GPU."""
 
     name = "vllm"
-    max_length: int | None = None
 
     def __init__(self, source: Source, precision: str, batch_size: int) -> None:
         import vllm

@@ -11,8 +11,8 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,11 @@ def collect_provenance(**facts: Any) -> dict[str, Any]:
 # ---- training checkpoints ----
 
 
+def folder_name(step: int) -> str:
+    """Returns the name of a step's checkpoint, such as "step-00000123"."""
+    return f"{STEP_PREFIX}{step:08d}"
+
+
 def save(
     folder: str | Path,
     step: int,
@@ -123,7 +128,7 @@ def save(
         provenance: see `collect_provenance`.
     """
     folder = Path(folder)
-    final = folder / f"{STEP_PREFIX}{step:08d}"
+    final = folder / folder_name(step)
     states = {
         "optimizer": optimizer.state_dict(),
         "torch_rng": torch.get_rng_state(),
@@ -132,8 +137,9 @@ def save(
 
     def write(temporary: Path) -> dict[str, Any]:
         tensors = _detached(module.state_dict())
-        safetensors.torch.save_file(tensors, temporary / "model.safetensors")
-        torch.save(states, temporary / "states.pt")
+        with _os_errors():
+            safetensors.torch.save_file(tensors, temporary / "model.safetensors")
+            torch.save(states, temporary / "states.pt")
         return {
             "step": step,
             "progress": _json_value(progress),
@@ -278,12 +284,14 @@ def save_drafter(
         draft_token_ids: integer[Vd], the target's ids of the draft vocabulary; they are stored
             beside the tensors.
     Raises:
-        CheckpointError: `folder` holds other files, or `state` a tensor of a reserved name.
+        CheckpointError: `folder` holds other files, or `state` a tensor of a reserved name or one
+            with NaN or infinity in it.
     """
     tensors = {
         key: tensor.bfloat16() if tensor.is_floating_point() else tensor
         for key, tensor in _detached(state).items()
     }
+    _require_finite(tensors, folder)
     if DRAFT_TOKEN_IDS in tensors:
         raise CheckpointError(
             f"the state dict holds {DRAFT_TOKEN_IDS!r}, expected it as an argument"
@@ -294,7 +302,8 @@ def save_drafter(
         )
 
     def write(temporary: Path) -> dict[str, Any]:
-        safetensors.torch.save_file(tensors, temporary / "drafter.safetensors")
+        with _os_errors():
+            safetensors.torch.save_file(tensors, temporary / "drafter.safetensors")
         return {
             "name": name,
             "config": _json_value(config),
@@ -477,6 +486,34 @@ def _checkpoints(folder: Path) -> list[Path]:
 # ---- tensors ----
 
 
+def _require_finite(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
+    """Raises CheckpointError, which names them, if there is NaN or infinity in some tensors."""
+    broken = non_finite(tensors)
+    if broken:
+        raise CheckpointError(
+            f"cannot write {folder}: got NaN or infinity in {', '.join(broken)}, expected finite "
+            "weights: the training has diverged"
+        )
+
+
+def non_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the names of the tensors that hold NaN or infinity."""
+    return [
+        name
+        for name, tensor in sorted(tensors.items())
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+    ]
+
+
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Raises OSError where safetensors or torch cannot write; each has an error of its own."""
+    try:
+        yield
+    except (safetensors.SafetensorError, RuntimeError) as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
 def _detached(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns a copy of each tensor: safetensors refuses tensors that share memory."""
     return {
@@ -491,12 +528,11 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
         tensors = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise CheckpointError(
-                f"{path}: {name} holds NaN or infinity, expected numbers: the training had "
-                "diverged; train again with a lower learning rate"
-            )
+    if broken := non_finite(tensors):
+        raise CheckpointError(
+            f"{path}: {', '.join(broken)} holds NaN or infinity, expected numbers: the training "
+            "had diverged; train again with a lower learning rate"
+        )
     return tensors
 
 

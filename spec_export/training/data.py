@@ -3,8 +3,8 @@
 There are three row schemas, see `read`; text is tokenised through the target's chat template.
 """
 
+import codecs
 import hashlib
-import json
 import logging
 import lzma
 from collections import Counter
@@ -15,9 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from spec_runtime.mapping import parse_json
+
 logger = logging.getLogger(__name__)
 
 XZ_MAGIC = b"\xfd7zXZ\x00"
+SIDECAR = ".state.json"  # behind the name of an answers file: what distill knows of it
 SCHEMAS = '{"prompt", "response"}, {"tokens", "loss_mask"} or {"messages"}'
 # Stands for the user's text. A chat template must leave it alone and must not contain it.
 SENTINEL = "specsplit0user0text"
@@ -47,8 +50,8 @@ def read(
 
     Row schemas: {"prompt": ids, "response": ids} (self-distilled: the chat template's text around a
     user message is added), {"tokens": ids, "loss_mask": 0/1} and {"messages": [{"role",
-    "content"}]} (answers are the assistant's). Any row may carry a "source". Rows left without an
-    answer token are dropped, and their number logged.
+    "content"}]} (answers are the assistant's). Any row may carry a "source". Rows of one token and
+    rows left without an answer token are dropped, and their number logged.
 
     Args:
         tokenizer: the target's transformers tokenizer.
@@ -69,7 +72,7 @@ def read(
             if sources is not None and (source or "") not in sources:
                 continue
             token_T, loss_T = reader.sequence(row, where)
-            if not loss_T[:max_length].any():
+            if len(token_T) < 2 or not loss_T[:max_length].any():
                 num_dropped += 1
                 continue
             examples.append(Example(token_T[:max_length], loss_T[:max_length], source))
@@ -96,11 +99,13 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             compressed = file.read(len(XZ_MAGIC)) == XZ_MAGIC
         with lzma.open(path, "rb") if compressed else open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():
                     continue
                 where = f"{path}:{number}"
                 try:
-                    row = json.loads(line)
+                    row = parse_json(line)
                 except ValueError as error:  # also UnicodeDecodeError
                     raise DataError(
                         f"{where}: not JSON ({error}), expected one object a line"
@@ -110,8 +115,47 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                         f"{where}: got {type(row).__name__}, expected an object like {SCHEMAS}"
                     )
                 yield where, row
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except DataError:
+        raise
+    except (OSError, EOFError, lzma.LZMAError, ValueError) as error:  # ValueError: NUL in a path
         raise DataError(f"cannot read {path}: {error}, expected JSON Lines, plain or xz") from error
+
+
+def require_target(paths: Sequence[Path], name: str, fingerprint: str) -> None:
+    """Raises DataError if the sidecar of a file says that another model wrote its answers.
+
+    The model's fingerprint decides; the name does where an older version kept none. A file without
+    a sidecar is taken on trust.
+    """
+    for path in paths:
+        sidecar = path.with_name(path.name + SIDECAR)
+        if not sidecar.is_file():
+            continue
+        try:
+            settings = parse_json(sidecar.read_bytes())["settings"]
+            writer, its_fingerprint = settings["target"], settings.get("fingerprint")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"cannot read {sidecar}: {_reason(error)}, expected what distill wrote beside "
+                f"{path.name}; remove it to take the answers on trust"
+            ) from error
+        is_same = its_fingerprint == fingerprint if its_fingerprint else writer == name
+        if not is_same:
+            other = "" if writer != name else " of the same name with other weights"
+            raise DataError(
+                f"{path} holds answers of {writer}{other}, expected those of the target {name}: "
+                "distill them anew, or set data.allow_other_target = true to train on them"
+            )
+
+
+def require_vocabulary(examples: Iterable[Example], vocab_size: int) -> None:
+    """Raises DataError on a token id that the target does not have.
+
+    A tokenizer may know more ids than its model.
+    """
+    highest = max(int(example.token_T.max()) for example in examples)
+    if highest >= vocab_size:
+        raise DataError(f"token id {highest} in the data, expected ids below {vocab_size}")
 
 
 def chat_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -122,16 +166,17 @@ def chat_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
     `<|im_start|>system\\n…<|im_end|>\\n<|im_start|>user\\n` and
     `<|im_end|>\\n<|im_start|>assistant\\n`.
     """
+    where = "the chat template"
     if not getattr(tokenizer, "chat_template", None):
-        empty = tokenizer("", add_special_tokens=True)["input_ids"]
+        empty = encode(tokenizer, "", where, add_special_tokens=True)
         return [i for i in empty if i == tokenizer.bos_token_id], []
-    text = _render(tokenizer, [{"role": "user", "content": SENTINEL}], True)
+    text = _render(tokenizer, [{"role": "user", "content": SENTINEL}], True, where)
     before, found, after = text.partition(SENTINEL)
     if not found or SENTINEL in after:
         raise DataError(
             "the chat template does not show the user message exactly once, expected one that does"
         )
-    return _encode(tokenizer, before), _encode(tokenizer, after)
+    return encode(tokenizer, before, where), encode(tokenizer, after, where)
 
 
 def split(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
@@ -260,15 +305,15 @@ class _RowReader:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._rendered(messages[:index], True, where)
-            after = self._rendered(messages[: index + 1], False, where)
+            before = _render(self.tokenizer, messages[:index], True, where)
+            after = _render(self.tokenizer, messages[: index + 1], False, where)
             if not before.startswith(done) or not after.startswith(before):
                 raise DataError(
                     f"{where}: the chat template rewrites earlier turns, expected one that only "
                     'appends: give {"tokens", "loss_mask"} rows instead'
                 )
-            pieces.append((_encode(self.tokenizer, before[len(done) :]), False))
-            answer = _encode(self.tokenizer, after[len(before) :])
+            pieces.append((encode(self.tokenizer, before[len(done) :], where), False))
+            answer = encode(self.tokenizer, after[len(before) :], where)
             # The template's text behind the end token, a newline, is never generated: no loss.
             ends = [i for i, token in enumerate(answer) if token in self.special_ids]
             cut = ends[-1] + 1 if ends else len(answer)
@@ -276,24 +321,41 @@ class _RowReader:
             done = after
         return _joined(pieces)
 
-    def _rendered(self, messages: list[dict[str, Any]], generation_prompt: bool, where: str) -> str:
-        import jinja2
 
-        try:
-            return _render(self.tokenizer, messages, generation_prompt)
-        except jinja2.TemplateError as error:
-            raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
+def _render(
+    tokenizer: Any, messages: list[dict[str, Any]], generation_prompt: bool, where: str
+) -> str:
+    """Returns the chat template's text; raises DataError, which begins with `where`."""
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generation_prompt
+        )
+    except Exception as error:  # the template is a program of its own, which may raise anything
+        raise DataError(
+            f"{where}: the chat template refuses the messages: {_reason(error)}"
+        ) from error
+    if not isinstance(text, str):
+        raise DataError(f"{where}: the chat template gives {type(text).__name__}, expected a text")
+    return text
 
 
-def _render(tokenizer: Any, messages: list[dict[str, Any]], generation_prompt: bool) -> str:
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=generation_prompt
-    )
+def encode(tokenizer: Any, text: str, where: str, add_special_tokens: bool = False) -> list[int]:
+    """Returns the text's token ids; raises DataError, which begins with `where`, if it has none.
+
+    A chat template writes its own special tokens: the tokenizer adds any only if asked to.
+    """
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the Rust library panics with what is no Exception
+        raise DataError(f"{where}: the tokenizer cannot encode it: {_reason(error)}") from error
+    return ids
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    # The template writes its own special tokens; the tokenizer must not add any.
-    return tokenizer.encode(text, add_special_tokens=False)
+def _reason(error: BaseException) -> str:
+    """Returns what went wrong in a foreign program, in a few words."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _joined(pieces: Sequence[tuple[list[int], bool]]) -> tuple[np.ndarray, np.ndarray]:

@@ -4,18 +4,20 @@ A recipe has the sections that every drafter shares, and [drafter], which stays 
 drafter's own Config class is built from it by `build_config`.
 """
 
-import dataclasses
 import math
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from spec_runtime.mapping import check_keys, from_mapping
+from spec_runtime.mapping import added_later, check_keys, from_mapping, parse_toml, to_json
 
 T = TypeVar("T")
+
+MAX_INTEGER = 2**63 - 1  # what the arrays and generators behind a recipe can hold
+MAX_SEED = 2**32 - 1
+MAX_EPOCHS = 1e6
 
 
 class RecipeError(ValueError):
@@ -44,13 +46,15 @@ class DataSection:
 
     `path` stays as written in the recipe, so that provenance names no machine; `Recipe.data_paths`
     resolves it. `max_length` cuts sequences, in tokens. `sources` keeps only rows whose "source" is
-    listed; "" stands for rows that have none.
+    listed; "" stands for rows that have none. `allow_other_target` takes answers although another
+    model than the target wrote them.
     """
 
     path: str | tuple[str, ...]
     max_length: int = 1024
     validation_fraction: float = 0.02
     sources: tuple[str, ...] | None = None
+    allow_other_target: bool = added_later(False)
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "[data] path is empty, expected one file or a list of files")
@@ -98,6 +102,10 @@ class TrainSection:
                 getattr(self, name) >= 1,
                 f"[train] {name} is {getattr(self, name)}, expected at least 1",
             )
+        _require(
+            0 <= self.seed <= MAX_SEED,
+            f"[train] seed is {self.seed}, expected 0 to {MAX_SEED}",
+        )
         _require(self.lr > 0, f"[train] lr is {self.lr}, expected more than 0")
         _require(self.grad_clip > 0, f"[train] grad_clip is {self.grad_clip}, expected more than 0")
         _require(
@@ -121,7 +129,8 @@ class TrainSection:
             "[train] has neither epochs nor max_steps nor max_minutes, expected one of them",
         )
         _require(
-            self.epochs is None or self.epochs > 0, f"[train] epochs is {self.epochs}, expected > 0"
+            self.epochs is None or 0 < self.epochs <= MAX_EPOCHS,
+            f"[train] epochs is {self.epochs}, expected more than 0, and at most {MAX_EPOCHS:.0f}",
         )
         _require(
             self.max_steps is None or self.max_steps >= 1,
@@ -137,10 +146,15 @@ class TrainSection:
             "where only max_minutes ends training",
         )
 
+    @property
+    def ends_by_time_alone(self) -> bool:
+        """Returns whether nothing but `max_minutes` ends the training."""
+        return self.epochs is None and self.max_steps is None
+
     def total_steps(self, steps_per_epoch: int) -> int:
         """Returns the optimiser steps of the whole run, at least 1."""
-        if self.epochs is None and self.max_steps is None:
-            return 10**9  # max_minutes ends the run
+        if self.ends_by_time_alone:
+            return 10**9  # more than any run makes
         by_epochs = math.inf if self.epochs is None else math.ceil(self.epochs * steps_per_epoch)
         by_steps = math.inf if self.max_steps is None else self.max_steps
         return max(1, int(min(by_epochs, by_steps)))
@@ -272,7 +286,7 @@ class Recipe:
         """
         sections = {name: getattr(self, name) for name in SECTIONS if getattr(self, name)}
         return {
-            name: _plain(value if name == "drafter" else dataclasses.asdict(value))
+            name: _plain(value if name == "drafter" else to_json(value))
             for name, value in sections.items()
         }
 
@@ -296,7 +310,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise RecipeError(f"cannot read recipe {path}: {error}, expected a TOML file") from error
     return parse(text, overrides, folder=path.parent, where=str(path))
 
@@ -309,8 +323,8 @@ def parse(
     Relative data paths start from `folder`; `where` names the recipe in messages.
     """
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        tables = parse_toml(text)
+    except ValueError as error:
         raise RecipeError(f"{where} is not valid TOML: {error}") from error
     check_keys(tables, SECTIONS, (), where, RecipeError)
     for name, table in tables.items():
@@ -352,13 +366,17 @@ def parse_override(text: str) -> tuple[str, str, Any]:
         )
     value = value.strip()
     try:
-        parsed = tomllib.loads(f"value = {value}")
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RecipeError(f"override {text!r} is not UTF-8, expected a text") from error
+    try:
+        parsed = parse_toml(f"value = {value}")
         if parsed.keys() == {"value"}:
             return section, key, parsed["value"]
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         # A bare word is meant as a string; an opening quote or bracket shows that TOML was meant.
         if value.startswith(('"', "'", "[", "{")):
-            raise RecipeError(f"override {text!r}: not a TOML value: {error}") from error
+            raise RecipeError(f"override {text!r:.80}: not a TOML value: {error}") from error
     return section, key, value
 
 
@@ -366,10 +384,28 @@ def build_config(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
     """Returns the frozen dataclass `cls` from the values of a TOML or JSON mapping.
 
     `where` names the mapping in messages, such as "recipe.toml [drafter]". Raises RecipeError on an
-    unknown or missing key, a value of another type, and a value that the class itself refuses; see
-    `spec_runtime.mapping.from_mapping`.
+    unknown or missing key, a value of another type, a number that is not finite or beyond 64 bits,
+    and a value that the class itself refuses; see `spec_runtime.mapping.from_mapping`.
     """
+    _require_usable_numbers(mapping, where)
     return from_mapping(cls, mapping, where, RecipeError, none="absent")
+
+
+def _require_usable_numbers(mapping: Any, where: str) -> None:
+    """Raises RecipeError on NaN, an infinity or an integer beyond 64 bits, however deep it lies."""
+    left = [(where, mapping)]
+    while left:
+        name, value = left.pop()
+        if isinstance(value, Mapping):
+            left += [(f"{name}.{key}", item) for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            left += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        elif isinstance(value, float):
+            _require(math.isfinite(value), f"{name} is {value}, expected a finite number")
+        elif isinstance(value, int):
+            _require(
+                abs(value) <= MAX_INTEGER, f"{name} is beyond 64 bits, expected a smaller number"
+            )
 
 
 def _from_working_folder(value: Any, folder: Path) -> Any:

@@ -7,7 +7,8 @@ With a frozen target its features are computed once and stored, then the drafter
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,9 @@ from spec_export import drafters, target
 from spec_export.decoder import Backbone
 from spec_export.training import checkpoint, data, features, recipe
 from spec_export.training.allocator import keep_big_blocks
-from spec_export.training.trainer import Trainer, TrainingJob, console
+from spec_export.training.resume import require_checkpoint
+from spec_export.training.trainer import CHECKPOINTS, Trainer, TrainingJob, console
+from spec_runtime import files
 
 
 def run(
@@ -37,22 +40,63 @@ def run(
 
     out: the folder for checkpoints and drafter (runs/<recipe's stem> by default); cache: the
     feature cache (out/features); init: a drafter of the same shape to start from.
-    Raises ValueError on a bad recipe, bad data or a bad checkpoint, and if `out` holds a run
-    already and `resume` is not set.
+    Raises ValueError on a bad recipe, bad data or a bad checkpoint, if the answers are of another
+    target, if `out` holds a run already and `resume` is not set, if it holds none and `resume` is
+    set, and if the training diverges.
     """
     keep_big_blocks()
     plan = recipe.load(recipe_path, overrides or [])
     out = out or Path("runs") / recipe_path.stem
-    if checkpoint.latest(out / "checkpoints") is not None and not resume:
-        raise ValueError(
-            f"{out} already holds a training run: pass --resume to go on, or another --out"
-        )
     module = drafters.load(plan.drafter_name)
     config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
-
     source = target.resolve(plan.model)
+    with _writing_alone(out):
+        newest = checkpoint.latest(out / CHECKPOINTS)
+        if resume:
+            require_checkpoint(out, newest)
+        elif newest is not None:
+            raise ValueError(
+                f"{out} already holds a training run: pass --resume to go on, or another --out"
+            )
+        trainer = _new_trainer(plan, module, config, source, out, cache or out / "features", init)
+        if resume:
+            trainer.resume()
+        trainer.train()
+        trainer.restore_best()
+        return trainer.export()
+
+
+@contextmanager
+def _writing_alone(out: Path) -> Iterator[None]:
+    """Keeps other runs out of the folder `out`; raises ValueError if one writes there already.
+
+    The first of several launched processes speaks for all of them.
+    """
+    if int(os.environ.get("RANK", 0)):
+        yield
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with files.locked(out):
+        yield
+
+
+def _new_trainer(
+    plan: recipe.Recipe,
+    module: ModuleType,
+    config: Any,
+    source: target.Source,
+    out: Path,
+    cache: Path,
+    init: Path | None,
+) -> Trainer:
+    """Returns the trainer that the recipe asks for, at its first step; builds the feature cache."""
+    fingerprint = target.fingerprint(source)
+    if not plan.data.allow_other_target:
+        data.require_target(plan.data_paths, source.name, fingerprint)
     model, tokenizer = target.load(source)
-    examples = data.read(plan.data_paths, tokenizer, plan.data.max_length, plan.data.sources)
+    max_length = min(plan.data.max_length, model.config.max_position_embeddings)
+    examples = data.read(plan.data_paths, tokenizer, max_length, plan.data.sources)
+    data.require_vocabulary(examples, model.config.vocab_size)
     training, held_out = data.split(examples, plan.data.validation_fraction)
     drafter = _new_drafter(plan, module, config, model, tokenizer, training)
     if init is not None:
@@ -61,28 +105,25 @@ def run(
         recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
     )
     accelerator, wants_shards = _accelerator(plan)
-    if plan.joint is None:
-        cache = cache or out / "features"
-        taps = tuple(config.taps)
-        if accelerator.is_main_process:
-            model = model.to(accelerator.device, torch.bfloat16)
-            _build_features(cache, training, held_out, model, source.name, taps)
-            if wants_shards:
-                console.print("FSDP: nothing to shard, a frozen target is not there in training")
-        accelerator.wait_for_everyone()
-        del model  # training reads stored features: the target's memory is free again
-        job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator)
-        trainer = Trainer(job, features.FeatureCache(cache, taps))
-    else:
+    if plan.joint is not None:
         from spec_export.training.joint import JointTrainer  # imports peft, which takes a while
 
         provenance["target_modified"] = True
         job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator)
-        trainer = JointTrainer(job, model, tokenizer, training + held_out, wants_shards)
-    if resume:
-        trainer.resume()
-    trainer.train()
-    return trainer.export()
+        return JointTrainer(job, model, tokenizer, training + held_out, wants_shards)
+    taps = tuple(config.taps)
+    if accelerator.is_main_process:
+        model = model.to(accelerator.device, torch.bfloat16)
+        _build_features(cache, training, held_out, model, fingerprint, taps)
+        if wants_shards:
+            console.print("FSDP: nothing to shard, a frozen target is not there in training")
+    else:
+        width = model.config.hidden_size
+        features.wait(cache, training + held_out, width, fingerprint, taps)
+    accelerator.wait_for_everyone()
+    del model  # training reads stored features: the target's memory is free again
+    job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator)
+    return Trainer(job, features.FeatureCache(cache, taps))
 
 
 def _new_drafter(
@@ -127,7 +168,7 @@ def _build_features(
     training: list[data.Example],
     held_out: list[data.Example],
     model: Any,
-    name: str,
+    fingerprint: str,
     taps: tuple[int, ...],
 ) -> None:
     """Computes the features of all examples with the target `model` and stores them."""
@@ -143,7 +184,7 @@ def _build_features(
             folder,
             examples,
             model,
-            name,
+            fingerprint,
             taps,
             lambda done, total: progress.update(bar, completed=done, total=total),
         )

@@ -8,6 +8,8 @@ process takes its share of a step's batches.
 from __future__ import annotations
 
 import contextlib
+import math
+import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from spec_export.drafters.layers import Batch
-from spec_export.training import batches, checkpoint, curves, recipe
+from spec_export.training import batches, checkpoint, curves, disk, interruption, recipe, resume
 from spec_export.training.validate import (
     VALIDATION_BUDGET,
     Validation,
@@ -29,6 +31,7 @@ from spec_export.training.validate import (
 )
 
 console = Console(stderr=True)
+CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run: the newest steps, the best one
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Trainer:
         self.step = 0
         self.curve: curves.Curve = []
         self.sums = curves.TrainingSums()
+        self._tokens, self._seconds = 0, 0.0  # learnt from, and spent in this process's steps
+        self._states_before_step: _RandomStates | None = None  # None between two steps
 
     # ---- what is trained -------------------------------------------------------------------------
 
@@ -103,42 +108,102 @@ class Trainer:
     # ---- the loop --------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Trains from `self.step` to the end; logs, validates and saves checkpoints on the way."""
+        """Trains from `self.step` to the end; logs, validates and saves checkpoints on the way.
+
+        Ctrl-C and SIGTERM, which come as KeyboardInterrupt and SystemExit, save a checkpoint first.
+        Raises ValueError, which names the last checkpoint, if the loss, a gradient or a weight is
+        NaN or infinite.
+        """
         share = batches.padding_share(self.sequences.length_N, self.epoch_batches(0))
         self.print_line(f"batches: {share:.1%} padding")
-        settings, started, tokens = self.settings, time.monotonic(), 0
+        try:
+            self._train()
+        except (KeyboardInterrupt, SystemExit):
+            self._save_interrupted()
+            raise
+
+    def _train(self) -> None:
+        """Runs the loop of `train`."""
+        started = time.monotonic()
         is_last = self.step == self.total_steps
+        if self.step:
+            self._report(is_last)  # unless the run was stopped after it had reported this step
         while not is_last:
             time_share = self.time_share(started)
-            tokens += self._optimizer_step(time_share)
+            before = time.monotonic()
+            self._tokens += self._optimizer_step(time_share)
+            self._seconds += time.monotonic() - before
             is_last = self.step == self.total_steps or time_share >= 1
-            if self.step % settings.log_every == 0 or is_last:
-                self._log_training(tokens / (time.monotonic() - started))
-            has_held_out = self.job.num_training < self.sequences.num_sequences
-            if has_held_out and (self.step % settings.validate_every == 0 or is_last):
-                self._log_validation(self.validate())
-            if self.step % settings.checkpoint_every == 0 or is_last:
+            self._report(is_last)
+            if self.step % self.settings.checkpoint_every == 0 or is_last:
+                self._require_finite_weights()
                 self.save_checkpoint()
+
+    def _report(self, is_last: bool) -> None:
+        """Logs and validates this step if it is due and the curve does not have it yet."""
+        settings = self.settings
+        known = {key for row in self.curve if row["step"] == self.step for key in row}
+        is_due = self.step % settings.log_every == 0 or is_last
+        if is_due and self.sums.steps and "loss" not in known:
+            self._log_training(self._tokens / max(self._seconds, 1e-9))
+        has_held_out = self.job.num_training < self.sequences.num_sequences
+        is_due = has_held_out and (self.step % settings.validate_every == 0 or is_last)
+        if is_due and "accepted_length" not in known:
+            self._require_finite_weights()
+            self._log_validation(self.validate())
+            if self._best_row() is self.curve[-1]:
+                self._save(BEST, keep=1)
 
     def _optimizer_step(self, time_share: float) -> int:
         """Makes one optimiser step and returns the answer tokens that it has learnt from."""
         tokens = 0
+        self._states_before_step = _RandomStates.now()
         self.start_step()
+        results = []
         micro_batches = self._micro_batches(self.step)
         for i, indices in enumerate(micro_batches, 1):
             micro = self.batch(indices)
-            loss, counts = self._backward(micro, is_last=i == len(micro_batches))
-            self.sums.add(loss, counts)
+            results.append(self._backward(micro, is_last=i == len(micro_batches)))
             tokens += int(micro.loss_BT.sum()) * self.accelerator.num_processes
         factor = self.settings.lr_factor(self.step, self.total_steps, time_share)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = parameters["base_lr"] * factor
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        self.sums.steps += 1
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
+        self._require_finite_step(sum(loss for loss, _ in results), float(norm))
+        with interruption.delayed():  # a checkpoint is of a whole step
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            for loss, counts in results:
+                self.sums.add(loss, counts)
+            self.step += 1
+            self.sums.steps += 1
+            self._states_before_step = None
         return tokens
+
+    def _require_finite_step(self, loss: float, gradient_norm: float) -> None:
+        """Raises ValueError unless loss and gradient of the step are finite in all processes."""
+        own = torch.tensor([[loss, gradient_norm]], dtype=torch.float64, device=self.device)
+        worst = self.accelerator.gather(own).sum(0).tolist()
+        if not all(map(math.isfinite, worst)):
+            raise self._diverged(f"a loss of {worst[0]:.4g} and gradients of norm {worst[1]:.4g}")
+
+    def _require_finite_weights(self) -> None:
+        """Raises ValueError unless all weights that are trained are finite."""
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        broken = checkpoint.non_finite(trained)
+        if broken:
+            raise self._diverged(f"NaN or infinity in {', '.join(broken[:3])}")
+
+    def _diverged(self, found: str) -> ValueError:
+        """Returns the error of a run that has diverged."""
+        newest = checkpoint.latest(self.out / CHECKPOINTS)
+        kept = "no checkpoint was written yet"
+        if newest is not None:
+            kept = f"the last good checkpoint is {newest}"
+        return ValueError(
+            f"training diverged after step {self.step}: got {found}, expected finite numbers; "
+            f"{kept}; train into another --out with train.lr below {self.settings.lr:g}"
+        )
 
     def time_share(self, started: float) -> float:
         """Returns the share of `max_minutes` that is over, the same in all processes.
@@ -214,9 +279,9 @@ class Trainer:
         row: dict[str, float] = {"step": self.step, "loss": loss}
         self.curve.append(row | {f"train_top1_{k}": a for k, a in enumerate(accuracy)})
         shown = " ".join(f"{a:.3f}" for a in accuracy)
+        of_all = "" if self.settings.ends_by_time_alone else f"/{self.total_steps}"
         self.print_line(
-            f"step {self.step}/{self.total_steps} loss {loss:.3f} top-1 {shown} "
-            f"{tokens_per_second:.0f} tok/s"
+            f"step {self.step}{of_all} loss {loss:.3f} top-1 {shown} {tokens_per_second:.0f} tok/s"
         )
         self.sums = curves.TrainingSums()
 
@@ -240,53 +305,148 @@ class Trainer:
 
     def _write_curve(self) -> None:
         if self.accelerator.is_main_process:
-            curves.write(self.curve, self.out)
+            with disk.writing("the curves", self.out):
+                curves.write(self.curve, self.out)
+
+    def _best_row(self) -> dict[str, float] | None:
+        """Returns the validation of the greatest accepted length, None without one.
+
+        Among equals it is the last, whose drafter has learnt longest.
+        """
+        validated = [row for row in self.curve if "accepted_length" in row]
+        return max(reversed(validated), key=lambda row: row["accepted_length"], default=None)
 
     # ---- files -----------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint of this step and removes the oldest ones."""
+        self._save(CHECKPOINTS, self.settings.keep_checkpoints)
+
+    def _save(self, name: str, keep: int) -> None:
+        """Writes a checkpoint of this step into the folder `name` of the run."""
         if not self.accelerator.is_main_process:
             return
-        checkpoint.save(
-            self.out / "checkpoints",
-            self.step,
-            self.saved_state(),
-            self.optimizer,
-            progress={"curve": self.curve, "log": asdict(self.sums)},
-            provenance=self.job.provenance,
-            keep=self.settings.keep_checkpoints,
+        module = self.saved_state()
+        tensors = [*module.state_dict().values()]
+        for values in self.optimizer.state_dict()["state"].values():
+            tensors += [value for value in values.values() if isinstance(value, Tensor)]
+        size = disk.shown(sum(tensor.nbytes for tensor in tensors))
+        with disk.writing(f"a checkpoint of {size}", self.out):
+            checkpoint.save(
+                self.out / name,
+                self.step,
+                module,
+                self.optimizer,
+                progress=asdict(
+                    resume.Progress(self.curve, self.sums, self.accelerator.num_processes)
+                ),
+                provenance=self.job.provenance,
+                keep=keep,
+            )
+
+    def _save_interrupted(self) -> None:
+        """Saves the last whole step of a run that is about to end, and says how to go on."""
+        if not self.accelerator.is_main_process:
+            return
+        if not self.step:
+            self.print_line("interrupted before the first step: there is nothing to save")
+            return
+        path = self.out / CHECKPOINTS / checkpoint.folder_name(self.step)
+        if checkpoint.latest(self.out / CHECKPOINTS) != path:
+            if self._states_before_step is not None:
+                self._states_before_step.restore()
+            self._require_finite_weights()
+            self.save_checkpoint()
+        self.print_line(
+            f"interrupted: {path} holds step {self.step}; the same command with --resume goes on"
         )
 
     def resume(self) -> None:
-        """Restores the newest checkpoint, if there is one.
+        """Restores the newest checkpoint.
 
-        Raises ValueError if it belongs to another recipe.
+        Raises ValueError if there is none, or if it belongs to a run with another recipe, more
+        steps or another number of processes.
         """
-        newest = checkpoint.latest(self.out / "checkpoints")
-        if newest is None:
-            return
+        newest = checkpoint.latest(self.out / CHECKPOINTS)
+        resume.require_checkpoint(self.out, newest)
+        assert newest is not None
         state = checkpoint.load(newest, self.saved_state(), self.optimizer)
-        if state.provenance["recipe"] != self.job.provenance["recipe"]:
+        changed = resume.changed_keys(state, self.job.provenance["recipe"])
+        progress = resume.progress_of(state)
+        resume.require_same_processes(newest, progress.processes, self.accelerator.num_processes)
+        if state.step > self.total_steps:
             raise ValueError(
-                f"{newest} was trained with another recipe: name another --out, or the same recipe"
+                f"{newest} has step {state.step}, the recipe ends at step {self.total_steps}: "
+                "raise train.max_steps or train.epochs"
             )
-        self.step, self.curve = state.step, state.progress["curve"]
-        self.sums = curves.TrainingSums(**state.progress.get("log", {}))
+        before = state.provenance.get("resumed", [])
+        if changed:
+            before = [*before, {"step": state.step, "changed": changed}]
+        if before:
+            self.job.provenance["resumed"] = before
+        self.step, self.curve, self.sums = state.step, progress.curve, progress.log
+        if self.accelerator.is_main_process:
+            for path in (self.out / BEST).glob(f"{checkpoint.STEP_PREFIX}*"):
+                if path.name > checkpoint.folder_name(self.step):  # made again from here on
+                    shutil.rmtree(path)
 
     def export(self) -> Path:
-        """Writes the drafter beside its curves and returns its folder."""
+        """Writes the drafter as it is now beside its curves, and returns its folder."""
         folder = self.out / "drafter"
         if not self.accelerator.is_main_process:
             return folder
         self._write_curve()
-        validated = [row for row in self.curve if "accepted_length" in row]
-        facts = {"steps": self.step, "validation": validated[-1] if validated else None}
-        return checkpoint.save_drafter(
-            folder,
-            self.drafter.state_dict(),
-            self.plan.drafter_name,
-            self.drafter.config,
-            self.job.provenance | facts,
-            self.drafter.draft_token_ids.cpu().numpy(),
+        with disk.writing("the drafter", self.out):
+            return checkpoint.save_drafter(
+                folder,
+                self.drafter.state_dict(),
+                self.plan.drafter_name,
+                self.drafter.config,
+                self.job.provenance | {"steps": self.step, "validation": self._validation()},
+                self.drafter.draft_token_ids.cpu().numpy(),
+            )
+
+    def _validation(self) -> dict[str, float] | None:
+        """Returns the row of the newest validation up to this step, None without one."""
+        rows = [r for r in self.curve if "accepted_length" in r and r["step"] <= self.step]
+        return rows[-1] if rows else None
+
+    def restore_best(self) -> None:
+        """Goes back to the step of the best validation, for `export`, and says which one that is.
+
+        The last step stays where nothing is held out.
+        """
+        if not self.accelerator.is_main_process:
+            return
+        best, last = self._best_row(), self.step
+        if best is None:
+            self.print_line(f"exporting step {last}, the last: nothing is held out")
+            return
+        path = self.out / BEST / checkpoint.folder_name(int(best["step"]))
+        if best["step"] != last:
+            if not path.is_dir():
+                self.print_line(f"exporting step {last}, the last: {path} is not there")
+                return
+            self.step = checkpoint.load(path, self.saved_state(), self.optimizer).step
+        self.print_line(
+            f"exporting step {self.step} of {last}, with the best validation: accepted length "
+            f"{best['accepted_length']:.3f}"
         )
+
+
+@dataclass(frozen=True)
+class _RandomStates:
+    """Torch's random states, which a checkpoint in the middle of a step takes from its start."""
+
+    cpu: Tensor
+    cuda: list[Tensor]
+
+    @classmethod
+    def now(cls) -> _RandomStates:
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        return cls(torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)

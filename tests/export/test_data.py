@@ -186,3 +186,96 @@ def test_most_frequent_tokens() -> None:
         data.most_frequent_tokens(examples, 1, 12, always=[1, 2])
     with pytest.raises(DataError, match="expected 1 to 12"):
         data.most_frequent_tokens(examples, 13, 12)
+
+
+# ---- foreign rows ----
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"[" * 5000, "not JSON .it is nested too deeply"),
+        (b'{"tokens": ' + b"[" * 5000 + b"]" * 5000 + b', "loss_mask": [1]}', "nested too deeply"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),
+        (b'{"tokens": [5], "loss_mask": [1' + b"0" * 5000 + b"]}", "not JSON"),
+        (b'{"tokens": [1e400], "loss_mask": [1]}', '"tokens" is not a list of token ids'),
+        (b'{"tokens": [5], "loss_mask": [[[]]]}', '"loss_mask" holds other values'),
+        (b'{"tokens": {}, "loss_mask": null}', '"tokens" is not a list of token ids'),
+        (b'{"prompt": [true], "response": [5]}', '"prompt" is not a list of token ids'),
+        (b'{"messages": {"role": "user"}}', '"messages" is not a list of'),
+        (b'{"messages": [{"role": 1, "content": "a"}]}', '"messages" is not a list of'),
+        (b'{"messages": [{"role": "user", "content": null}]}', '"messages" is not a list of'),
+        (b'{"prompt": [5], "response": [5], "source": {}}', '"source" is {}, expected a string'),
+        (b'{"messages": [], "\\ud800": 1}', "half a surrogate pair"),
+        (b"\xff\xfe", "not JSON"),
+        (b"NaN", "got float, expected an object"),
+    ],
+)
+def test_foreign_rows_are_named_by_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"tokens": [5, 6], "loss_mask": [0, 1]}\n' + line + b"\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{message}"):
+        data.read(path, make_tokenizer(), 1000)
+
+
+def test_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
+    """U+2028 and its like may stand in JSON strings as they are; a mark may begin the file."""
+    text = "a\u2028b\u2029c\x85d\x1ee"
+    row = {"messages": [{"role": "user", "content": text}]}
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(row, ensure_ascii=False).encode() + b"\n")
+    with pytest.raises(DataError, match="no training example"):  # an answer is missing, no line
+        data.read(path, make_tokenizer(), 1000)
+    ((where, got),) = data.read_rows(path)
+    assert (where, got) == (f"{path}:1", row)
+
+
+def test_a_path_that_cannot_be_one_is_named() -> None:
+    with pytest.raises(DataError, match="cannot read a\0b: embedded null byte"):
+        data.read("a\0b", make_tokenizer(), 10)
+
+
+def test_rows_of_one_token_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(
+        tmp_path / "a.jsonl",
+        {"tokens": [5], "loss_mask": [1]},
+        {"tokens": [5, 6], "loss_mask": [1, 1]},
+    )
+    with caplog.at_level(logging.WARNING):
+        assert len(data.read(path, make_tokenizer(), 10)) == 1
+    assert "dropped 1 rows" in caplog.text
+
+
+class Panic(BaseException):
+    """As the Rust library raises it."""
+
+
+@pytest.mark.parametrize("error", [Panic("index out\nof bounds"), TypeError("bad text")], ids=str)
+def test_a_tokenizer_that_fails_is_named_with_the_row(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    tokenizer = make_tokenizer()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(tokenizer, "encode", fail)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the tokenizer cannot encode it: [ib]"):
+        data.read(path, tokenizer, 10)
+    path = write(tmp_path / "b.jsonl", {"prompt": [5], "response": [6]})
+    with pytest.raises(DataError, match="the chat template: the tokenizer cannot encode it"):
+        data.read(path, tokenizer, 10)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{% for %}", "{{ range(10**9) }}"]
+)
+def test_a_template_that_fails_is_named_with_the_row(tmp_path: Path, template: str) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template refuses the messages"):
+        data.read(path, make_tokenizer(template), 10)
+    with pytest.raises(DataError, match="the chat template refuses the messages"):
+        data.chat_affixes(make_tokenizer(template))

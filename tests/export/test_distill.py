@@ -1,7 +1,13 @@
 """Self-distillation: interrupted equals uninterrupted, and answers are the target's own."""
 
+import errno
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,7 +170,7 @@ def test_no_prompt_ended_is_an_error(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Endless:
-        name, max_length = "endless", None
+        name = "endless"
 
         def generate(
             self, prompts: Sequence[Sequence[int]], params: GenerationParams
@@ -277,3 +283,181 @@ def test_openvino_gives_the_answers_of_transformers(tmp_path: Path) -> None:
             config(model, tmp_path / "part.jsonl", **{**settings, "num_prompts": count})
         ).out
     assert part.read_bytes() == whole.read_bytes()
+
+
+# ---- two at once, foreign files, prompts that do not fit ----
+
+
+# Distills as the test does, but says that it has begun and waits for a sign before it goes on.
+FIRST_PROCESS = """
+import sys, time
+from pathlib import Path
+from spec_export.distill import answers
+model, out, begun, go = sys.argv[1:]
+opened = answers.open_engine
+def held(*arguments):
+    Path(begun).touch()
+    while not Path(go).exists():
+        time.sleep(0.05)
+    return opened(*arguments)
+answers.open_engine = held
+answers.run(answers.DistillConfig(model, Path(out), num_prompts=10, max_new_tokens=12, batch_size=4,
+            max_prompt_tokens=48, engine="transformers"))
+"""
+
+
+def test_two_processes_cannot_write_one_file(model: str, tmp_path: Path) -> None:
+    """The second says who writes; the first one's rows are all there."""
+    out, begun, go = (tmp_path / name for name in ("out.jsonl", "begun", "go"))
+    arguments = [str(path) for path in (model, out, begun, go)]
+    first = subprocess.Popen([sys.executable, "-c", FIRST_PROCESS, *arguments])
+    try:
+        while not begun.exists():
+            assert first.poll() is None
+            time.sleep(0.05)
+        with pytest.raises(ValueError, match=f"is being written by process {first.pid} on "):
+            distill.run(config(model, out))
+        go.touch()
+        assert first.wait() == 0
+    finally:
+        first.kill()
+    assert distill.run(config(model, out)).rows == 10
+    assert len({json.dumps(row) for row in read(out)}) == len(read(out)) == 10
+    assert not list(tmp_path.glob(".*")), "a lock is left"
+
+
+def prompts_file(folder: Path, *prompts: str) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    return path
+
+
+def test_a_prompt_that_does_not_fit_is_skipped_and_counted(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A context of 256 less 12 new tokens and 48 of the template's leave 196."""
+    texts = ["one", "x" * 300, "two", "three"]
+    given = {"prompts": prompts_file(tmp_path, *texts), "num_prompts": None, "batch_size": 2}
+    result = distill.run(config(model, tmp_path / "out.jsonl", **given))
+    tokenizer = make_tokenizer()
+    fitting = [tokenizer.encode(text) for text in ("one", "two", "three")]
+    assert [row["prompt"] for row in read(result.out)] == fitting
+    assert (result.rows, result.skipped) == (3, 1)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "warning: skipping 1 of 4 prompts" in said
+    assert "prompts.jsonl:2 has 300" in said
+    with pytest.raises(DistillError, match=r"num_prompts is 4, .* holds 3, and 1 that do not fit"):
+        distill.run(config(model, result.out, **given | {"num_prompts": 4}))
+    given["prompts"] = prompts_file(tmp_path, "x" * 300)
+    with pytest.raises(DistillError, match=r"every prompt of .* is longer than the"):
+        distill.run(config(model, tmp_path / "none.jsonl", **given))
+
+
+def test_a_mended_prompts_file_goes_on(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts behind those that are answered may change; the file ends as if they always had."""
+    texts = [f"say {i}" for i in range(7)]
+    given: dict[str, Any] = {"num_prompts": None, "batch_size": 2}
+    mended = [*texts[:4], "short", *texts[5:], "more"]
+    whole = config(model, tmp_path / "a.jsonl", prompts=prompts_file(tmp_path, *mended), **given)
+    distill.run(whole)
+    part = config(
+        model, tmp_path / "b.jsonl", prompts=prompts_file(tmp_path, *texts[:4], "x" * 300), **given
+    )
+    with monkeypatch.context() as patch:
+        interrupt_after(1, patch)
+        with pytest.raises(Interrupted):
+            distill.run(part)
+    distill.run(part)
+    assert len(read(part.out)) == 4
+    prompts_file(tmp_path, *texts)  # a file that has grown
+    assert distill.run(part).rows == 7
+    prompts_file(tmp_path, *mended)
+    with pytest.raises(DistillError, match="others among the 6 that are answered"):
+        distill.run(part)
+    prompts_file(tmp_path, *texts[:6], "other", "more")
+    assert distill.run(part).rows == 8
+    tokenizer = make_tokenizer()
+    expected = [tokenizer.encode(text) for text in (*texts[:6], "other", "more")]
+    assert [row["prompt"] for row in read(part.out)] == expected
+    assert read(whole.out)[:4] == read(part.out)[:4]
+
+
+@pytest.mark.parametrize(
+    "sidecar",
+    [
+        b"[" * 5000,
+        b"[]",
+        b'{"settings": {}, "provenance": {}, "rows": "2"}',
+        b'{"settings": {}, "provenance": {}, "size": -9}',
+        b'{"settings": {}, "provenance": {}, "finished": {"rows": 1, "bytes": 2}}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_foreign_sidecar_is_one_line(model: str, tmp_path: Path, sidecar: bytes) -> None:
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    (tmp_path / "out.jsonl.state.json").write_bytes(sidecar)
+    with pytest.raises(DistillError, match=r"no usable out\.jsonl\.state\.json"):
+        distill.run(config(model, tmp_path / "out.jsonl"))
+    assert (tmp_path / "out.jsonl").read_text() == "{}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[" * 5000, "nested too deeply"),
+        ('{"prompt": "a\\ud800"}', "half a surrogate pair"),
+        ('{"prompt": "a", "source": 3}', '"source" is 3, expected a string'),
+    ],
+)
+def test_foreign_prompts_are_one_line(model: str, tmp_path: Path, line: str, message: str) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(line + "\n")
+    with pytest.raises(ValueError, match=rf"prompts.jsonl:1: .*{message}"):
+        distill.run(config(model, tmp_path / "out.jsonl", prompts=prompts))
+
+
+def test_a_tokenizer_that_fails_is_one_line(model: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(model, tmp_path / "model")
+    (copy / "tokenizer.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match="could not load the tokenizer of"):
+        distill.run(config(str(copy), tmp_path / "out.jsonl"))
+    shutil.copytree(model, copy, dirs_exist_ok=True)
+    (copy / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(ValueError, match="got eos_token_id '</s>', expected ids"):
+        distill.run(config(str(copy), tmp_path / "out.jsonl"))
+
+
+def test_a_model_of_the_same_name_does_not_go_on(model: str, tmp_path: Path) -> None:
+    out = distill.run(config(model, tmp_path / "out.jsonl", num_prompts=2)).out
+    other = save_llama(tmp_path / "tiny", initializer_range=0.2)
+    with pytest.raises(DistillError, match=r"cannot go on with .*: fingerprint was"):
+        distill.run(config(str(other), out, num_prompts=4))
+
+
+def test_the_rate_is_that_of_generating(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(name: str, source: Any, precision: str, batch_size: int) -> Any:
+        time.sleep(2)
+        return distill_engines.TransformersEngine(source, precision)
+
+    monkeypatch.setattr(distill, "open_engine", slowly)
+    started = time.perf_counter()
+    result = distill.run(config(model, tmp_path / "out.jsonl", num_prompts=1))
+    assert result.seconds < time.perf_counter() - started - 2
+
+
+def test_a_full_disk_is_one_line(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = config(model, tmp_path / "out.jsonl", num_prompts=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ValueError, match=r"cannot write answers to .*\(No space left on"):
+            distill.run(out)
+    assert distill.run(out).rows == len(read(out.out)) == 2

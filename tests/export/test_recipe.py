@@ -204,3 +204,51 @@ def test_total_steps_takes_whichever_ends_first() -> None:
     assert recipe.TrainSection(epochs=1.5).total_steps(3) == 5
     assert recipe.TrainSection(epochs=1.5, max_steps=2).total_steps(3) == 2
     assert recipe.TrainSection(max_steps=7).total_steps(3) == 7
+
+
+# ---- foreign values ----
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("lr = 1e-5", "lr = inf", r"\[train\]\.lr is inf, expected a finite number"),
+        ("lr = 1e-5", "lr = nan", r"\[train\]\.lr is nan, expected a finite number"),
+        ("epochs = 2", "epochs = 2\nmax_minutes = inf", "max_minutes is inf, expected a finite"),
+        ("epochs = 2", "epochs = 2\ngrad_clip = nan", "grad_clip is nan, expected a finite number"),
+        ("[0.9, 0.99]", "[0.9, nan]", r"betas\[1\] is nan, expected a finite number"),
+        ("epochs = 2", "epochs = 1e308", "epochs is 1e.308, expected more than 0, and at most"),
+        ("lr = 1e-5", "seed = -1", "seed is -1, expected 0 to 4294967295"),
+        ("lr = 1e-5", f"lr = 1{'0' * 400}", "lr is beyond 64 bits, expected a smaller number"),
+        ("lr = 1e-5", f"lr = 1{'0' * 5000}", "is not valid TOML"),
+        ("taps = [10, 20]", f"taps = {'[' * 5000}", "is not valid TOML: it is nested too deeply"),
+    ],
+)
+def test_numbers_that_cannot_be_used_are_refused(old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    with pytest.raises(RecipeError, match=message):
+        recipe.parse(TEXT.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.lr=inf", "lr is inf, expected a finite number"),
+        (f"drafter.taps={'[' * 5000}", "not a TOML value: it is nested too deeply"),
+        ("target.model=a\udcffb", "is not UTF-8, expected a text"),
+    ],
+)
+def test_overrides_that_cannot_be_used_are_refused(override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe.parse(TEXT, [override])
+
+
+def test_a_drafters_numbers_are_finite_too() -> None:
+    with pytest.raises(RecipeError, match=r"config\.scale is inf, expected a finite number"):
+        recipe.build_config(_Config, {"num_masks": 1, "scale": float("inf")}, "config")
+
+
+def test_a_key_that_came_later_changes_no_older_recipe() -> None:
+    assert "allow_other_target" not in recipe.parse(TEXT).as_dict()["data"]
+    got = recipe.parse(TEXT, ["data.allow_other_target=true"])
+    assert got.as_dict()["data"]["allow_other_target"] is True

@@ -5,10 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ import torch
 from tiny_target import save_llama
 
 from spec_export import target
-from spec_export.training import batches, checkpoint, features, validate
+from spec_export.training import batches, checkpoint, features, interruption, validate
 from spec_export.training import run as train
 from spec_export.training.data import Example
 from spec_export.training.trainer import Trainer
@@ -396,3 +400,432 @@ def test_a_cache_that_would_not_fit_is_refused(
     with pytest.raises(ValueError, match=r"the feature cache needs 0\.0 GB"):
         features.build(tmp_path / "new", some_examples(), model, "t", ())
     assert not (tmp_path / "new" / "cache.json").exists()
+
+
+# ---- divergence ----
+
+
+def test_diverged_training_ends_with_the_last_good_checkpoint(
+    recipe: Path, finished: Path, tmp_path: Path
+) -> None:
+    options = ["train.lr=1e20", "train.checkpoint_every=1", "train.schedule=constant"]
+    with pytest.raises(ValueError, match="training diverged after step") as caught:
+        train.run(recipe, options, tmp_path, cache=finished / "features")
+    newest = checkpoint.latest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert f"the last good checkpoint is {newest}; train into another" in str(caught.value)
+    assert "expected finite numbers" in str(caught.value)
+    assert not (tmp_path / "drafter").exists()
+    tensors = checkpoint._read_tensors(newest / "model.safetensors")
+    assert not checkpoint.non_finite(tensors)
+
+
+def test_weights_that_diverge_in_the_last_step_are_not_exported(
+    recipe: Path, finished: Path, tmp_path: Path
+) -> None:
+    options = ["train.lr=1e39", "train.max_steps=1", "train.warmup=0"]
+    with pytest.raises(ValueError, match=r"NaN or infinity in .*no checkpoint was written yet"):
+        train.run(recipe, options, tmp_path, cache=finished / "features")
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_drafter_with_nan_is_neither_saved_nor_built(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = checkpoint.load_drafter(finished / "drafter")
+    broken = sorted(saved.state)[0]
+    state = saved.state | {broken: torch.full_like(saved.state[broken], float("nan"))}
+    arguments = (state, saved.name, saved.config, saved.provenance, saved.draft_token_ids)
+    with pytest.raises(checkpoint.CheckpointError, match=f"NaN or infinity in {broken}, expected"):
+        checkpoint.save_drafter(tmp_path / "refused", *arguments)
+    assert not (tmp_path / "refused").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_require_finite", lambda *_: None)
+        checkpoint.save_drafter(tmp_path / "drafter", *arguments)
+    with pytest.raises(checkpoint.CheckpointError, match=f"{broken} holds NaN or infinity"):
+        checkpoint.load_drafter(tmp_path / "drafter")
+
+
+# ---- two at once ----
+
+
+def test_two_runs_cannot_write_one_folder(
+    recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_alone, refused = Trainer.train, []
+
+    def train_twice(trainer: Trainer) -> None:
+        with pytest.raises(ValueError, match=f"is being written by process {os.getpid()} on"):
+            train.run(recipe, out=tmp_path / "run", cache=finished / "features")
+        refused.append(True)
+        train_alone(trainer)
+
+    monkeypatch.setattr(Trainer, "train", train_twice)
+    train.run(recipe, ["train.max_steps=1"], tmp_path / "run", cache=finished / "features")
+    assert refused
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+def test_two_processes_cannot_write_one_feature_cache(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples, forward, refused = some_examples(), features._forward, []
+
+    def another(*arguments: Any) -> Any:
+        with pytest.raises(ValueError, match="is being written by process"):
+            features.build(tmp_path / "f", examples, model, "t", ())
+        refused.append(True)
+        return forward(*arguments)
+
+    monkeypatch.setattr(features, "_forward", another)
+    features.build(tmp_path / "f", examples, model, "t", ())
+    assert refused
+    assert features.build(tmp_path / "f", examples, model, "t", ()).num_sequences == len(examples)
+
+
+# One of two processes takes longer for its features than the group waits for anybody.
+SLOW_FEATURES = """
+import datetime, os, sys, time
+import accelerate
+from spec_export.training import features, run
+made, forward = run.Accelerator, features._forward
+limit = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=5))
+run.Accelerator = lambda kwargs_handlers: made(kwargs_handlers=[*kwargs_handlers, limit])
+def slow(*arguments):
+    time.sleep(12)
+    return forward(*arguments)
+features._forward = slow
+from pathlib import Path
+run.run(Path(sys.argv[1]), ["train.max_steps=1"], Path(sys.argv[2]))
+"""
+
+
+def test_other_processes_wait_for_the_features_however_long(recipe: Path, tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_FEATURES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(script), str(recipe), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "run" / "drafter").is_dir()
+
+
+# ---- full disks ----
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Lets no file grow beyond this size, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_the_features_are_allocated_before_they_are_computed(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hole in the file would kill the process with SIGBUS when the disk is full later."""
+    monkeypatch.setattr(features, "_forward", lambda *_: pytest.fail("allocated too late"))
+    examples = some_examples(200)
+    with largest_file(50_000), pytest.raises(ValueError, match="cannot write features of") as error:
+        features.build(tmp_path / "f", examples, model, "t", ())
+    assert "(File too large)" in str(error.value)
+    assert "are free there: make room and run it again" in str(error.value)
+    with pytest.raises(pytest.fail.Exception):
+        features.build(tmp_path / "f", examples, model, "t", ())
+    status = (tmp_path / "f" / "feature_TF.npy").stat()
+    assert status.st_blocks * 512 >= status.st_size > 100_000
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_line(
+    recipe: Path, finished: Path, tmp_path: Path
+) -> None:
+    """Named with its size and the folder; the run goes on once there is room."""
+    newest = finished / "checkpoints" / "step-00000007"
+    for name in ("model.safetensors", "states.pt"):
+        limit = (newest / name).stat().st_size - 1
+        with largest_file(limit), pytest.raises(ValueError, match="cannot write a check") as error:
+            train.run(recipe, out=tmp_path / f"{limit}", cache=finished / "features")
+        assert f"to {tmp_path / f'{limit}'} (" in str(error.value)
+        assert "with --resume where a checkpoint was written" in str(error.value)
+        assert checkpoint.latest(tmp_path / f"{limit}" / "checkpoints") is None
+    save = checkpoint.save
+
+    def full_at_four(folder: Path, step: int, *arguments: Any, **more: Any) -> Path:
+        with largest_file(20_000 if step == 4 else resource.RLIM_INFINITY):
+            return save(folder, step, *arguments, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", full_at_four)
+        with pytest.raises(ValueError, match="cannot write a checkpoint of"):
+            train.run(recipe, out=tmp_path / "run", cache=finished / "features")
+    train.run(recipe, out=tmp_path / "run", cache=finished / "features", resume=True)
+    assert curve(tmp_path / "run") == curve(finished)
+
+
+# ---- features and answers of another model ----
+
+
+@pytest.fixture
+def copied(recipe: Path, tmp_path: Path) -> Path:
+    """A recipe of its own, in a folder of its own."""
+    shutil.copytree(recipe.parent / "llama", tmp_path / "own" / "llama")
+    for name in ("data.jsonl", "recipe.toml"):
+        shutil.copy(recipe.parent / name, tmp_path / "own" / name)
+    return tmp_path / "own" / "recipe.toml"
+
+
+def test_a_cache_is_of_a_targets_weights_not_of_its_name(
+    copied: Path, finished: Path, tmp_path: Path
+) -> None:
+    train.run(copied, ["train.max_steps=1"], tmp_path / "same", cache=finished / "features")
+    save_llama(copied.parent / "llama", initializer_range=0.2)
+    with pytest.raises(ValueError, match=r"made from other data, target or taps \(target [0-9a-f]"):
+        train.run(copied, [], tmp_path / "other", cache=finished / "features")
+
+
+@pytest.mark.parametrize("damage", ["cache.json", "feature_TF.npy", "offset.npy", "token_T.npy"])
+def test_a_damaged_cache_is_one_line(
+    recipe: Path, finished: Path, tmp_path: Path, damage: str
+) -> None:
+    cache = shutil.copytree(finished / "features", tmp_path / "features")
+    with (cache / damage).open("r+b") as file:
+        file.truncate(70)
+    with pytest.raises(ValueError, match=r"cache\.json|which is damaged"):
+        train.run(recipe, [], tmp_path / "run", cache=cache)
+
+
+def test_answers_of_another_target_are_refused(
+    copied: Path, finished: Path, tmp_path: Path
+) -> None:
+    fingerprint = target.fingerprint(target.resolve(str(copied.parent / "llama")))
+    sidecar = copied.parent / "data.jsonl.state.json"
+
+    def run(*options: str) -> None:
+        cache = finished / "features"
+        train.run(copied, ["train.max_steps=1", *options], tmp_path / "run", cache=cache)
+
+    for writer, message in (
+        ({"target": "qwen"}, "holds answers of qwen, expected those of the target llama"),
+        ({"target": "qwen", "fingerprint": "1"}, "holds answers of qwen, expected"),
+        ({"target": "llama", "fingerprint": "1"}, "of llama of the same name with other weights"),
+        ({}, "cannot read .*state.json: 'target', expected what distill wrote"),
+    ):
+        sidecar.write_text(json.dumps({"settings": writer}))
+        with pytest.raises(ValueError, match=message):
+            run()
+    sidecar.write_text("[" * 5000)
+    with pytest.raises(ValueError, match=r"cannot read .*state\.json: it is nested too deeply"):
+        run()
+    sidecar.write_text(json.dumps({"settings": {"target": "qwen"}}))
+    run("data.allow_other_target=true")
+    shutil.rmtree(tmp_path / "run")
+    sidecar.write_text(json.dumps({"settings": {"target": "renamed", "fingerprint": fingerprint}}))
+    run()
+
+
+def test_tokens_that_the_target_does_not_have_are_refused(copied: Path, tmp_path: Path) -> None:
+    """A tokenizer may know more of them than its model."""
+    save_llama(copied.parent / "llama", vocab_size=40)
+    with pytest.raises(ValueError, match=r"token id \d+ in the data, expected ids below 40"):
+        train.run(copied, [], tmp_path / "run")
+
+
+# ---- resuming ----
+
+
+def test_resuming_needs_a_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"got --resume, but .* \(it is empty or not there\)"):
+        train.run(recipe, out=tmp_path / "none", resume=True)
+    (tmp_path / "none" / "features").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"holds no checkpoint \(it holds features\)"):
+        train.run(recipe, out=tmp_path / "none", resume=True)
+
+
+def test_a_resumed_run_may_go_on_longer_and_say_more(
+    recipe: Path, finished: Path, tmp_path: Path
+) -> None:
+    cache = finished / "features"
+    shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match=r"another recipe \(train.lr was 0.003, is 0.0001\)"):
+        train.run(recipe, ["train.lr=1e-4", "train.log_every=1"], tmp_path, True, cache)
+    with pytest.raises(
+        ValueError, match=r"step 7, the recipe ends at step 5: raise train\.max_steps"
+    ):
+        train.run(recipe, ["train.max_steps=5"], tmp_path, True, cache)
+    options = ["train.max_steps=9", "train.log_every=1", "train.keep_checkpoints=3"]
+    folder = train.run(recipe, options, tmp_path, True, cache)
+    assert [int(row["step"]) for row in curve(tmp_path) if row["loss"]] == [4, 7, 8, 9]
+    assert checkpoint.load_drafter(folder).provenance["resumed"] == [
+        {
+            "step": 7,
+            "changed": {
+                "train.keep_checkpoints": [2, 3],
+                "train.log_every": [4, 1],
+                "train.max_steps": [7, 9],
+            },
+        }
+    ]
+
+
+def test_a_resumed_run_has_as_many_processes(recipe: Path, finished: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints") / "step-00000007"
+    header = json.loads((path / "checkpoint.json").read_text())
+    assert header["progress"]["processes"] == 1
+    header["progress"]["processes"] = 2
+    (path / "checkpoint.json").write_text(json.dumps(header))
+    with pytest.raises(ValueError, match="was trained by 2 processes, got 1"):
+        train.run(recipe, out=tmp_path, resume=True, cache=finished / "features")
+    header["progress"]["curve"] = "none"
+    (path / "checkpoint.json").write_text(json.dumps(header))
+    with pytest.raises(ValueError, match=r"progress\.curve: got str 'none', expected a list"):
+        train.run(recipe, out=tmp_path, resume=True, cache=finished / "features")
+
+
+# ---- interruption ----
+
+
+def stop_in(name: str, call: int, error: BaseException) -> Callable[..., Any]:
+    """Returns a Trainer's method that raises `error` when it is called that often."""
+    method, calls = getattr(Trainer, name), []
+
+    def stopping(trainer: Trainer, *arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return method(trainer, *arguments, **more)
+
+    return stopping
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "step"),
+    [
+        ("_backward", 4, 1),  # in the middle of step 2, between its two micro-batches
+        ("_backward", 11, 5),
+        ("_log_training", 1, 4),
+        ("validate", 1, 3),
+        ("validate", 3, 7),
+    ],
+)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)], ids=str)
+def test_ctrl_c_and_sigterm_save_a_checkpoint(
+    recipe: Path,
+    finished: Path,
+    tmp_path: Path,
+    name: str,
+    call: int,
+    step: int,
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The last whole step is kept, and the run ends as an uninterrupted one, bit for bit."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, name, stop_in(name, call, error))
+        with pytest.raises(type(error)):
+            train.run(recipe, out=tmp_path, cache=finished / "features")
+    newest = checkpoint.latest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert int(newest.name.removeprefix("step-")) == step
+    said = f"interrupted: {newest} holds step {step}; the same command with --resume goes on"
+    assert said in capsys.readouterr().err
+    train.run(recipe, out=tmp_path, resume=True, cache=finished / "features")
+    assert curve(tmp_path) == curve(finished)
+    weights = Path("drafter", "drafter.safetensors")
+    assert (tmp_path / weights).read_bytes() == (finished / weights).read_bytes()
+
+
+def test_an_interrupt_before_the_first_step_saves_nothing(
+    recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_backward", stop_in("_backward", 1, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(recipe, out=tmp_path, cache=finished / "features")
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("number", interruption.SIGNALS, ids=str)
+def test_signals_wait_for_the_end_of_a_step(number: signal.Signals) -> None:
+    happened: list[str] = []
+    before = signal.signal(number, lambda *_: happened.append("signal"))
+    try:
+        with interruption.delayed():
+            os.kill(os.getpid(), number)
+            happened.append("step")
+        assert happened == ["step", "signal"]
+    finally:
+        signal.signal(number, before)
+
+
+# ---- the best step ----
+
+
+def test_the_best_step_is_kept_and_exported(
+    recipe: Path,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Validated at 3, 6 and 7: the first was the best, and all checkpoints are younger."""
+    weights: list[dict[str, Any]] = []
+    lengths = iter([2.5, 1.5, 2.0])
+
+    def measured(trainer: Trainer) -> validate.Validation:
+        weights.append({name: t.clone() for name, t in trainer.drafter.state_dict().items()})
+        return validate.Validation((0.5,), (0.5,), next(lengths))
+
+    monkeypatch.setattr(Trainer, "validate", measured)
+    folder = train.run(recipe, out=tmp_path, cache=finished / "features")
+    saved = checkpoint.load_drafter(folder)
+    assert saved.provenance["steps"] == 3
+    assert saved.provenance["validation"]["accepted_length"] == 2.5
+    assert all(torch.equal(t, weights[0][n].bfloat16().float()) for n, t in saved.state.items())
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-00000003"]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "exporting step 3 of 7, with the best validation: accepted length 2.500" in said
+
+
+def test_without_validation_the_last_step_is_exported(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train.run(recipe, ["data.validation_fraction=0", "train.max_steps=2"], tmp_path)
+    assert checkpoint.load_drafter(folder).provenance["steps"] == 2
+    said = capsys.readouterr().err
+    assert "exporting step 2, the last: nothing is held out" in said
+    assert not (tmp_path / "best").exists()
+
+
+# ---- what is said ----
+
+
+def test_a_run_by_time_names_no_number_of_steps(
+    recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = recipe.read_text().replace("max_steps = 7", "max_minutes = 5\nwarmup = 0")
+    by_time = recipe.with_name("by_time.toml")
+    by_time.write_text(text)
+    lines: list[str] = []
+    shares = iter([0.0, 1.0])
+    monkeypatch.setattr(Trainer, "time_share", lambda trainer, started: next(shares))
+    monkeypatch.setattr(Trainer, "print_line", lambda trainer, line: lines.append(line))
+    train.run(by_time, ["train.log_every=1"], tmp_path, cache=finished / "features")
+    steps = [line.split(" loss")[0] for line in lines if line.startswith("step ")]
+    assert steps == ["step 1", "step 2"]
+
+
+def test_a_finished_cache_is_shown_as_finished(model: Any, tmp_path: Path) -> None:
+    examples, seen = some_examples(), []
+    features.build(tmp_path, examples, model, "t", ())
+    features.build(tmp_path, examples, model, "t", (), lambda *x: seen.append(x))
+    total = sum(len(example.token_T) for example in examples)
+    assert seen == [(total, total)]

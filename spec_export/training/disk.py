@@ -1,0 +1,39 @@
+"""Says in one line what did not fit where a disk is full."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def writing(what: str, folder: Path) -> Iterator[None]:
+    """Raises ValueError where the block cannot write `what` to `folder`: "a checkpoint of 3 MB".
+
+    The operating system's own message names neither the folder nor what it has left.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = " ".join((error.strerror or str(error)).split())
+        raise ValueError(
+            f"cannot write {what} to {folder} ({reason}), {free_space(folder)} are free there: "
+            "make room and run it again, with --resume where a checkpoint was written"
+        ) from error
+
+
+def free_space(folder: Path) -> str:
+    """Returns what is free where `folder` is or will be, such as "1.5 GB"."""
+    while not folder.is_dir():
+        folder = folder.parent
+    return shown(shutil.disk_usage(folder).free)
+
+
+def shown(num_bytes: int) -> str:
+    """Returns a number of bytes as people read it: "1.5 GB", "20.0 MB", "3.1 kB"."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes / 1e3:.1f} kB"

@@ -1,0 +1,98 @@
+"""Checks that a checkpoint belongs to the run that is to go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spec_export.training.checkpoint import Checkpoint
+from spec_export.training.curves import TrainingSums
+from spec_runtime.mapping import from_mapping
+
+# Keys of a recipe that a resumed run may change: when it ends, what it reports and keeps, and what
+# a build makes of the drafter.
+FREE_KEYS = (
+    *(f"train.{name}" for name in ("epochs", "max_steps", "max_minutes")),
+    *(f"train.{name}_every" for name in ("log", "validate", "checkpoint")),
+    "train.keep_checkpoints",
+    "export.precision",
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a checkpoint says of its run: the curve, the sums since its last line, the processes.
+
+    `processes` is None in a checkpoint that was written before it was kept.
+    """
+
+    curve: list[dict[str, int | float]]
+    log: TrainingSums = field(default_factory=TrainingSums)
+    processes: int | None = None
+
+
+def progress_of(state: Checkpoint) -> Progress:
+    """Returns the progress that the trainer stored; raises ValueError unless it is one."""
+    return from_mapping(Progress, state.progress, f"{state.path}/checkpoint.json progress")
+
+
+def require_checkpoint(out: Path, newest: Path | None) -> None:
+    """Raises ValueError, which says what is in `out`, if there is no checkpoint to go on from."""
+    if newest is not None:
+        return
+    found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
+    held = f"it holds {', '.join(found[:5])}" if found else "it is empty or not there"
+    raise ValueError(
+        f"got --resume, but {out} holds no checkpoint ({held}): name the folder of the run with "
+        "--out, or leave --resume out to start"
+    )
+
+
+def changed_keys(state: Checkpoint, recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Returns what has changed since the checkpoint: {"train.max_steps": [7, 9]}.
+
+    Raises ValueError, which names key and values, if a key that the weights depend on has changed.
+    """
+    was, now = _flat(state.provenance.get("recipe")), _flat(recipe)
+    changed = {
+        key: [was.get(key), now.get(key)]
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+    }
+    fixed = [
+        f"{key} was {_shown(old)}, is {_shown(new)}"
+        for key, (old, new) in changed.items()
+        if key not in FREE_KEYS
+    ]
+    if fixed:
+        raise ValueError(
+            f"{state.path} was trained with another recipe ({'; '.join(fixed)}): name another "
+            "--out, or set these keys back"
+        )
+    return changed
+
+
+def require_same_processes(path: Path, processes: int | None, now: int) -> None:
+    """Raises ValueError if the run had another number of processes, and so other batches."""
+    if processes not in (None, now):
+        raise ValueError(
+            f"{path} was trained by {processes} processes, got {now}, which would make another "
+            f"batch of each step: launch {processes} of them again"
+        )
+
+
+def _flat(recipe: Any) -> dict[str, Any]:
+    """Returns a recipe's values by "section.key"."""
+    sections = recipe if isinstance(recipe, Mapping) else {}
+    return {
+        f"{section}.{key}": value
+        for section, table in sections.items()
+        if isinstance(table, Mapping)
+        for key, value in table.items()
+    }
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is None else f"{value!r:.60}"
