@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tests/export", "tests/fuzz")]
 
 import runner  # noqa: E402 - found on the path above
-from cases import Outcome  # noqa: E402
+from cases import FAILED, Outcome  # noqa: E402
 from kinds import KINDS  # noqa: E402
 
 from spec_runtime.files import write_atomically  # noqa: E402
@@ -101,7 +101,7 @@ def _replay(which: str) -> int:
     print(json.dumps(failure["case"], indent=1)[:4000])
     outcome = runner.run_one(KINDS[failure["kind"]], failure["case"])
     print(f"{failure['kind']}: {outcome.verdict} {outcome.cause}\n{outcome.detail}")
-    return int(outcome.verdict == runner.FAILED)
+    return int(outcome.verdict == FAILED)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Runs cases in processes of their own, with limits on memory and time.
 
-A worker draws a batch of cases and runs one after the other, because starting a process for each
-would take most of the time. It announces each case before it runs, so that a crash, or a worker
-that had to be killed, is put down to the right one; another worker goes on behind it.
+A worker draws a batch of cases of one kind and runs one after the other, because starting a process
+for each would take most of the time. It announces each case before it runs, so that a crash, or a
+worker that had to be killed, is put down to the right one; another worker goes on behind it.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -19,16 +20,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from cases import ACCEPTED, FAILED, REFUSED, Kind, Outcome, draw, judge
+from cases import FAILED, Kind, Outcome, Run, draw, judge
 
 BATCH = 250
-OPENING_SECONDS = 120.0  # to import torch and to write what the cases change
-# Where a batch's time goes besides its cases; otherwise the seed would decide what is tried.
+MAX_BATCHES = 40  # of one process, so that what leaks in it stays little
+OPENING_SECONDS = 180.0  # to import torch, to write what the cases change, to draw a batch
 Found = Callable[[str, Any, Outcome], None]
 
 
@@ -116,7 +117,7 @@ def run(
     digests: dict[Batch, Any] = {}
 
     def take(batch: Batch, case: Any, outcome: Outcome, seconds: float) -> None:
-        key = Batch(batch.kind, batch.count, batch.seed)
+        key = replace(batch, first=0)
         text = json.dumps(case)
         digests.setdefault(key, hashlib.sha256()).update(text.encode() + b"\n")
         tally = report.kinds[batch.kind]
@@ -132,7 +133,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         _serve(list(batches), {kind.name: kind for kind in kinds}, Path(folder), num_workers, take)
     for name, tally in report.kinds.items():
-        parts = [digests[batch].hexdigest() for batch in batches if batch.kind == name]
+        parts = [digests[b].hexdigest() for b in batches if b.kind == name and b in digests]
         tally.digest = hashlib.sha256("".join(parts).encode()).hexdigest()
         tally.seconds = round(tally.seconds, 2)
     report.seconds = time.monotonic() - begin
@@ -141,16 +142,14 @@ def run(
 
 def run_one(kind: Kind, case: Any) -> Outcome:
     """Runs one stored case in a process of its own."""
-    found: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        worker = _Worker(kind, Path(folder), [case])
-        worker.give(Batch(kind.name, 1, 0))
-        while not found:
+        worker = _Worker(Path(folder))
+        worker.give(kind, Batch(kind.name, 1, 0), [case])
+        while True:
             wait([worker.pipe], timeout=0.2)
             for _, _, outcome, _ in worker.results():
-                found.append(outcome)
-        worker.stop()
-    return found[0]
+                worker.stop()
+                return outcome
 
 
 # ---- the parent's side ----
@@ -166,90 +165,91 @@ def _serve(
     try:
         while batches or workers:
             while batches and len(workers) < num_workers:
-                worker = _Worker(kinds[batches[0].kind], folder)
-                worker.give(batches.pop(0))
-                workers.append(worker)
+                workers.append(_Worker(folder))
+                workers[-1].give(kinds[batches[0].kind], batches.pop(0))
             wait([worker.pipe for worker in workers], timeout=0.2)
             for worker in list(workers):
-                for batch, case, outcome, seconds in worker.results():
-                    take(batch, case, outcome, seconds)
+                for result in worker.results():
+                    take(*result)
                 if not worker.is_over:
                     continue
-                batch, rest = worker.batch, worker.rest
-                if rest is not None:
-                    batches.insert(0, rest)
-                elif worker.is_usable and batches and batches[0].kind == batch.kind:
-                    worker.give(batches.pop(0))
-                    continue
-                worker.stop()
-                workers.remove(worker)
+                if worker.rest is not None:
+                    batches.insert(0, worker.rest)
+                if worker.is_usable and batches:
+                    worker.give(kinds[batches[0].kind], batches.pop(0))
+                else:
+                    worker.stop()
+                    workers.remove(worker)
     finally:
         for worker in workers:
             worker.stop()
 
 
 class _Worker:
-    """One process that runs batches of one kind, seen from outside.
+    """One process that runs batches, seen from outside.
 
     `is_over` says that its batch is done or that it died. Then `rest` is what is left of the
-    batch, None if nothing is. `stored` are cases to run in place of drawn ones.
+    batch, None if nothing is, and `is_usable` says whether it can take another one.
     """
 
-    def __init__(self, kind: Kind, folder: Path, stored: list[Any] | None = None) -> None:
-        self.kind = kind
+    def __init__(self, folder: Path) -> None:
         self.is_over, self.is_usable = False, True
         self.rest: Batch | None = None
         self._room = Path(tempfile.mkdtemp(dir=folder))
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        arguments = (kind, self._room, theirs, stored)
-        self._process = context.Process(target=_work, args=arguments, daemon=True)
+        self._process = context.Process(target=_work, args=(self._room, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self._running: tuple[int, Any, float] | None = None  # number, case and begin
-        self._deadline = time.monotonic() + OPENING_SECONDS
+        self._ended: tuple[int, Any, float] | None = None
+        self._num_batches = 0
 
-    def give(self, batch: Batch) -> None:
-        """Makes the worker run this batch."""
-        self.batch, self.is_over, self.rest = batch, False, None
-        self._next = batch.first
+    def give(self, kind: Kind, batch: Batch, stored: list[Any] | None = None) -> None:
+        """Makes the worker run this batch, with `stored` cases in place of drawn ones."""
+        self._kind, self._batch, self.is_over, self.rest = kind, batch, False, None
+        self._ended = None
+        self._num_batches += 1
+        self.is_usable = self._num_batches < MAX_BATCHES
         self._deadline = time.monotonic() + OPENING_SECONDS
-        self.pipe.send(batch)
+        self.pipe.send((kind, batch, stored))
 
     def results(self) -> Iterator[tuple[Batch, Any, Outcome, float]]:
         """Yields the outcomes that are known by now, a dead or late worker's last one included."""
         try:
             while not self.is_over and self.pipe.poll():
-                kind, *facts = self.pipe.recv()
-                if kind == "begin":
+                what, *facts = self.pipe.recv()
+                if what == "begin":
                     number, case = facts
                     self._running = number, case, time.monotonic()
-                    self._deadline = time.monotonic() + self.kind.seconds
-                elif kind == "end":
+                    self._deadline = time.monotonic() + self._kind.seconds
+                elif what == "end":
                     assert self._running is not None
                     number, case, begin = self._running
-                    self._next, self._running = number + 1, None
+                    self._ended, self._running = self._running, None
                     self._deadline = time.monotonic() + OPENING_SECONDS
-                    yield self.batch, case, Outcome(*facts), time.monotonic() - begin
+                    yield self._batch, case, Outcome(*facts), time.monotonic() - begin
                 else:
                     self.is_over = True
         except (EOFError, OSError):
             yield from self._died(f"died: {self._how()}")
         if not self.is_over and time.monotonic() > self._deadline:
             self._process.kill()
-            limit = self.kind.seconds if self._running else OPENING_SECONDS
+            limit = self._kind.seconds if self._running else OPENING_SECONDS
             yield from self._died(f"took more than {limit:g} s")
 
     def _died(self, why: str) -> Iterator[tuple[Batch, Any, Outcome, float]]:
         self.is_over, self.is_usable = True, False
-        if self._running is None:
-            raise RuntimeError(f"a worker for {self.kind.name} {why}, outside of any case\n{self._log()}")
-        number, case, begin = self._running
-        self._next = number + 1
-        if self._next < self.batch.count:
-            self.rest = Batch(self.batch.kind, self.batch.count, self.batch.seed, self._next)
+        running = self._running or self._ended  # the last one, if it died behind its end
+        if running is None:
+            raise RuntimeError(
+                f"a worker for {self._kind.name} {why} before any case\n{self._log()}"
+            )
+        number, case, begin = running
+        if number + 1 < self._batch.count:
+            self.rest = replace(self._batch, first=number + 1)
         outcome = Outcome(FAILED, f"the process {why}", self._log())
-        yield self.batch, case, outcome, time.monotonic() - begin
+        yield self._batch, case, outcome, time.monotonic() - begin
 
     def _how(self) -> str:
         self._process.join(5)
@@ -276,28 +276,34 @@ class _Worker:
 # ---- the worker's side ----
 
 
-def _work(kind: Kind, room: Path, pipe: Connection, stored: list[Any] | None) -> None:
+def _work(room: Path, pipe: Connection) -> None:
     """Runs batches until the pipe is closed."""
     _shut_in(room)
-    run = kind.open(room / "work")
-    _limit_memory(kind.megabytes)
+    opened: dict[str, Run] = {}
     while True:
         try:
-            batch: Batch = pipe.recv()
+            kind, batch, stored = pipe.recv()
         except EOFError:
             return
+        if kind.name not in opened:
+            opened[kind.name] = kind.open(room / kind.name.replace(" ", "-"))
         cases = draw(kind, batch.count, batch.seed) if stored is None else stored
         for number, case in enumerate(cases[batch.first :], batch.first):
             pipe.send(("begin", number, case))
             os.ftruncate(2, 0)
-            outcome = judge(run, case)
+            _limit_memory(kind.megabytes)
+            outcome = judge(opened[kind.name], case)
+            _limit_memory(None)
+            os.chdir(room / "cwd")
+            if outcome.verdict == FAILED:
+                gc.collect()  # what a failure leaves behind must not be the next case's
             pipe.send(("end", outcome.verdict, outcome.cause, outcome.detail))
-        pipe.send(("batch",))
+        pipe.send(("over",))
 
 
 def _shut_in(room: Path) -> None:
     """Makes `room` the process's home and working folder, and keeps its output out of the way."""
-    for name in ("work", "home", "cwd"):
+    for name in ("home", "cwd"):
         (room / name).mkdir()
     os.environ.update(HOME=str(room / "home"), XDG_CACHE_HOME=str(room / "home/.cache"))
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TERM="dumb")
@@ -311,12 +317,11 @@ def _shut_in(room: Path) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _limit_memory(megabytes: int) -> None:
-    """Lets the process take so much more memory than it has now."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    taken = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData:"))
-    limit = taken + megabytes * 2**20
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-__all__ = ["ACCEPTED", "FAILED", "REFUSED", "Batch", "Report", "Tally", "plan", "run", "run_one"]
+def _limit_memory(megabytes: int | None) -> None:
+    """Lets the process take so much more memory than it has now; None takes the limit away."""
+    limit = resource.RLIM_INFINITY
+    if megabytes is not None:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        taken = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+        limit = taken * 1024 + megabytes * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))

@@ -61,7 +61,7 @@ def require_kept_promises(printed: Printed, prints_text: bool) -> None:
     if printed.code not in (0, 1):
         raise Wrong(f"exit code {printed.code}: {printed.err[:300]}")
     shown = printed.err if prints_text else printed.out + printed.err
-    if bad := sorted({c for c in shown if ord(c) < 32 and c not in "\n\r\t" or c == "\x7f"}):
+    if bad := sorted({c for c in shown if (ord(c) < 32 and c not in "\n\r\t") or c == "\x7f"}):
         raise Wrong(f"control characters reach the terminal: {bad[:5]!r}")
 
 

@@ -1,6 +1,7 @@
 """Lists the kinds of cases, one file each."""
 
 from cases import Kind
+
 from kinds import (
     chat_templates,
     checkpoints,

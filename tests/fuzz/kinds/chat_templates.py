@@ -26,15 +26,60 @@ LEAVES = (
     *("'a'*10**9", "'a'*1000", "[0]*10**9", "range(99999)|list", "namespace(x=1)", "dict(a=1)"),
     *("cycler(1,2)", "joiner()", "lipsum(5)", "lipsum(n=99999)", "self", "caller()", "varargs"),
     *("strftime_now('%Y')", "strftime_now('%')", "strftime_now(1)", "raise_exception('no')"),
-    *("raise_exception(messages)", "raise_exception('a\nb\x1b[31m')", "undefined.a.b", "()", "9**9**9"),
+    *(
+        "raise_exception(messages)",
+        "raise_exception('a\nb\x1b[31m')",
+        "undefined.a.b",
+        "()",
+        "9**9**9",
+    ),
     *("messages[-1]", "messages[99]", "messages[0]['content']", "self._TemplateReference__context"),
-    *("cycler.__init__.__globals__.os.environ", "joiner.__init__.__globals__", "m|attr('__class__')"),
+    *(
+        "cycler.__init__.__globals__.os.environ",
+        "joiner.__init__.__globals__",
+        "m|attr('__class__')",
+    ),
 )
 FILTERS = (
-    *("trim", "upper", "length", "list", "tojson", "tojson(indent=2)", "join(',')", "first", "last"),
-    *("map('upper')", "map(attribute='__class__')", "map(attribute='role')", "select", "reject('x')"),
-    *("sort", "reverse", "string", "int", "float", "default('d')", "replace('a','aaaa')", "batch(2)"),
-    *("groupby('role')", "sum", "unique", "items", "dictsort", "random", "pprint", "safe", "escape"),
+    *(
+        "trim",
+        "upper",
+        "length",
+        "list",
+        "tojson",
+        "tojson(indent=2)",
+        "join(',')",
+        "first",
+        "last",
+    ),
+    *(
+        "map('upper')",
+        "map(attribute='__class__')",
+        "map(attribute='role')",
+        "select",
+        "reject('x')",
+    ),
+    *(
+        "sort",
+        "reverse",
+        "string",
+        "int",
+        "float",
+        "default('d')",
+        "replace('a','aaaa')",
+        "batch(2)",
+    ),
+    *(
+        "groupby('role')",
+        "sum",
+        "unique",
+        "items",
+        "dictsort",
+        "random",
+        "pprint",
+        "safe",
+        "escape",
+    ),
     *("indent(99999999)", "center(99999999)", "wordwrap(0)", "truncate(3)", "urlize", "nosuch"),
     *("slice(0)", "slice(10**8)|list", "batch(0)|list", "round(10**9)", "format(1)", "xmlattr"),
     *("filesizeformat", "striptags", "urlencode", "min", "max", "abs", "attr('__class__')"),
@@ -72,7 +117,13 @@ def _statements() -> SearchStrategy[str]:
                 *("text", "{", "{{", "{% end %}", "{# #}", "{% break %}", "{% continue %}"),
                 *("{% include 'x' %}", "{% extends 'x' %}", "{% import 'os' as x %}", "{{ f(x) }}"),
                 *("{% do x %}", "{%- raw %}{{ x }}{% endraw %}", "{% set ns=namespace(x='a') %}"),
-                *("{{ bos_token }}", "{{ m['content'] }}", "\ud800", "\x00\x1b[31m", "{% block b %}"),
+                *(
+                    "{{ bos_token }}",
+                    "{{ m['content'] }}",
+                    "\ud800",
+                    "\x00\x1b[31m",
+                    "{% block b %}",
+                ),
             )
         ),
     )
@@ -87,7 +138,9 @@ def _statements() -> SearchStrategy[str]:
             st.builds("{{% for m in {} %}}{}{{% endfor %}}".format, expression, body),
             st.builds("{{% if {} %}}{}{{% else %}}{}{{% endif %}}".format, expression, body, body),
             st.builds("{{% macro f(x) %}}{}{{% endmacro %}}{{{{ f(1) }}}}".format, body),
-            st.builds("{{% filter {} %}}{}{{% endfilter %}}".format, st.sampled_from(FILTERS), body),
+            st.builds(
+                "{{% filter {} %}}{}{{% endfilter %}}".format, st.sampled_from(FILTERS), body
+            ),
             st.builds("{{% set x %}}{}{{% endset %}}".format, body),
             st.builds("{{% call f(1) %}}{}{{% endcall %}}".format, body),
             st.builds("{{% with x = {} %}}{}{{% endwith %}}".format, expression, body),
@@ -99,9 +152,11 @@ def _statements() -> SearchStrategy[str]:
 def _hungry() -> SearchStrategy[str]:
     """Draws templates that are long, deep, slow or large by design."""
     loop = st.builds(
-        lambda depth, size, body: "".join(f"{{% for a{i} in range({size}) %}}" for i in range(depth))
-        + body
-        + "{% endfor %}" * depth,
+        lambda depth, size, body: (
+            "".join(f"{{% for a{i} in range({size}) %}}" for i in range(depth))
+            + body
+            + "{% endfor %}" * depth
+        ),
         st.sampled_from((1, 2, 4, 9, 20)),
         st.sampled_from((3, 100, 99999)),
         st.sampled_from(("", "a", "{{ 'a'*1000 }}", "{{ bos_token }}", "{% break %}")),
@@ -109,12 +164,16 @@ def _hungry() -> SearchStrategy[str]:
     doubling = st.builds(
         lambda times, how: "{% set ns=namespace(x='a') %}" + how * times + "{{ ns.x|length }}",
         st.sampled_from((5, 30, 60, 400)),
-        st.sampled_from(("{% set ns.x=ns.x+ns.x %}", "{% set ns.x=ns.x~ns.x %}", "{% set ns.x=[ns.x,ns.x] %}")),
+        st.sampled_from(
+            ("{% set ns.x=ns.x+ns.x %}", "{% set ns.x=ns.x~ns.x %}", "{% set ns.x=[ns.x,ns.x] %}")
+        ),
     )
     deep = st.builds(
         lambda depth, pair: pair[0] * depth + "x" + pair[1] * depth,
         st.sampled_from((20, 300, 5000, 100_000)),
-        st.sampled_from((("{{ (", ") }}"), ("{% if x %}", "{% endif %}"), ("{{ [", "] }}"), ("{{ x.a", ""))),
+        st.sampled_from(
+            (("{{ (", ") }}"), ("{% if x %}", "{% endif %}"), ("{{ [", "] }}"), ("{{ x.a", ""))
+        ),
     )
     recursion = st.sampled_from(
         (
@@ -130,12 +189,16 @@ def _hungry() -> SearchStrategy[str]:
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         )
     )
-    nested = st.builds("{{{{ ({}){} }}}}".format, st.just("messages"), st.sampled_from(("|tojson", "|string")))
+    nested = st.builds(
+        "{{{{ ({}){} }}}}".format, st.just("messages"), st.sampled_from(("|tojson", "|string"))
+    )
     return st.one_of(loop, doubling, deep, recursion, nested)
 
 
 def _messages() -> SearchStrategy[Any]:
-    content = mutations.texts(20) | st.sampled_from(({"$": "repeat", "text": "a", "times": 100_000}, "a"))
+    content = mutations.texts(20) | st.sampled_from(
+        ({"$": "repeat", "text": "a", "times": 100_000}, "a")
+    )
     role = st.sampled_from(("user", "assistant", "system", "", "tool")) | mutations.texts(4)
     message = st.fixed_dictionaries({"role": role, "content": content})
     return st.lists(message, min_size=1, max_size=4)

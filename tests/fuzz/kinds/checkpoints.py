@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 
-
 def cases() -> SearchStrategy[Any]:
     what = st.sampled_from(("drafter", "training"))
     header_edits = st.lists(
@@ -23,7 +22,12 @@ def cases() -> SearchStrategy[Any]:
     return st.one_of(
         st.fixed_dictionaries({"what": what, "edits": mutations.edits()}),
         st.fixed_dictionaries(
-            {"what": what, "damage": mutations.damages(), "file": st.integers(0, 1), "rehash": st.booleans()}
+            {
+                "what": what,
+                "damage": mutations.damages(),
+                "file": st.integers(0, 1),
+                "rehash": st.booleans(),
+            }
         ),
         st.fixed_dictionaries(
             {"what": what, "tensors": mutations.edits(), "rehash": st.just(True)}

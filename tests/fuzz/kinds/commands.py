@@ -19,8 +19,12 @@ WORDS = mutations.texts(8).map(lambda text: text.replace("\x00", "").replace("\u
 NUMBER = mutations.numbers().map(lambda value: str(value)[:400] if abs(value) < 1e300 else "1e999")
 SMALL = st.sampled_from(("1", "2", "5", "0", "-1", "1.5", "x", "", "99999", "1e3", "nan"))
 SAMPLING: dict[str, SearchStrategy[str] | None] = {
-    **dict.fromkeys(("--temperature", "--top-p", "--min-p", "--repetition-penalty"), SMALL | NUMBER),
-    **dict.fromkeys(("--presence-penalty", "--frequency-penalty", "--typical-delta"), SMALL | NUMBER),
+    **dict.fromkeys(
+        ("--temperature", "--top-p", "--min-p", "--repetition-penalty"), SMALL | NUMBER
+    ),
+    **dict.fromkeys(
+        ("--presence-penalty", "--frequency-penalty", "--typical-delta"), SMALL | NUMBER
+    ),
     **dict.fromkeys(("--typical-epsilon", "--top-k", "--seed"), SMALL | NUMBER),
     "--stop-token-id": SMALL,
     "--logit-bias": st.builds("{}={}".format, SMALL, NUMBER) | WORDS,
@@ -101,7 +105,9 @@ def _odd() -> SearchStrategy[Any]:
 def _lines(verb: str, flags: dict[str, SearchStrategy[str] | None]) -> SearchStrategy[Any]:
     flag = st.one_of(
         *(
-            st.just([name]) if values is None else st.builds(lambda n, v: [n, v], st.just(name), values)
+            st.just([name])
+            if values is None
+            else st.builds(lambda n, v: [n, v], st.just(name), values)
             for name, values in flags.items()
         )
     )

@@ -9,6 +9,7 @@ import mutations
 from cases import Kind, Refused, Run, Wrong, refusing
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+
 from kinds.manifests import generate_as_plain
 
 FILES = (
@@ -36,8 +37,9 @@ def cases() -> SearchStrategy[Any]:
 
 
 def open_kind(folder: Path) -> Run:
-    import spec_runtime
     from tiny_bundle import Copy
+
+    import spec_runtime
 
     copy = Copy(folder)
 

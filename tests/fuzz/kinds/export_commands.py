@@ -9,9 +9,10 @@ import mutations
 from cases import Kind, Refused, Run, Wrong
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from shell import call, require_kept_promises
+
 from kinds.commands import SMALL, WORDS
 from kinds.out_folders import contents, fill, snapshot
-from shell import call, require_kept_promises
 
 MODELS = ("@folder/nosuch", "@folder/empty", "@folder/file", "./nosuch", "", "~nosuch", "\udcff")
 FLAGS: dict[str, dict[str, SearchStrategy[str] | None]] = {
@@ -33,7 +34,8 @@ FLAGS: dict[str, dict[str, SearchStrategy[str] | None]] = {
         "--num-prompts": SMALL,
         "--max-new-tokens": SMALL,
         "--max-prompt-tokens": SMALL,
-        "--temperature": SMALL | mutations.numbers().map(lambda v: f"{v:g}" if abs(v) < 1e300 else "inf"),
+        "--temperature": SMALL
+        | mutations.numbers().map(lambda v: f"{v:g}" if abs(v) < 1e300 else "inf"),
         "--seed": SMALL,
         "--batch-size": SMALL,
         "--engine": st.sampled_from(("auto", "transformers", "openvino", "vllm", "no")),
@@ -41,12 +43,16 @@ FLAGS: dict[str, dict[str, SearchStrategy[str] | None]] = {
         "--no-resume": None,
     },
     "train": {
-        "--set": st.builds("{}={}".format, st.sampled_from(("train.lr", "x.y", "data.path")), WORDS) | WORDS,
+        "--set": st.builds("{}={}".format, st.sampled_from(("train.lr", "x.y", "data.path")), WORDS)
+        | WORDS,
         "--resume": None,
         "--cache": st.sampled_from(MODELS),
         "--init": st.sampled_from(MODELS),
     },
-    "check": {"--precision": st.sampled_from(("fp32", "int8", "no")), "--bundle": st.sampled_from(MODELS)},
+    "check": {
+        "--precision": st.sampled_from(("fp32", "int8", "no")),
+        "--bundle": st.sampled_from(MODELS),
+    },
     "calibrate": {
         "--drafter": WORDS,
         "--max-new-tokens": SMALL,
@@ -63,7 +69,9 @@ def cases() -> SearchStrategy[Any]:
 def _lines(verb: str, flags: dict[str, SearchStrategy[str] | None]) -> SearchStrategy[Any]:
     flag = st.one_of(
         *(
-            st.just([name]) if values is None else st.builds(lambda n, v: [n, v], st.just(name), values)
+            st.just([name])
+            if values is None
+            else st.builds(lambda n, v: [n, v], st.just(name), values)
             for name, values in flags.items()
         )
     )

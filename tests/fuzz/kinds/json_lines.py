@@ -15,7 +15,9 @@ from hypothesis.strategies import SearchStrategy
 
 def _rows() -> SearchStrategy[Any]:
     ids = st.lists(st.integers(0, 97), min_size=1, max_size=6)
-    text = st.sampled_from(("hello", "a\u2028b", "x\x85y\x1c", "[/b]", "\ud800")) | mutations.texts()
+    text = (
+        st.sampled_from(("hello", "a\u2028b", "x\x85y\x1c", "[/b]", "\ud800")) | mutations.texts()
+    )
     message = st.fixed_dictionaries(
         {"role": st.sampled_from(("user", "assistant", "system")), "content": text}
     )
@@ -29,9 +31,7 @@ def _rows() -> SearchStrategy[Any]:
         st.fixed_dictionaries({"prompt": ids, "response": ids}, optional={"source": text}),
         st.builds(lambda ids: {"tokens": ids, "loss_mask": [1] * len(ids)}, ids),
     )
-    wrong = st.builds(
-        lambda row, edits: {"row": row, "edits": edits}, right, mutations.edits(2)
-    )
+    wrong = st.builds(lambda row, edits: {"row": row, "edits": edits}, right, mutations.edits(2))
     return st.one_of(right, right, wrong, st.builds(lambda v: {"value": v}, mutations.values()))
 
 

@@ -21,7 +21,9 @@ def cases() -> SearchStrategy[Any]:
     return st.one_of(
         st.fixed_dictionaries({"file": st.sampled_from(JSON_FILES), "edits": mutations.edits(2)}),
         st.fixed_dictionaries({"file": st.just("config.json"), "edits": mutations.edits(2)}),
-        st.fixed_dictionaries({"file": st.just("model.safetensors"), "tensors": mutations.edits(2)}),
+        st.fixed_dictionaries(
+            {"file": st.just("model.safetensors"), "tensors": mutations.edits(2)}
+        ),
         st.fixed_dictionaries({"file": st.sampled_from(FILES), "damage": mutations.damages()}),
         st.fixed_dictionaries({"gguf": _headers()}),
         st.fixed_dictionaries({"gguf": _headers(), "damage": mutations.damages()}),
@@ -34,7 +36,9 @@ def _headers() -> SearchStrategy[Any]:
     keys = st.sampled_from((b"general.architecture", b"", b"\xff", b"a" * 70000))
     kinds = st.integers(0, 13)
     entry = st.builds(
-        lambda key, kind, rest: len(key).to_bytes(8, "little") + key + kind.to_bytes(4, "little") + rest,
+        lambda key, kind, rest: (
+            len(key).to_bytes(8, "little") + key + kind.to_bytes(4, "little") + rest
+        ),
         keys,
         kinds,
         st.binary(max_size=24) | st.just((5).to_bytes(8, "little") + b"llama"),
@@ -60,9 +64,9 @@ def open_kind(folder: Path) -> Run:
 
     import torch
     import transformers
-    from kinds.checkpoints import _with_header
     from tiny_target import save_llama
 
+    from kinds.checkpoints import _with_header
     from spec_export import target
 
     torch.set_num_threads(1)

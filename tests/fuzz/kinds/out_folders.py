@@ -23,7 +23,9 @@ def contents() -> SearchStrategy[dict[str, Any]]:
     )
     return st.fixed_dictionaries(
         {
-            "kind": st.sampled_from(("none", "folder", "folder", "bundle", "bundle", "link", "file")),
+            "kind": st.sampled_from(
+                ("none", "folder", "folder", "bundle", "bundle", "link", "file")
+            ),
             "files": files,
         }
     )
@@ -75,7 +77,9 @@ def cases() -> SearchStrategy[Any]:
         {
             "out": contents(),
             "ends": st.sampled_from(("well", "well", "by an error", "by Ctrl-C")),
-            "place": st.sampled_from(("out", "out", "out", "out/", "./out", ".", "out/inner", "..")),
+            "place": st.sampled_from(
+                ("out", "out", "out", "out/", "./out", ".", "out/inner", "..")
+            ),
         }
     )
 
@@ -105,11 +109,13 @@ def open_kind(folder: Path) -> Run:
                 raise KeyboardInterrupt
             raise Loaded
 
-        make_bundle.target.load = load  # type: ignore[assignment]
         # a bundle of one's own may be replaced, so a build may get as far as loading its model
+        real, make_bundle.target.load = make_bundle.target.load, load  # type: ignore[assignment]
         try:
             with refusing():
-                make_bundle.build(BuildOptions(str(model), ["prompt_lookup"], out=Path(case["place"])))
+                make_bundle.build(
+                    BuildOptions(str(model), ["prompt_lookup"], out=Path(case["place"]))
+                )
         except (Loaded, KeyboardInterrupt):
             pass
         except Refused:
@@ -117,8 +123,8 @@ def open_kind(folder: Path) -> Run:
                 raise Wrong("a refused build has changed its folder") from None
             raise
         finally:
+            make_bundle.target.load = real  # type: ignore[assignment]
             litter = {path.name for path in room.iterdir()} - {"out", "elsewhere", "neighbour"}
-            os.chdir(folder)
         if snapshot(out) != before or (room / "neighbour").read_text() != FOREIGN:
             raise Wrong("a build that failed has changed its folder")
         if case["out"]["kind"] != "none" and case["place"] in ("out", "out/", "./out"):
@@ -137,7 +143,9 @@ def _require_ours(out: Path, case: dict[str, Any]) -> None:
     if case["out"]["kind"] == "bundle" and "manifest.json" not in case["out"]["files"]:
         own = {"manifest.json", *json.loads((out / "manifest.json").read_text())["files"]}
     foreign = sorted(
-        name for file in out.rglob("*") if file.is_file() and (name := str(file.relative_to(out))) not in own
+        name
+        for file in out.rglob("*")
+        if file.is_file() and (name := str(file.relative_to(out))) not in own
     )
     if foreign:
         raise Wrong(f"a build goes on to replace other people's files: {foreign}")

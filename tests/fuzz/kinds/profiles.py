@@ -23,9 +23,9 @@ def cases() -> SearchStrategy[Any]:
 
 
 def open_kind(folder: Path) -> Run:
-    import spec_runtime
     import tiny_bundle
 
+    import spec_runtime
     from spec_runtime import bundle as bundles
     from spec_runtime import profile
     from spec_runtime.trees.budget import Budget, Grown, Static

@@ -70,8 +70,9 @@ def _expand(value: Any) -> Any:
 
 
 def open_kind(folder: Path) -> Run:
-    import spec_runtime
     import tiny_bundle
+
+    import spec_runtime
 
     bundle = tiny_bundle.write(folder / "bundle")
     engine = spec_runtime.load(bundle, "medusa", threads=1)

@@ -15,7 +15,13 @@ from hypothesis.strategies import SearchStrategy
 
 DOCUMENT: dict[str, Any] = {
     "target": {"model": "./llama"},
-    "drafter": {"name": "parallelspec", "num_masks": 4, "taps": [1], "top_k": 10, "inputs": "features+tokens"},
+    "drafter": {
+        "name": "parallelspec",
+        "num_masks": 4,
+        "taps": [1],
+        "top_k": 10,
+        "inputs": "features+tokens",
+    },
     "data": {"path": ["a.jsonl", "b.jsonl"], "max_length": 512, "sources": ["x", ""]},
     "train": {
         "batch_tokens": 512,
@@ -122,9 +128,11 @@ def open_kind(folder: Path) -> Run:
                 again = recipes.parse(to_toml(recipe.as_dict()), folder=folder)
         except Refused as refused:
             raise Wrong(f"refuses what it has written itself: {refused}") from refused
-        if again != recipe or recipes.build_config(
-            module.Config, again.drafter_fields, "recipe [drafter]"
-        ) != config:
+        if (
+            again != recipe
+            or recipes.build_config(module.Config, again.drafter_fields, "recipe [drafter]")
+            != config
+        ):
             raise Wrong(f"differs after a round trip: {recipe} {again}")
 
     return run

@@ -13,7 +13,9 @@ from hypothesis.strategies import SearchStrategy
 # What a field may be: values that mostly fit it.
 FITTING: dict[str, SearchStrategy[Any]] = {
     "max_new_tokens": st.integers(1, 40),
-    "temperature": st.sampled_from((0, 1e-40, 1e-38, 1e-20, 1e-6, 2e-4, 1e-2, 0.5, 1, 2.0, 1e3, 1e30))
+    "temperature": st.sampled_from(
+        (0, 1e-40, 1e-38, 1e-20, 1e-6, 2e-4, 1e-2, 0.5, 1, 2.0, 1e3, 1e30)
+    )
     | st.floats(0, 2),
     "top_k": st.none() | st.integers(1, 300),
     "top_p": st.none() | st.floats(0, 1, exclude_min=True),
@@ -49,15 +51,14 @@ def cases() -> SearchStrategy[Any]:
     one_wild = st.sampled_from(sorted(wild)).flatmap(
         lambda name: st.fixed_dictionaries({name: wild[name]})
     )
-    fields = st.one_of(
-        fitting, fitting, one_wild, st.builds(lambda a, b: a | b, fitting, one_wild)
-    )
+    fields = st.one_of(fitting, fitting, one_wild, st.builds(lambda a, b: a | b, fitting, one_wild))
     return st.builds(lambda about, fields: about | {"fields": fields}, about, fields)
 
 
 def open_kind(folder: Path) -> Run:
-    import spec_runtime
     import tiny_bundle
+
+    import spec_runtime
 
     bundle = tiny_bundle.write(folder / "bundle")
     plain = spec_runtime.load(bundle, "none", threads=1)
@@ -78,7 +79,9 @@ def open_kind(folder: Path) -> Run:
         is_drawn = fields.get("temperature") and fields["seed"] is None
         if is_drawn:  # with a fresh seed each time nothing can be compared
             return
-        judge = plain if fields.get("acceptance", "target_sampling") == "target_sampling" else engine
+        judge = (
+            plain if fields.get("acceptance", "target_sampling") == "target_sampling" else engine
+        )
         try:
             with refusing():
                 expected = judge.generate(case["prompt"], reuse=False, **fields)

@@ -44,7 +44,12 @@ def _components() -> SearchStrategy[Any]:
     )
     fuller = st.sampled_from(
         [
-            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+            {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            },
             {"type": "Prepend", "prepend": "a" * 1000},
             {"type": "Strip", "content": "a", "start": 2**40, "stop": 5},
             {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": True},
@@ -93,9 +98,9 @@ def _ids() -> SearchStrategy[list[int]]:
 
 
 def open_kind(folder: Path) -> Run:
-    import spec_runtime
     from tiny_bundle import Copy
 
+    import spec_runtime
     from spec_runtime.text import TextStream
 
     copy = Copy(folder)
