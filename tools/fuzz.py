@@ -1,4 +1,4 @@
-"""Tries random and damaged inputs of every kind, each in a process with limits, and counts outcomes.
+"""Tries random and damaged inputs of every kind, in processes with limits, and counts outcomes.
 
 python tools/fuzz.py --cases 100000 --seed 1 --json results.json
 python tools/fuzz.py --cases 500 --kinds manifest,recipe
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import os
 import platform
 import sys
 from collections import Counter
@@ -57,25 +58,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, names: list[str]) -> runner.Report:
-    """Runs the cases; shows how far it is on a terminal, and writes the inputs where asked to."""
-    inputs = lzma.open(options.inputs, "wt", preset=1) if options.inputs else None
+    """Runs the cases; says how far it is, and writes the inputs where asked to."""
+    path = options.inputs or os.devnull
     done = 0
 
     def note(kind: str, case: Any, outcome: Outcome) -> None:
         nonlocal done
         done += 1
-        if inputs is not None:
-            row = {"kind": kind, "case": case, "verdict": outcome.verdict, "cause": outcome.cause}
-            inputs.write(json.dumps(row) + "\n")
+        row = {"kind": kind, "case": case, "verdict": outcome.verdict, "cause": outcome.cause}
+        inputs.write(json.dumps(row) + "\n")
         if done % 500 == 0:
             print(f"{done} of about {options.cases}: {kind}", file=sys.stderr, flush=True)
 
     kinds = [KINDS[name] for name in names]
-    try:
+    with lzma.open(path, "wt", preset=1) if options.inputs else open(path, "w") as inputs:
         return runner.run(kinds, options.cases, options.seed, options.workers, note)
-    finally:
-        if inputs is not None:
-            inputs.close()
 
 
 def _print(report: runner.Report) -> None:

@@ -91,7 +91,7 @@ def values() -> SearchStrategy[Any]:
 
 def edits(max_size: int = 3) -> SearchStrategy[list[dict[str, Any]]]:
     """Draws changes of a JSON document, see `edited`."""
-    at = st.integers(0, 2**32)
+    at = st.lists(st.integers(0, 999), min_size=1, max_size=7)
     near = st.sampled_from((-2, -1, 1, 2, 10, 1000, -1000, 2**20))
     edit = st.one_of(
         st.fixed_dictionaries({"do": st.just("set"), "at": at, "value": values()}),
@@ -142,38 +142,40 @@ def dump(document: Any) -> str:
     return text
 
 
-def nodes(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Returns the paths of all values in a document: ("target", "dims"), ("drafters", 0) …"""
-    found = [path] if path else []
-    if isinstance(document, dict):
-        for key, item in document.items():
-            found += nodes(item, (*path, key))
-    elif isinstance(document, list):
-        for number, item in enumerate(document):
-            found += nodes(item, (*path, number))
-    return found
+def place(document: Any, at: list[int]) -> list[Any]:
+    """Returns the path of a value: each number of `at` chooses a child, one level deeper each.
+
+    Numbers count round, and the path ends at a value without children: in {"a": 1, "b": [2, 3]}
+    [1, 3] is ["b", 1], [3] is ["b"], and [0, 5] is ["a"].
+    """
+    path: list[Any] = []
+    for number in at:
+        if not isinstance(document, dict | list) or not document:
+            break
+        keys = list(document) if isinstance(document, dict) else range(len(document))
+        path.append(keys[number % len(keys)])
+        document = document[path[-1]]
+    return path
 
 
 def edited(document: Any, changes: list[dict[str, Any]]) -> Any:
-    """Returns a copy of the document with the changes made; `at` counts its values in order.
+    """Returns a copy of the document with the changes made at their places, see `place`.
 
     set: another value. shift: a number plus some. copy: another value of the document. delete,
     rename a key, append to a list (or add a key).
     """
     result = copy.deepcopy(document)
     for change in changes:
-        paths = nodes(result)
-        if not paths:
-            return result
-        *above, last = paths[change["at"] % len(paths)]
-        parent = result
-        for key in above:
-            parent = parent[key]
-        _change(result, parent, last, change, paths)
+        path = place(result, change["at"])
+        if path:
+            parent = result
+            for key in path[:-1]:
+                parent = parent[key]
+            _change(result, parent, path[-1], change)
     return result
 
 
-def _change(document: Any, parent: Any, key: Any, change: dict[str, Any], paths: list) -> None:
+def _change(document: Any, parent: Any, key: Any, change: dict[str, Any]) -> None:
     do, old = change["do"], parent[key]
     if do == "delete":
         del parent[key]
@@ -182,7 +184,7 @@ def _change(document: Any, parent: Any, key: Any, change: dict[str, Any], paths:
         parent[key] = old + change["value"] if is_number else change["value"]
     elif do == "copy":
         value = document
-        for step in paths[change["value"] % len(paths)]:
+        for step in place(document, change["value"]):
             value = value[step]
         parent[key] = copy.deepcopy(value)
     elif do == "rename" and isinstance(parent, dict):
@@ -196,9 +198,9 @@ def _change(document: Any, parent: Any, key: Any, change: dict[str, Any], paths:
 
 
 def damages() -> SearchStrategy[list[dict[str, Any]]]:
-    """Draws changes of a file's bytes, see `damaged`. Places are shares of 2³², so that they fall
+    """Draws changes of a file's bytes, see `damaged`. Places are shares of 2²⁴, so that they fall
     anywhere in a file of any length."""
-    at = st.integers(0, 2**32 - 1) | st.sampled_from((0, 1, 2**32 - 1))
+    at = st.integers(0, 2**24 - 1) | st.sampled_from((0, 1, 2**24 - 1))
     size = st.sampled_from((1, 4, 8, 64, 1000))
     damage = st.one_of(
         st.fixed_dictionaries({"do": st.just("flip"), "at": at, "bit": st.integers(0, 7)}),
@@ -215,11 +217,11 @@ def damages() -> SearchStrategy[list[dict[str, Any]]]:
 
 
 def damaged(content: bytes, changes: list[dict[str, Any]]) -> bytes:
-    """Returns the bytes with the changes made: one bit flipped, the end cut off, a piece zeroed, set
-    to ones, swapped with another, dropped, or some bytes inserted."""
+    """Returns the bytes with the changes made: one bit flipped, the end cut off, a piece zeroed,
+    set to ones, swapped with another, dropped, or some bytes inserted."""
     data = bytearray(content)
     for change in changes:
-        at = change["at"] * (len(data) + 1) >> 32
+        at = change["at"] * (len(data) + 1) >> 24
         end = min(len(data), at + change.get("size", 1))
         if change["do"] == "flip" and at < len(data):
             data[at] ^= 1 << change["bit"]
@@ -228,7 +230,7 @@ def damaged(content: bytes, changes: list[dict[str, Any]]) -> bytes:
         elif change["do"] in ("zero", "ones"):
             data[at:end] = bytes([255 * (change["do"] == "ones")]) * (end - at)
         elif change["do"] == "swap":
-            to = min(change["to"] * (len(data) + 1) >> 32, len(data) - (end - at))
+            to = min(change["to"] * (len(data) + 1) >> 24, len(data) - (end - at))
             data[at:end], data[to : to + end - at] = data[to : to + end - at], data[at:end]
         elif change["do"] == "drop":
             del data[at:end]

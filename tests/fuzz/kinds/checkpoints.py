@@ -16,9 +16,6 @@ from hypothesis.strategies import SearchStrategy
 
 def cases() -> SearchStrategy[Any]:
     what = st.sampled_from(("drafter", "training"))
-    header_edits = st.lists(
-        st.fixed_dictionaries({"at": st.integers(0, 99), "value": mutations.values()}), max_size=2
-    )
     return st.one_of(
         st.fixed_dictionaries({"what": what, "edits": mutations.edits()}),
         st.fixed_dictionaries(
@@ -33,7 +30,6 @@ def cases() -> SearchStrategy[Any]:
             {"what": what, "tensors": mutations.edits(), "rehash": st.just(True)}
         ),
         st.fixed_dictionaries({"what": what, "text": mutations.damages()}),
-        st.fixed_dictionaries({"what": what, "edits": mutations.edits(1), "more": header_edits}),
     )
 
 

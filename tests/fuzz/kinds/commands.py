@@ -72,7 +72,7 @@ VERBS: dict[str, dict[str, SearchStrategy[str] | None]] = {
         "--temperature": SMALL,
         "--seed": SMALL,
         "--acceptance": st.sampled_from(("target_sampling", "rejection", "typical")),
-        "--draws": st.sampled_from(("50", "1", "x")),
+        "--draws": st.sampled_from(("51", "1", "x")),
         "--strict": None,
         "--reference": st.sampled_from(FOLDERS),
         "--json": st.sampled_from(OUT),
@@ -102,7 +102,8 @@ def _odd() -> SearchStrategy[Any]:
     )
 
 
-def _lines(verb: str, flags: dict[str, SearchStrategy[str] | None]) -> SearchStrategy[Any]:
+def flag_words(flags: dict[str, SearchStrategy[str] | None]) -> SearchStrategy[list[str]]:
+    """Draws up to four flags with their values; None is the value of a flag that takes none."""
     flag = st.one_of(
         *(
             st.just([name])
@@ -111,7 +112,11 @@ def _lines(verb: str, flags: dict[str, SearchStrategy[str] | None]) -> SearchStr
             for name, values in flags.items()
         )
     )
-    given = st.lists(flag, max_size=4).map(lambda parts: sum(parts, []))
+    return st.lists(flag, max_size=4).map(lambda parts: [word for part in parts for word in part])
+
+
+def _lines(verb: str, flags: dict[str, SearchStrategy[str] | None]) -> SearchStrategy[Any]:
+    given = flag_words(flags)
     wild = st.lists(WORDS, min_size=1, max_size=1)
     rest = st.one_of(given, given, given, given, st.builds(lambda a, b: a + b, given, wild))
     folder = st.sampled_from(FOLDERS).map(lambda name: ["--bundle", name])
@@ -123,6 +128,8 @@ def _lines(verb: str, flags: dict[str, SearchStrategy[str] | None]) -> SearchStr
         prompts = st.sampled_from(FILES).map(lambda name: ["--prompts", name])
     if verb == "generate":
         prompts = st.one_of(st.just([]), WORDS.map(lambda word: [word]), st.just(["hello"]))
+    if verb == "audit":  # whose test of a distribution takes 1000 draws otherwise
+        begin += ["--draws", "50"]
     if verb != "show":
         tokens = TOKENS.map(lambda count: ["--max-new-tokens", count])
     return st.builds(

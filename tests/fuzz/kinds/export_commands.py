@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from shell import call, require_kept_promises
 
-from kinds.commands import SMALL, WORDS
+from kinds.commands import SMALL, WORDS, flag_words
 from kinds.out_folders import contents, fill, snapshot
 
 MODELS = ("@folder/nosuch", "@folder/empty", "@folder/file", "./nosuch", "", "~nosuch", "\udcff")
@@ -67,15 +67,7 @@ def cases() -> SearchStrategy[Any]:
 
 
 def _lines(verb: str, flags: dict[str, SearchStrategy[str] | None]) -> SearchStrategy[Any]:
-    flag = st.one_of(
-        *(
-            st.just([name])
-            if values is None
-            else st.builds(lambda n, v: [n, v], st.just(name), values)
-            for name, values in flags.items()
-        )
-    )
-    rest = st.lists(flag, max_size=4).map(lambda parts: sum(parts, []))
+    rest = flag_words(flags)
     model = st.sampled_from(MODELS)
     fixed = {
         "build": model.map(lambda name: ["--model", name, "--out", "@folder/out"]),

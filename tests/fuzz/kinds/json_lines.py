@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +71,8 @@ def _content(case: dict[str, Any]) -> bytes:
             row = mutations.expand(row["value"])
         text = mutations.dump(row)
         if not case["ascii"]:
-            try:
+            with suppress(RecursionError, ValueError):  # too deep to be read here
                 text = json.dumps(json.loads(text), ensure_ascii=False)
-            except (RecursionError, ValueError):
-                pass
         lines.append(text + case["end"])
     content = "".join(lines).encode("utf-8", "surrogatepass")
     content = lzma.compress(content, preset=0) if case.get("xz") else content
@@ -126,9 +125,8 @@ def open_kind(folder: Path) -> Run:
         num_asked = min(len(rows), case.get("limit", len(rows)))
         if len(prompts) > num_asked:
             raise Wrong(f"{len(prompts)} prompts of {num_asked}")
-        if None in rows and "limit" not in case and "per_category" not in case:
-            if len(prompts) >= len(rows):
-                raise Wrong("a line that is not JSON became a prompt")
+        if len(prompts) > sum(row is not None for row in rows):
+            raise Wrong("a line that is not JSON became a prompt")
 
     def run(case: dict[str, Any]) -> None:
         content = _content(case)

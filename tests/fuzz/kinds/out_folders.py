@@ -1,4 +1,7 @@
-"""Folders to build into: other people's files survive, whatever stands there and however it ends."""
+"""Folders to build into: other people's files survive, whatever stands there and however it ends.
+
+The model is never loaded: a build that gets so far is interrupted there.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: changed TOML documents and overrides; one that is taken is the same after a round trip."""
+"""Recipes: changed TOML and overrides; one that is taken is the same after a round trip."""
 
 from __future__ import annotations
 
