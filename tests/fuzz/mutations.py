@@ -123,6 +123,9 @@ class Nested(str):
     def __new__(cls, depth: int) -> Nested:
         return super().__new__(cls, "[" * depth + "]" * depth)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Nested:
+        return self
+
 
 def dump(document: Any) -> str:
     """Returns the document as JSON, Nested values as real lists in lists."""
@@ -142,18 +145,23 @@ def dump(document: Any) -> str:
     return text
 
 
-def place(document: Any, at: list[int]) -> list[Any]:
-    """Returns the path of a value: each number of `at` chooses a child, one level deeper each.
+def place(document: Any, at: list[Any]) -> list[Any]:
+    """Returns the path of a value: each item of `at` chooses a child, one level deeper each.
 
-    Numbers count round, and the path ends at a value without children: in {"a": 1, "b": [2, 3]}
-    [1, 3] is ["b", 1], [3] is ["b"], and [0, 5] is ["a"].
+    Numbers count round, names are keys, and the path ends at a value without children: in
+    {"a": 1, "b": [2, 3]} [1, 3] and ["b", 1] are ["b", 1], [3] is ["b"], and [0, 5] is ["a"].
     """
     path: list[Any] = []
     for number in at:
         if not isinstance(document, dict | list) or not document:
             break
         keys = list(document) if isinstance(document, dict) else range(len(document))
-        path.append(keys[number % len(keys)])
+        if isinstance(number, str):
+            if number not in keys:
+                break
+            path.append(number)
+        else:
+            path.append(keys[number % len(keys)])
         document = document[path[-1]]
     return path
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,12 +58,16 @@ def require_kept_promises(printed: Printed, prints_text: bool) -> None:
         if len(errors) != 1 or not errors[0].startswith("error: "):
             raise Wrong(f"a refusal in {len(errors)} lines: {printed.err[:600]}")
         require_proper_line(errors[0])
+        _require_no_control(printed.err)
         raise Refused(errors[0])
     if printed.code not in (0, 1):
         raise Wrong(f"exit code {printed.code}: {printed.err[:300]}")
-    shown = printed.err if prints_text else printed.out + printed.err
-    if bad := sorted({c for c in shown if (ord(c) < 32 and c not in "\n\r\t") or c == "\x7f"}):
-        raise Wrong(f"control characters reach the terminal: {bad[:5]!r}")
+    _require_no_control(printed.err if prints_text else printed.out + printed.err)
+
+
+def _require_no_control(shown: str) -> None:
+    if bad := sorted({c for c in shown if unicodedata.category(c) == "Cc"} - set("\n\t")):
+        raise Wrong(f"control characters reach the terminal: {bad[:5]!r} in {shown[:300]!r}")
 
 
 def _is_news(line: str) -> bool:
