@@ -143,7 +143,8 @@ def _save_target(folder: Path) -> None:
     noise = n("Mod", n("Mul", noise, n.constant(7, np.float32)), n.constant(31, np.float32), fmod=1)
     noise = n("Div", noise, n.constant(4, np.float32))
     likely_M = n.following(n("Gather", token_N, "logit_rows"))
-    likely = n("OneHot", likely_M, n.constant(VOCAB), n.constant([0, 9], np.float32))
+    is_likely = n("Equal", n("Unsqueeze", likely_M, n.constant([1])), n.constant([range(VOCAB)]))
+    likely = n("Where", is_likely, n.constant(9, np.float32), n.constant(0, np.float32))
     n("Add", noise, likely, out="logits")
     n.save(TARGET, folder)
 
