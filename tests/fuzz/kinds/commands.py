@@ -95,7 +95,7 @@ def cases() -> SearchStrategy[Any]:
 def _odd() -> SearchStrategy[Any]:
     """Draws lines that are no command at all."""
     first = st.sampled_from((*VERBS, "tune", "no", "--help", "--version", "-h", "")) | WORDS
-    lines = st.lists(first | WORDS | st.sampled_from(tuple(SAMPLING)), max_size=4)
+    lines = st.lists(first | WORDS | st.sampled_from(tuple(SAMPLING)), min_size=1, max_size=4)
     # `tune` measures for seconds: it is run elsewhere, here only its parsing
     return lines.filter(lambda words: words[:1] != ["tune"] or "--no" in words).map(
         lambda words: {"words": words, "stdin": ""}

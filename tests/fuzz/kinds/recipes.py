@@ -106,6 +106,7 @@ def open_kind(folder: Path) -> Run:
     from spec_export import drafters
     from spec_export.training import recipe as recipes
 
+    drafters.load("parallelspec")  # imports torch now, not in the first case
     folder.mkdir(exist_ok=True)
     file = folder / "recipe.toml"
     whole = to_toml(DOCUMENT).encode()
