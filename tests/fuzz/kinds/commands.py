@@ -17,7 +17,10 @@ FILES = ("@prompts", "@prompts", "@prompts", "@bad", "@cwd", "nosuch", "", "@bun
 OUT = ("@out/x.json", "@out/a/b/x.json", "@bundle", "@file/x", "", "/proc/x", "@out/\udcff")
 WORDS = mutations.texts(8).map(lambda text: text.replace("\x00", "").replace("\ud800", "\udc80"))
 NUMBER = mutations.numbers().map(lambda value: str(value)[:400] if abs(value) < 1e300 else "1e999")
-SMALL = st.sampled_from(("1", "2", "5", "0", "-1", "1.5", "x", "", "99999", "1e3", "nan"))
+RIGHT = st.sampled_from(("1", "2", "3", "5"))
+WRONG = st.sampled_from(("0", "-1", "1.5", "x", "", "99999", "1e3", "nan"))
+SMALL = st.integers(0, 5).flatmap(lambda turn: WRONG if turn == 0 else RIGHT)
+SHARE = st.sampled_from(("0", "0.5", "0.9", "1", "1.5", "-1", "nan"))
 SAMPLING: dict[str, SearchStrategy[str] | None] = {
     **dict.fromkeys(
         ("--temperature", "--top-p", "--min-p", "--repetition-penalty"), SMALL | NUMBER
@@ -34,7 +37,7 @@ SAMPLING: dict[str, SearchStrategy[str] | None] = {
     "--draw-with-replacement": None,
     "--ignore-eos": None,
 }
-THREADS = st.sampled_from(("1", "2", "0", "-1", "100000", "x", str(2**31), "1.5"))
+THREADS = st.sampled_from(("1", "1", "2", "2", "0", "100000", "x", str(2**31)))
 COMMON: dict[str, SearchStrategy[str] | None] = {
     "--drafter": st.sampled_from(("medusa", "parallelspec", "none", "prompt_lookup", "no", "a+b")),
     "--lookup": None,
@@ -42,12 +45,14 @@ COMMON: dict[str, SearchStrategy[str] | None] = {
     "--threads": THREADS,
 }
 ENGINE = COMMON | {
-    "--backend": st.sampled_from(("onnxruntime", "cuda", "tensorrt", "no")),
+    "--backend": st.sampled_from(
+        ("onnxruntime", "onnxruntime", "onnxruntime", "cuda", "tensorrt", "no")
+    ),
     "--fused": None,
     "--no-profile": None,
     "--system": WORDS,
 }
-TOKENS = st.sampled_from(("1", "3", "8", "0", "-1", "x", "99", "999999999999"))
+TOKENS = st.sampled_from(("1", "2", "3", "8", "12", "99", "999999999999", "0", "x"))
 VERBS: dict[str, dict[str, SearchStrategy[str] | None]] = {
     "generate": SAMPLING
     | ENGINE
