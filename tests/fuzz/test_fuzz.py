@@ -135,7 +135,7 @@ def test_the_command_writes_counts_and_failures_that_can_be_replayed(
 
 def test_changes_of_documents_and_bytes() -> None:
     document = {"a": 1, "b": [2, {"c": "x"}]}
-    changes = [
+    changes: list[dict[str, Any]] = [
         {"do": "set", "at": [0], "value": {"$": "repeat", "text": "ab", "times": 2}},
         {"do": "shift", "at": [1, 2], "value": 5},
         {"do": "rename", "at": [3, 1, 0], "value": "d"},

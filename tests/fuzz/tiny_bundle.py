@@ -102,11 +102,11 @@ class _Nodes:
     def save(self, graph: Graph, folder: Path) -> None:
         types = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
         types |= {"int32": TensorProto.INT32, "bool": TensorProto.BOOL}
-        infos = [
+        inputs, outputs = (
             [helper.make_tensor_value_info(s.name, types[s.dtype], list(s.shape)) for s in specs]
             for specs in (graph.inputs, graph.outputs)
-        ]
-        made = helper.make_graph(self.nodes, "tiny", *infos, self.constants)
+        )
+        made = helper.make_graph(self.nodes, "tiny", inputs, outputs, self.constants)
         model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         path = folder / graph.file
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,9 @@ def _lines(verb: str, flags: dict[str, SearchStrategy[str] | None]) -> SearchStr
         "check": model.map(lambda name: ["--model", name]),
         "calibrate": model.map(lambda name: ["--bundle", name]),
     }[verb]
-    odd = st.one_of(st.just([]), st.just([]), st.just([]), WORDS.map(lambda word: [word]))
+    odd: SearchStrategy[list[str]] = st.one_of(
+        st.just([]), st.just([]), st.just([]), WORDS.map(lambda word: [word])
+    )
     return st.builds(
         lambda fixed, rest, odd, out: {"words": [verb, *fixed, *rest, *odd], "out": out},
         fixed,
