@@ -1,0 +1,99 @@
+"""Holds kinds with planted faults, by which tests see that the runner finds each of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from cases import Kind, Refused, Run, Wrong, refusing
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from spec_runtime.bundle import BundleError
+
+BAD, NUM_CASES = 3, 8  # the case at which a fault is planted, and how many there are
+
+
+def _crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _leave() -> None:
+    os._exit(7)
+
+
+def _hang() -> None:
+    time.sleep(60)
+
+
+def _hog() -> None:
+    held = [bytearray(50 * 2**20) for _ in range(40)]
+    raise AssertionError(f"took {len(held)} pieces")
+
+
+def _answer_wrongly() -> None:
+    raise Wrong("tokens differ from plain decoding")
+
+
+def _refuse(message: str) -> None:
+    with refusing():
+        raise_as_own(message)
+
+
+def _leak_a_foreign_error() -> None:
+    with refusing():
+        int("x")
+
+
+def _panic() -> None:
+    raise BaseException("a Rust panic is no Exception")
+
+
+def raise_as_own(message: str) -> None:
+    """Raises a ValueError from one of the project's own files."""
+    from spec_runtime import files
+
+    path = Path(files.__file__)
+    code = compile(f"raise error({message!r})", str(path), "exec")
+    exec(code, {"error": BundleError})
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "crash": _crash,
+    "leave": _leave,
+    "hang": _hang,
+    "hog": _hog,
+    "wrong": _answer_wrongly,
+    "two lines": partial(_refuse, "got one\ngot two"),
+    "endless line": partial(_refuse, "x" * 5000),
+    "escape": partial(_refuse, "\x1b[31mred"),
+    "foreign": _leak_a_foreign_error,
+    "panic": _panic,
+    "good refusal": partial(_refuse, "got 3, expected 4; take another"),
+}
+
+
+def cases() -> SearchStrategy[Any]:
+    return st.integers(0, NUM_CASES - 1)
+
+
+def open_with(fault: str, folder: Path) -> Run:
+    """Returns what runs a case: number BAD has the fault, even ones are refused, the rest taken."""
+
+    def run(case: int) -> None:
+        if case == BAD:
+            FAULTS[fault]()
+        elif case % 2 == 0:
+            raise Refused("an even number")
+
+    return run
+
+
+def kind(fault: str) -> Kind:
+    """Returns the kind in which this fault is planted."""
+    return Kind(fault, "planted", cases, partial(open_with, fault), seconds=2, megabytes=200)
