@@ -5,9 +5,10 @@ usage: faults.py [--kills 100] [--seed 0] [--scenarios NAME,NAME…] [--json OUT
 
 Each scenario is one command on a tiny target. Kills: SIGKILL or SIGTERM at a random moment, two of
 three right before a random operation on a file, the others at a random time. Besides, each command
-runs on file systems of several sizes that are too small for it, on some that get full meanwhile, on one that is mounted read-only,
-and beside a second process of itself. After each disturbance what was there before has to be whole;
-the same command is then run again, and has to make what it makes undisturbed, and leave no litter.
+runs on file systems of several sizes that are too small for it, on some that get full meanwhile, on
+one that is mounted read-only, and beside a second process of itself. After each disturbance what
+was there before has to be whole; the same command is then run again, and has to make what it makes
+undisturbed, and leave no litter.
 
 `--kills` are shared out evenly over the scenarios, which `--scenarios` names (all by default). The
 same seed gives the same moments, though a moment in seconds depends on the machine. Mounting needs

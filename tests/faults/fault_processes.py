@@ -165,8 +165,6 @@ def _command(
         file = os.open(logs / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         os.dup2(file, descriptor)
         os.close(file)
-    # sys.stdin of such a process is a file of Python's own; a command gets an empty one
-    sys.stdin = open(os.devnull)
     os.chdir(place)
     os.environ |= {"XDG_CACHE_HOME": str(place / "cache"), "HOME": str(logs)}
     _watch_decoding(logs / "decoded")

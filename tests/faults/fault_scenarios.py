@@ -244,9 +244,8 @@ class Train(Scenario):
     def arguments(self) -> list[str]:
         settings = "max_steps=12 checkpoint_every=3 keep_checkpoints=9 validate_every=6 log_every=3"
         overrides = [word for each in settings.split() for word in ("--set", f"train.{each}")]
-        return ["spec-export", "train", str(self.shop.folder / "medusa.toml"), "--out", "run"] + (
-            overrides
-        )
+        recipe = str(self.shop.folder / "medusa.toml")
+        return ["spec-export", "train", recipe, "--out", "run", *overrides]
 
     def next_arguments(self, place: Path) -> list[str]:
         has_checkpoint = any((place / "run/checkpoints").glob("step-*"))

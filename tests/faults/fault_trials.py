@@ -1,4 +1,4 @@
-"""Disturbs the commands and looks at what is left: kills, full disks, read-only folders, two at once.
+"""Disturbs commands and looks at what is left: kills, full disks, read-only folders, two at once.
 
 Every trial has a place of its own and runs the command once disturbed and once undisturbed. In
 between, what was there before must be whole; afterwards, the result must be that of a run that
@@ -55,8 +55,9 @@ class Trial:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a run that nobody disturbs makes, and what it takes."""
+    """What a run that nobody disturbs makes in its `place`, and what it takes."""
 
+    place: Path
     result: Any
     files: set[str]
     seconds: float
@@ -88,6 +89,7 @@ class Disturber:
             if file not in before or before[file].st_mtime_ns != file.stat().st_mtime_ns
         ]
         return Reference(
+            place,
             self.scenario.result(place),
             self.scenario.files(place),
             ended.seconds,

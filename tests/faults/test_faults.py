@@ -1,13 +1,16 @@
-"""Kills the commands, fills their disk, forbids them to write and runs them in pairs: a few of each.
+"""Kills commands, fills their disks, forbids them to write and runs them in pairs: a few of each.
 
 `tools/faults.py` makes any number of these trials; docs/reliability.md has its figures.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ import pytest
 pytest.importorskip("torch")
 
 from fault_processes import Death
-from fault_scenarios import SCENARIOS, Shop
+from fault_scenarios import SCENARIOS, Damaged, Shop
 from fault_trials import Disturber, Trial, why_no_mounts
 
 # Those that take a second; builds take several.
@@ -96,9 +99,7 @@ def test_a_command_asked_to_end_leaves_no_litter(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 @pytest.mark.usefixtures("mounts")
-def test_a_full_disk_is_said_in_one_line(
-    name: str, disturber: Callable[[str], Disturber]
-) -> None:
+def test_a_full_disk_is_said_in_one_line(name: str, disturber: Callable[[str], Disturber]) -> None:
     each = disturber(name)
     check(each.fill_disk(0.5))
     check(each.fill_disk_later(0.3))
@@ -134,3 +135,18 @@ def test_of_two_at_once_the_result_is_that_of_one(
     name: str, disturber: Callable[[str], Disturber]
 ) -> None:
     check(disturber(name).run_two(0))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_suite_notices_a_half_written_result(
+    name: str, disturber: Callable[[str], Disturber], tmp_path: Path
+) -> None:
+    each = disturber(name)
+    place = tmp_path / "place"
+    shutil.copytree(each.reference.place, place)
+    assert each.scenario.result(place) == each.reference.result
+    for file in place.rglob("*"):
+        if file.is_file():
+            os.truncate(file, file.stat().st_size // 2)
+    with suppress(Damaged):
+        assert each.scenario.result(place) != each.reference.result
