@@ -111,6 +111,7 @@ def main() -> int:
             "skipped": no_mounts,
             "trials": len(done),
             "counts": table,
+            "failed": len(failures),
             "failures": failures,
         }
         write_atomically(args.json, json.dumps(figures, indent=2) + "\n")

@@ -532,6 +532,7 @@ def main() -> int:
         "outcomes": dict(sorted(findings.outcomes.items())),
         "tokens": findings.tokens,
         **size,
+        "failed": len(failures),
         "failures": failures,
     }
     for name in ("requests", "by_kind", "outcomes", "tokens", "rss_mb", "threads", "files"):

@@ -257,10 +257,16 @@ def _refusal_problems(ended: Ended) -> list[str]:
 
 
 def _sigterm_problems(ended: Ended, place: Path) -> list[str]:
-    """Returns what is wrong after a SIGTERM: it ends in no traceback and leaves no litter."""
+    """Returns what is wrong after a SIGTERM: it ends in no traceback and leaves no litter.
+
+    If it came while the command was removing something, the rest of that may stay for the next run.
+    """
     problems = []
     if "Traceback" in ended.err:
         problems.append(f"SIGTERM ends in a traceback: {ended.last_lines}")
+    last = ended.operations[-1] if ended.operations else ""
+    if last.startswith(("os.remove", "os.rmdir")) or last.endswith(".old"):
+        return problems
     left = sorted(path.name for path in place.rglob(".*") if path.suffix in LITTER)
     left += sorted(path.name for path in place.rglob(".*.tmp.*"))
     if left:
