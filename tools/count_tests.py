@@ -45,7 +45,7 @@ def main() -> int:
     ids = collect("")
     kinds = Counter(next(k for start, k in KINDS.items() if i.startswith(start)) for i in ids)
     figures = {
-        "provenance": provenance.collect(),
+        "provenance": provenance.collect(note="not recorded: prompts, bundle"),
         "tests": len(ids),
         "kinds": {kind: kinds[kind] for kind in dict.fromkeys(KINDS.values()) if kinds[kind]},
         "markers": {marker: len(collect(marker)) for marker in MARKERS},

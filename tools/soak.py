@@ -50,6 +50,7 @@ from spec_runtime.sampling import Sampler, SamplingParams
 from spec_runtime.target import NEAR_TIE
 
 ROOT = Path(__file__).parents[1]
+NOTE = "a pool of requests of its own; not recorded: prompts"
 POOL = 48  # different requests, chats not counted
 CHATS, TURNS = 6, 3
 MAX_GROWTH = 1.0  # MB a minute
@@ -523,7 +524,7 @@ def main() -> int:
     size = sizes(samples)
     failures = [*findings.failures, *size.pop("failures")]
     figures = {
-        "provenance": provenance.collect(manifest=manifest),
+        "provenance": provenance.collect(manifest=manifest, note=NOTE),
         "seed": args.seed,
         "minutes": args.minutes,
         "workers": args.workers,
