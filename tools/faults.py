@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,12 @@ def trials(
         yield lambda: disturber.kill(disturber.random_death(rng))
     if has_mounts:
         for share in SHARES_OF_DISK:
-            yield lambda share=share: disturber.fill_disk(share)
+            yield partial(disturber.fill_disk, share)
         for share in SHARES_OF_WORK:
-            yield lambda share=share: disturber.fill_disk_later(share)
+            yield partial(disturber.fill_disk_later, share)
         yield disturber.forbid_writing
     for share in SHARES_OF_RUN:
-        yield lambda share=share: disturber.run_two(share)
+        yield partial(disturber.run_two, share)
 
 
 def count(done: list[Trial]) -> dict[str, dict[str, dict[str, int]]]:

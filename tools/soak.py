@@ -307,8 +307,8 @@ class Worker:
 
     def other_rules(self, engine: Engine, request: Request) -> None:
         rule = self.rng.choice(("rejection", "typical"))
-        asked = {"max_new_tokens": 12, "temperature": 0.8, "seed": 1, "acceptance": rule}
-        got = engine.generate("say abc, 1", **asked)
+        asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "seed": 1}
+        got = engine.generate("say abc, 1", acceptance=rule, **asked)
         if not 1 <= len(got.token_ids) <= 12:
             self.findings.fail(f"{rule}: {len(got.token_ids)} tokens, expected 1 to 12")
         self.findings.add(rule, "not compared", len(got.token_ids))
