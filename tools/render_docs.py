@@ -421,6 +421,55 @@ def plans(_: str) -> str:
     return table(["graph", *capabilities, "seconds to build"], rows)
 
 
+def disturbances(_: str) -> str:
+    """Disturbances by scenario and kind, each as recovered of tried."""
+    counts = value(load("faults"), "counts", "faults")
+    scenarios = list(dict.fromkeys(name for rows in counts.values() for name in rows))
+    rows = [
+        [
+            f"`{name}`",
+            *(
+                f"{rows[name]['recovered']} of {rows[name]['tried']}" if name in rows else ""
+                for rows in counts.values()
+            ),
+        ]
+        for name in scenarios
+    ]
+    return table(["command", *counts], rows)
+
+
+def faults_recovered(_: str) -> str:
+    """The kills that were recovered from, of those tried."""
+    rows = value(load("faults"), "counts.kill", "faults").values()
+    return f"{sum(r['recovered'] for r in rows):,} of {sum(r['tried'] for r in rows):,} kills"
+
+
+def soak_memory(_: str) -> str:
+    """Resident memory over a soak, with threads and open files."""
+    got = load("soak")
+    rss, counts = got["rss_mb"], {name: got[name] for name in ("threads", "files")}
+    kept = ", ".join(
+        f"{a} {name} at half time and {b} at the end" for name, (a, b) in counts.items()
+    )
+    return (
+        f"{rss['warm']:.0f} MB when warm, {rss['end']:.0f} MB at the end, a slope of "
+        f"{rss['mb_per_minute']:.2f} MB a minute over the last half; {kept}."
+    )
+
+
+def soak_requests(_: str) -> str:
+    """What a soak asked, and how often."""
+    rows = [[kind, f"{count:,}"] for kind, count in value(load("soak"), "by_kind", "soak").items()]
+    return table(["request", "times"], rows)
+
+
+def tests_by_kind(_: str) -> str:
+    """The number of tests by kind."""
+    counted = load("tests")
+    rows = [[kind, f"{count:,}"] for kind, count in value(counted, "kinds", "tests").items()]
+    return table(["kind", "tests"], [*rows, ["all", f"{counted['tests']:,}"]])
+
+
 def source(name: str) -> str:
     """One line under a table: command, commit, date and CPU of the JSON behind it."""
     if not measured(name):
@@ -455,6 +504,11 @@ TABLES: dict[str, Callable[[str], str]] = {
     "memory_note": memory_note,
     "prompts": prompts,
     "plans": plans,
+    "disturbances": disturbances,
+    "faults_recovered": faults_recovered,
+    "soak_requests": soak_requests,
+    "soak_memory": soak_memory,
+    "tests_by_kind": tests_by_kind,
     "source": source,
 }
 

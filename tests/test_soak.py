@@ -1,0 +1,69 @@
+"""Soaks a tiny bundle for some seconds, and checks that the soak notices what it looks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import soak
+
+from spec_runtime import Engine, GenerationResult
+
+if TYPE_CHECKING:
+    from workshop import FluentWorkshop
+
+TOOL = Path(__file__).parents[1] / "tools/soak.py"
+
+
+@pytest.mark.slow
+def test_mixed_requests_of_several_threads_get_the_answers_of_plain_decoding(
+    fluent: FluentWorkshop, tmp_path: Path
+) -> None:
+    out = tmp_path / "soak.json"
+    options = ["--minutes", "0.3", "--bundle", str(fluent.bundle("medusa")), "--json", str(out)]
+    done = subprocess.run([sys.executable, TOOL, *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["failures"] == []
+    assert figures["outcomes"]["equal"] > 50
+    assert "chat turn" in figures["by_kind"]
+
+
+@pytest.mark.slow
+def test_the_soak_notices_a_wrong_answer(
+    fluent: FluentWorkshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = Engine.generate
+
+    def spoilt(self: Engine, *arguments: Any, **options: Any) -> GenerationResult:
+        result = generate(self, *arguments, **options)
+        if self.drafter == "none":
+            return result
+        return dataclasses.replace(result, token_ids=[3, *result.token_ids])
+
+    monkeypatch.setattr(Engine, "generate", spoilt)
+    findings, _ = soak.soak(fluent.bundle("medusa"), seconds=3, seed=0, workers=1)
+    assert any("parts at token 0" in failure for failure in findings.failures)
+
+
+@pytest.mark.parametrize(
+    ("rss_mb", "files", "expected"),
+    [
+        ([100, 150, 151, 151], [5, 5, 5, 5], []),
+        ([100, 150, 160, 190], [5, 5, 5, 5], ["memory"]),
+        ([100, 150, 151, 151], [5, 5, 5, 6], ["files"]),
+    ],
+)
+def test_what_grows_is_noticed(rss_mb: list[float], files: list[int], expected: list[str]) -> None:
+    # a sample a minute; the last half counts
+    samples = [
+        soak.Sample(60.0 * i, mb, threads=4, files=count)
+        for i, (mb, count) in enumerate(zip(rss_mb, files, strict=True))
+    ]
+    failures = soak.sizes(samples)["failures"]
+    assert [failure.split()[0] for failure in failures] == expected
