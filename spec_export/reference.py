@@ -7,6 +7,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from spec_runtime.mapping import brief
+
 ASSETS = Path(str(resources.files("spec_export"))) / "assets"
 
 
@@ -32,7 +34,7 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template is a program of a stranger, and may raise anything
-        reason = " ".join(str(error).split())[:200]
+        reason = brief(error, 200)
         raise ValueError(
             f"the target's chat template fails: {type(error).__name__}: {reason}; mend it"
         ) from error

@@ -14,6 +14,7 @@ from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import pretrained
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_runtime.files import sha256
+from spec_runtime.mapping import brief
 
 DEMO_NAME = "smollm2-135m-instruct"
 SAVED = (  # what transformers writes
@@ -55,7 +56,10 @@ def resolve(model: str | None) -> Source:
 
         path = demo.fetch()
         return Source("demo", path.parent, path.name, DEMO_NAME)
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:
+        raise ValueError(f"got model {model}, expected a path: there is no such user") from None
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(
@@ -91,7 +95,7 @@ def local_folder(source: Source) -> Path:
         if not list(folder.glob(SAFETENSORS)):
             snapshot_download(str(source.path), allow_patterns=[*patterns, PICKLED])
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = brief(error)
         raise ValueError(
             f"could not load target {source.path} (no hub access here? pass a local folder or "
             f"a GGUF file): {reason}"

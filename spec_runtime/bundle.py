@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from spec_runtime.files import sha256, write_atomically
-from spec_runtime.mapping import added_later, from_mapping, parse_json, to_json
+from spec_runtime.mapping import added_later, brief, from_mapping, parse_json, to_json
 from spec_runtime.untrusted.drafter_entry import config_fault, trees_fault
 
 SCHEMA_VERSION = 1
@@ -465,7 +465,7 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
     for name in _named_files(manifest):
         _require(
             name in manifest.files,
-            f"{folder}: {name} is named in the manifest but not hashed under its files",
+            f"{folder}: {brief(name, 80)} is named in the manifest but not hashed under its files",
         )
     for name, expected in manifest.files.items():
         pure = PurePosixPath(name)

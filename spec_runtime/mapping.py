@@ -78,6 +78,14 @@ def _require_shallow(value: Any) -> None:
     raise ValueError("it is nested too deeply")
 
 
+def brief(data: object, limit: int = 300) -> str:
+    """Returns the text of `data` as a message quotes it: one line of at most `limit` characters,
+    with control characters as escapes. An error of a library and a stranger's name need it."""
+    text = " ".join(str(data).split())
+    text = text if len(text) <= limit else f"{text[: limit - 1]}…"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def added_later(default: Any) -> Any:
     """Declares a dataclass field that came to a file's schema later.
 
@@ -168,7 +176,7 @@ class _Parser:
         except self.error:
             raise
         except ValueError as refused:
-            raise self.error(f"{where}: {refused}") from refused
+            raise self.error(f"{where}: {brief(refused, 1000)}") from refused
 
     def convert(self, hint: Any, data: Any, where: str) -> Any:
         """Returns `data` as the annotation `hint` wants it; raises `error` unless it fits."""

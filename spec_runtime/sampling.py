@@ -21,6 +21,8 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from spec_runtime.mapping import brief
+
 ACCEPTANCES = ("target_sampling", "rejection", "typical")
 # Below this temperature a request is greedy. Logits of some tens are about 2e-6 apart in float32,
 # so that there is nothing left to draw but exact ties.
@@ -73,8 +75,7 @@ def _number(value: Any) -> float | None:
 
 def _shown(value: Any) -> str:
     """Returns a value as a message shows it: on one line, and not long."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:59]}…"
+    return brief(repr(value), 60)
 
 
 def checked_flag(name: str, value: Any) -> bool:

@@ -142,7 +142,7 @@ def encode_prompt(codec: Codec, prompt: Prompt, raw: bool, system: str | None) -
 
     A string, even an empty one, becomes a user message if there is a chat template and `raw` is not
     set; otherwise it is encoded as it stands. Messages need a template; ids, a list or an array
-    i64[T], stay as they are. A prompt without any token is BOS alone.
+    i64[T] with at least one, stay as they are. A text without any token is BOS alone.
 
     Raises ValueError for what cannot be a prompt.
     """
@@ -155,14 +155,16 @@ def encode_prompt(codec: Codec, prompt: Prompt, raw: bool, system: str | None) -
             raise ValueError("got a system prompt, expected none without a chat template")
         return _some(codec, codec.encode(prompt, special_tokens=True))
     items = _items(prompt)
-    if items and all(isinstance(item, Mapping) for item in items):
+    if len(items) == 0:
+        raise ValueError("got prompt [], expected at least one message or one token id")
+    if all(isinstance(item, Mapping) for item in items):
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
             raise ValueError(f"got messages, expected a string or token ids: {why}")
         return _some(codec, _encode_messages(codec, codec.template, items, system))
     if system is not None:
         raise ValueError("got a system prompt with token ids, expected it among the ids")
-    return _some(codec, [_token_id(item) for item in items])
+    return [_token_id(item) for item in items]
 
 
 def _some(codec: Codec, ids: list[int]) -> list[int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from spec_export.loading import gguf_header
 from spec_export.target import Source
+from spec_runtime.mapping import brief
 
 ENGINES = ("auto", "transformers", "openvino", "vllm")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -169,7 +170,7 @@ class OpenVINOEngine:
                     str(path), scheduler, "CPU", properties
                 )
             except RuntimeError as error:
-                reason = " ".join(str(error).split())[:300]
+                reason = brief(error)
                 raise EngineError(f"OpenVINO cannot load {source.name}: {reason}") from error
 
         if source.gguf_file:

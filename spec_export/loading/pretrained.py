@@ -21,6 +21,7 @@ import torch
 from spec_export import decoder
 from spec_export.loading import gguf_header
 from spec_runtime import mapping
+from spec_runtime.mapping import brief
 
 SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
 # Old checkpoints hold these buffers, which are computed from the config today.
@@ -252,7 +253,7 @@ def _reading(path: Path, what: str = "") -> Iterator[None]:
         # transformers does not say what it raises, and a panic of tokenizers is a BaseException
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split())[:300]
+        reason = brief(error)
         raise ValueError(
             f"could not load {what}{path} (check the files): {type(error).__name__}: {reason}"
         ) from error

@@ -29,7 +29,7 @@ from spec_runtime.files import (
     restore_folders,
     sha256,
 )
-from spec_runtime.mapping import from_mapping, parse_json
+from spec_runtime.mapping import brief, from_mapping, parse_json
 from spec_runtime.measure.provenance import git_commit, versions
 
 FORMAT = 1
@@ -237,7 +237,7 @@ def _read_checkpoint(path: Path) -> tuple[_CheckpointHeader, dict[str, torch.Ten
     try:
         states = torch.load(path / STATES, map_location="cpu", weights_only=True)
     except Exception as error:  # torch does not say what it raises on a file that is not its own
-        reason = " ".join(str(error).split())[:200]
+        reason = brief(error, 200)
         raise CheckpointError(f"cannot read {path / STATES}: {reason}") from error
     return header, tensors, from_mapping(_States, states, str(path / STATES), CheckpointError)
 
@@ -450,7 +450,7 @@ def _read_folder(folder: Path, header_name: str, needed: Sequence[str]) -> dict[
     try:
         header = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {brief(error)}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         got = header.get("format") if isinstance(header, dict) else type(header).__name__
         raise CheckpointError(f"{path} has format {got!r:.40}, expected {FORMAT}")
@@ -527,7 +527,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         tensors = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        raise CheckpointError(f"cannot read {path}: {brief(error)}") from error
     if broken := non_finite(tensors):
         raise CheckpointError(
             f"{path}: {', '.join(broken)} holds NaN or infinity, expected numbers: the training "

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.mapping import parse_json
+from spec_runtime.mapping import brief, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -355,7 +355,7 @@ def encode(tokenizer: Any, text: str, where: str, add_special_tokens: bool = Fal
 
 def _reason(error: BaseException) -> str:
     """Returns what went wrong in a foreign program, in a few words."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    return brief(error, 200) or type(error).__name__
 
 
 def _joined(pieces: Sequence[tuple[list[int], bool]]) -> tuple[np.ndarray, np.ndarray]:

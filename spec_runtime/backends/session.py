@@ -20,6 +20,7 @@ from spec_runtime.backends.base import Backend
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.bundle import BANK, Graph, TensorSpec
+from spec_runtime.mapping import brief
 from spec_runtime.untrusted.memory import buffer_shape
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
@@ -83,7 +84,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     try:
         session = _open(path, options)
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
-        reason = " ".join(str(error).split())[:300]
+        reason = brief(error)
         if options.has_cuda_graphs and "CUDA Graph" in reason:
             log.warning("%s runs without CUDA graphs: %s", path.name, reason)
             return open_session(path, graph, replace(options, has_cuda_graphs=False))
@@ -160,7 +161,7 @@ def naming_graph(file: str) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"ONNX Runtime {ort.__version__} cannot run {file}: "
-            f"{' '.join(str(error).split())[:300]}; build the bundle again"
+            f"{brief(error)}; build the bundle again"
         ) from error
 
 
@@ -280,5 +281,5 @@ def _zeros(shape: list[int], spec: TensorSpec, device: str) -> Any:
     except Exception as error:  # numpy's MemoryError and ValueError, ONNX Runtime's own kinds
         raise ValueError(
             f"got no memory for buffer {spec.name} of shape {shape}: "
-            f"{' '.join(str(error).split())[:200]}; build with a smaller --max-length"
+            f"{brief(error, 200)}; build with a smaller --max-length"
         ) from error

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from spec_runtime.mapping import parse_json
+from spec_runtime.mapping import brief, parse_json
 
 # Spec-Bench reports these eight categories of MT-Bench as one subset.
 MT_BENCH = frozenset(
@@ -98,8 +98,8 @@ def _prompt(line: bytes, number: int, path: Path) -> tuple[BenchPrompt, str]:
         content, *later = row["turns"]
     if not _is_content(content) or not all(isinstance(turn, str) for turn in later):
         raise ValueError(
-            f"{where}: got keys {', '.join(row) or 'none'}, expected turns (a list of texts), "
-            "prompt (a text) or messages (role and content each, both texts)"
+            f"{where}: got keys {brief(', '.join(row) or 'none')}, expected turns (a list of "
+            "texts), prompt (a text) or messages (role and content each, both texts)"
         )
     identity: Any = row.get("question_id", row.get("id", number))
     if type(identity) not in (int, str):

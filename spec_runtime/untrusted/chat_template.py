@@ -33,6 +33,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from spec_runtime.mapping import brief
+
 Message = Mapping[str, Any]
 
 MAX_SECONDS = 5.0  # of one rendering
@@ -118,7 +120,7 @@ class MeteredTemplate:
 
 def _reason(error: Exception) -> str:
     """Returns an error's text in one line, after its kind unless jinja2 or this file wrote it."""
-    text = " ".join(str(error).split())[:300]
+    text = brief(error)
     is_plain = isinstance(error, TemplateLimitError) or type(error).__module__.startswith("jinja2")
     return text if is_plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
@@ -381,7 +383,7 @@ class _MeteredEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _raise_exception(message: Any) -> None:
-    raise _MessageRefusedError(" ".join(str(message).split())[:300])
+    raise _MessageRefusedError(brief(message))
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:

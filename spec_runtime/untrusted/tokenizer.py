@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime.bundle import BundleError
+from spec_runtime.mapping import brief
 
 # How much longer a tokenizer's steps may make a text, all of them together: NFKC makes eleven times
 # as much of one character.
@@ -53,8 +54,7 @@ def _refused(before: str, behind: str) -> Iterator[None]:
         raise
     except BaseException as error:
         # The library raises bare Exception, and a panic of its Rust code is no Exception at all.
-        reason = " ".join(str(error).split())[:300]
-        raise BundleError(f"{before}{reason}{behind}") from None
+        raise BundleError(f"{before}{brief(error)}{behind}") from None
 
 
 def _growth(step: Any) -> float:

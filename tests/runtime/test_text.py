@@ -174,16 +174,21 @@ def test_raw_prompts_pass_as_they_are() -> None:
         assert encode_prompt(tokenizer, [1, np.int64(2)], raw, None) == [1, 2]  # type: ignore[arg-type]
         # empty: BOS alone
         assert encode_prompt(tokenizer, "", raw, None) == [256]
-        assert encode_prompt(tokenizer, [], raw, None) == [256]
 
 
 def test_an_empty_raw_prompt_without_bos_is_refused() -> None:
     tokenizer = ByteTokenizer()
     tokenizer.bos = None
-    empty: list[Any] = ["", []]
-    for prompt in empty:
-        with pytest.raises(ValueError, match="empty prompt"):
-            encode_prompt(tokenizer, prompt, True, None)
+    with pytest.raises(ValueError, match="empty prompt"):
+        encode_prompt(tokenizer, "", True, None)
+
+
+def test_an_empty_list_is_no_prompt() -> None:
+    nothing: list[Any] = [[], (), np.array([], np.int64)]
+    for prompt in nothing:
+        for raw in (True, False):
+            with pytest.raises(ValueError, match=r"got prompt \[\], expected at least one message"):
+                encode_prompt(ByteTokenizer(), prompt, raw, None)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +290,6 @@ def test_integer_arrays_are_token_ids() -> None:
     for dtype in (np.int64, np.int32, np.uint8):
         ids = encode_prompt(ByteTokenizer(), np.array([1, 2], dtype), False, None)
         assert (ids, type(ids[0])) == ([1, 2], int)
-    assert encode_prompt(ByteTokenizer(), np.array([], np.int64), False, None) == [256]
 
 
 def test_text_parts_are_joined_and_tool_calls_need_no_content() -> None:
