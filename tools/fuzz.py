@@ -15,7 +15,6 @@ import argparse
 import json
 import lzma
 import os
-import platform
 import sys
 from collections import Counter
 from pathlib import Path
@@ -29,7 +28,10 @@ from cases import FAILED, Outcome  # noqa: E402
 from kinds import KINDS  # noqa: E402
 
 from spec_runtime.files import write_atomically  # noqa: E402
-from spec_runtime.measure.provenance import git_commit  # noqa: E402
+from spec_runtime.measure import provenance  # noqa: E402
+
+PACKAGES = ("hypothesis", "torch", "transformers")
+NOTE = "bundles of its own; not recorded: prompts, bundle"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     report = _run(options, names)
     _print(report)
     if options.json:
-        about = {"commit": git_commit(), "python": platform.python_version()}
+        about = {"provenance": provenance.collect(packages=PACKAGES, note=NOTE)}
         write_atomically(options.json, json.dumps(about | report.as_json(), indent=1) + "\n")
     return 1 if report.failures else 0
 

@@ -421,6 +421,16 @@ def plans(_: str) -> str:
     return table(["graph", *capabilities, "seconds to build"], rows)
 
 
+def fuzz_kinds(_: str) -> str:
+    """Fuzzed cases by kind, and what became of them."""
+    kinds = value(load("fuzz"), "kinds", "fuzz")
+    rows = [
+        [name, *(f"{tally[key]:,}" for key in ("cases", "accepted", "refused", "failed"))]
+        for name, tally in kinds.items()
+    ]
+    return table(["kind", "cases", "accepted", "refused", "failures"], rows)
+
+
 def disturbances(_: str) -> str:
     """Disturbances by scenario and kind, each as recovered of tried."""
     counts = value(load("faults"), "counts", "faults")
@@ -504,6 +514,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "memory_note": memory_note,
     "prompts": prompts,
     "plans": plans,
+    "fuzz_kinds": fuzz_kinds,
     "disturbances": disturbances,
     "faults_recovered": faults_recovered,
     "soak_requests": soak_requests,
