@@ -198,7 +198,8 @@ def test_most_frequent_tokens() -> None:
         (b'{"tokens": ' + b"[" * 5000 + b"]" * 5000 + b', "loss_mask": [1]}', "nested too deeply"),
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),
         (b'{"tokens": [5], "loss_mask": [1' + b"0" * 5000 + b"]}", "not JSON"),
-        (b'{"tokens": [1e400], "loss_mask": [1]}', '"tokens" is not a list of token ids'),
+        (b'{"tokens": [1e400], "loss_mask": [1]}', "not JSON .it holds 1e400"),
+        (b'{"tokens": [1.5], "loss_mask": [1]}', '"tokens" is not a list of token ids'),
         (b'{"tokens": [5], "loss_mask": [[[]]]}', '"loss_mask" holds other values'),
         (b'{"tokens": {}, "loss_mask": null}', '"tokens" is not a list of token ids'),
         (b'{"prompt": [true], "response": [5]}', '"prompt" is not a list of token ids'),
@@ -208,7 +209,8 @@ def test_most_frequent_tokens() -> None:
         (b'{"prompt": [5], "response": [5], "source": {}}', '"source" is {}, expected a string'),
         (b'{"messages": [], "\\ud800": 1}', "half a surrogate pair"),
         (b"\xff\xfe", "not JSON"),
-        (b"NaN", "got float, expected an object"),
+        (b"NaN", "not JSON .it holds NaN"),
+        (b"1.5", "got float, expected an object"),
     ],
 )
 def test_foreign_rows_are_named_by_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from cases import Kind, Refused, Run, Wrong, refusing
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from shell import call, require_kept_promises
 
 from spec_runtime.bundle import BundleError
 
@@ -45,6 +47,16 @@ def _refuse(message: str) -> None:
         raise_as_own(message)
 
 
+def _print(text: str) -> None:
+    """Does what a command does that prints `text` and refuses its input."""
+
+    def main(words: Sequence[str]) -> None:
+        print(text, file=sys.stderr)
+        sys.exit(2)
+
+    require_kept_promises(call(main, []), prints_text=True)
+
+
 def _leak_a_foreign_error() -> None:
     with refusing():
         int("x")
@@ -71,7 +83,8 @@ FAULTS: dict[str, Callable[[], None]] = {
     "wrong": _answer_wrongly,
     "two lines": partial(_refuse, "got one\ngot two"),
     "endless line": partial(_refuse, "x" * 5000),
-    "escape": partial(_refuse, "\x1b[31mred"),
+    "escape": partial(_print, "error: got \x1b[31mred"),
+    "box": partial(_print, "Usage: main\n╭─ Error ─╮\n│ no │\n╰─────╯"),
     "foreign": _leak_a_foreign_error,
     "panic": _panic,
     "good refusal": partial(_refuse, "got 3, expected 4; take another"),

@@ -48,9 +48,10 @@ FOUND = {
     "hang": "the process took more than 2 s",
     "hog": "MemoryError",
     "wrong": "Wrong in the oracle: tokens differ from plain decoding",
-    "two lines": "a refusal with",
+    "two lines": "a refusal in … lines",
     "endless line": "a refusal of … characters",
-    "escape": "a refusal with",
+    "escape": "control characters reach the terminal",
+    "box": "a refusal in … lines",
     "foreign": "ValueError",
     "panic": "BaseException in the oracle: a Rust panic",
 }
