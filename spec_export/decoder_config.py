@@ -122,7 +122,7 @@ def require_supported(raw: Any) -> None:
             raise ValueError(f"got {name} {value!r:.40} in the config, expected 1 to {MAX_COUNT}")
     eps = raw.rms_norm_eps
     if type(eps) not in (int, float) or not math.isfinite(eps) or eps < 0:
-        raise ValueError(f"got rms_norm_eps {eps!r} in the config, expected 0 or more")
+        raise ValueError(f"got rms_norm_eps {eps!r:.80} in the config, expected 0 or more")
     if raw.hidden_act != "silu":
         raise ValueError(
             f"got activation '{raw.hidden_act}', expected 'silu': this model is not supported"
@@ -183,7 +183,7 @@ def _require_supported_rope(raw: Any) -> None:
     """Raises ValueError for a rotary embedding that is not supported."""
     rope = raw.rope_parameters
     if not isinstance(rope, dict):
-        raise ValueError(f"got rope_parameters {rope!r} in the config, expected a mapping")
+        raise ValueError(f"got rope_parameters {rope!r:.80} in the config, expected a mapping")
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_KINDS:
         raise ValueError(
@@ -192,10 +192,10 @@ def _require_supported_rope(raw: Any) -> None:
         )
     theta: Any = rope.get("rope_theta")
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
-        raise ValueError(f"got rope_theta {theta!r} in the config, expected more than 0")
+        raise ValueError(f"got rope_theta {theta!r:.80} in the config, expected more than 0")
     part: Any = rope.get("partial_rotary_factor") or 1.0
     if type(part) not in (int, float) or not 0 < part <= 1:
-        raise ValueError(f"got partial_rotary_factor {part!r} in the config, expected 0 to 1")
+        raise ValueError(f"got partial_rotary_factor {part!r:.80} in the config, expected 0 to 1")
     if part != 1.0 and raw.model_type != "phi3":
         # transformers' own classes of these families rotate whole heads and ignore the factor.
         raise ValueError(

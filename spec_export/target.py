@@ -73,7 +73,7 @@ def resolve(model: str | None) -> Source:
         return Source("gguf", path.parent, path.name, path.stem.lower())
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise ValueError(
-            f"got model {model!r}, expected an existing folder or GGUF file, or a hub id "
+            f"got model {model!r:.200}, expected an existing folder or GGUF file, or a hub id "
             "like org/name"
         )
     return Source("hub", path, None, path.name.lower())

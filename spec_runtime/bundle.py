@@ -390,7 +390,7 @@ class Manifest:
             if drafter.name == name:
                 return drafter
         known = ", ".join(drafter.name for drafter in self.drafters) or "none"
-        raise BundleError(f"got drafter {name!r}, expected one this bundle holds: {known}")
+        raise BundleError(f"got drafter {name!r:.80}, expected one this bundle holds: {known}")
 
 
 @dataclass(frozen=True)
@@ -472,7 +472,7 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
         # A bundle may come from anywhere: its paths must not lead out of it.
         _require(
             not pure.is_absolute() and ".." not in pure.parts,
-            f"{folder}: got file path {name!r}, expected one inside the bundle",
+            f"{folder}: got file path {name!r:.200}, expected one inside the bundle",
         )
         file = folder / name
         _require(

@@ -283,13 +283,14 @@ def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
     known |= {"paths": None, "template": None}
     if unknown := set(entry.trees) - set(known):
         raise bundles.BundleError(
-            f"drafter {entry.name!r}: got trees keys {sorted(unknown)}, expected {list(known)}"
+            f"drafter {entry.name!r}: got trees keys {sorted(unknown)!r:.200}, expected "
+            f"{list(known)}"
         )
     values = known | entry.trees
     lookup_nodes = values["lookup_nodes"]
     if type(lookup_nodes) is not int or lookup_nodes < 0:
         raise bundles.BundleError(
-            f"drafter {entry.name!r}: got lookup_nodes {lookup_nodes!r}, expected a count"
+            f"drafter {entry.name!r}: got lookup_nodes {lookup_nodes!r:.60}, expected a count"
         )
     grown = Grown(values["min_probability"])
     growth = grown if paths is None else Static(paths)

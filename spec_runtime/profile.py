@@ -120,7 +120,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.chosen not in (names := [candidate.name for candidate in self.candidates]):
-            raise ValueError(f"got chosen {self.chosen!r}, expected one of {', '.join(names)}")
+            raise ValueError(f"got chosen {self.chosen!r:.80}, expected one of {', '.join(names)}")
 
     @property
     def choice(self) -> Candidate:

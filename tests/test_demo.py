@@ -164,6 +164,6 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(demo, "_unpack", full)
-    with pytest.raises(demo.DemoError, match="No space left on device.*; set XDG_CACHE_HOME"):
+    with pytest.raises(demo.DemoError, match=r"No space left on device.*; set XDG_CACHE_HOME"):
         demo.fetch(REQUIREMENT)
     assert cached() == []

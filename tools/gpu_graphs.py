@@ -290,8 +290,9 @@ def open_alone(
     )
     ids: dict[str, Any] = {"bos": None, "eos": [], "pad": None}
     tokenizer = bundles.TokenizerInfo("tokenizer.json", "", shape.vocab_size, ids, None)
+    files = {file.name: "" for file in folder.iterdir()}  # nobody asks for their hashes
     manifest = bundles.Manifest(
-        bundles.SCHEMA_VERSION, shape.name, info, {"target": graph}, (), tokenizer, {}, {}
+        bundles.SCHEMA_VERSION, shape.name, info, {"target": graph}, (), tokenizer, {}, files
     )
     runtime = backends.Runtime(BACKEND_FOR[device])
     return backends.open_graph(bundles.Bundle(folder, manifest), graph, capacity, runtime)

@@ -19,5 +19,5 @@ def load(name: str) -> ModuleType:
     Raises ValueError if the name is unknown.
     """
     if name not in trainable():
-        raise ValueError(f"got drafter {name!r}, expected one of {', '.join(trainable())}")
+        raise ValueError(f"got drafter {name!r:.80}, expected one of {', '.join(trainable())}")
     return importlib.import_module(f"spec_export.drafters.{name}")

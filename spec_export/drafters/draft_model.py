@@ -270,8 +270,8 @@ def require_same_tokens(target_ids: dict[str, int], model_ids: dict[str, int], r
     for i in sorted(expected | got):
         if expected.get(i) != got.get(i):
             raise ValueError(
-                f"got a draft model whose token {i} is {got.get(i)!r}, expected the target's "
-                f"{expected.get(i)!r}: both need one vocabulary"
+                f"got a draft model whose token {i} is {got.get(i)!r:.80}, expected the target's "
+                f"{expected.get(i)!r:.80}: both need one vocabulary"
             )
     if max(expected) >= rows:
         raise ValueError(

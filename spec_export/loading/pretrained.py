@@ -93,7 +93,7 @@ def read_generation_config(folder: Path) -> Any | None:
         value = getattr(found, name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError(f"{path}: got {name} {value!r}, expected ids of 0 or more")
+            raise ValueError(f"{path}: got {name} {value!r:.80}, expected ids of 0 or more")
     return found
 
 

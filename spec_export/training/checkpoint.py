@@ -335,7 +335,7 @@ class _DrafterHeader:
     def __post_init__(self) -> None:
         taps = self.config.get("taps", [])
         if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
-            raise ValueError(f"got taps {taps!r}, expected a list of layers")
+            raise ValueError(f"got taps {taps!r:.80}, expected a list of layers")
         validation = self.provenance.get("validation")
         if validation is None:
             return
@@ -555,7 +555,7 @@ def _compare(found: Mapping[str, list], expected: Mapping[str, list], where: str
         problems.append(f"unexpected {', '.join(unknown)}")
     problems += [f"{key} is {found[key]}, expected {expected[key]}" for key in differing]
     if problems:
-        raise CheckpointError(f"{where}: tensors do not fit: {'; '.join(problems)}")
+        raise CheckpointError(f"{where}: tensors do not fit: {brief('; '.join(problems), 1000)}")
 
 
 def _load_strictly(module: torch.nn.Module, state: Mapping[str, torch.Tensor], where: str) -> None:

@@ -67,7 +67,7 @@ def read(
         for where, row in read_rows(path):
             source = row.get("source")
             if source is not None and not isinstance(source, str):
-                raise DataError(f'{where}: "source" is {source!r}, expected a string')
+                raise DataError(f'{where}: "source" is {source!r:.80}, expected a string')
             seen.add(source or "")
             if sources is not None and (source or "") not in sources:
                 continue

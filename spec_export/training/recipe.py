@@ -253,7 +253,7 @@ class Recipe:
     def __post_init__(self) -> None:
         _require(
             isinstance(self.drafter.get("name"), str) and bool(self.drafter["name"]),
-            f"[drafter] name is {self.drafter.get('name')!r}, expected the name of a drafter",
+            f"[drafter] name is {self.drafter.get('name')!r:.80}, expected the name of a drafter",
         )
 
     @property
@@ -329,7 +329,8 @@ def parse(
     check_keys(tables, SECTIONS, (), where, RecipeError)
     for name, table in tables.items():
         _require(
-            isinstance(table, dict), f"{where}: {name} is {table!r}, expected a section [{name}]"
+            isinstance(table, dict),
+            f"{where}: {name} is {table!r:.80}, expected a section [{name}]",
         )
     for override in overrides:
         section, key, value = parse_override(override)
@@ -358,17 +359,18 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
         raise RecipeError(
-            f"got override {text!r}, expected section.key=value such as train.lr=3e-4"
+            f"got override {text!r:.200}, expected section.key=value such as train.lr=3e-4"
         )
     if section not in SECTIONS:
         raise RecipeError(
-            f"override {text!r}: unknown section {section!r}, expected {', '.join(SECTIONS)}"
+            f"override {text!r:.200}: unknown section {section!r:.80}, expected "
+            f"{', '.join(SECTIONS)}"
         )
     value = value.strip()
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RecipeError(f"override {text!r} is not UTF-8, expected a text") from error
+        raise RecipeError(f"override {text!r:.200} is not UTF-8, expected a text") from error
     try:
         parsed = parse_toml(f"value = {value}")
         if parsed.keys() == {"value"}:
