@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from spec_export import make_bundle, reference, target
 from spec_export.decoder_config import read_config
@@ -23,6 +23,7 @@ from spec_export.make_bundle import BuildOptions
 from spec_export.replay import TransformersModel, make_scripts, play
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, open_graph
+from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.files import require_writable
 from spec_runtime.kv import open_cache
 from spec_runtime.stats import Stats
@@ -114,7 +115,7 @@ def run(model: str | None, bundle: Path | None, precisions: Sequence[str]) -> li
                     make_bundle.build(BuildOptions(model, precision=precision, out=out, form=form))
                     fresh = bundles.read(out, verify=False)
                     rows += _check_bundle(fresh, TransformersModel(hf_model), hf_tokenizer)
-    Console(highlight=False).print(_table(source.name, rows))
+    Console().print(_table(source.name, rows))
     if opened is not None and stores:
         _store_accepted_lengths(opened, rows)
     return rows
@@ -137,7 +138,7 @@ def _is_writable(opened: bundles.Bundle) -> bool:
     try:
         require_writable(opened.path / bundles.MANIFEST)
     except (OSError, ValueError) as error:
-        console.print(f"accepted lengths will not be stored in the bundle: {error}", markup=False)
+        console.print(f"accepted lengths will not be stored in the bundle: {visible(error)}")
         return False
     return True
 
@@ -193,7 +194,7 @@ def _graph_rows(
     for script in make_scripts(text, info.max_length, chains_only=attention == "chain"):
         if script.is_permuted and backend.form != "slots":
             continue
-        with console.status(f"{name}: {script.name}"):
+        with console.status(Text(visible(f"{name}: {script.name}"))):
             cache = open_cache(backend.form, backend.capacity, attention)
             result = play(script, backend, cache, info, truth)
         results.append(result)
@@ -238,7 +239,7 @@ def _accepted_length_rows(name: str, opened: bundles.Bundle) -> list[CheckRow]:
     short = [ids for ids in encoded if len(ids) < opened.manifest.target.max_length]
     for drafter, before in expected.items():
         engine = plain.with_drafter(drafter)
-        with console.status(f"{name}: accepted length of {drafter}"):
+        with console.status(Text(visible(f"{name}: accepted length of {drafter}"))):
             stats = Stats.total(
                 engine.generate(ids, max_new_tokens=REFERENCE_TOKENS, reuse=False).stats
                 for ids in short
@@ -270,18 +271,18 @@ def _store_accepted_lengths(opened: bundles.Bundle, rows: Sequence[CheckRow]) ->
 def _table(model: str, rows: Sequence[CheckRow]) -> Table:
     """Returns the rows as a table with a verdict for each."""
     table = Table(
-        title=f"{model}: exported graphs against transformers in float32",
+        title=f"{visible(model)}: exported graphs against transformers in float32",
         caption="chunks to context: difference of logits over a row's range, of the worst row at "
         "fp32, of the mean row elsewhere",
     )
     for head in ("check", "precision", "value", "bound", "", "note"):
         table.add_column(head, justify="right" if head in ("value", "bound") else "left")
     for row, after in zip(rows, [*rows[1:], None], strict=True):
-        verdict = "[red]FAILED[/]"
+        verdict = Text("FAILED", "red")
         if row.skipped:
-            verdict = "[yellow]skipped[/]"
+            verdict = Text("skipped", "yellow")
         elif row.passed:
-            verdict = "" if row.bound is None else "[green]ok[/]"
+            verdict = Text("" if row.bound is None else "ok", "green")
         table.add_row(
             row.name,
             row.precision,

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
+from spec_runtime.cli.terminal import Console
 from spec_runtime.files import replacing, sha256
 from spec_runtime.profile import cache_folder
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from rich.console import Console
 
 from spec_export import reference, target
 from spec_export.bundling import drafters, manifest, plans
@@ -28,6 +27,7 @@ from spec_export.graphs.smooth import smooth
 from spec_export.progress import StageReport
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
 from spec_runtime import bundle as bundles
+from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.files import replacing_folder, require_replaceable, temporaries
 from spec_runtime.mapping import parse_json
 
@@ -62,8 +62,8 @@ def build(options: BuildOptions) -> Path:
 
     if not options.trained_drafters and not models.drafters:
         console.print(
-            f"no drafter is trained for {source.name}: the bundle drafts by prompt lookup. "
-            "To train one: spec-export distill, then spec-export train RECIPE"
+            f"no drafter is trained for {visible(source.name)}: the bundle drafts by prompt "
+            "lookup. To train one: spec-export distill, then spec-export train RECIPE"
         )
     return out
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from rich.console import Console
+from spec_runtime.cli.terminal import Console, visible
 
 
 class StageReport:
@@ -26,8 +26,6 @@ class StageReport:
     def stage(self, what: str) -> Iterator[None]:
         """Says that the block does `what`, such as "loading the target"."""
         seconds = time.monotonic() - self._started
-        self._console.print(
-            f"{seconds:7.1f} s  {what}", markup=False, highlight=False, soft_wrap=True
-        )
+        self._console.print(f"{seconds:7.1f} s  {visible(what)}", soft_wrap=True)
         with self._console.status("") if self._console.is_terminal else nullcontext():
             yield

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from spec_export import drafters as drafter_files
 from spec_export import target
@@ -17,6 +16,7 @@ from spec_export.bundling.options import BuildOptions
 from spec_export.decoder import Backbone
 from spec_export.training import recipe
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
+from spec_runtime.cli.terminal import Console, visible
 
 console = Console(stderr=True)
 
@@ -142,8 +142,9 @@ def warn_of_doubts(saved: SavedDrafter, source: target.Source) -> None:
         doubts.append(f"was trained for {origin or 'an unknown target'}, not for {source.name}")
     if doubts:
         console.print(
-            f"[bold red]WARNING: drafter {saved.name} {', '.join(doubts)}: expect few accepted "
-            "tokens; measure them with spec-export check[/]",
+            visible(f"WARNING: drafter {saved.name} {', '.join(doubts)}: expect few accepted ")
+            + "tokens; measure them with spec-export check",
+            style="bold red",
             soft_wrap=True,
         )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from spec_export.bundling.options import BuildOptions
 from spec_export.graphs.tensorrt import PlanBuilder, profiles_for
 from spec_export.progress import StageReport
 from spec_runtime import bundle as bundles
+from spec_runtime.cli.terminal import Console
 from spec_runtime.files import sha256
 
 console = Console(stderr=True)

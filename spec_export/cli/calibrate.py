@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
 from spec_runtime.cli import options
+from spec_runtime.cli.terminal import Console, visible
 
 
 def command(
@@ -43,10 +44,10 @@ def command(
     def show(name: str, done: int, total: int) -> None:
         if name not in tasks:
             progress.start()
-            tasks[name] = progress.add_task(name, total=total)
+            tasks[name] = progress.add_task(escape(name), total=total)
         progress.update(tasks[name], completed=done)
 
-    console = Console(highlight=False)
+    console = Console()
 
     def show_tables(name: str, calibration: dict[str, Any]) -> None:
         progress.stop()
@@ -60,7 +61,7 @@ def command(
             max_new_tokens,
             threads,
             on_prompt=show,
-            on_skip=progress.console.print,
+            on_skip=lambda line: progress.console.print(visible(line)),
             on_found=show_tables,
         )
     finally:

@@ -17,9 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from spec_export import target
 from spec_export.distill.engines import (
@@ -32,6 +31,7 @@ from spec_export.distill.engines import (
 )
 from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
+from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.files import locked, sha256, write_atomically
 from spec_runtime.mapping import from_mapping, parse_json
 
@@ -190,7 +190,9 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
             raise DistillError(
                 f"{config.out} holds {state.rows} rows already, expected fewer: {goal}"
             )
-        with console.status(escape(f"loading {source.name} ({engine_name}, {config.precision})")):
+        with console.status(
+            Text(visible(f"loading {source.name} ({engine_name}, {config.precision})"))
+        ):
             engine = open_engine(engine_name, source, config.precision, config.batch_size)
         distiller = _Distiller(config, engine, tokenizer, source, affixes, room, given)
         result = _write(config, console, distiller, state, goal)
@@ -236,7 +238,7 @@ def _write(
 
 def _say(console: Console, line: str) -> None:
     """Prints a line that may hold names of files, in which brackets are no markup."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(visible(line), soft_wrap=True)
 
 
 class _Distiller:

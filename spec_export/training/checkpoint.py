@@ -30,7 +30,7 @@ from spec_runtime.files import (
     sha256,
 )
 from spec_runtime.mapping import brief, from_mapping, parse_json
-from spec_runtime.measure.provenance import git_commit, versions
+from spec_runtime.measure.provenance import command, git_commit, versions
 
 FORMAT = 1
 STEP_PREFIX = "step-"
@@ -86,11 +86,8 @@ def collect_provenance(**facts: Any) -> dict[str, Any]:
 
     All values are plain JSON.
     """
-    # The command's own folder says nothing about the result, and provenance is published with the
-    # drafter.
-    command = [Path(sys.argv[0]).name, *sys.argv[1:]]
     return {
-        "command": command,
+        "command": command(sys.argv),
         "git_commit": git_commit(),
         "versions": versions(PACKAGES),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

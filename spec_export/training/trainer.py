@@ -18,7 +18,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate import Accelerator
-from rich.console import Console
 from torch import Tensor
 
 from spec_export.drafters.layers import Batch
@@ -29,6 +28,7 @@ from spec_export.training.validate import (
     held_out_sequences,
     validate,
 )
+from spec_runtime.cli.terminal import Console, visible
 
 console = Console(stderr=True)
 CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run: the newest steps, the best one
@@ -301,7 +301,7 @@ class Trainer:
     def print_line(self, line: str) -> None:
         """Prints a line on the standard error, once for all processes."""
         if self.accelerator.is_main_process:
-            console.print(line, soft_wrap=True)
+            console.print(visible(line), soft_wrap=True)
 
     def _write_curve(self) -> None:
         if self.accelerator.is_main_process:
