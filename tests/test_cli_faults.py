@@ -611,3 +611,13 @@ def test_too_many_threads_are_one_line(run: Run, folder: Path) -> None:
     code, _, err = run("generate", "a", "--bundle", folder, "--threads", 100_000)
     assert (code, err.count("\n")) == (2, 1)
     assert "got threads 100000, expected 1 to" in err
+
+
+def test_a_temperature_that_is_greedy_is_audited_as_greedy(
+    run: Run, folder: Path, engines: None, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    prompts = some_prompts(tmp_path / "prompts.jsonl")
+    arguments = ("--bundle", folder, "--prompts", prompts, "--max-new-tokens", 4, "--json", out)
+    code, _, _ = run("audit", *arguments, "--temperature", "1e-9")
+    assert (code, json.loads(out.read_text())["temperature"]) == (0, 0)

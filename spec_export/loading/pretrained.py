@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,7 +106,10 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     is damaged or holds a pickle that would run code.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # a log file would get each state of the bar
     if not gguf_file:
         read_generation_config(folder)
     where = folder / (gguf_file or "")

@@ -22,6 +22,7 @@ from spec_export import drafters, target
 from spec_export.decoder import Backbone
 from spec_export.training import checkpoint, data, features, recipe
 from spec_export.training.allocator import keep_big_blocks
+from spec_export.training.disk import shown
 from spec_export.training.resume import require_checkpoint
 from spec_export.training.trainer import CHECKPOINTS, Trainer, TrainingJob, console
 from spec_runtime import files
@@ -176,7 +177,7 @@ def _build_features(
     size = features.size_estimate(examples, model.config.hidden_size * (1 + len(taps)))
     console.print(
         f"{len(training)} sequences to train on, {len(held_out)} held out; "
-        f"features take {size / 1e9:.1f} GB"
+        f"features take {shown(size)}"
     )
     with Progress(console=console) as progress:
         bar = progress.add_task("features")

@@ -62,7 +62,9 @@ def command(
     from spec_runtime import bundle as bundles
     from spec_runtime.measure import provenance
     from spec_runtime.measure.prompts import read_prompts
+    from spec_runtime.sampling import SamplingParams
 
+    temperature = SamplingParams(temperature=temperature).temperature  # 0 where that is greedy
     _check(acceptance, temperature, strict, reference)
     chosen = read_prompts(prompts, limit)
     if out is not None:  # found out now, not after the audit
