@@ -27,6 +27,7 @@ from pathlib import Path
 # renamed aside to be replaced.
 TEMPORARY, REPLACED = ".tmp", ".old"
 _HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_OWNER = b"process "  # begins what a lock file says
 _HAS_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -280,9 +281,12 @@ def restore_folder(out: str | Path) -> None:
 
 
 def restore_folders(parent: Path) -> None:
-    """Does what `restore_folder` does for every folder of `parent` of which something is left."""
-    pattern = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}({re.escape(TEMPORARY)}|{re.escape(REPLACED)})")
-    left = (pattern.fullmatch(path.name) for path in parent.iterdir() if path.is_dir())
+    """Does what `restore_folder` does for every folder of `parent` of which something is left, if
+    only its lock file."""
+    folders = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}({re.escape(TEMPORARY)}|{re.escape(REPLACED)})")
+    locks = re.compile(r"\.(.+)\.lock")
+    left = [folders.fullmatch(path.name) for path in parent.iterdir() if path.is_dir()]
+    left += [locks.fullmatch(path.name) for path in parent.iterdir() if _is_lock_file(path)]
     for name in {found[1] for found in left if found}:
         restore_folder(parent / name)
 
@@ -357,12 +361,21 @@ def locked(path: str | Path) -> Iterator[bool]:
     descriptor, has_lock = _open_locked(path, file)
     try:
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(descriptor, _OWNER + f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield has_lock
     finally:
         with suppress(OSError):
             file.unlink()
         os.close(descriptor)
+
+
+def _is_lock_file(path: Path) -> bool:
+    """Returns whether a file is one that `locked` wrote, or began to, as its first word says."""
+    with suppress(OSError):
+        if path.suffix == ".lock" and path.is_file():
+            with open(path, "rb") as file:
+                return file.read(len(_OWNER)) in (_OWNER, b"")
+    return False
 
 
 def _open_locked(path: Path, file: Path) -> tuple[int, bool]:

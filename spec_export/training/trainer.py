@@ -140,7 +140,10 @@ class Trainer:
                 self.save_checkpoint()
 
     def _report(self, is_last: bool) -> None:
-        """Logs and validates this step if it is due and the curve does not have it yet."""
+        """Logs and validates this step if it is due and the curve does not have it yet.
+
+        Keeps the checkpoint of the best validation so far.
+        """
         settings = self.settings
         known = {key for row in self.curve if row["step"] == self.step for key in row}
         is_due = self.step % settings.log_every == 0 or is_last
@@ -151,8 +154,11 @@ class Trainer:
         if is_due and "accepted_length" not in known:
             self._require_finite_weights()
             self._log_validation(self.validate())
-            if self._best_row() is self.curve[-1]:
-                self._save(BEST, keep=1)
+        best = self._best_row()
+        is_best = is_due and best is not None and best["step"] == self.step
+        # A run that was stopped in between has the row already and not the checkpoint.
+        if is_best and not (self.out / BEST / checkpoint.folder_name(self.step)).exists():
+            self._save(BEST, keep=1)
 
     def _optimizer_step(self, time_share: float) -> int:
         """Makes one optimiser step and returns the answer tokens that it has learnt from."""

@@ -713,6 +713,8 @@ def stop_in(name: str, call: int, error: BaseException) -> Callable[..., Any]:
         ("_log_training", 1, 4),
         ("validate", 1, 3),
         ("validate", 3, 7),
+        ("_write_curve", 2, 6),  # the step is validated, and not yet kept as the best
+        ("_write_curve", 3, 7),
     ],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)], ids=str)
@@ -741,6 +743,8 @@ def test_ctrl_c_and_sigterm_save_a_checkpoint(
     assert curve(tmp_path) == curve(finished)
     weights = Path("drafter", "drafter.safetensors")
     assert (tmp_path / weights).read_bytes() == (finished / weights).read_bytes()
+    best = [sorted(p.name for p in (run / "best").rglob("*")) for run in (tmp_path, finished)]
+    assert best[0] == best[1]
 
 
 def test_an_interrupt_before_the_first_step_saves_nothing(

@@ -263,7 +263,8 @@ def _sigterm_problems(ended: Ended, place: Path) -> list[str]:
     """
     problems = []
     if "Traceback" in ended.err:
-        problems.append(f"SIGTERM ends in a traceback: {ended.last_lines}")
+        trace = ended.err[ended.err.index("Traceback") :]
+        problems.append(f"SIGTERM ends in a traceback: {' / '.join(trace.splitlines())[-2000:]}")
     last = ended.operations[-1] if ended.operations else ""
     if last.startswith(("os.remove", "os.rmdir")) or last.endswith(".old"):
         return problems

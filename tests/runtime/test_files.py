@@ -555,5 +555,8 @@ def test_a_removed_folder_is_never_half_there(tmp_path: Path) -> None:
     (tmp_path / ".other.0123abcd.old").mkdir()
     (tmp_path / ".other.0123abcd.tmp").mkdir()
     (tmp_path / ".others.backup.tmp").mkdir()
+    (tmp_path / ".box.lock").write_text("process 1 on a machine\n")
+    (tmp_path / ".cart.lock").touch()
+    (tmp_path / ".cart.json.lock").write_text("{}")
     files.restore_folders(tmp_path)
-    assert names(tmp_path) == [".others.backup.tmp", "other"]
+    assert names(tmp_path) == [".cart.json.lock", ".others.backup.tmp", "other"]
