@@ -274,6 +274,25 @@ def test_signals_clean_up(number: int, code: int) -> None:
         assert process.wait(20) == code
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_that_comes_in_a_destructor_is_not_lost(number: int, code: int) -> None:
+    """Python prints and drops whatever a destructor raises, the exception of a signal too."""
+    source = WAITING.replace("time.sleep(60)", "signalled(); time.sleep(60)", 1)
+    source = f"""
+import os
+
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), {int(number)})
+        len("the exception comes here")
+
+def signalled():
+    Dying()
+{source}"""
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "begun\ncleaned\n", "")
+
+
 def test_a_second_sigterm_kills() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", WAITING, "hangs"], stdout=-1, text=True

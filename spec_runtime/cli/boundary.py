@@ -34,6 +34,7 @@ INTERRUPTED, TERMINATED, NO_READER = (
     128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 )
 REFUSED = 2
+RESEND_SECONDS = 0.01
 PACKAGES = ("spec_runtime", "spec_export")
 
 # Names the extra of the distribution that brings a module which may be absent.
@@ -153,21 +154,39 @@ def _raising_on_sigterm() -> Iterator[None]:
 
     A second SIGTERM ends the process at once. Leaves alone a handler that somebody else has set,
     and threads other than the main one, which get no signals.
+
+    A signal may come while a destructor runs, whose exceptions Python drops: SIGTERM or Ctrl-C
+    would be lost. There the signal is sent again a moment later.
     """
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise SystemExit(TERMINATED)
 
+    def send_later(number: int) -> None:
+        to_main = (threading.main_thread().ident, number)
+        threading.Timer(RESEND_SECONDS, signal.pthread_kill, to_main).start()
+
+    def send_again(dropped: "sys.UnraisableHookArgs") -> None:
+        if isinstance(dropped.exc_value, SystemExit) and dropped.exc_value.code == TERMINATED:
+            signal.signal(signal.SIGTERM, stop)
+            send_later(signal.SIGTERM)
+        elif isinstance(dropped.exc_value, KeyboardInterrupt):
+            send_later(signal.SIGINT)
+        else:
+            show_dropped(dropped)
+
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
     signal.signal(signal.SIGTERM, stop)
+    show_dropped, sys.unraisablehook = sys.unraisablehook, send_again
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.unraisablehook = show_dropped
 
 
 def _prepare_streams() -> None:
