@@ -244,7 +244,7 @@ CALIBRATION_KEYS = ("prompts", "positions", "accuracy", "reliability", "accepted
 def _check_calibration(where: str, calibration: dict[str, Any]) -> None:
     _require(
         set(calibration) == set(CALIBRATION_KEYS),
-        f"{where}: got keys {', '.join(calibration) or 'none'}, expected "
+        f"{where}: got keys {brief(', '.join(calibration) or 'none')}, expected "
         f"{', '.join(CALIBRATION_KEYS)}; run spec-export calibrate again",
     )
     accuracy, reliability = calibration["accuracy"], calibration["reliability"]
@@ -370,7 +370,7 @@ class Manifest:
     def __post_init__(self) -> None:
         _require(
             "target" in self.graphs,
-            f"graphs: got {', '.join(self.graphs) or 'none'}, expected one named target",
+            f"graphs: got {brief(', '.join(self.graphs) or 'none')}, expected one named target",
         )
         _require(
             self.graphs["target"].form != "stateless",
@@ -390,7 +390,9 @@ class Manifest:
             if drafter.name == name:
                 return drafter
         known = ", ".join(drafter.name for drafter in self.drafters) or "none"
-        raise BundleError(f"got drafter {name!r:.80}, expected one this bundle holds: {known}")
+        raise BundleError(
+            f"got drafter {name!r:.80}, expected one this bundle holds: {brief(known)}"
+        )
 
 
 @dataclass(frozen=True)

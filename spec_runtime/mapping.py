@@ -126,7 +126,7 @@ def check_keys(
     wrong += [f"missing key {key!r}" for key in required if key not in given]
     if wrong:
         wrong = [*wrong[:8], *([f"{len(wrong) - 8} more"] if len(wrong) > 8 else [])]
-        raise error(f"{where}: got {', '.join(wrong)}; expected keys {', '.join(known)}")
+        raise error(f"{where}: got {brief(', '.join(wrong))}; expected keys {', '.join(known)}")
 
 
 def to_json(value: Any) -> Any:

@@ -640,3 +640,12 @@ def test_a_temperature_that_is_greedy_is_audited_as_greedy(
     arguments = ("--bundle", folder, "--prompts", prompts, "--max-new-tokens", 4, "--json", out)
     code, _, _ = run("audit", *arguments, "--temperature", "1e-9")
     assert (code, json.loads(out.read_text())["temperature"]) == (0, 0)
+
+
+@pytest.mark.parametrize("words", [("--draw-widths", "9" * 5000), ("--logit-bias", "x" * 5000)])
+def test_a_long_argument_is_not_quoted_whole(
+    run: Run, folder: Path, words: tuple[str, str]
+) -> None:
+    code, _, err = run("generate", "hi", "--bundle", folder, *words)
+    assert (code, err.count("\n")) == (2, 1)
+    assert len(err) < 300

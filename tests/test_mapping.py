@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from spec_runtime.mapping import added_later, from_mapping, parse_json, parse_toml, to_json
+from spec_runtime.mapping import added_later, brief, from_mapping, parse_json, parse_toml, to_json
 
 
 class Refused(ValueError):
@@ -162,3 +162,10 @@ def test_messages_of_hostile_values_are_short_and_printable(data: Any, message: 
         from_mapping(Numbers, data, "top")
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 300
+
+
+def test_foreign_text_is_quoted_in_one_short_line() -> None:
+    assert brief("one\n  two\tthree") == "one two three"
+    assert brief("red \x1b[31m\u202e \x0b") == "red \\x1b[31m\\u202e"
+    assert brief("x" * 400) == "x" * 299 + "…"
+    assert brief(ValueError("x" * 9), 5) == "xxxx…"

@@ -29,12 +29,14 @@ from typing import NoReturn, TextIO, cast
 import typer
 
 from spec_runtime.cli.terminal import visible
+from spec_runtime.mapping import brief
 
 INTERRUPTED, TERMINATED, NO_READER = (
     128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 )
 REFUSED = 2
 RESEND_SECONDS = 0.01
+MAX_LINE = 1200  # characters of an error, of which most quote less
 PACKAGES = ("spec_runtime", "spec_export")
 
 # Names the extra of the distribution that brings a module which may be absent.
@@ -145,7 +147,7 @@ def _request(command: Sequence[str]) -> str:
 def _print_error(message: str) -> None:
     """Prints one line to standard error, if that still takes one."""
     with suppress(OSError):
-        print(f"error: {visible(' '.join(message.split()))}", file=sys.stderr)
+        print(f"error: {visible(brief(message, MAX_LINE))}", file=sys.stderr)
 
 
 @contextmanager

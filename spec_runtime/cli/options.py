@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from spec_runtime.files import write_atomically
+from spec_runtime.mapping import brief
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
@@ -282,7 +283,9 @@ def _bias(entry: str) -> tuple[int, float]:
     try:
         return int(token), float(value)
     except ValueError:
-        raise ValueError(f"got --logit-bias {entry}, expected ID=VALUE, as in 42=-5") from None
+        raise ValueError(
+            f"got --logit-bias {brief(entry, 80)}, expected ID=VALUE, as in 42=-5"
+        ) from None
 
 
 def _widths(text: str) -> tuple[int, ...]:
@@ -290,7 +293,9 @@ def _widths(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(width) for width in text.split(","))
     except ValueError:
-        raise ValueError(f"got --draw-widths {text}, expected numbers, as in 3,2,1") from None
+        raise ValueError(
+            f"got --draw-widths {brief(text, 80)}, expected numbers, as in 3,2,1"
+        ) from None
 
 
 def summary_line(result: "GenerationResult") -> str:
