@@ -33,7 +33,7 @@ log = logging.getLogger("spec_runtime")
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Checks the arguments of `load`, whose names and meanings these fields have."""
+    """Checks the types of `load`'s arguments, whose names and meanings these fields have."""
 
     path: str
     drafter: str | None
@@ -44,10 +44,6 @@ class _Arguments:
     strict: bool
     backend: str
     fused: bool | None
-
-    def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"got threads {self.threads}, expected 1 or more, or None for all")
 
 
 @dataclass(frozen=True)
