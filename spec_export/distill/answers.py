@@ -205,6 +205,7 @@ def _write(
     """Appends batches to `config.out` until it has `goal` rows."""
     start = time.perf_counter()
     num_new = num_empty = 0
+    state = replace(state, finished=None)  # whose last rows are cut off with their batch
     with disk.writing("answers", config.out.parent):
         _write_sidecar(config.out, state)  # first, so that no file is ever without a sidecar
         _truncate(config.out, state.size)

@@ -24,7 +24,7 @@ from spec_export.training import checkpoint, data, features, recipe
 from spec_export.training.allocator import keep_big_blocks
 from spec_export.training.disk import shown
 from spec_export.training.resume import require_checkpoint
-from spec_export.training.trainer import CHECKPOINTS, Trainer, TrainingJob, console
+from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob, console
 from spec_runtime import files
 
 
@@ -69,8 +69,9 @@ def run(
 
 @contextmanager
 def _writing_alone(out: Path) -> Iterator[None]:
-    """Keeps other runs out of the folder `out`; raises ValueError if one writes there already.
+    """Keeps other runs out of the folder `out`, and removes what a killed run left half-written.
 
+    Raises ValueError if another run writes there already.
     The first of several launched processes speaks for all of them.
     """
     if int(os.environ.get("RANK", 0)):
@@ -78,6 +79,9 @@ def _writing_alone(out: Path) -> Iterator[None]:
         return
     out.parent.mkdir(parents=True, exist_ok=True)
     with files.locked(out):
+        for folder in (out, out / CHECKPOINTS, out / BEST):
+            if folder.is_dir():
+                files.restore_folders(folder)
         yield
 
 

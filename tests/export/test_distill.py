@@ -102,6 +102,32 @@ def test_resumed_equals_uninterrupted(
     assert part.out.read_bytes() == whole.out.read_bytes()
 
 
+def test_killed_while_the_last_batch_is_cut_off(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows are asked for, so that the last batch, which was not whole, is made again."""
+    given: dict[str, Any] = {
+        "prompts": prompts_file(tmp_path, *(f"say {i}" for i in range(7))),
+        "batch_size": 2,
+    }
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    distill.run(config(model, whole, **given | {"num_prompts": 7}))
+    distill.run(config(model, part, **given | {"num_prompts": 5}))
+    more = config(model, part, **given | {"num_prompts": 7})
+    cut = distill._truncate
+
+    def cut_and_die(path: Path, size: int) -> None:
+        cut(path, size)
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "_truncate", cut_and_die)
+        with pytest.raises(Interrupted):
+            distill.run(more)
+    distill.run(more)
+    assert part.read_bytes() == whole.read_bytes()
+
+
 def test_more_rows_later_equals_all_at_once(model: str, tmp_path: Path) -> None:
     distill.run(config(model, tmp_path / "whole.jsonl"))
     for count in (3, 3, 7, 10):

@@ -747,6 +747,17 @@ def test_ctrl_c_and_sigterm_save_a_checkpoint(
     assert best[0] == best[1]
 
 
+def test_a_run_removes_what_a_killed_one_left(recipe: Path, finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("features"))
+    there = sorted(path.relative_to(run) for path in run.rglob("*"))
+    for left in ("best/.step-00000006.0123abcd.tmp", ".drafter.0123abcd.tmp"):
+        (run / left).mkdir()
+        (run / left / "model.safetensors").touch()
+    (run / "checkpoints" / ".step-00000007.lock").write_text("process 1 on a machine\n")
+    train.run(recipe, out=run, resume=True, cache=finished / "features")
+    assert sorted(path.relative_to(run) for path in run.rglob("*")) == there
+
+
 def test_an_interrupt_before_the_first_step_saves_nothing(
     recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
