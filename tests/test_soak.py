@@ -52,18 +52,20 @@ def test_the_soak_notices_a_wrong_answer(
 
 
 @pytest.mark.parametrize(
-    ("rss_mb", "files", "expected"),
+    ("memory_mb", "files", "expected"),
     [
         ([100, 150, 151, 151], [5, 5, 5, 5], []),
         ([100, 150, 160, 190], [5, 5, 5, 5], ["memory"]),
         ([100, 150, 151, 151], [5, 5, 5, 6], ["files"]),
     ],
 )
-def test_what_grows_is_noticed(rss_mb: list[float], files: list[int], expected: list[str]) -> None:
+def test_what_grows_is_noticed(
+    memory_mb: list[float], files: list[int], expected: list[str]
+) -> None:
     # a sample a minute; the last half counts
     samples = [
-        soak.Sample(60.0 * i, mb, threads=4, files=count)
-        for i, (mb, count) in enumerate(zip(rss_mb, files, strict=True))
+        soak.Sample(60.0 * i, 2.0 * mb, mb, threads=4, files=count)
+        for i, (mb, count) in enumerate(zip(memory_mb, files, strict=True))
     ]
     failures = soak.sizes(samples)["failures"]
     assert [failure.split()[0] for failure in failures] == expected

@@ -455,15 +455,20 @@ def faults_recovered(_: str) -> str:
 
 
 def soak_memory(_: str) -> str:
-    """Resident memory over a soak, with threads and open files."""
+    """The process's own memory over a soak, with threads and open files."""
     got = load("soak")
-    rss, counts = got["rss_mb"], {name: got[name] for name in ("threads", "files")}
+    own, rss, counts = (
+        got["memory_mb"],
+        got["rss_mb"],
+        {name: got[name] for name in ("threads", "files")},
+    )
     kept = ", ".join(
         f"{a} {name} at half time and {b} at the end" for name, (a, b) in counts.items()
     )
     return (
-        f"{rss['warm']:.0f} MB when warm, {rss['end']:.0f} MB at the end, a slope of "
-        f"{rss['mb_per_minute']:.2f} MB a minute over the last half; {kept}."
+        f"{own['warm']:.0f} MB of its own when warm, {own['end']:.0f} MB at the end, a slope of "
+        f"{own['mb_per_minute']:.2f} MB a minute over the last half (with mapped weights "
+        f"{rss['warm']:.0f} and {rss['end']:.0f} MB); {kept}."
     )
 
 

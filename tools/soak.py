@@ -394,21 +394,26 @@ def _logprobs_agree(got: GenerationResult, expected: GenerationResult) -> bool:
 
 @dataclass(frozen=True)
 class Sample:
-    """The size of this process at `seconds` after the start."""
+    """The size of this process at `seconds` after the start.
+
+    `memory_mb` is resident memory of its own. The rest of `rss_mb` are pages of mapped weights,
+    which become resident as tokens are first met, and which the system may take back.
+    """
 
     seconds: float
     rss_mb: float
+    memory_mb: float
     threads: int
     files: int
 
 
 def sample(started: float) -> Sample:
-    with open("/proc/self/statm") as statm:
-        pages = int(statm.read().split()[1])
+    with open("/proc/self/status") as status:
+        kb = {name: int(rest[0]) for name, *rest in map(str.split, status) if rest[1:] == ["kB"]}
     threads = len(os.listdir("/proc/self/task"))
     files = len(os.listdir("/proc/self/fd"))
-    mb = pages * os.sysconf("SC_PAGESIZE") / 1e6
-    return Sample(time.monotonic() - started, mb, threads, files)
+    rss, own = (kb[name] * 1024 / 1e6 for name in ("VmRSS:", "RssAnon:"))
+    return Sample(time.monotonic() - started, rss, own, threads, files)
 
 
 def sizes(samples: list[Sample]) -> dict[str, Any]:
@@ -416,8 +421,8 @@ def sizes(samples: list[Sample]) -> dict[str, Any]:
     seconds = samples[-1].seconds
     warm = next(s for s in samples if s.seconds >= WARM_UP * seconds)
     half = [s for s in samples if s.seconds >= seconds / 2]
-    slope = float(np.polyfit([s.seconds / 60 for s in half], [s.rss_mb for s in half], 1)[0])
-    grown, failures = half[-1].rss_mb - half[0].rss_mb, []
+    slope = float(np.polyfit([s.seconds / 60 for s in half], [s.memory_mb for s in half], 1)[0])
+    grown, failures = half[-1].memory_mb - half[0].memory_mb, []
     if (grown > MAX_SHORT_GROWTH) if seconds < 120 else (slope > MAX_GROWTH):
         failures.append(f"memory grows by {slope:.1f} MB a minute")
     for name in ("threads", "files"):
@@ -425,12 +430,13 @@ def sizes(samples: list[Sample]) -> dict[str, Any]:
         if last > first:
             failures.append(f"{name} grow from {first} to {last}")
     return {
-        "rss_mb": {
-            "warm": round(warm.rss_mb, 1),
-            "end": round(half[-1].rss_mb, 1),
-            "peak": round(max(s.rss_mb for s in samples), 1),
+        "memory_mb": {
+            "warm": round(warm.memory_mb, 1),
+            "end": round(half[-1].memory_mb, 1),
+            "peak": round(max(s.memory_mb for s in samples), 1),
             "mb_per_minute": round(slope, 2),
         },
+        "rss_mb": {"warm": round(warm.rss_mb, 1), "end": round(half[-1].rss_mb, 1)},
         "threads": [half[0].threads, half[-1].threads],
         "files": [half[0].files, half[-1].files],
         "failures": failures,
@@ -536,7 +542,16 @@ def main() -> int:
         "failed": len(failures),
         "failures": failures,
     }
-    for name in ("requests", "by_kind", "outcomes", "tokens", "rss_mb", "threads", "files"):
+    for name in (
+        "requests",
+        "by_kind",
+        "outcomes",
+        "tokens",
+        "memory_mb",
+        "rss_mb",
+        "threads",
+        "files",
+    ):
         print(f"{name:9} {figures[name]}")
     for failure in failures:
         print(f"FAILED {failure}")
