@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from spec_export.training.validate import (
     validate,
 )
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.files import remove_folder
 
 console = Console(stderr=True)
 CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run: the newest steps, the best one
@@ -394,7 +394,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             for path in (self.out / BEST).glob(f"{checkpoint.STEP_PREFIX}*"):
                 if path.name > checkpoint.folder_name(self.step):  # made again from here on
-                    shutil.rmtree(path)
+                    remove_folder(path)
 
     def export(self) -> Path:
         """Writes the drafter as it is now beside its curves, and returns its folder."""
