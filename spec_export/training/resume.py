@@ -38,10 +38,13 @@ def progress_of(state: Checkpoint) -> Progress:
     return from_mapping(Progress, state.progress, f"{state.path}/checkpoint.json progress")
 
 
-def require_checkpoint(out: Path, newest: Path | None) -> None:
-    """Raises ValueError, which says what is in `out`, if there is no checkpoint to go on from."""
+def require_checkpoint(out: Path, newest: Path | None) -> Path:
+    """Returns the newest checkpoint, the one to go on from.
+
+    Raises ValueError, which says what is in `out`, if there is none.
+    """
     if newest is not None:
-        return
+        return newest
     found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     held = f"it holds {', '.join(found[:5])}" if found else "it is empty or not there"
     raise ValueError(

@@ -54,14 +54,14 @@ def run(
     with _writing_alone(out):
         newest = checkpoint.latest(out / CHECKPOINTS)
         if resume:
-            require_checkpoint(out, newest)
+            newest = require_checkpoint(out, newest)
         elif newest is not None:
             raise ValueError(
                 f"{out} already holds a training run: pass --resume to go on, or another --out"
             )
         trainer = _new_trainer(plan, module, config, source, out, cache or out / "features", init)
-        if resume:
-            trainer.resume()
+        if newest is not None:
+            trainer.resume(newest)
         trainer.train()
         trainer.restore_best()
         return trainer.export()

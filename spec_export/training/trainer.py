@@ -367,15 +367,12 @@ class Trainer:
             f"interrupted: {path} holds step {self.step}; the same command with --resume goes on"
         )
 
-    def resume(self) -> None:
-        """Restores the newest checkpoint.
+    def resume(self, newest: Path) -> None:
+        """Restores the run's newest checkpoint, whose folder `newest` is.
 
-        Raises ValueError if there is none, or if it belongs to a run with another recipe, more
-        steps or another number of processes.
+        Raises ValueError if it belongs to a run with another recipe, more steps or another number
+        of processes.
         """
-        newest = checkpoint.latest(self.out / CHECKPOINTS)
-        resume.require_checkpoint(self.out, newest)
-        assert newest is not None
         state = checkpoint.load(newest, self.saved_state(), self.optimizer)
         changed = resume.changed_keys(state, self.job.provenance["recipe"])
         progress = resume.progress_of(state)
