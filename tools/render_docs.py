@@ -463,7 +463,7 @@ def soak_memory(_: str) -> str:
         {name: got[name] for name in ("threads", "files")},
     )
     kept = ", ".join(
-        f"{a} {name} at half time and {b} at the end" for name, (a, b) in counts.items()
+        f"{a} {name} in the third quarter and {b} in the last" for name, (a, b) in counts.items()
     )
     return (
         f"{own['warm']:.0f} MB of its own when warm, {own['end']:.0f} MB at the end, a slope of "
