@@ -39,6 +39,7 @@ class FusedSteps:
         self.num_nodes = int(shapes["state.token"][0])
         self.depth = int(shapes["path_features"][0]) - 1
         self.num_steps = 0
+        self.is_captured = stepper.is_captured
         self._stepper, self._cache, self._follower = stepper, cache, follower
 
     def run(

@@ -20,12 +20,20 @@ from typing import Any, NamedTuple
 import fake_tensorrt
 import numpy as np
 import onnxruntime as ort
+import pytest
 from fake_tensorrt import view
 
+from spec_runtime.backends import session
 from spec_runtime.backends.copies import TYPES, StreamCopies
 from spec_runtime.backends.cuda_api import Cuda
 
 PROVIDER = "CUDAExecutionProvider"
+# tests/runtime/test_first_contact.py compares it with what the real one says.
+REFUSAL = (
+    "[ONNXRuntimeError] : 1 : FAIL : This session cannot use the graph capture feature as "
+    "requested by the user  as all compute graph nodes have not been partitioned to the "
+    "CUDAExecutionProvider"
+)
 
 
 class Device:
@@ -199,10 +207,7 @@ class InferenceSession:
         assert not enable_fallback, "it would run on the CPU"
         self._settings = {"device_id": "0", "enable_cuda_graph": "0"} | provider_options[0]
         if self.takes_graphs and self.device.refuses_graphs:
-            raise RuntimeError(
-                "This session cannot use the CUDA Graph feature as requested by the user as all\n"
-                "the graph nodes have not been assigned to CUDAExecutionProvider"
-            )
+            raise RuntimeError(REFUSAL)
         self.device.settings.append(provider_options[0])
         self._real = ort.InferenceSession(str(Path(path)), options, ["CPUExecutionProvider"])
         self.output_names = [output.name for output in self._real.get_outputs()]
@@ -280,6 +285,14 @@ def stream_copies(device: Device) -> StreamCopies:
     return StreamCopies(Cuda(device.runtime))
 
 
+def install(patch: pytest.MonkeyPatch) -> Device:
+    """Puts the fake in the place of ONNX Runtime and of CUDA's libraries; returns its device."""
+    fake, device = module()
+    patch.setattr(session, "ort", fake)
+    patch.setattr(session, "require_libraries", lambda: None)
+    return device
+
+
 def module() -> tuple[Any, Device]:
     """Returns what stands in for the module onnxruntime, and its fresh device."""
     device = Device()
@@ -288,7 +301,7 @@ def module() -> tuple[Any, Device]:
         SessionOptions=ort.SessionOptions,
         ExecutionMode=ort.ExecutionMode,
         RunOptions=ort.RunOptions,
-        preload_dlls=lambda: None,
+        set_default_logger_severity=lambda level: None,
         get_available_providers=lambda: [PROVIDER, "CPUExecutionProvider"],
     )
     fake.OrtValue = type("OrtValue", (OrtValue,), {"device": device})

@@ -20,7 +20,7 @@ from spec_export import calibrate, check, make_bundle  # noqa: E402
 from spec_export import cli as export_cli  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime import bundle as bundles  # noqa: E402
-from spec_runtime.backends import session, shapes  # noqa: E402
+from spec_runtime.backends import shapes  # noqa: E402
 from spec_runtime.trees.tree import is_chain  # noqa: E402
 
 # one pass with a cache; level by level, in its own cache and in the target's; without a cache
@@ -116,18 +116,17 @@ def test_the_manifest_says_which_graph_has_which(built: Bundles) -> None:
 
 @pytest.mark.parametrize("attention", ["full_buffer", "chain"])
 @pytest.mark.parametrize("name", ["parallelspec", "skip_layer"])
-@pytest.mark.parametrize("backend", ["cuda", "cuda_eager"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_the_cuda_backend_feeds_each_what_it_reads(
-    built: Bundles, monkeypatch: pytest.MonkeyPatch, attention: str, name: str, backend: str
+    built: Bundles, monkeypatch: pytest.MonkeyPatch, attention: str, name: str, cuda_graphs: bool
 ) -> None:
     """A fake device that computes on the CPU gives the same tokens; masks are whole, or absent."""
     folder = built(attention, "fp16", ("parallelspec", "skip_layer"), device="cuda")
     expected = spec_runtime.load(folder, name, threads=1, lookup=False)
     tokens = [expected.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS]
-    module, device = fake.module()
-    monkeypatch.setattr(session, "ort", module)
+    device = fake.install(monkeypatch)
     monkeypatch.setattr(shapes, "MIN_MASK", 16)
-    engine = spec_runtime.load(folder, name, threads=1, lookup=False, backend=backend)
+    engine = spec_runtime.load(folder, name, threads=1, lookup=False, backend="cuda", cuda_graphs=cuda_graphs)
     assert [engine.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS] == tokens
     graphs = [shapes for shapes in device.shapes if "feature_rows" not in shapes]
     widths = {shapes["mask"][3] if "mask" in shapes else None for shapes in graphs}

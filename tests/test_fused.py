@@ -25,7 +25,7 @@ import spec_runtime  # noqa: E402
 from spec_export import make_bundle  # noqa: E402
 from spec_export.graphs import fused_step as fuse  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
-from spec_runtime.backends import cuda, session, shapes  # noqa: E402
+from spec_runtime.backends import cuda, shapes  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.fused import FusedSteps  # noqa: E402
 from spec_runtime.step import Step  # noqa: E402
@@ -274,8 +274,7 @@ def test_on_cuda_each_side_and_width_is_one_graph(
     """Runs on tests/fake_ort_cuda.py, which computes a captured graph three times at first."""
     path = bundles("parallelspec", device="cuda")
     expected = load(path, "parallelspec").generate(PROMPTS[3], max_new_tokens=60, ignore_eos=True)
-    module, device = fake_ort_cuda.module()
-    monkeypatch.setattr(session, "ort", module)
+    device = fake_ort_cuda.install(monkeypatch)
     if is_shared:  # the stream of target and drafter
         monkeypatch.setattr(cuda, "open_copies", lambda: fake_ort_cuda.stream_copies(device))
     engine = spec_runtime.load(path, backend="cuda", threads=1)

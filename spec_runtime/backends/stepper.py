@@ -22,6 +22,7 @@ from spec_runtime.backends.session import (
     naming_graph,
     open_session,
     run_options,
+    takes_cuda_graphs,
     zero_value,
 )
 from spec_runtime.bundle import Graph, TensorSpec
@@ -69,6 +70,11 @@ class OrtStepper:
         self._pairs: dict[tuple[tuple[int, ...], ...], tuple[_Side, _Side]] = {}  # by shapes
         self._last: _Side | None = None
         self._next: tuple[_Side, _Side] | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Says whether runs are captured and replayed as CUDA graphs."""
+        return takes_cuda_graphs(self._session)
 
     def start(self, state: Mapping[str, np.ndarray]) -> None:
         """Sets the state of the next run: by X, an array of the graph's type for `state.X`."""

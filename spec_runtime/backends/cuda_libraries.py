@@ -1,0 +1,83 @@
+"""Finds and loads CUDA's libraries, which ONNX Runtime's CUDA provider links to.
+
+ONNX Runtime itself looks for them beside its own folder alone and prints what it misses. This file
+also finds them beside an installed torch, prints nothing, and says which one is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+# By the wheel that each is in; a library stands behind those that it links to itself.
+LIBRARIES = {
+    "libcudart.so.13": "nvidia-cuda-runtime",
+    "libcublasLt.so.13": "nvidia-cublas",
+    "libcublas.so.13": "nvidia-cublas",
+    "libcurand.so.10": "nvidia-curand",
+}
+DRIVER = "libcuda.so.1"
+
+
+def library_folders(paths: Iterable[str] | None = None) -> list[Path]:
+    """Returns the folders in which wheels keep CUDA's libraries: NVIDIA's own, and torch's.
+
+    `paths` are folders that hold packages; None takes Python's path.
+    """
+    return [
+        folder
+        for path in (sys.path if paths is None else paths)
+        if path  # "" is the current folder
+        for pattern in ("nvidia/*/lib", "torch/lib")
+        for folder in sorted(Path(path).glob(pattern))
+    ]
+
+
+@cache
+def load_libraries() -> dict[str, str]:
+    """Loads the driver and CUDA's libraries; returns why each that is missing is, by its name.
+
+    A library that the process has already, or that the system finds (LD_LIBRARY_PATH), comes before
+    one from a wheel, so that there are no two of them. Other systems than Linux look them up by
+    themselves.
+    """
+    if sys.platform != "linux":
+        return {}
+    missing = {}
+    for name in (DRIVER, *LIBRARIES):
+        fault = _load(name)
+        if fault is not None:
+            missing[name] = fault
+    return missing
+
+
+def require_libraries() -> None:
+    """Raises ValueError, naming the library, unless the driver and CUDA's libraries are loaded."""
+    missing = load_libraries()
+    if DRIVER in missing:
+        raise ValueError(
+            f"got no NVIDIA driver here ({missing[DRIVER]}), expected an NVIDIA GPU and its "
+            "driver: install it, give the container the GPU, or choose --backend onnxruntime"
+        )
+    for name, fault in missing.items():
+        raise ValueError(
+            f"got no {name} ({fault}), expected CUDA 13's libraries for ONNX Runtime: run "
+            f"pip install 'specsplit[gpu]' or pip install {LIBRARIES[name]}, or add its folder to "
+            "LD_LIBRARY_PATH"
+        )
+
+
+def _load(name: str) -> str | None:
+    """Loads a library, and returns why it could not, or None."""
+    fault = None
+    for place in (name, *(str(folder / name) for folder in library_folders())):
+        if place == name or Path(place).exists():
+            try:
+                ctypes.CDLL(place)
+                return None
+            except OSError as error:
+                fault = str(error)
+    return fault
