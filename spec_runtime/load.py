@@ -230,17 +230,13 @@ class DrafterOpener:
                 "drafter's alone"
             )
         opened = self._open(name, lookup=False)
+        proposer, must_capture = opened.proposer, not is_asked_for
         try:
-            steps = open_steps(self._bundle, graph, self._target, opened.proposer, runtime)
+            steps = open_steps(self._bundle, graph, self._target, proposer, runtime, must_capture)
         except ValueError as error:
             if is_asked_for:
                 raise
             log.warning("drafter %s goes without its fused step: %s", name, error)
-            return None
-        if runtime.has_cuda_graphs and not steps.is_captured and not is_asked_for:
-            log.warning(
-                "drafter %s goes without its fused step, which runs without CUDA graphs here", name
-            )
             return None
         budget = Budget(min(steps.num_nodes, self._target.max_nodes))
         return opened._replace(fused=steps, budget=budget)

@@ -7,6 +7,7 @@ also finds them beside an installed torch, prints nothing, and says which one is
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -40,9 +41,8 @@ def library_folders(paths: Iterable[str] | None = None) -> list[Path]:
 def load_libraries() -> dict[str, str]:
     """Loads the driver and CUDA's libraries; returns why each that is missing is, by its name.
 
-    A library that the process has already, or that the system finds (LD_LIBRARY_PATH), comes before
-    one from a wheel, so that there are no two of them. Other systems than Linux look them up by
-    themselves.
+    Those under LD_LIBRARY_PATH come first, then those from wheels, which are of one version, and
+    then the system's. Other systems than Linux look them up by themselves.
     """
     if sys.platform != "linux":
         return {}
@@ -72,12 +72,12 @@ def require_libraries() -> None:
 
 def _load(name: str) -> str | None:
     """Loads a library, and returns why it could not, or None."""
-    fault = None
-    for place in (name, *(str(folder / name) for folder in library_folders())):
-        if place == name or Path(place).exists():
-            try:
-                ctypes.CDLL(place)
-                return None
-            except OSError as error:
-                fault = str(error)
+    chosen = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    folders = [*(Path(folder) for folder in chosen if folder), *library_folders()]
+    for place in (*(str(folder / name) for folder in folders if (folder / name).exists()), name):
+        try:
+            ctypes.CDLL(place)
+            return None
+        except OSError as error:
+            fault = str(error)
     return fault

@@ -60,13 +60,15 @@ log = logging.getLogger("spec_runtime")
 class SessionOptions:
     """Says how a session runs: where, on how many threads, and with which provider settings.
 
-    `has_cuda_graphs` asks for CUDA graphs; it needs every node on the GPU. `settings` are the
-    provider's, besides those that every session on the device has.
+    `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has others
+    runs without, unless `must_capture`. `settings` are the provider's, besides those that every
+    session on the device has.
     """
 
     threads: int
     device: str = "cpu"
     has_cuda_graphs: bool = False
+    must_capture: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -84,8 +86,9 @@ class SessionOptions:
 def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     """Opens the ONNX file of `graph`.
 
-    Runs without CUDA graphs, and warns, if ONNX Runtime refuses them. Raises ValueError if the
-    provider, a library, a GPU, or the file's inputs and outputs are not what is expected.
+    Runs without CUDA graphs, and warns, if ONNX Runtime refuses them and need not capture. Raises
+    ValueError if the provider, a library, a GPU, or the file's inputs and outputs are not what is
+    expected.
     """
     provider = options.provider
     if provider not in ort.get_available_providers():
@@ -99,7 +102,8 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     try:
         session = _open(path, options)
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
-        if options.has_cuda_graphs and REFUSED_CAPTURE in str(error):
+        is_refused = options.has_cuda_graphs and REFUSED_CAPTURE in str(error)
+        if is_refused and not options.must_capture:
             log.warning("%s runs without CUDA graphs: %s", path.name, brief(error))
             return open_session(path, graph, replace(options, has_cuda_graphs=False))
         if found := CUDA_FAILURE.search(str(error)):

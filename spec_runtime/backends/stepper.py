@@ -22,7 +22,6 @@ from spec_runtime.backends.session import (
     naming_graph,
     open_session,
     run_options,
-    takes_cuda_graphs,
     zero_value,
 )
 from spec_runtime.bundle import Graph, TensorSpec
@@ -50,7 +49,12 @@ class OrtStepper:
     """
 
     def __init__(
-        self, path: Path, graph: Graph, lenders: Mapping[str, OrtBackend], runtime: Runtime
+        self,
+        path: Path,
+        graph: Graph,
+        lenders: Mapping[str, OrtBackend],
+        runtime: Runtime,
+        must_capture: bool = False,
     ) -> None:
         self.bytes_to_host = 0
         self._file = graph.file
@@ -58,7 +62,11 @@ class OrtStepper:
         self._device = runtime.device
         self._copies = lenders[""].copies
         options = SessionOptions(
-            runtime.num_threads, runtime.device, runtime.has_cuda_graphs, self._copies.settings
+            runtime.num_threads,
+            runtime.device,
+            runtime.has_cuda_graphs,
+            must_capture,
+            self._copies.settings,
         )
         self._session = open_session(path, graph, options)
         self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith(STATE)]
@@ -70,11 +78,6 @@ class OrtStepper:
         self._pairs: dict[tuple[tuple[int, ...], ...], tuple[_Side, _Side]] = {}  # by shapes
         self._last: _Side | None = None
         self._next: tuple[_Side, _Side] | None = None
-
-    @property
-    def is_captured(self) -> bool:
-        """Says whether runs are captured and replayed as CUDA graphs."""
-        return takes_cuda_graphs(self._session)
 
     def start(self, state: Mapping[str, np.ndarray]) -> None:
         """Sets the state of the next run: by X, an array of the graph's type for `state.X`."""
@@ -165,9 +168,16 @@ def _fixed(spec: TensorSpec) -> list[int]:
 
 
 def open_stepper(
-    path: Path, graph: Graph, lenders: Mapping[str, Backend], runtime: Runtime
+    path: Path,
+    graph: Graph,
+    lenders: Mapping[str, Backend],
+    runtime: Runtime,
+    must_capture: bool = False,
 ) -> OrtStepper:
-    """Opens a graph on the buffers of backends that run on ONNX Runtime, see OrtStepper."""
-    return OrtStepper(
-        path, graph, {prefix: as_lender(each) for prefix, each in lenders.items()}, runtime
-    )
+    """Opens a graph on the buffers of backends that run on ONNX Runtime, see OrtStepper.
+
+    Raises ValueError if it cannot be opened or, with `must_capture`, if CUDA graphs are wanted and
+    ONNX Runtime refuses them.
+    """
+    known = {prefix: as_lender(each) for prefix, each in lenders.items()}
+    return OrtStepper(path, graph, known, runtime, must_capture)

@@ -40,6 +40,7 @@ def linker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(ctypes, "CDLL", linker)
     system = SimpleNamespace(path=["", str(tmp_path)], platform="linux")
     monkeypatch.setattr(cuda_libraries, "sys", system)
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     cuda_libraries.load_libraries.cache_clear()
     yield linker
     cuda_libraries.load_libraries.cache_clear()
@@ -81,8 +82,13 @@ def test_libraries_come_from_wheels_and_from_beside_torch(
     assert linker.loaded == [DRIVER, *(str(found / name) for name in LIBRARIES)]
 
 
-def test_a_library_of_the_system_comes_before_a_wheel_s(linker: Linker, tmp_path: Path) -> None:
-    put(tmp_path / "nvidia/cu13/lib", *LIBRARIES)
+def test_libraries_asked_for_come_first_and_the_system_s_last(
+    linker: Linker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second, *others = LIBRARIES
+    asked, wheel = tmp_path / "asked", tmp_path / "nvidia/cu13/lib"
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{put(asked, first)}")
+    put(wheel, first, second)
     linker.system |= set(LIBRARIES)
     cuda_libraries.require_libraries()
-    assert linker.loaded == [DRIVER, *LIBRARIES]
+    assert linker.loaded == [DRIVER, str(asked / first), str(wheel / second), *others]
