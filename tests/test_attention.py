@@ -126,7 +126,9 @@ def test_the_cuda_backend_feeds_each_what_it_reads(
     tokens = [expected.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS]
     device = fake.install(monkeypatch)
     monkeypatch.setattr(shapes, "MIN_MASK", 16)
-    engine = spec_runtime.load(folder, name, threads=1, lookup=False, backend="cuda", cuda_graphs=cuda_graphs)
+    engine = spec_runtime.load(
+        folder, name, threads=1, lookup=False, backend="cuda", cuda_graphs=cuda_graphs
+    )
     assert [engine.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS] == tokens
     graphs = [shapes for shapes in device.shapes if "feature_rows" not in shapes]
     widths = {shapes["mask"][3] if "mask" in shapes else None for shapes in graphs}

@@ -440,9 +440,7 @@ def test_engines_on_streams_of_their_own(
     check = gpu_check.Check(opened, [], "cpu", gpu_check.TOY, tmp_path)
     kinds = []
 
-    def loaded(
-        *rest: Any, backend: str, cuda_graphs: bool, **named: Any
-    ) -> spec_runtime.Engine:
+    def loaded(*rest: Any, backend: str, cuda_graphs: bool, **named: Any) -> spec_runtime.Engine:
         assert backend == "cuda"
         kinds.append((cuda_graphs, type(cuda.open_copies())))
         return toy_engine("none")

@@ -17,9 +17,11 @@ from spec_runtime.backends.session import (
     as_lender,
     open_buffers,
     open_session,
+    prepare,
 )
 from spec_runtime.backends.shapes import KV
 from spec_runtime.backends.threads import default_threads
+from spec_runtime.backends.weights import DeviceWeights
 from spec_runtime.bundle import Bundle, Graph
 from spec_runtime.untrusted.operators import require_known_graph
 
@@ -45,11 +47,15 @@ class CudaBackend(OrtBackend, DeviceBackend):
         banks: OrtBackend | None = None,
         has_cuda_graphs: bool = False,
     ) -> None:
+        prepare("cuda")
         self.form, self.capacity = graph.form, capacity
         partner = share if banks is None else banks
         self.copies = open_copies() if partner is None else partner.copies
         settings = self.copies.settings | CUDA_SETTINGS.get(graph.attention, {})
-        options = SessionOptions(threads or default_threads(), "cuda", has_cuda_graphs, settings)
+        self._weights = DeviceWeights(path, "cuda", self.copies)
+        options = SessionOptions(
+            *(threads or default_threads(), "cuda", has_cuda_graphs, settings, self._weights.values)
+        )
         session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
         self._names = {spec.name for spec in graph.outputs}

@@ -1,7 +1,8 @@
 """Finds and loads CUDA's libraries, which ONNX Runtime's CUDA provider links to.
 
 ONNX Runtime itself looks for them beside its own folder alone and prints what it misses. This file
-also finds them beside an installed torch, prints nothing, and says which one is missing.
+also finds them beside an installed torch, prints nothing, and says what is missing: a library, the
+driver or the GPU.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+RUNTIME = "libcudart.so.13"
 # By the wheel that each is in; a library stands behind those that it links to itself.
 LIBRARIES = {
-    "libcudart.so.13": "nvidia-cuda-runtime",
+    RUNTIME: "nvidia-cuda-runtime",
     "libcublasLt.so.13": "nvidia-cublas",
     "libcublas.so.13": "nvidia-cublas",
     "libcurand.so.10": "nvidia-curand",
@@ -42,10 +44,8 @@ def load_libraries() -> dict[str, str]:
     """Loads the driver and CUDA's libraries; returns why each that is missing is, by its name.
 
     Those under LD_LIBRARY_PATH come first, then those from wheels, which are of one version, and
-    then the system's. Other systems than Linux look them up by themselves.
+    then the system's.
     """
-    if sys.platform != "linux":
-        return {}
     missing = {}
     for name in (DRIVER, *LIBRARIES):
         fault = _load(name)
@@ -54,8 +54,13 @@ def load_libraries() -> dict[str, str]:
     return missing
 
 
-def require_libraries() -> None:
-    """Raises ValueError, naming the library, unless the driver and CUDA's libraries are loaded."""
+def require_gpu() -> None:
+    """Raises ValueError unless the driver, CUDA's libraries and a GPU are here.
+
+    A library that is missing is named, with the wheel that brings it.
+    """
+    if sys.platform != "linux":
+        return
     missing = load_libraries()
     if DRIVER in missing:
         raise ValueError(
@@ -67,6 +72,14 @@ def require_libraries() -> None:
             f"got no {name} ({fault}), expected CUDA 13's libraries for ONNX Runtime: run "
             f"pip install 'specsplit[gpu]' or pip install {LIBRARIES[name]}, or add its folder to "
             "LD_LIBRARY_PATH"
+        )
+    runtime, count = ctypes.CDLL(RUNTIME), ctypes.c_int()
+    runtime.cudaGetErrorString.restype = ctypes.c_char_p
+    if error := runtime.cudaGetDeviceCount(ctypes.byref(count)):
+        reason = runtime.cudaGetErrorString(error).decode()
+        raise ValueError(
+            f"got no usable GPU ({reason}), expected an NVIDIA GPU with a driver for CUDA 13: see "
+            "what nvidia-smi and CUDA_VISIBLE_DEVICES say, or choose --backend onnxruntime"
         )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import numpy as np
 
 from spec_runtime.backends.base import Backend
 from spec_runtime.backends.copies import Copies
-from spec_runtime.backends.cuda_libraries import require_libraries
+from spec_runtime.backends.cuda_libraries import require_gpu
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.bundle import BANK, Graph, TensorSpec
 from spec_runtime.mapping import brief
@@ -44,9 +43,7 @@ ORT_TYPES = {
     "bool": "tensor(bool)",
 }
 EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's promise needs
-# ONNX Runtime's words when it cannot capture a graph, and when it finds no GPU.
-REFUSED_CAPTURE = "cannot use the graph capture feature"
-CUDA_FAILURE = re.compile(r"CUDA failure \d+: (.*?) ;.*cudaSetDevice")
+REFUSED_CAPTURE = "cannot use the graph capture feature"  # in ONNX Runtime's words
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
 NO_GRAPH = -1  # the graph id of runs that neither capture nor replay; 0 is ONNX Runtime's own
 
@@ -62,14 +59,16 @@ class SessionOptions:
 
     `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has others
     runs without, unless `must_capture`. `settings` are the provider's, besides those that every
-    session on the device has.
+    session on the device has. `weights` are used in place of those in the graph's files, by name
+    (see weights.DeviceWeights).
     """
 
     threads: int
     device: str = "cpu"
     has_cuda_graphs: bool = False
-    must_capture: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, Any] = field(default_factory=dict)
+    must_capture: bool = False
 
     @property
     def provider(self) -> str:
@@ -91,14 +90,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     expected.
     """
     provider = options.provider
-    if provider not in ort.get_available_providers():
-        raise ValueError(
-            f"onnxruntime {ort.__version__} here has no {provider}: put onnxruntime-gpu in its "
-            "place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose another "
-            "--backend"
-        )
-    if options.device == "cuda":
-        _prepare_cuda()
+    prepare(options.device)
     try:
         session = _open(path, options)
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
@@ -106,35 +98,37 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
         if is_refused and not options.must_capture:
             log.warning("%s runs without CUDA graphs: %s", path.name, brief(error))
             return open_session(path, graph, replace(options, has_cuda_graphs=False))
-        if found := CUDA_FAILURE.search(str(error)):
-            raise ValueError(
-                f"got no usable GPU ({found[1]}), expected an NVIDIA GPU with a driver for CUDA "
-                "13: see what nvidia-smi and CUDA_VISIBLE_DEVICES say, or choose --backend "
-                "onnxruntime"
-            ) from error
         raise ValueError(
             f"ONNX Runtime {ort.__version__} cannot load {path.name}: {brief(error)}"
         ) from error
     if session.get_providers()[0] != provider:  # it falls back on the CPU by itself
         raise ValueError(
             f"onnxruntime {ort.__version__} did not load its {provider}, though CUDA 13's "
-            "libraries are here: it may be built for another version of CUDA; install "
+            "libraries and a GPU are here: it may be built for another version of CUDA; install "
             "'specsplit[gpu]' into a fresh environment, or choose another --backend"
         )
     _check_signature(session, graph, path)
     return session
 
 
-def _prepare_cuda() -> None:
-    """Loads CUDA's libraries, and settles what ONNX Runtime reads from its environment.
+def prepare(device: str) -> None:
+    """Makes ONNX Runtime ready for sessions and values on the device.
 
-    Raises ValueError if a library is missing.
+    Raises ValueError if this ONNX Runtime is not for the device, or a library or
+    the GPU is missing.
     """
-    require_libraries()
-    # With cuDNN installed, ONNX Runtime would try cuDNN's attention first, whose plans are built
-    # on the way, also while a graph is captured. Whoever has set the variable keeps that value.
-    os.environ.setdefault("ORT_ENABLE_CUDNN_FLASH_ATTENTION", "0")
-    _quieten()
+    if PROVIDERS[device] not in ort.get_available_providers():
+        raise ValueError(
+            f"onnxruntime {ort.__version__} here has no {PROVIDERS[device]}: put onnxruntime-gpu "
+            "in its place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose "
+            "another --backend"
+        )
+    if device == "cuda":
+        require_gpu()
+        # With cuDNN installed, ONNX Runtime would try cuDNN's attention first, whose plans are
+        # built on the way, also while a graph is captured. A value set by the user is kept.
+        os.environ.setdefault("ORT_ENABLE_CUDNN_FLASH_ATTENTION", "0")
+        _quieten()
 
 
 @cache
@@ -159,6 +153,8 @@ def _open(path: Path, options: SessionOptions) -> Any:
     chosen.add_session_config_entry("session.force_spinning_stop", "1")
     # ONNX Runtime has a format of its own, whose operators nobody has looked at.
     chosen.add_session_config_entry("session.load_model_format", "ONNX")
+    for name, value in options.weights.items():
+        chosen.add_initializer(name, value)
     # Without ONNX Runtime's own fallback, which would print and hide the reason.
     return ort.InferenceSession(
         str(path),
@@ -249,6 +245,30 @@ def zero_value(shape: Sequence[int], dtype: str, device: str) -> Any:
     zero = np.zeros(shape, np.uint16)
     value.update_inplace(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zero, BFLOAT16))
     return value
+
+
+# A graph of one Identity from x to y, as ONNX writes it.
+_IDENTITY = (
+    b'\x08\n:+\n\x10\n\x01x\x12\x01y"\x08Identity\x12\x01gZ\t\n\x01x\x12\x04\n\x02\x08\x01b\t\n'
+    b"\x01y\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\x15"
+)
+
+
+class Viewer:
+    """Makes OrtValues over memory that others own, by the binding of a session that never runs."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._binding = ort.InferenceSession(_IDENTITY, providers=[PROVIDERS["cpu"]]).io_binding()
+
+    def view(self, address: int, shape: Sequence[int], element_type: int) -> Any:
+        """Returns a tensor of this shape at `address`.
+
+        element_type is a number of ONNX's enumeration TensorProto.DataType.
+        """
+        self._binding.bind_output("y", self._device, 0, element_type, list(shape), address)
+        (value,) = self._binding.get_outputs()
+        return value
 
 
 def bind_buffers(session: Any, buffers: Mapping[str, Any]) -> Any:

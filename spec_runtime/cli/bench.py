@@ -81,7 +81,9 @@ def command(
     folder = bundle or bundles.find()
     (name, merged), *others = contenders(drafter or [], lookup)
     profile = profile and nodes is None
-    engine = options.open_engine(folder, name, threads, merged, profile, backend, fused, cuda_graphs)
+    engine = options.open_engine(
+        folder, name, threads, merged, profile, backend, fused, cuda_graphs
+    )
     engines = [engine, *(engine.with_drafter(*other) for other in others)]
     _check_different(engines)
     if nodes is not None:

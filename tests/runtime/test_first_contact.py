@@ -21,16 +21,26 @@ ABSENT = "cannot open shared object file"
 
 
 class Linker:
-    """Stands in for ctypes.CDLL: the libraries of `system` load by name, others by a path."""
+    """Stands in for ctypes.CDLL: the libraries of `system` load by name, others by a path.
+
+    What is loaded by a path is found by its name from then on, as by the system's loader.
+    """
 
     def __init__(self, system: set[str]) -> None:
         self.system = system
         self.loaded: list[str] = []
+        self.fault = 0  # of cudaGetDeviceCount
+        self.cudaGetErrorString = lambda error: f"error {error}".encode()  # takes attributes
 
-    def __call__(self, place: str) -> None:
+    def __call__(self, place: str) -> Any:
         if place not in self.system and not Path(place).exists():
             raise OSError(f"{place}: {ABSENT}")
         self.loaded.append(place)
+        self.system.add(Path(place).name)
+        return self
+
+    def cudaGetDeviceCount(self, count: Any) -> int:
+        return self.fault
 
 
 @pytest.fixture
@@ -59,7 +69,7 @@ def put(folder: Path, *names: str) -> Path:
 def test_without_a_driver_no_library_is_asked_for(linker: Linker) -> None:
     linker.system.clear()
     with pytest.raises(ValueError, match=rf"got no NVIDIA driver here \({DRIVER}: .*GPU") as error:
-        cuda_libraries.require_libraries()
+        cuda_libraries.require_gpu()
     assert "\n" not in str(error.value)
 
 
@@ -68,7 +78,16 @@ def test_a_missing_library_is_named_with_its_wheel(linker: Linker, name: str) ->
     linker.system |= set(LIBRARIES) - {name}
     expected = rf"got no {name} \({name}: {ABSENT}\).*pip install {LIBRARIES[name]}, or"
     with pytest.raises(ValueError, match=expected) as error:
-        cuda_libraries.require_libraries()
+        cuda_libraries.require_gpu()
+    assert "\n" not in str(error.value)
+
+
+def test_a_gpu_that_cannot_be_used_is_one_line(linker: Linker) -> None:
+    linker.system |= set(LIBRARIES)
+    cuda_libraries.require_gpu()
+    linker.fault = 35
+    with pytest.raises(ValueError, match=r"got no usable GPU \(error 35\), expected") as error:
+        cuda_libraries.require_gpu()
     assert "\n" not in str(error.value)
 
 
@@ -78,8 +97,8 @@ def test_libraries_come_from_wheels_and_from_beside_torch(
 ) -> None:
     found = put(tmp_path / folder, *LIBRARIES)
     assert library_folders() == library_folders([str(tmp_path)]) == [found]
-    cuda_libraries.require_libraries()
-    assert linker.loaded == [DRIVER, *(str(found / name) for name in LIBRARIES)]
+    cuda_libraries.require_gpu()
+    assert linker.loaded[:-1] == [DRIVER, *(str(found / name) for name in LIBRARIES)]
 
 
 def test_libraries_asked_for_come_first_and_the_system_s_last(
@@ -90,5 +109,5 @@ def test_libraries_asked_for_come_first_and_the_system_s_last(
     monkeypatch.setenv("LD_LIBRARY_PATH", f":{put(asked, first)}")
     put(wheel, first, second)
     linker.system |= set(LIBRARIES)
-    cuda_libraries.require_libraries()
-    assert linker.loaded == [DRIVER, str(asked / first), str(wheel / second), *others]
+    cuda_libraries.require_gpu()
+    assert linker.loaded[:-1] == [DRIVER, str(asked / first), str(wheel / second), *others]

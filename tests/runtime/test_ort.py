@@ -190,9 +190,11 @@ def test_cuda_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         CudaBackend(path, GRAPH, S)
     # as onnxruntime-gpu does where its provider cannot be loaded: the session is on the CPU
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
-    monkeypatch.setattr(session, "require_libraries", lambda: None)
+    monkeypatch.setattr(session, "require_gpu", lambda: None)
     monkeypatch.setattr(ort, "set_default_logger_severity", lambda level: None)
-    with pytest.raises(ValueError, match=r"did not load its CUDAExecutionProvider, though") as error:
+    with pytest.raises(
+        ValueError, match=r"did not load its CUDAExecutionProvider, though"
+    ) as error:
         CudaBackend(path, GRAPH, S)
     assert "\n" not in str(error.value)
 
