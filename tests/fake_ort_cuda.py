@@ -45,7 +45,7 @@ class Device:
         self.blocks = self.runtime.device  # address -> memory
         self.bytes_to_host = self.num_to_device = self.num_waits = 0
         self.num_eager = self.num_captured = self.num_replayed = 0
-        self.refuses_graphs = False
+        self.uncaptured: tuple[str, ...] = ()  # how files end whose graphs cannot be captured
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of the inputs, each time it computed
         self.settings: list[dict[str, str]] = []  # of each session
 
@@ -233,7 +233,7 @@ class InferenceSession:
         assert providers == [PROVIDER]
         assert not enable_fallback, "it would run on the CPU"
         self._settings = {"device_id": "0", "enable_cuda_graph": "0"} | provider_options[0]
-        if self.takes_graphs and self.device.refuses_graphs:
+        if self.takes_graphs and path.endswith(self.device.uncaptured):
             raise RuntimeError(REFUSAL)
         self.device.settings.append(provider_options[0])
         self._weights = options.weights

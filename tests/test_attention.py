@@ -20,7 +20,7 @@ from spec_export import calibrate, check, make_bundle  # noqa: E402
 from spec_export import cli as export_cli  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime import bundle as bundles  # noqa: E402
-from spec_runtime.backends import shapes  # noqa: E402
+from spec_runtime.backends import session, shapes  # noqa: E402
 from spec_runtime.trees.tree import is_chain  # noqa: E402
 
 # one pass with a cache; level by level, in its own cache and in the target's; without a cache

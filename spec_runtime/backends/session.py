@@ -57,10 +57,10 @@ log = logging.getLogger("spec_runtime")
 class SessionOptions:
     """Says how a session runs: where, on how many threads, and with which provider settings.
 
-    `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has others
-    runs without, unless `must_capture`. `settings` are the provider's, besides those that every
-    session on the device has. `weights` are used in place of those in the graph's files, by name
-    (see weights.DeviceWeights).
+    `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has
+    others runs without, unless `must_capture`. `settings` are the provider's, besides those that
+    every session on the device has. `weights` are used in place of those in the graph's files, by
+    name (see weights.DeviceWeights).
     """
 
     threads: int

@@ -499,7 +499,7 @@ def test_every_thread_captures_its_own(folders: dict[str, Path], device: fake.De
 def test_a_session_that_takes_no_graphs_runs_without(
     folders: dict[str, Path], device: fake.Device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device.refuses_graphs = True
+    device.uncaptured = ("target.onnx",)
     with caplog.at_level(logging.WARNING, "spec_runtime"):
         engine = load(folders["fp16"], drafter="none")
     assert "runs without CUDA graphs" in caplog.text
