@@ -236,20 +236,23 @@ def step(cache: Any, tokens: list[int], parents: list[int]) -> dict[str, np.ndar
 
 
 @pytest.mark.parametrize("name", [*DRAFTERS, "none"])
-@pytest.mark.parametrize("how", ["tensorrt", "tensorrt_eager"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_it_generates_what_onnx_runtime_generates(
-    folder: Path, runtime: fake.Runtime, name: str, how: str
+    folder: Path, runtime: fake.Runtime, name: str, cuda_graphs: bool
 ) -> None:
     """Both run the same graphs, so tokens, steps and accepted drafts are the same."""
     expected = spec_runtime.load(folder, name, threads=1, lookup=False if name != "none" else None)
-    engine = spec_runtime.load(folder, name, lookup=False if name != "none" else None, backend=how)
+    lookup = False if name != "none" else None
+    engine = spec_runtime.load(
+        folder, name, lookup=lookup, backend="tensorrt", cuda_graphs=cuda_graphs
+    )
     for prompt in PROMPTS:
         right = expected.generate(prompt, max_new_tokens=40, ignore_eos=True)
         result = engine.generate(prompt, max_new_tokens=40, ignore_eos=True)
         assert result.token_ids == right.token_ids
         assert result.stats.steps == right.stats.steps
     assert runtime.num_enqueued > 0
-    if how == "tensorrt":
+    if cuda_graphs:
         assert runtime.num_launched >= runtime.num_captured > 0
     else:
         assert runtime.num_launched == runtime.num_captured == 0
@@ -462,9 +465,9 @@ def test_a_plan_generates_on_this_gpu(workshop: Workshop, tmp_path: Path) -> Non
     )
     for name in (*DRAFTERS, "none"):
         expected = spec_runtime.load(folder, name, threads=1)
-        for how in ("tensorrt", "tensorrt_eager"):
-            engine = spec_runtime.load(folder, name, backend=how)
+        for cuda_graphs in (True, False):
+            engine = spec_runtime.load(folder, name, backend="tensorrt", cuda_graphs=cuda_graphs)
             for prompt in PROMPTS:
                 right = expected.generate(prompt, max_new_tokens=40, ignore_eos=True)
                 result = engine.generate(prompt, max_new_tokens=40, ignore_eos=True)
-                assert result.token_ids == right.token_ids, (name, how, prompt)
+                assert result.token_ids == right.token_ids, (name, cuda_graphs, prompt)
