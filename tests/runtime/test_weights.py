@@ -52,8 +52,7 @@ def write_graph(path: Path, *weights: tuple[Any, ...]) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Device]:
-    module, device = fake.module()
-    monkeypatch.setattr(session, "ort", module)
+    device = fake.install(monkeypatch)
     yield device
     gc.collect()
     assert not device.blocks, "device memory is left"
