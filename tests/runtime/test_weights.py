@@ -12,7 +12,6 @@ import fake_ort_cuda as fake
 import numpy as np
 import pytest
 
-from spec_runtime.backends import session
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.packed_feeds import ALIGNMENT
 from spec_runtime.backends.session import SessionOptions, Viewer, open_session
