@@ -141,7 +141,7 @@ def step_graph(capacity: int) -> Graph:
 
 def test_profiles_run_from_one_row_to_a_chunk_of_the_prompt() -> None:
     assert build.profiles_for(step_graph(2176), 24, 128) == (
-        {"N": (1, 1, 1), "M": (1, 1, 1), "A": (1, 1, 1), "A+N": (2, 2, 2)},
+        {"N": (1, 1, 4), "M": (1, 1, 4), "A": (1, 1, 4), "A+N": (2, 2, 8)},
         {"N": (1, 24, 24), "M": (1, 24, 24), "A": (1, 2, 24), "A+N": (2, 26, 48)},
         {"N": (1, 256, 384), "M": (1, 1, 128), "A": (1, 1, 128), "A+N": (2, 257, 512)},
     )
@@ -156,7 +156,7 @@ def test_a_graph_without_free_axes_has_one_profile() -> None:
     fixed = Graph("g.onnx", "stateless", (TensorSpec("features", "float32", (1, 64)),), ())
     assert build.profiles_for(fixed, 24, 128) == ({},)
     free = Graph("g.onnx", "stateless", (TensorSpec("input_ids", "int64", ("N",)),), ())
-    assert [p["N"][2] for p in build.profiles_for(free, 24, 128)] == [1, 24, 384]
+    assert [p["N"][2] for p in build.profiles_for(free, 24, 128)] == [4, 24, 384]
 
 
 def test_compute_capabilities_are_named_or_the_gpus() -> None:
