@@ -48,6 +48,12 @@ class DeviceRows:
         self._num_runs = runs.num_runs
         self._row_W: dict[int, np.ndarray] = {}
 
+    @property
+    def value(self) -> Any:
+        """The OrtValue of all R rows on the device, padding included, for another graph to read."""
+        self._require_current()
+        return self._value
+
     def __len__(self) -> int:
         return int(self.shape[0])
 
