@@ -50,6 +50,9 @@ def fuse(
     i64[N] (where a node's KV row goes), taken bool[S] (slots of committed rows), counts i64[2]
     (committed rows; the first slot that was never used).
 
+    taken covers as many slots as the mask is to be wide: where the graphs read whole buffers
+    (attention "full_buffer"), all of them.
+
     KV inputs and outputs are the two graphs' own, the drafter's with `draft.` before the name.
     There are two more outputs. result i64[2D + 4] holds the D + 1 emitted tokens (the accepted
     ones, then the bonus) and the D + 1 nodes of their path, both filled up with -1, then 1 if the

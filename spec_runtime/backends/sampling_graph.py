@@ -15,7 +15,6 @@ import numpy as np
 
 from spec_runtime.backends.base import Rows, Runtime
 from spec_runtime.backends.copies import Copies
-from spec_runtime.backends.cuda import EXACT
 from spec_runtime.backends.device_runs import (
     MAX_CAPTURED_ROWS,
     RUNS_BEFORE_CAPTURE,
@@ -83,9 +82,8 @@ class SamplingGraph:
         """The session, which is opened when it is first used."""
         require_known_graph(self._bundle, self._graph)
         runtime = self._runtime
-        settings = self._copies.settings | EXACT
         options = SessionOptions(
-            runtime.num_threads, runtime.device, runtime.has_cuda_graphs, settings
+            *(runtime.num_threads, runtime.device, runtime.has_cuda_graphs, self._copies.settings)
         )
         return open_session(self._bundle.file(self._graph.file), self._graph, options)
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spec_runtime.backends.base import Backend, Runtime
+from spec_runtime.backends.cuda import CUDA_SETTINGS
 from spec_runtime.backends.session import (
     OrtBackend,
     SessionOptions,
@@ -60,11 +61,13 @@ class OrtStepper:
         self._weights = (
             DeviceWeights(path, runtime.device, self._copies) if runtime.device != "cpu" else None
         )
+        is_cuda = runtime.device == "cuda"
+        settings = CUDA_SETTINGS.get(graph.attention, {}) if is_cuda else {}
         options = SessionOptions(
             runtime.num_threads,
             runtime.device,
             runtime.has_cuda_graphs,
-            self._copies.settings,
+            self._copies.settings | settings,
             {} if self._weights is None else self._weights.values,
         )
         self._session = open_session(path, graph, options)
