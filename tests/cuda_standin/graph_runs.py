@@ -26,7 +26,7 @@ from gpu_graphs import Feeder
 from spec_runtime import backends
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.backends.session import as_lender, takes_cuda_graphs
+from spec_runtime.backends.session import PROVIDERS, as_lender, takes_cuda_graphs
 from spec_runtime.backends.shapes import mask_width
 from spec_runtime.fused import open_steps
 from spec_runtime.kv import open_cache
@@ -63,22 +63,27 @@ class Finding:
 
 
 class WatchedSession(ort.InferenceSession):  # type: ignore[misc]
-    """A session that records where its nodes were put."""
+    """A session that records where its nodes were put; `last` is the last one on CUDA."""
 
     last: WatchedSession
 
-    def __init__(self, path: str, options: Any, *args: Any, **more: Any) -> None:
-        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    def __init__(
+        self, model: Any, sess_options: Any = None, providers: Any = None, **more: Any
+    ) -> None:
+        if providers != [PROVIDERS["cuda"]]:
+            super().__init__(model, sess_options, providers, **more)
+            return
+        sess_options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "optimized.onnx"
-            options.optimized_model_filepath = str(file)
-            super().__init__(path, options, *args, **more)
+            sess_options.optimized_model_filepath = str(file)
+            super().__init__(model, sess_options, providers, **more)
             nodes = onnx.load(file, load_external_data=False).graph.node
         self.num_memcpy = sum(node.op_type.startswith("Memcpy") for node in nodes)
         self.cpu_nodes = [
             node.op_type
             for part in self.get_provider_graph_assignment_info()
-            if part.ep_name == "CPUExecutionProvider"
+            if part.ep_name == PROVIDERS["cpu"]
             for node in part.get_nodes()
         ]
         WatchedSession.last = self
@@ -94,6 +99,7 @@ class GraphRuns:
         self._runtime = Runtime("cuda", 1)
         self._capacity = info.max_length + info.scratch
         self._backends: dict[str, Backend] = {}
+        self._target: Target
 
     @contextmanager
     def _finding(self, name: str) -> Iterator[Finding]:
@@ -106,20 +112,18 @@ class GraphRuns:
             finding.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
         mark("", "")
 
-    def run_target(self) -> Target | None:
-        """Runs the target's graph as verifying does; returns None if it cannot be run."""
+    def run_target(self) -> None:
+        """Runs the target's graph as verifying does."""
         graph, info = self._bundle.manifest.graphs["target"], self._info
         with self._finding("target") as finding:
             backend = self._open(finding, graph)
             cache = open_cache(graph.form, self._capacity, graph.attention)
-            target = Target(
+            self._target = target = Target(
                 backend, cache, vocab_size=info.dims.vocab_size, max_length=info.max_length
             )
             target.prefill(range(24))
             tree = TokenTree(np.zeros(NUM_ROWS, np.int64), np.maximum(np.arange(NUM_ROWS) // 2, 0))
             _run_phases(finding, lambda: target.verify(tree).argmax_N)
-            return target
-        return None
 
     def run_drafter(self, info: bundles.DrafterInfo) -> None:
         """Runs every graph of a drafter."""
@@ -135,11 +139,14 @@ class GraphRuns:
                 outputs = [spec.name for spec in graph.outputs if spec.name in FETCHED]
                 _run_phases(finding, lambda: backend.run(feeds, outputs))  # noqa: B023
 
-    def run_fused(self, info: bundles.DrafterInfo, target: Target) -> None:
-        """Runs the fused step of a drafter."""
+    def run_fused(self, info: bundles.DrafterInfo) -> None:
+        """Runs the fused step of a drafter, if it has one."""
         name = bundles.fused_name(info.name)
-        graph = self._bundle.manifest.graphs[name]
+        graph = self._bundle.manifest.graphs.get(name)
+        if graph is None:
+            return
         with self._finding(name) as finding:
+            target = self._target
             proposer = PROPOSERS[info.name](self._bundle, info, self._runtime, target)
             mark(name, OPEN)
             steps = open_steps(self._bundle, graph, target, proposer, self._runtime)
@@ -164,7 +171,7 @@ class GraphRuns:
             lender = {"banks": start}
         elif graph.has_input(bundles.FEATURE_ROWS):
             lender = {"banks": target}
-        elif graph.file.startswith("target/") and target is not None:
+        elif finding.name == "skip_layer drafter":
             lender = {"share": target}
         mark(finding.name, OPEN)
         backend = backends.open_graph(self._bundle, graph, self._capacity, self._runtime, **lender)
@@ -205,11 +212,10 @@ def main() -> None:
     ort.InferenceSession = WatchedSession
     bundle = bundles.read(Path(sys.argv[1]), verify=False)
     runs = GraphRuns(bundle)
-    target = runs.run_target()
+    runs.run_target()
     for info in bundle.manifest.drafters:
         runs.run_drafter(info)
-        if target is not None and bundles.fused_name(info.name) in bundle.manifest.graphs:
-            runs.run_fused(info, target)
+        runs.run_fused(info)
     print(json.dumps([dataclasses.asdict(finding) for finding in runs.findings]))
 
 
