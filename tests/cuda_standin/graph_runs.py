@@ -26,12 +26,13 @@ from gpu_graphs import Feeder
 from spec_runtime import backends
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, Runtime
+from spec_runtime.backends.sampling_graph import SamplingGraph
 from spec_runtime.backends.session import PROVIDERS, as_lender, takes_cuda_graphs
 from spec_runtime.backends.shapes import mask_width
 from spec_runtime.fused import open_steps
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers import PROPOSERS
-from spec_runtime.target import ARGMAX, Target
+from spec_runtime.target import ARGMAX, TOP, Target
 from spec_runtime.trees.tree import TokenTree
 
 # What a graph is run for. The first run of a shape is eager, the second captures it.
@@ -117,13 +118,31 @@ class GraphRuns:
         graph, info = self._bundle.manifest.graphs["target"], self._info
         with self._finding("target") as finding:
             backend = self._open(finding, graph)
-            cache = open_cache(graph.form, self._capacity, graph.attention)
+            cache = open_cache(graph.form, self._capacity)
             self._target = target = Target(
                 backend, cache, vocab_size=info.dims.vocab_size, max_length=info.max_length
             )
             target.prefill(range(24))
             tree = TokenTree(np.zeros(NUM_ROWS, np.int64), np.maximum(np.arange(NUM_ROWS) // 2, 0))
             _run_phases(finding, lambda: target.verify(tree).argmax_N)
+
+    def run_sampling(self) -> None:
+        """Runs the graph that finds the largest logits, on those of one pass of the target."""
+        name = bundles.SAMPLING
+        graph = self._bundle.manifest.graphs[name]
+        with self._finding(name) as finding:
+            backend: Any = self._backends["target"]
+            mark(name, OPEN)
+            sampling = SamplingGraph(self._bundle, graph, backend.copies, self._runtime)
+            tree = TokenTree(np.zeros(NUM_ROWS, np.int64), np.maximum(np.arange(NUM_ROWS) // 2, 0))
+            feeds = open_cache(self._bundle.manifest.graphs["target"].form, self._capacity).place(
+                tree.parent_N
+            )
+            feeds |= {"input_ids": tree.token_N[None], "logit_rows": np.arange(NUM_ROWS)}
+            _, kept = backend.run_keeping(feeds, [], ["logits"])
+            _run_phases(finding, lambda: sampling.run(kept["logits"], TOP))
+            _see_session(finding, backend)
+            finding.smallest_buffer = 0  # it has none
 
     def run_drafter(self, info: bundles.DrafterInfo) -> None:
         """Runs every graph of a drafter."""
@@ -151,7 +170,8 @@ class GraphRuns:
             mark(name, OPEN)
             steps = open_steps(self._bundle, graph, target, proposer, self._runtime)
             _see_session(finding, target.lend()[0])
-            width = mask_width(NUM_ROWS, self._capacity)
+            is_whole = graph.attention == "full_buffer"
+            width = self._capacity if is_whole else mask_width(NUM_ROWS, self._capacity)
             sizes = (
                 (spec, [size if isinstance(size, int) else width for size in spec.shape])
                 for spec in graph.inputs
@@ -213,6 +233,7 @@ def main() -> None:
     bundle = bundles.read(Path(sys.argv[1]), verify=False)
     runs = GraphRuns(bundle)
     runs.run_target()
+    runs.run_sampling()
     for info in bundle.manifest.drafters:
         runs.run_drafter(info)
         runs.run_fused(info)
