@@ -23,14 +23,13 @@ import onnx
 import onnxruntime as ort
 from gpu_graphs import Feeder
 
+import spec_runtime
 from spec_runtime import backends
 from spec_runtime import bundle as bundles
-from spec_runtime.backends import Backend, Runtime
-from spec_runtime.backends.sampling_graph import SamplingGraph
+from spec_runtime.backends import Backend, DeviceBackend, Runtime
 from spec_runtime.backends.session import PROVIDERS, as_lender, takes_cuda_graphs
 from spec_runtime.backends.shapes import mask_width
 from spec_runtime.fused import open_steps
-from spec_runtime.kv import open_cache
 from spec_runtime.proposers import PROPOSERS
 from spec_runtime.target import ARGMAX, TOP, Target
 from spec_runtime.trees.tree import TokenTree
@@ -39,6 +38,7 @@ from spec_runtime.trees.tree import TokenTree
 PHASES = EAGER, CAPTURE, REPLAY = "eager", "capture", "replay"
 OPEN = "open"
 NUM_ROWS = 8  # of a run that has a choice
+PARENTS = np.array([0, 0, 0, 1, 1, 2, 2, 3])
 NUM_TIMED = 200
 FETCHED = ("guess_ids", "guess_log_probs", ARGMAX)  # what decoding copies to the host
 
@@ -115,34 +115,30 @@ class GraphRuns:
 
     def run_target(self) -> None:
         """Runs the target's graph as verifying does."""
-        graph, info = self._bundle.manifest.graphs["target"], self._info
         with self._finding("target") as finding:
-            backend = self._open(finding, graph)
-            cache = open_cache(graph.form, self._capacity)
-            self._target = target = Target(
-                backend, cache, vocab_size=info.dims.vocab_size, max_length=info.max_length
-            )
+            mark(finding.name, OPEN)
+            target = spec_runtime.load(
+                self._bundle.path, "none", threads=1, verify=False, backend="cuda"
+            ).target
+            self._target, (self._backends["target"], _) = target, target.lend()
+            _see_session(finding, self._backends["target"])
             target.prefill(range(24))
-            tree = TokenTree(np.zeros(NUM_ROWS, np.int64), np.maximum(np.arange(NUM_ROWS) // 2, 0))
+            tree = TokenTree(np.zeros(NUM_ROWS, np.int64), PARENTS)
             _run_phases(finding, lambda: target.verify(tree).argmax_N)
 
     def run_sampling(self) -> None:
-        """Runs the graph that finds the largest logits, on those of one pass of the target."""
-        name = bundles.SAMPLING
-        graph = self._bundle.manifest.graphs[name]
-        with self._finding(name) as finding:
-            backend: Any = self._backends["target"]
-            mark(name, OPEN)
-            sampling = SamplingGraph(self._bundle, graph, backend.copies, self._runtime)
-            tree = TokenTree(np.zeros(NUM_ROWS, np.int64), np.maximum(np.arange(NUM_ROWS) // 2, 0))
-            feeds = open_cache(self._bundle.manifest.graphs["target"].form, self._capacity).place(
-                tree.parent_N
-            )
-            feeds |= {"input_ids": tree.token_N[None], "logit_rows": np.arange(NUM_ROWS)}
+        """Runs the graph that finds the largest logits, on some that the target left."""
+        with self._finding(bundles.SAMPLING) as finding:
+            backend, cache = self._target.lend()
+            assert isinstance(backend, DeviceBackend), backend
+            feeds = cache.place(PARENTS)
+            feeds["input_ids"] = np.zeros((1, NUM_ROWS), np.int64)
+            feeds["logit_rows"] = np.arange(NUM_ROWS)
             _, kept = backend.run_keeping(feeds, [], ["logits"])
+            sampling = backends.open_sampling(self._bundle, backend, self._runtime)
+            assert sampling is not None, "no graph"
             _run_phases(finding, lambda: sampling.run(kept["logits"], TOP))
             _see_session(finding, backend)
-            finding.smallest_buffer = 0  # it has none
 
     def run_drafter(self, info: bundles.DrafterInfo) -> None:
         """Runs every graph of a drafter."""
@@ -154,7 +150,7 @@ class GraphRuns:
                 vocab_size = config.get("mask_token_base", self._info.dims.vocab_size)
                 vocab_size += config.get("num_masks", 0)
                 feeder = Feeder(graph, backend.capacity, vocab_size, config.get("num_guesses", 1))
-                feeds = feeder.feeds(np.maximum(np.arange(NUM_ROWS) // 2, 0))
+                feeds = feeder.feeds(PARENTS)
                 outputs = [spec.name for spec in graph.outputs if spec.name in FETCHED]
                 _run_phases(finding, lambda: backend.run(feeds, outputs))  # noqa: B023
 
@@ -170,8 +166,7 @@ class GraphRuns:
             mark(name, OPEN)
             steps = open_steps(self._bundle, graph, target, proposer, self._runtime)
             _see_session(finding, target.lend()[0])
-            is_whole = graph.attention == "full_buffer"
-            width = self._capacity if is_whole else mask_width(NUM_ROWS, self._capacity)
+            width = mask_width(NUM_ROWS, self._capacity)
             sizes = (
                 (spec, [size if isinstance(size, int) else width for size in spec.shape])
                 for spec in graph.inputs
