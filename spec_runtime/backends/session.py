@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -149,20 +148,25 @@ def _check_signature(session: Any, graph: Graph, path: Path) -> None:
                 )
 
 
-@contextmanager
-def naming_graph(file: str) -> Iterator[None]:
+class NamingGraph:
     """Turns what ONNX Runtime raises in a run into a ValueError that names the graph.
 
     A graph may fail on feeds that its signature allows: it adds what does not fit, or finds no
-    memory. Its own kinds of error are not public.
+    memory. Its own kinds of error are not public. Used by `with` around any number of runs.
     """
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"ONNX Runtime {ort.__version__} cannot run {file}: "
-            f"{brief(error)}; build the bundle again"
-        ) from error
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            raise ValueError(
+                f"ONNX Runtime {ort.__version__} cannot run {self._file}: "
+                f"{brief(error)}; build the bundle again"
+            ) from error
 
 
 def takes_cuda_graphs(session: Any) -> bool:

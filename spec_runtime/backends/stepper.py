@@ -7,6 +7,7 @@ writer. KV buffers are lent by other backends.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spec_runtime.backends.base import Backend, Runtime
+from spec_runtime.backends.captures import capturing, no_capture
+from spec_runtime.backends.copies import Download
 from spec_runtime.backends.session import (
+    NamingGraph,
     OrtBackend,
     SessionOptions,
     as_lender,
     bind_buffers,
-    naming_graph,
     open_session,
     run_options,
+    takes_cuda_graphs,
     zero_value,
 )
 from spec_runtime.bundle import Graph, TensorSpec
@@ -30,12 +34,22 @@ RESULT, STATE = "result", "state."
 
 
 class _Side(NamedTuple):
-    """A binding that reads `state` and writes the other side's; `options` name its CUDA graph."""
+    """A binding that reads `state` and writes the other side's; `graph_id` names its CUDA graph,
+    which `replay` are the options to replay."""
 
     binding: Any
     state: dict[str, Any]
     outputs: dict[str, Any]
-    options: Any
+    result: Download
+    graph_id: int
+    replay: Any
+
+
+class _Captured(threading.local):
+    """The graphs that a thread has captured: ONNX Runtime keeps them by thread."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
 
 
 class OrtStepper:
@@ -52,14 +66,15 @@ class OrtStepper:
         self, path: Path, graph: Graph, lenders: Mapping[str, OrtBackend], runtime: Runtime
     ) -> None:
         self.bytes_to_host = 0
-        self._file = graph.file
-        self._landing: dict[int, np.ndarray] = {}  # see Copies.fetch
+        self._naming = NamingGraph(graph.file)
         self._device = runtime.device
         self._copies = lenders[""].copies
         options = SessionOptions(
             runtime.num_threads, runtime.device, runtime.has_cuda_graphs, self._copies.settings
         )
         self._session = open_session(path, graph, options)
+        self._has_cuda_graphs = takes_cuda_graphs(self._session)
+        self._captured = _Captured()
         self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith(STATE)]
         self._results = [spec for spec in graph.outputs if not spec.name.endswith(".out")]
         self._buffers: dict[str, Any] = {}
@@ -79,19 +94,20 @@ class OrtStepper:
         key = tuple(array.shape for array in given.values())
         self._copies.settle()
         if key not in self._pairs:
-            self._pairs[key] = self._bind(given)
+            with no_capture():
+                self._pairs[key] = self._bind(given)
         self._next = self._pairs[key]
-        for name, array in given.items():
-            self._next[0].state[name].update_inplace(array)
+        with no_capture():
+            for name, array in given.items():
+                self._next[0].state[name].update_inplace(array)
 
     def step(self) -> np.ndarray:
         """Runs once and returns a copy of the output `result`."""
         assert self._next is not None, "step before start"
         self._last, other = self._next
         self._next = other, self._last
-        with naming_graph(self._file):
-            self._session.run_with_iobinding(self._last.binding, self._last.options)
-        (result,) = self._copies.fetch([self._last.outputs[RESULT]], self._landing)
+        self._run(self._last)
+        (result,) = self._last.result.read()
         self.bytes_to_host += result.nbytes
         return result.copy()
 
@@ -106,9 +122,22 @@ class OrtStepper:
         values = self._next[0].state.items()
         return {name.removeprefix(STATE): self._copy(value) for name, value in values}
 
+    def _run(self, side: _Side) -> None:
+        if side.graph_id in self._captured.ids and not self._copies.waits:
+            with self._naming:  # queues the graph, and is legal while other threads capture
+                self._session.run_with_iobinding(side.binding, side.replay)
+        elif not self._has_cuda_graphs or side.graph_id in self._captured.ids:
+            with no_capture(), self._naming:
+                self._session.run_with_iobinding(side.binding, side.replay)
+        else:
+            with capturing(), self._naming:
+                self._session.run_with_iobinding(side.binding, run_options(side.graph_id))
+            self._captured.ids.add(side.graph_id)
+
     def _copy(self, value: Any) -> np.ndarray:
         self._copies.settle()
-        array = np.array(value.numpy())
+        with no_capture():
+            array = np.array(value.numpy())
         self.bytes_to_host += array.nbytes
         return array
 
@@ -122,7 +151,9 @@ class OrtStepper:
                 spec.name: self._zeros(shapes[spec.name], spec.dtype) for spec in self._results
             }
             binding = bind_buffers(self._session, self._buffers)
-            sides.append(_Side(binding, state, outputs, run_options(graph_id)))
+            result = self._copies.download([outputs[RESULT]])
+            replay = run_options(graph_id, self._copies.waits)
+            sides.append(_Side(binding, state, outputs, result, graph_id, replay))
         for side, other in (sides, sides[::-1]):
             for name in given:
                 side.binding.bind_ortvalue_input(name, side.state[name])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -48,10 +48,32 @@ def ancestors(parent_N: np.ndarray) -> np.ndarray:
     n = len(parent_N)
     if is_chain(parent_N):
         return np.tri(n, dtype=np.bool_)
-    ancestor_NN = np.eye(n, dtype=np.bool_)
-    for node, parent in enumerate(parent_N.tolist()[1:], 1):
-        ancestor_NN[node] |= ancestor_NN[parent]
-    return ancestor_NN
+    # Rows are integers at first, bit j for node j: many times faster than small arrays.
+    rows: list[int] = []
+    for node, parent in enumerate(parent_N.tolist()):
+        rows.append((rows[parent] if parent < node else 0) | 1 << node)
+    width = -(-n // 8)
+    bytes_NB = np.frombuffer(b"".join(row.to_bytes(width, "little") for row in rows), np.uint8)
+    return np.unpackbits(bytes_NB.reshape(n, width), axis=1, count=n, bitorder="little").view(
+        np.bool_
+    )
+
+
+def tree_shape(parent_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `depths` and `ancestors` of these parents i64[N], which must not be written to.
+
+    Trees of few shapes come again and again, so those of the last ones are remembered.
+    """
+    return _tree_shape(parent_N.tobytes())
+
+
+@lru_cache(maxsize=256)
+def _tree_shape(parents: bytes) -> tuple[np.ndarray, np.ndarray]:
+    parent_N = np.frombuffer(parents, np.int64)
+    both = depths(parent_N), ancestors(parent_N)
+    for array in both:
+        array.flags.writeable = False
+    return both
 
 
 @dataclass(frozen=True, eq=False)
