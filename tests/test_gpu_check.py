@@ -126,7 +126,7 @@ def test_all_graphs_and_drafters_are_there(whole: tuple[Outcome, Path]) -> None:
 def test_all_forms_of_attention_agree(whole: tuple[Outcome, Path]) -> None:
     rows = whole[0].rows("attention")
     slots = [80, 96]
-    names = ("contiguous", *bundles.ATTENTIONS)
+    names = bundles.ATTENTIONS
     assert [(row["attention"], row["S"]) for row in rows] == [(n, s) for n in names for s in slots]
     for row in rows:
         assert min(row[f"n = {n}"] for n in (1, 4, 8)) > 0

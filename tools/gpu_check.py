@@ -262,7 +262,7 @@ def _compare_graph(
         gpu_graphs.fill_banks(backend, graph)
     errors: dict[str, list[float]] = {"scores": [], "hidden": []}
     same: list[bool] = []
-    for parent_N, path in gpu_graphs.random_trees(graph.attention == "chain"):
+    for parent_N, path in gpu_graphs.random_trees():
         feeds = feeder.feeds(parent_N)
         got, expected = (
             {name: array.copy() for name, array in backend.run(feeds, outputs).items()}
@@ -456,7 +456,7 @@ def attention(check: Check, found: Findings) -> None:
     traced = gpu_graphs.trace_target(backbone)
     reference: dict[int, np.ndarray] = {}
     totals: dict[str, float] = {}
-    for variant in ("contiguous", *ATTENTIONS):
+    for variant in ATTENTIONS:
         folder = check.work / "attention" / variant
         path = folder / "target.onnx"
         graph = found.attempt(variant, gpu_graphs.write_target, traced, variant, path)
@@ -469,7 +469,7 @@ def attention(check: Check, found: Findings) -> None:
             bound = TOLERANCES[precision][0]
             if row["Δ"] is None or row["Δ"] > bound:
                 found.failures.append(f"{what}: logits differ by {row['Δ']}, expected {bound:g}")
-            elif capacity == min(sizes.contexts) and variant != "chain":
+            elif capacity == min(sizes.contexts):
                 totals[variant] = sum(row[f"n = {n}"] for n in sizes.widths)
     check.attention = min(totals, key=lambda variant: totals[variant], default=check.attention)
     found.note = (

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from spec_runtime.backends.base import Backend, DeviceBackend, Rows, Runtime
+from spec_runtime.backends.captures import free_later
 from spec_runtime.backends.copies import open_copies
 from spec_runtime.backends.device_runs import DeviceRuns
 from spec_runtime.backends.session import (
@@ -20,6 +21,7 @@ from spec_runtime.backends.session import (
 )
 from spec_runtime.backends.shapes import KV
 from spec_runtime.backends.threads import default_threads
+from spec_runtime.backends.weights import DeviceWeights
 from spec_runtime.bundle import Bundle, Graph
 from spec_runtime.untrusted.operators import require_known_graph
 
@@ -50,13 +52,16 @@ class CudaBackend(OrtBackend, DeviceBackend):
         partner = share if banks is None else banks
         self.copies = open_copies() if partner is None else partner.copies
         settings = self.copies.settings | EXACT | CUDA_SETTINGS.get(graph.attention, {})
-        options = SessionOptions(threads or default_threads(), "cuda", has_cuda_graphs, settings)
+        self._weights = DeviceWeights(path, "cuda", self.copies)
+        options = SessionOptions(
+            *(threads or default_threads(), "cuda", has_cuda_graphs, settings, self._weights.values)
+        )
         session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
         self._names = {spec.name for spec in graph.outputs}
         self._runs = DeviceRuns(session, graph, capacity, self.buffers, self.copies)
         # Copies and runs on the way must end before the memory goes.
-        weakref.finalize(self, self.copies.settle).atexit = False
+        weakref.finalize(self, free_later, self._runs.close).atexit = False
 
     @property
     def bytes_to_host(self) -> int:
@@ -103,15 +108,17 @@ def open_graph(
 
 def _require_cuda_kernels(precision: str, graph: Graph) -> None:
     """Refuses what ONNX Runtime's CUDA provider has no kernel for, or would run on the CPU."""
-    is_quantised = precision in ("int8", "int4")
-    # CUDA's GroupQueryAttention takes half precision alone.
-    is_wide = (
-        graph.form == "slots"
-        and graph.attention != "full_buffer"
-        and any(spec.name.startswith(KV) and spec.dtype == "float32" for spec in graph.inputs)
+    types = {spec.dtype for spec in graph.inputs if spec.name.startswith(KV)}
+    if precision in ("int8", "int4"):
+        got, expected = f"an {precision} bundle", "fp16, bf16 or fp32"
+    elif graph.form == "contiguous":
+        got, expected = f"{graph.file} in the contiguous form", "the slots form"
+    elif graph.form == "slots" and graph.attention == "bias" and "float32" in types:
+        # CUDA's GroupQueryAttention takes half precision alone.
+        got, expected = f"{graph.file} in float32 with attention bias", "full_buffer"
+    else:
+        return
+    raise ValueError(
+        f"got {got} with backend cuda, expected {expected}: build the bundle again with "
+        "spec-export build --device cuda"
     )
-    if is_quantised or is_wide:
-        got = f"an {precision} bundle" if is_quantised else f"{graph.file} in float32, slots form"
-        raise ValueError(
-            f"got {got} with backend cuda, expected one made by spec-export build --device cuda"
-        )

@@ -207,6 +207,11 @@ class DeviceRuns:
         values = bound.outputs
         return fetched, {n: DeviceRows(values[n], shape, s, self) for n, shape, s in plan.kept}
 
+    def close(self) -> None:
+        """Lets the session and its memory go, once all its work is done. Nothing runs afterwards."""
+        self._copies.settle()
+        del self._shapes, self._peek, self._session
+
     def fetch(self, value: Any) -> np.ndarray:
         """Returns all of an OrtValue, on the host."""
         self._copies.settle()
