@@ -208,7 +208,7 @@ class DeviceRuns:
         return fetched, {n: DeviceRows(values[n], shape, s, self) for n, shape, s in plan.kept}
 
     def close(self) -> None:
-        """Lets the session and its memory go, once all its work is done. Nothing runs afterwards."""
+        """Lets the session and its memory go, once all work is done. Nothing runs afterwards."""
         self._copies.settle()
         del self._shapes, self._peek, self._session
 

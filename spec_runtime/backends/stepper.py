@@ -8,6 +8,7 @@ writer. KV buffers are lent by other backends.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spec_runtime.backends.base import Backend, Runtime
-from spec_runtime.backends.captures import capturing, no_capture
+from spec_runtime.backends.captures import capturing, free_later, no_capture
 from spec_runtime.backends.copies import Download
 from spec_runtime.backends.session import (
     NamingGraph,
@@ -92,6 +93,8 @@ class OrtStepper:
         self._pairs: dict[tuple[tuple[int, ...], ...], tuple[_Side, _Side]] = {}  # by shapes
         self._last: _Side | None = None
         self._next: tuple[_Side, _Side] | None = None
+        # The session must not be closed while a thread captures.
+        weakref.finalize(self, free_later, vars(self).clear).atexit = False
 
     def start(self, state: Mapping[str, np.ndarray]) -> None:
         """Sets the state of the next run: by X, an array of the graph's type for `state.X`."""
