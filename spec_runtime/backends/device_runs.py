@@ -14,16 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.backends.captures import capturing, no_capture
+from spec_runtime.backends.bound_run import BoundRun
+from spec_runtime.backends.captures import no_capture
 from spec_runtime.backends.copies import Copies, Download
 from spec_runtime.backends.packed_feeds import PackedFeeds
 from spec_runtime.backends.pad_rows import WIDTHS, PaddedRows, padded_sizes
 from spec_runtime.backends.session import (
-    NO_GRAPH,
     NamingGraph,
     bind_buffers,
     empty_value,
-    run_options,
     takes_cuda_graphs,
 )
 from spec_runtime.backends.shapes import (
@@ -81,8 +80,8 @@ class DeviceRows:
 class BoundShape:
     """A binding with buffers of its own, for one choice of outputs and one size of each axis.
 
-    Its addresses and shapes never change, which a CUDA graph needs. `num_rows` is the longest axis
-    of rows, `options` are those of the next run.
+    Its addresses and shapes never change, which a CUDA graph needs. `run` runs the binding, and
+    `num_rows` is the longest axis of rows.
     """
 
     def __init__(
@@ -94,12 +93,10 @@ class BoundShape:
         outputs: dict[str, Any],
         copies: Copies,
         device: str,
-        options: Any,
+        run: BoundRun,
     ) -> None:
-        self.key, self.binding, self.feeds, self.outputs = key, binding, feeds, outputs
-        self.num_rows, self.options = num_rows, options
-        self.num_runs = 0
-        self.is_captured = False
+        self.key, self.num_rows, self.run = key, num_rows, run
+        self.feeds, self.outputs = feeds, outputs
         self.plans: list[Hashable] = []  # keys of the plans that run it
         value = empty_value(feeds.memory.shape, "uint8", device)
         self.upload = copies.upload(feeds.memory, value)
@@ -143,7 +140,7 @@ class _PerThread(threading.local):
         self.captured: dict[Hashable, BoundShape] = {}
 
     def _drop(self, bound: BoundShape) -> None:
-        if not bound.is_captured:
+        if not bound.run.is_captured:
             self._copies.settle()  # memory may go only when nothing is on its way to it
             for key in bound.plans:
                 self.plans.pop(key, None)
@@ -182,7 +179,6 @@ class DeviceRuns:
         self._shapes = _PerThread(copies)
         self._ids = itertools.count(1)  # 0 is ONNX Runtime's own
         self._num_graphs = 0
-        self._eager = run_options(NO_GRAPH, copies.waits)
         self._peek = session.io_binding()  # never run: it makes views of rows
 
     def run(
@@ -195,11 +191,9 @@ class DeviceRuns:
         bound.upload.claim()
         plan.rows.write(feeds)
         bound.upload.start()
-        if bound.is_captured and not self._copies.waits:
-            with self._naming:  # queues the graph, and is legal while other threads capture
-                self._session.run_with_iobinding(bound.binding, bound.options)
-        else:
-            self._run_guarded(bound)
+        bound.run.run()
+        if not bound.run.is_captured:
+            self._maybe_capture(bound)
         fetched = {}
         for (name, num_rows), array in zip(plan.fetched, plan.download.read(), strict=True):
             self.bytes_to_host += array.nbytes
@@ -249,7 +243,7 @@ class DeviceRuns:
                 shapes.plans.clear()
             plan = shapes.plans[key] = self._new_plan(feeds, outputs, kept, width)
             plan.bound.plans.append(key)
-        elif not plan.bound.is_captured:
+        elif not plan.bound.run.is_captured:
             shapes.eager.touch(plan.bound.key)
         return plan
 
@@ -284,45 +278,27 @@ class DeviceRuns:
 
     def _bind(self, key: Hashable, names: Sequence[str], sizes: Mapping[str, int]) -> BoundShape:
         specs = [self._outputs[name] for name in names]
-        with no_capture():
-            return BoundShape(
-                key,
-                max((size for axis, size in sizes.items() if axis != "S"), default=1),
-                bind_buffers(self._session, self._buffers),
-                PackedFeeds(self._inputs, sizes, self._copies.host),
-                {s.name: empty_value(shape_of(s, sizes), s.dtype, self._device) for s in specs},
-                self._copies,
-                self._device,
-                self._eager,
-            )
+        binding = bind_buffers(self._session, self._buffers)
+        return BoundShape(
+            key,
+            max((size for axis, size in sizes.items() if axis != "S"), default=1),
+            binding,
+            PackedFeeds(self._inputs, sizes, self._copies.host),
+            {s.name: empty_value(shape_of(s, sizes), s.dtype, self._device) for s in specs},
+            self._copies,
+            self._device,
+            BoundRun(self._session, binding, self._naming, self._copies.waits),
+        )
 
-    # ---- runs that may allocate or wait, and captures ----
-
-    def _run_guarded(self, bound: BoundShape) -> None:
-        """Runs while no thread captures; captures the shape if it came often enough."""
-        with no_capture(), self._naming:
-            self._session.run_with_iobinding(bound.binding, bound.options)
-        if bound.is_captured:
-            return
-        bound.num_runs += 1
+    def _maybe_capture(self, bound: BoundShape) -> None:
+        """Captures a shape that came often enough, by more runs with the same feeds: all of them
+        write the same rows to the same slots."""
         if (
             self._has_cuda_graphs
-            and bound.num_runs > RUNS_BEFORE_CAPTURE
+            and bound.run.num_runs > RUNS_BEFORE_CAPTURE
             and bound.num_rows <= MAX_CAPTURED_ROWS
             and self._num_graphs < MAX_SHAPES
         ):
-            self._capture(bound)
-
-    def _capture(self, bound: BoundShape) -> None:
-        """Captures a shape by another run with the same feeds.
-
-        ONNX Runtime makes warm-up runs, the capture and a first replay in this one call. All of
-        them write the same rows to the same slots.
-        """
-        graph_id = next(self._ids)
-        with capturing(), self._naming:
-            self._session.run_with_iobinding(bound.binding, run_options(graph_id))
-        bound.options = run_options(graph_id, self._copies.waits)
-        bound.is_captured = True
-        self._shapes.captured[bound.key] = bound
-        self._num_graphs += 1
+            bound.run.capture(next(self._ids))
+            self._shapes.captured[bound.key] = bound
+            self._num_graphs += 1

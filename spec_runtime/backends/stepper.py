@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spec_runtime.backends.base import Backend, Runtime
-from spec_runtime.backends.captures import capturing, free_later, no_capture
+from spec_runtime.backends.bound_run import BoundRun
+from spec_runtime.backends.captures import free_later, no_capture
 from spec_runtime.backends.copies import Download
+from spec_runtime.backends.cuda import CUDA_SETTINGS
 from spec_runtime.backends.session import (
     NamingGraph,
     OrtBackend,
@@ -25,7 +27,6 @@ from spec_runtime.backends.session import (
     as_lender,
     bind_buffers,
     open_session,
-    run_options,
     takes_cuda_graphs,
     zero_value,
 )
@@ -36,22 +37,20 @@ RESULT, STATE = "result", "state."
 
 
 class _Side(NamedTuple):
-    """A binding that reads `state` and writes the other side's; `graph_id` names its CUDA graph,
-    which `replay` are the options to replay."""
+    """A binding that reads `state` and writes the other side's; `graph_id` names its CUDA graph."""
 
     binding: Any
     state: dict[str, Any]
     outputs: dict[str, Any]
     result: Download
     graph_id: int
-    replay: Any
 
 
-class _Captured(threading.local):
-    """The graphs that a thread has captured: ONNX Runtime keeps them by thread."""
+class _PerThread(threading.local):
+    """The runs of one thread by graph id: ONNX Runtime keeps CUDA graphs by thread."""
 
     def __init__(self) -> None:
-        self.ids: set[int] = set()
+        self.runs: dict[int, BoundRun] = {}
 
 
 class OrtStepper:
@@ -74,16 +73,18 @@ class OrtStepper:
         self._weights = (
             DeviceWeights(path, runtime.device, self._copies) if runtime.device != "cpu" else None
         )
+        is_cuda = runtime.device == "cuda"
+        settings = CUDA_SETTINGS.get(graph.attention, {}) if is_cuda else {}
         options = SessionOptions(
             runtime.num_threads,
             runtime.device,
             runtime.has_cuda_graphs,
-            self._copies.settings,
+            self._copies.settings | settings,
             {} if self._weights is None else self._weights.values,
         )
         self._session = open_session(path, graph, options)
         self._has_cuda_graphs = takes_cuda_graphs(self._session)
-        self._captured = _Captured()
+        self._here = _PerThread()
         self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith(STATE)]
         self._results = [spec for spec in graph.outputs if not spec.name.endswith(".out")]
         self._buffers: dict[str, Any] = {}
@@ -134,16 +135,16 @@ class OrtStepper:
         return {name.removeprefix(STATE): self._copy(value) for name, value in values}
 
     def _run(self, side: _Side) -> None:
-        if side.graph_id in self._captured.ids and not self._copies.waits:
-            with self._naming:  # queues the graph, and is legal while other threads capture
-                self._session.run_with_iobinding(side.binding, side.replay)
-        elif not self._has_cuda_graphs or side.graph_id in self._captured.ids:
-            with no_capture(), self._naming:
-                self._session.run_with_iobinding(side.binding, side.replay)
+        runs = self._here.runs
+        if side.graph_id in runs:
+            runs[side.graph_id].run()
+            return
+        run = BoundRun(self._session, side.binding, self._naming, self._copies.waits)
+        if self._has_cuda_graphs:
+            run.capture(side.graph_id)
         else:
-            with capturing(), self._naming:
-                self._session.run_with_iobinding(side.binding, run_options(side.graph_id))
-            self._captured.ids.add(side.graph_id)
+            run.run()
+        runs[side.graph_id] = run
 
     def _copy(self, value: Any) -> np.ndarray:
         self._copies.settle()
@@ -163,8 +164,7 @@ class OrtStepper:
             }
             binding = bind_buffers(self._session, self._buffers)
             result = self._copies.download([outputs[RESULT]])
-            replay = run_options(graph_id, self._copies.waits)
-            sides.append(_Side(binding, state, outputs, result, graph_id, replay))
+            sides.append(_Side(binding, state, outputs, result, graph_id))
         for side, other in (sides, sides[::-1]):
             for name in given:
                 side.binding.bind_ortvalue_input(name, side.state[name])
