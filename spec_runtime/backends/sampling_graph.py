@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from spec_runtime.backends.base import Rows, Runtime
-from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.bound_run import BoundRun
+from spec_runtime.backends.copies import Copies, Download
 from spec_runtime.backends.device_runs import (
     MAX_CAPTURED_ROWS,
     RUNS_BEFORE_CAPTURE,
     DeviceRows,
 )
 from spec_runtime.backends.session import (
-    NO_GRAPH,
+    NamingGraph,
     SessionOptions,
     empty_value,
-    naming_graph,
     open_session,
-    run_options,
     takes_cuda_graphs,
 )
 from spec_runtime.backends.shapes import (
@@ -73,7 +72,7 @@ class SamplingGraph:
             require_feeds(self._graph, {LOGITS: np.broadcast_to(np.float32(0), shape)}, names)
             self._is_checked = True
         bound = self._run((names, value.data_ptr(), shape))
-        found = self._copies.fetch([bound.outputs[name] for name in names], bound.landing)
+        found = bound.download.read()
         self.bytes_to_host += sum(array.nbytes for array in found)
         return [array[: len(logits)] for array in found]
 
@@ -90,28 +89,19 @@ class SamplingGraph:
     def _run(self, key: _Key) -> _BoundLogits:
         """Replays the graph of these logits; without one, runs and perhaps captures."""
         captured = self._bound.captured
-        if key in captured:
-            bound, options = captured[key]
-            self._start(bound, options)
-            return bound
-        bound = self._bound.eager.get(key, lambda: self._bind(*key))
-        self._start(bound, run_options(NO_GRAPH, self._copies.waits))
-        bound.num_runs += 1
+        bound = captured.get(key) or self._bound.eager.get(key, lambda: self._bind(*key))
+        bound.run.run()
         if (
-            takes_cuda_graphs(self._session)
-            and bound.num_runs > RUNS_BEFORE_CAPTURE
+            not bound.run.is_captured
+            and takes_cuda_graphs(self._session)
+            and bound.run.num_runs > RUNS_BEFORE_CAPTURE
             and key[2][0] <= MAX_CAPTURED_ROWS
             and self._num_graphs < MAX_SHAPES
         ):
-            graph_id = next(self._ids)
-            self._start(bound, run_options(graph_id))
-            captured[key] = bound, run_options(graph_id, self._copies.waits)
+            bound.run.capture(next(self._ids))
+            captured[key] = bound
             self._num_graphs += 1
         return bound
-
-    def _start(self, bound: _BoundLogits, options: Any) -> None:
-        with naming_graph(self._graph.file):
-            self._session.run_with_iobinding(bound.binding, options)
 
     def _bind(self, names: tuple[str, ...], address: int, shape: tuple[int, ...]) -> _BoundLogits:
         binding = self._session.io_binding()
@@ -123,22 +113,21 @@ class SamplingGraph:
             spec = self._specs[name]
             outputs[name] = empty_value(shape_of(spec, sizes), spec.dtype, device)
             binding.bind_ortvalue_output(name, outputs[name])
-        return _BoundLogits(binding, outputs)
+        run = BoundRun(self._session, binding, NamingGraph(self._graph.file), self._copies.waits)
+        return _BoundLogits(run, self._copies.download(list(outputs.values())))
 
 
 _Key = tuple[tuple[str, ...], int, tuple[int, ...]]  # outputs; address and shape of the logits
 
 
-class _BoundLogits:
-    """A binding that reads logits at one address and writes to buffers of its own.
+class _BoundLogits(NamedTuple):
+    """A run that reads logits at one address, and what brings its own outputs to the host.
 
     It does not hold the logits' memory: the target may drop that, and never shows it again then.
     """
 
-    def __init__(self, binding: Any, outputs: Mapping[str, Any]) -> None:
-        self.binding, self.outputs = binding, outputs
-        self.num_runs = 0
-        self.landing: dict[int, np.ndarray] = {}  # see Copies.fetch
+    run: BoundRun
+    download: Download
 
 
 class _PerThread(threading.local):
@@ -147,5 +136,5 @@ class _PerThread(threading.local):
     def __init__(self) -> None:
         # Every run is waited for, so that nothing is on its way to what is dropped.
         self.eager: LeastRecentlyUsed[_BoundLogits] = LeastRecentlyUsed(MAX_SHAPES, lambda _: None)
-        # Each with the options that replay it. None is dropped: ONNX Runtime cannot forget a graph.
-        self.captured: dict[_Key, tuple[_BoundLogits, Any]] = {}
+        # None is dropped: ONNX Runtime cannot forget a graph.
+        self.captured: dict[_Key, _BoundLogits] = {}

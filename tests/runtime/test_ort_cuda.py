@@ -726,13 +726,16 @@ def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) ->
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
     c_M, x_M = np.array([1, 0, 0, 1, 0], np.bool_), np.arange(1, 6, dtype=np.float16)
-    packed = PackedFeeds({"c": c_M, "x": x_M}, "cpu", Copies())
+    specs = [TensorSpec("c", "bool", ("M",)), TensorSpec("x", "float16", ("M",))]
+    packed = PackedFeeds(specs, {"M": 5}, Copies().host)
     assert packed.first == {"c": 0, "x": ALIGNMENT}
     binding = session.io_binding()
-    packed.bind(binding)
+    bound = device_runs.BoundShape("key", 5, binding, packed, {}, Copies(), "cpu", None)
     binding.bind_output("y", "cpu")
     for sign in (1, -1):
-        packed.update({"c": c_M, "x": sign * x_M})
+        packed.arrays["c"][...] = c_M
+        packed.arrays["x"][...] = sign * x_M
+        bound.upload.start()
         session.run_with_iobinding(binding)
         assert binding.get_outputs()[0].numpy().tolist() == [sign * v for v in (1, -2, -3, 4, -5)]
 
