@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .build import CHECKOUT, UnavailableError, built
 
-__all__ = ["StandIn", "UnavailableError"]
+__all__ = ["CHECKOUT", "StandIn", "UnavailableError"]
 
 
 @dataclass(frozen=True)
