@@ -333,7 +333,8 @@ def test_a_fused_step_that_cannot_be_captured_is_no_default(
         with pytest.raises(ValueError, match="not here"):
             spec_runtime.load(path, fused=True, **options)
         return
-    for chosen in ({"fused": True}, {"cuda_graphs": False}):
+    choices: list[dict[str, Any]] = [{"fused": True}, {"cuda_graphs": False}]
+    for chosen in choices:
         engine = spec_runtime.load(path, **options, **chosen)
         assert isinstance(engine.fused, FusedSteps)
         result = engine.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
