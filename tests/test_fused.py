@@ -305,6 +305,23 @@ def test_on_cuda_each_side_and_width_is_one_graph(
     assert 0 < left < len(stepper._pairs) * state
 
 
+def test_a_fused_step_that_reads_whole_buffers_has_masks_of_their_width(
+    bundles: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs on tests/fake_ort_cuda.py. The session has the settings of its target's attention."""
+    path = bundles("parallelspec", "fp32", "cuda")
+    device = fake_ort_cuda.install(monkeypatch)
+    monkeypatch.setattr(cuda, "open_copies", lambda: fake_ort_cuda.stream_copies(device))
+    engine = spec_runtime.load(path, backend="cuda", threads=1)
+    assert isinstance(engine.fused, FusedSteps)
+    result = engine.generate(PROMPTS[3], max_new_tokens=60, ignore_eos=True)
+    assert engine.fused.num_steps == result.stats.steps > 5
+    capacity = engine.fused._cache.capacity
+    assert engine.fused._stepper.state()["taken"].shape == (capacity,)
+    assert len(engine.fused._stepper._pairs) == 1
+    assert {settings["sdpa_kernel"] for settings in device.settings} == {"16"}
+
+
 @pytest.mark.parametrize("is_opened", [True, False])
 def test_a_fused_step_that_cannot_be_captured_is_no_default(
     bundles: Any,
@@ -333,8 +350,7 @@ def test_a_fused_step_that_cannot_be_captured_is_no_default(
         with pytest.raises(ValueError, match="not here"):
             spec_runtime.load(path, fused=True, **options)
         return
-    choices: list[dict[str, Any]] = [{"fused": True}, {"cuda_graphs": False}]
-    for chosen in choices:
+    for chosen in ({"fused": True}, {"cuda_graphs": False}):
         engine = spec_runtime.load(path, **options, **chosen)
         assert isinstance(engine.fused, FusedSteps)
         result = engine.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
@@ -351,23 +367,6 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def refuse(*arguments: Any) -> None:
     raise ValueError("not here")
-
-
-def test_a_fused_step_that_reads_whole_buffers_has_masks_of_their_width(
-    bundles: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs on tests/fake_ort_cuda.py. The session has the settings of its target's attention."""
-    path = bundles("parallelspec", "fp32", "cuda")
-    device = fake_ort_cuda.install(monkeypatch)
-    monkeypatch.setattr(cuda, "open_copies", lambda: fake_ort_cuda.stream_copies(device))
-    engine = spec_runtime.load(path, backend="cuda", threads=1)
-    assert isinstance(engine.fused, FusedSteps)
-    result = engine.generate(PROMPTS[3], max_new_tokens=60, ignore_eos=True)
-    assert engine.fused.num_steps == result.stats.steps > 5
-    capacity = engine.fused._cache.capacity
-    assert engine.fused._stepper.state()["taken"].shape == (capacity,)
-    assert len(engine.fused._stepper._pairs) == 1
-    assert {settings["sdpa_kernel"] for settings in device.settings} == {"16"}
 
 
 def test_what_is_not_plainly_greedy_takes_the_ordinary_loop(bundles: Any) -> None:

@@ -72,13 +72,14 @@ def sampling_graph(vocab_size: int, most: int = MOST_TOP) -> ir.Model:
     (log_total,) = edit.add(None, "Log", [total])
     (largest,) = edit.add(None, "Squeeze", [largest, one])
     (whole,) = edit.add(None, "Add", [log_total, largest])
-    for value, name, dtype, shape in (
-        (ids, TOP_IDS, ir.DataType.INT64, ["M", K]),
-        (top, TOP_LOGITS, REAL, ["M", K]),
-        (whole, LOGSUMEXP, REAL, ["M"]),
+    for value, name, dtype in (
+        (ids, TOP_IDS, ir.DataType.INT64),
+        (top, TOP_LOGITS, REAL),
+        (whole, LOGSUMEXP, REAL),
     ):
-        value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
+        value.name, value.type = name, ir.TensorType(dtype)
         graph.outputs.append(value)
+    ids.shape, top.shape, whole.shape = ir.Shape(["M", K]), ir.Shape(["M", K]), ir.Shape(["M"])
     return model
 
 
