@@ -251,7 +251,7 @@ FINE = GraphRun(
     },
 )
 CHANGED = "a captured copy reads 4 bytes of the host that changed since the capture"
-FAULTS = {
+FAULTS: dict[Callable[[GraphRun], str], GraphRun] = {
     opens_with_cuda_graphs: replace(FINE, has_cuda_graphs=False),
     has_no_memcpy_node: replace(FINE, num_memcpy=2),
     has_only_shapes_on_the_cpu: replace(FINE, cpu_nodes=["Cast", "Pad"]),
