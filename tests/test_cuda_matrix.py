@@ -94,6 +94,12 @@ def copies_no_buffer(run: GraphRun) -> str:
     return ", ".join(f"{kind} {n}" for kind, n in copies if n >= run.smallest_buffer > 0)
 
 
+def captures_no_copy_from_the_host(run: GraphRun) -> str:
+    """The feeds are copied before a graph is replayed: what is captured would be read again."""
+    copies = [n for kind, n in run.calls["capture"].captured_copies if kind == "H2D"]
+    return f"copies of {copies} bytes" if copies else ""
+
+
 def does_without_cudnn(run: GraphRun) -> str:
     return run.error if "cudnn" in run.error.lower() else ""
 
@@ -109,6 +115,7 @@ CONDITIONS = (
     makes_no_call_that_capture_forbids,
     replays_after_the_second_run,
     copies_no_buffer,
+    captures_no_copy_from_the_host,
     does_without_cudnn,
     reads_the_same_host_memory_at_replay,
 )

@@ -99,7 +99,7 @@ class Feeder:
                 feeds[spec.name] = n + self._rng.integers(SCRATCH // 2, size=shape)
                 if spec.name == bundles.FEATURE_ROWS:  # one feature of its own, or zeros
                     feeds[spec.name][-1] = -1 - n
-            elif spec.name in ("features", "state"):
+            elif spec.name in ("features", "state", "logits"):
                 feeds[spec.name] = self._rng.standard_normal(shape, np.float32)
             else:
                 raise ValueError(f"got input {spec.name}, which this script has no feeds for")
