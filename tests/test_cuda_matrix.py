@@ -269,6 +269,9 @@ FAULTS: dict[Callable[[GraphRun], str], GraphRun] = {
     copies_no_buffer: replace(
         FINE, calls=FINE.calls | {"capture": Calls(captured_copies=[("D2D", 4096)])}
     ),
+    captures_no_copy_from_the_host: replace(
+        FINE, calls=FINE.calls | {"capture": Calls(captured_copies=[("H2D", 64)])}
+    ),
     does_without_cudnn: replace(FINE, error="cannot run: libcudnn.so.9 …"),
     reads_the_same_host_memory_at_replay: replace(
         FINE, calls=FINE.calls | {"replay": Calls(violations=[CHANGED])}

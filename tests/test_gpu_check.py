@@ -408,11 +408,11 @@ def check(whole: tuple[Outcome, Path], tmp_path: Path) -> Any:
     return gpu_check.Check(opened, prompts, "cuda", gpu_check.TOY, tmp_path)
 
 
-@pytest.mark.parametrize("other", [None, "cuda_eager", gpu_check.OWN_STREAMS])
+@pytest.mark.parametrize("other", [None, gpu_check.EAGER, gpu_check.OWN_STREAMS])
 def test_captured_tokens_are_the_eager_ones(
     check: Any, monkeypatch: pytest.MonkeyPatch, other: str | None
 ) -> None:
-    kinds = ("cuda", "cuda_eager", gpu_check.OWN_STREAMS)
+    kinds = ("cuda", gpu_check.EAGER, gpu_check.OWN_STREAMS)
     engines = {kind: toy_engine("none") for kind in kinds}
     if other is not None:
         backend: Any = engines[other].target.lend()[0]
@@ -440,15 +440,16 @@ def test_engines_on_streams_of_their_own(
     check = gpu_check.Check(opened, [], "cpu", gpu_check.TOY, tmp_path)
     kinds = []
 
-    def loaded(*rest: Any, backend: str, **named: Any) -> spec_runtime.Engine:
-        kinds.append((backend, type(cuda.open_copies())))
+    def loaded(*rest: Any, backend: str, cuda_graphs: bool, **named: Any) -> spec_runtime.Engine:
+        assert backend == "cuda"
+        kinds.append((cuda_graphs, type(cuda.open_copies())))
         return toy_engine("none")
 
     monkeypatch.setattr(spec_runtime, "load", loaded)
     monkeypatch.setattr(cuda, "open_copies", lambda: StreamCopies(fake_tensorrt.cuda()[0]))
-    for backend in ("cuda", gpu_check.OWN_STREAMS, "cuda_eager"):
+    for backend in ("cuda", gpu_check.OWN_STREAMS, gpu_check.EAGER):
         check.engine(opened[0], "none", backend)
-    assert kinds == [("cuda", StreamCopies), ("cuda", Copies), ("cuda_eager", StreamCopies)]
+    assert kinds == [(True, StreamCopies), (True, Copies), (False, StreamCopies)]
 
 
 def test_bytes_to_the_host_are_those_of_a_step(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:

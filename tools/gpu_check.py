@@ -11,7 +11,7 @@ Sections, in this order:
 environment    GPU, driver, versions, providers
 parity         every graph of every bundle, random but valid feeds, device against CPU provider
 losslessness   every drafter against plain decoding on the device (spec_runtime/measure/audit.py)
-capture        CUDA graphs on (backend cuda) and off (cuda_eager): same tokens, ratio of speeds
+capture        CUDA graphs on and off (--no-cuda-graphs): same tokens, ratio of speeds
 attention      milliseconds of four layers with each form of attention, by context and rows
 bench          every drafter, prompt lookup and the fused step: accepted length, tokens/s, speed-up
 shapes         Llama-2-7B and Llama-3-8B dimensions, random weights: verify(n) / verify(1), and the
@@ -65,6 +65,7 @@ TOLERANCES = {
     "int8": (0.1, 0.15),
     "int4": (0.1, 0.15),
 }
+EAGER = "cuda, no graphs"  # given in place of a backend: --no-cuda-graphs
 OWN_STREAMS = "cuda, own streams"  # given in place of a backend, see `own_streams`
 SCORES = ("logits", "guess_log_probs", TOP_LOGITS)
 BEST = ("guess_ids", ARGMAX, TOP_IDS)  # outputs whose first column is the best token
@@ -156,7 +157,8 @@ class Check:
                         drafter,
                         verify=False,
                         profile=False,
-                        backend="cuda" if backend == OWN_STREAMS else backend,
+                        backend="cuda" if backend in (EAGER, OWN_STREAMS) else backend,
+                        cuda_graphs=backend != EAGER,
                         fused=is_fused,
                     )
                 else:
@@ -404,12 +406,12 @@ def capture(check: Check, found: Findings) -> None:
             if row is not None:
                 _judge(found, f"{label(opened)}, {name}, captured against eager", row)
                 found.add({"bundle": label(opened), "drafter": name, **row})
-        for backend in ("cuda_eager", OWN_STREAMS):
+        for backend in (EAGER, OWN_STREAMS):
             check.close(backend)
 
 
 def _capture(check: Check, opened: bundles.Bundle, name: str) -> TableRow:
-    kinds = ("cuda", "cuda_eager", OWN_STREAMS)
+    kinds = ("cuda", EAGER, OWN_STREAMS)
     engines = [check.engine(opened, name, backend) for backend in kinds]
     prompts = check.prompts[: check.sizes.num_audited]
     one, *others = _race(engines, prompts, check.sizes.max_new_tokens)
