@@ -310,8 +310,7 @@ def test_a_fused_step_that_reads_whole_buffers_has_masks_of_their_width(
 ) -> None:
     """Runs on tests/fake_ort_cuda.py. The session has the settings of its target's attention."""
     path = bundles("parallelspec", "fp32", "cuda")
-    module, device = fake_ort_cuda.module()
-    monkeypatch.setattr(session, "ort", module)
+    device = fake_ort_cuda.install(monkeypatch)
     monkeypatch.setattr(cuda, "open_copies", lambda: fake_ort_cuda.stream_copies(device))
     engine = spec_runtime.load(path, backend="cuda", threads=1)
     assert isinstance(engine.fused, FusedSteps)
