@@ -289,9 +289,9 @@ def test_a_fault_is_noticed(condition: Callable[[GraphRun], str]) -> None:
 
 COLUMNS = (
     *("graph", "precision", "compute capability"),
-    *("launches", "copies", "bytes", "waits"),  # of the first run
-    *("launches", "copies"),  # of the captured graph
-    *("graphs", "copies", "bytes", "waits"),  # of a run that replays it
+    *("first: launches", "copies", "bytes", "waits"),
+    *("captured: launches", "copies"),
+    *("replayed: graphs", "copies", "bytes", "waits"),
     *("host µs", "device KiB"),
 )
 
@@ -317,9 +317,10 @@ def test_shows_what_a_run_costs(
         for row in table
     ]
     heading = (
-        "Launches, copies and waits of CUDA over a stand-in: of the first run, of the captured "
-        "graph, and of a run that replays it. Host time is the median of a replayed run, the "
-        "target's with placing its rows, a fused step's whole."
+        "Calls of CUDA over a stand-in: of the first run, of the captured graph, and of a run "
+        "that replays it. ONNX Runtime runs a fused step twice before it captures it. Host time is "
+        "the median of replayed runs, the target's with placing its rows. Device memory is what "
+        "opening and these runs allocated."
     )
     record_property("shown", "\n".join([heading, *lines]))
     assert len(rows) > 0
