@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from cuda_standin import StandIn
     from workshop import FluentWorkshop, Workshop
 
 # Tests import onnxruntime themselves, too; see spec_runtime/backends/session.py.
@@ -43,3 +44,14 @@ def fluent(tmp_path_factory: pytest.TempPathFactory) -> FluentWorkshop:
     from workshop import FluentWorkshop
 
     return FluentWorkshop(tmp_path_factory.mktemp("fluent"))
+
+
+@pytest.fixture(scope="session")
+def standin() -> StandIn:
+    """Returns the stand-in for CUDA, built on first use; skips the test where it cannot be."""
+    from cuda_standin import StandIn, UnavailableError  # imported here because few tests need it
+
+    try:
+        return StandIn.build()
+    except UnavailableError as error:
+        pytest.skip(str(error))
