@@ -177,8 +177,6 @@ def main(words: Sequence[str] | None = None) -> int:
     """Reads the command line and runs the parts; returns the exit code."""
     arguments = parse(words)
     begin = time.monotonic()
-    # So that the part in hand is killed too.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="specsplit-gpu-check-") as folder:
         work, wheels = Path(folder), []
         if arguments.wheels is not None:
@@ -240,4 +238,6 @@ def run_parts(job: Job, asked_for: Sequence[str], begin: float, seconds: float) 
 
 
 if __name__ == "__main__":
+    # So that whoever ends the command ends the part in hand, too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

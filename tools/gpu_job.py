@@ -72,8 +72,8 @@ class Check:
     """Holds what is checked, and what parts leave for later ones.
 
     `given` are the folders that the part "bundle" reads, and `opened` what it has read for the
-    others. `limits` are the rounding between forms of a row, by bundle; `lengths` accepted length and
-    number of nodes, by drafter; `attention` is the form that the 7B shapes take.
+    others. `limits` are the rounding between forms of a row, by bundle; `lengths` accepted length
+    and number of nodes, by drafter; `attention` is the form that the 7B shapes take.
     """
 
     opened: list[bundles.Bundle]
