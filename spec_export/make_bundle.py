@@ -195,7 +195,8 @@ def _write_drafter(
 ) -> bundles.DrafterInfo:
     """Writes the graphs of one drafter and returns its manifest entry.
 
-    A drafter that runs the target's own layers lies beside the target and shares its weights' file.
+    A drafter that runs the target's own layers, or is to be fused with it, lies beside the target
+    and shares its weights' file.
     """
     options, module, name = writer.options, drafter.module, drafter.saved.name
     backbone = models.backbone
@@ -213,8 +214,16 @@ def _write_drafter(
             config=module.runtime_config(),
             scratch=backbone.config.scratch,
         )
+        # Where it is to be fused it lies beside the target too: ONNX Runtime reads no weights
+        # outside of a graph's folder.
+        is_beside = options.fuse and module.is_one_pass
         graphs = {
-            role: writer.write(model, f"drafters/{name}/{role}.onnx", add_banks=add_banks)
+            role: writer.write(
+                model,
+                f"target/{name}-{role}.onnx" if is_beside else f"drafters/{name}/{role}.onnx",
+                add_banks=add_banks,
+                lender=target_graph if is_beside else None,
+            )
             for role, model in exported.items()
         }
     num_parameters = models.hf_model.num_parameters()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import fake_tensorrt
 import numpy as np
+import onnx
 import onnxruntime as ort
 from fake_tensorrt import view
 
@@ -140,6 +141,26 @@ class OrtValue:
         return self.bound.address
 
 
+class SessionOptions(ort.SessionOptions):  # type: ignore[misc]
+    """Real options, which keep the weights given to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: dict[str, OrtValue] = {}
+
+    def add_initializer(self, name: str, value: OrtValue) -> None:
+        assert not value._is_owner, "Buffer containing the initializer must be owned by the user."
+        self.weights[name] = value
+
+
+def _weights_of(path: str) -> dict[str, np.ndarray]:
+    """Returns the weights of a graph that lie in other files."""
+    weights = onnx.load(path, load_external_data=False).graph.initializer
+    outside = [w for w in weights if w.data_location == onnx.TensorProto.EXTERNAL]
+    folder = str(Path(path).parent)
+    return {w.name: onnx.numpy_helper.to_array(w, folder) for w in outside}
+
+
 class IOBinding:
     def __init__(self, session: InferenceSession) -> None:
         self.session = session
@@ -168,6 +189,8 @@ class IOBinding:
         buffer_ptr: int,
     ) -> OrtValue:
         assert (device_type, device_id) == ("cuda", 0)
+        if isinstance(element_type, int):
+            element_type = onnx.helper.tensor_dtype_to_np_dtype(element_type)
         bound = Bound(buffer_ptr, tuple(shape), str(np.dtype(element_type)))
         value: OrtValue = self.session.module.OrtValue(bound, False)
         return value
@@ -189,12 +212,16 @@ class InferenceSession:
 
     def __init__(
         self,
-        path: str,
-        options: ort.SessionOptions,
-        providers: list[str],
-        provider_options: list[dict[str, str]],
-        enable_fallback: int,
+        path: str | bytes,
+        options: SessionOptions | None = None,
+        providers: Sequence[str] = (),
+        provider_options: Sequence[dict[str, str]] = (),
+        enable_fallback: int = 1,
     ) -> None:
+        if isinstance(path, bytes):  # never run, see session.Viewer
+            self.output_names = ["y"]
+            return
+        assert options is not None
         assert providers == [PROVIDER]
         assert not enable_fallback, "it would run on the CPU"
         self._settings = {"device_id": "0", "enable_cuda_graph": "0"} | provider_options[0]
@@ -204,6 +231,10 @@ class InferenceSession:
                 "the graph nodes have not been assigned to CUDAExecutionProvider"
             )
         self.device.settings.append(provider_options[0])
+        self._weights = options.weights
+        for name, content in _weights_of(path).items():
+            self.device.require(self._weights[name].bound)
+            assert np.array_equal(view(*self._weights[name].bound), content), name
         self._real = ort.InferenceSession(str(Path(path)), options, ["CPUExecutionProvider"])
         self.output_names = [output.name for output in self._real.get_outputs()]
         self._graphs: dict[tuple[int, int], Any] = {}
@@ -269,6 +300,8 @@ class InferenceSession:
         assert set(inputs) == {value.name for value in self._real.get_inputs()}
         for bound in (*inputs.values(), *outputs.values()):
             self.device.require(bound)
+        for value in self._weights.values():
+            self.device.require(value.bound)
         self.device.shapes.append({name: bound.shape for name, bound in inputs.items()})
         feeds = {name: view(*bound).copy() for name, bound in inputs.items()}
         for name, array in zip(outputs, self._real.run(list(outputs), feeds), strict=True):
@@ -285,7 +318,7 @@ def module() -> tuple[Any, Device]:
     device = Device()
     fake = SimpleNamespace(
         __version__=ort.__version__,
-        SessionOptions=ort.SessionOptions,
+        SessionOptions=SessionOptions,
         ExecutionMode=ort.ExecutionMode,
         RunOptions=ort.RunOptions,
         preload_dlls=lambda: None,

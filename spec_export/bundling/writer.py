@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,39 +54,40 @@ class GraphWriter:
             tensorrt.adapt(model, precision)
         quantize(model, precision, options.reduce_range)
         form = options.graph_form if has_cache else "stateless"
-        graph = save_graph(model, form, self.folder, file, lender)
+        lenders = () if lender is None else (lender,)
+        graph = save_graph(model, form, self.folder, file, lenders)
         return replace(graph, attention=attention) if has_cache else graph
 
     def write_fused(self, info: DrafterInfo, target: Graph) -> Graph:
         """Makes the fused step of this drafter from the graphs written, and saves it.
 
-        The target's weights stay in the target's file.
+        The weights stay in the files of the target and of the drafter, which lies beside it.
         """
-        config = info.config
+        drafter, config = info.graphs["drafter"], info.config
         num_masks, base = config.get("num_masks", 0), config.get("mask_token_base", 0)
         model = fuse(
             ir.load(self.folder / target.file),
-            ir.load(self.folder / info.graphs["drafter"].file),
+            ir.load(self.folder / drafter.file),
             num_nodes=info.trees["max_nodes"],
             taps=config.get("taps", ()),
             mask_ids=range(base, base + num_masks),
             repeat_feature=config.get("mask_feature") == "anchor",
         )
         file = f"target/{fused_name(info.name)}.onnx"
-        return save_graph(model, "slots", self.folder, file, target)
+        return save_graph(model, "slots", self.folder, file, (target, drafter))
 
 
 def save_graph(
-    model: ir.Model, form: str, folder: Path, file: str, lender: Graph | None = None
+    model: ir.Model, form: str, folder: Path, file: str, lenders: Sequence[Graph] = ()
 ) -> Graph:
     """Saves a graph as it is to `folder`/`file` and returns its manifest entry.
 
-    lender: a graph of the same folder whose weights are shared.
+    lenders: graphs of the same folder whose weights are shared.
     """
-    if lender is None:
-        trace.save(model, folder / file)
+    if lenders:
+        trace.save_beside(model, folder / file, [folder / lender.file for lender in lenders])
     else:
-        trace.save_beside(model, folder / file, folder / lender.file)
+        trace.save(model, folder / file)
     return Graph(file, form, _specs(model.graph.inputs), _specs(model.graph.outputs))
 
 

@@ -224,17 +224,18 @@ def save(model: ir.Model, path: Path) -> None:
     ir.save(model, path, external_data=external, size_threshold_bytes=SMALL_BYTES)
 
 
-def save_beside(model: ir.Model, path: Path, lender: Path) -> None:
-    """Writes the graph to `path` and shares the weights that it has in common with `lender`.
+def save_beside(model: ir.Model, path: Path, lenders: Sequence[Path]) -> None:
+    """Writes the graph to `path` and shares the weights that it has in common with `lenders`.
 
-    `lender` is a graph in the same folder. Weights that it has stay in its file alone; the others
-    go to the .bin file of this graph. The model's tensors become references to these files.
+    These are graphs in the same folder. Weights that they have stay in their files alone; the
+    others go to the .bin file of this graph. The model's tensors become references to these files.
     """
-    assert lender.parent == path.parent, "ONNX Runtime reads no weights outside the graph's folder"
     lent: dict[tuple[object, ...], ir.ExternalTensor] = {}
-    for value in ir.load(lender).graph.initializers.values():
-        if isinstance(value.const_value, ir.ExternalTensor):
-            lent[_content(value.const_value)] = value.const_value
+    for lender in lenders:
+        assert lender.parent == path.parent, "ONNX Runtime reads no weights outside of the folder"
+        for value in ir.load(lender).graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                lent[_content(value.const_value)] = value.const_value
     own = []
     for value in model.graph.initializers.values():
         tensor = value.const_value
@@ -254,13 +255,14 @@ def save_beside(model: ir.Model, path: Path, lender: Path) -> None:
             name=str(value.name),
             base_dir=path.parent,
         )
-    written = ir.external_data.convert_tensors_to_external(
-        [value.const_value for value in own if value.const_value is not None],
-        path.parent,
-        path.with_suffix(".bin").name,
-    )
-    for value, tensor in zip(own, written, strict=True):
-        value.const_value = tensor
+    if own:
+        written = ir.external_data.convert_tensors_to_external(
+            [value.const_value for value in own if value.const_value is not None],
+            path.parent,
+            path.with_suffix(".bin").name,
+        )
+        for value, tensor in zip(own, written, strict=True):
+            value.const_value = tensor
     ir.save(model, path)
 
 

@@ -70,23 +70,23 @@ class StreamCopies(Copies):
     """
 
     def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
+        self.cuda = cuda
         self._num_waits = 0
         self._is_idle = True
 
     @property
     def settings(self) -> dict[str, str]:
-        return {"user_compute_stream": str(self._cuda.stream)}
+        return {"user_compute_stream": str(self.cuda.stream)}
 
     @property
     def waits(self) -> bool:
         return False
 
     def host(self, nbytes: int) -> np.ndarray:
-        return self._cuda.pinned(nbytes).view(np.uint8)
+        return self.cuda.pinned(nbytes).view(np.uint8)
 
     def send(self, memory: np.ndarray, value: Any) -> int:
-        self._cuda.to_device(value.data_ptr(), memory.ctypes.data, memory.nbytes)
+        self.cuda.to_device(value.data_ptr(), memory.ctypes.data, memory.nbytes)
         self._is_idle = False
         return self._num_waits
 
@@ -104,7 +104,7 @@ class StreamCopies(Copies):
                 memory = self.host(max(count, 1) * np.dtype(dtype).itemsize)
                 landing[address] = memory.view(dtype)[:count].reshape(value.shape())
             array = landing[address]
-            self._cuda.to_host(array.ctypes.data, address, array.nbytes)
+            self.cuda.to_host(array.ctypes.data, address, array.nbytes)
             arrays.append(array)
         if arrays:
             self._is_idle = False
@@ -113,7 +113,7 @@ class StreamCopies(Copies):
 
     def settle(self) -> None:
         if not self._is_idle:
-            self._cuda.wait()
+            self.cuda.wait()
             self._num_waits += 1
             self._is_idle = True
 

@@ -20,6 +20,7 @@ from spec_runtime.backends.session import (
 )
 from spec_runtime.backends.shapes import KV
 from spec_runtime.backends.threads import default_threads
+from spec_runtime.backends.weights import DeviceWeights
 from spec_runtime.bundle import Bundle, Graph
 from spec_runtime.untrusted.operators import require_known_graph
 
@@ -50,7 +51,10 @@ class CudaBackend(OrtBackend, DeviceBackend):
         partner = share if banks is None else banks
         self.copies = open_copies() if partner is None else partner.copies
         settings = self.copies.settings | EXACT | CUDA_SETTINGS.get(graph.attention, {})
-        options = SessionOptions(threads or default_threads(), "cuda", has_cuda_graphs, settings)
+        self._weights = DeviceWeights(path, "cuda", self.copies)
+        options = SessionOptions(
+            *(threads or default_threads(), "cuda", has_cuda_graphs, settings, self._weights.values)
+        )
         session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cuda", share, banks)
         self._names = {spec.name for spec in graph.outputs}

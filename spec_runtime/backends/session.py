@@ -53,13 +53,15 @@ log = logging.getLogger("spec_runtime")
 class SessionOptions:
     """Says how a session runs: where, on how many threads, and with which provider settings.
 
-    `has_cuda_graphs` asks for CUDA graphs; it needs every node on the GPU.
+    `has_cuda_graphs` asks for CUDA graphs; it needs every node on the GPU. `weights` are used in
+    place of those in the graph's files, by name (see weights.DeviceWeights).
     """
 
     threads: int
     device: str = "cpu"
     has_cuda_graphs: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
+    weights: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def provider(self) -> str:
@@ -111,6 +113,8 @@ def _open(path: Path, options: SessionOptions) -> Any:
     chosen.add_session_config_entry("session.force_spinning_stop", "1")
     # ONNX Runtime has a format of its own, whose operators nobody has looked at.
     chosen.add_session_config_entry("session.load_model_format", "ONNX")
+    for name, value in options.weights.items():
+        chosen.add_initializer(name, value)
     settings = dict(options.settings)
     if options.has_cuda_graphs:
         settings["enable_cuda_graph"] = "1"
@@ -200,6 +204,30 @@ def zero_value(shape: Sequence[int], dtype: str, device: str) -> Any:
     zero = np.zeros(shape, np.uint16)
     value.update_inplace(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zero, BFLOAT16))
     return value
+
+
+# A graph of one Identity from x to y, as ONNX writes it.
+_IDENTITY = (
+    b'\x08\n:+\n\x10\n\x01x\x12\x01y"\x08Identity\x12\x01gZ\t\n\x01x\x12\x04\n\x02\x08\x01b\t\n'
+    b"\x01y\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\x15"
+)
+
+
+class Viewer:
+    """Makes OrtValues over memory that others own, by the binding of a session that never runs."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._binding = ort.InferenceSession(_IDENTITY, providers=[PROVIDERS["cpu"]]).io_binding()
+
+    def view(self, address: int, shape: Sequence[int], element_type: int) -> Any:
+        """Returns a tensor of this shape at `address`.
+
+        element_type is a number of ONNX's enumeration TensorProto.DataType.
+        """
+        self._binding.bind_output("y", self._device, 0, element_type, list(shape), address)
+        (value,) = self._binding.get_outputs()
+        return value
 
 
 def bind_buffers(session: Any, buffers: Mapping[str, Any]) -> Any:

@@ -24,6 +24,7 @@ from spec_runtime.backends.session import (
     run_options,
     zero_value,
 )
+from spec_runtime.backends.weights import DeviceWeights
 from spec_runtime.bundle import Graph, TensorSpec
 
 RESULT, STATE = "result", "state."
@@ -56,8 +57,15 @@ class OrtStepper:
         self._landing: dict[int, np.ndarray] = {}  # see Copies.fetch
         self._device = runtime.device
         self._copies = lenders[""].copies
+        self._weights = (
+            DeviceWeights(path, runtime.device, self._copies) if runtime.device != "cpu" else None
+        )
         options = SessionOptions(
-            runtime.num_threads, runtime.device, runtime.has_cuda_graphs, self._copies.settings
+            runtime.num_threads,
+            runtime.device,
+            runtime.has_cuda_graphs,
+            self._copies.settings,
+            {} if self._weights is None else self._weights.values,
         )
         self._session = open_session(path, graph, options)
         self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith(STATE)]

@@ -1,6 +1,6 @@
-"""Reads from an ONNX file which operators it uses and which files its weights lie in.
+"""Reads from an ONNX file which operators it uses and where its weights lie.
 
-The runtime has no onnx package, and needs two lists only. This walks the protocol-buffer messages
+The runtime has no onnx package, and needs these lists only. This walks the protocol-buffer messages
 in place and steps over tensors, so that a file of any size takes milliseconds.
 """
 
@@ -10,6 +10,7 @@ import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 # Field numbers of onnx.proto: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 _MODEL_GRAPH, _MODEL_FUNCTIONS = 7, 25
@@ -18,7 +19,7 @@ _NODE_OPERATOR, _NODE_ATTRIBUTE, _NODE_DOMAIN = 4, 5, 7
 _ATTRIBUTE_TENSOR, _ATTRIBUTE_GRAPH, _ATTRIBUTE_TENSORS, _ATTRIBUTE_GRAPHS = 5, 6, 10, 11
 _ATTRIBUTE_SPARSE, _ATTRIBUTE_SPARSES = 22, 23
 _SPARSE_VALUES, _SPARSE_INDICES = 1, 2
-_TENSOR_EXTERNAL = 13
+_TENSOR_DIMS, _TENSOR_TYPE, _TENSOR_NAME, _TENSOR_EXTERNAL = 1, 2, 8, 13
 _ENTRY_KEY, _ENTRY_VALUE = 1, 2
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -29,18 +30,35 @@ class NotOnnxError(ValueError):
     """Says why a file is no ONNX model."""
 
 
+class ExternalWeight(NamedTuple):
+    """Says where a weight of the graph lies: `length` bytes from byte `offset` of a file on.
+
+    `location` is the file's path, relative to the graph's folder. `element_type` is a number of
+    ONNX's enumeration TensorProto.DataType: 1 is float32, 10 float16, 16 bfloat16.
+    """
+
+    name: str
+    element_type: int
+    shape: tuple[int, ...]
+    location: str
+    offset: int
+    length: int
+
+
 @dataclass
 class OnnxOutline:
     """Lists what an ONNX file uses.
 
     `operators` holds names with their domain before them unless it is ONNX's own: "Add",
     "com.microsoft.MatMulNBits". `weight_files` holds the paths, relative to the file's folder, of
-    the tensors outside of it. `has_functions` says that it defines operators of its own, and
-    `nested` holds the operators that run graphs inside themselves, such as "Loop".
+    the tensors outside of it, and `weights` those of them that are the graph's own and say where
+    they begin and end. `has_functions` says that it defines operators of its own, and `nested`
+    holds the operators that run graphs inside themselves, such as "Loop".
     """
 
     operators: set[str] = field(default_factory=set)
     weight_files: set[str] = field(default_factory=set)
+    weights: list[ExternalWeight] = field(default_factory=list)
     nested: set[str] = field(default_factory=set)
     has_functions: bool = False
 
@@ -81,7 +99,7 @@ class _Walker:
     def _graph(self, begin: int, end: int) -> None:
         walks: dict[int, Callable[[int, int], None]] = {
             _GRAPH_NODE: self._node,
-            _GRAPH_INITIALIZER: self._tensor,
+            _GRAPH_INITIALIZER: self._weight,
             _GRAPH_SPARSE: self._sparse,
         }
         for number, first, last in self._messages(begin, end):
@@ -121,20 +139,54 @@ class _Walker:
             if number in (_SPARSE_VALUES, _SPARSE_INDICES):
                 self._tensor(first, last)
 
-    def _tensor(self, begin: int, end: int) -> None:
+    def _tensor(self, begin: int, end: int) -> dict[str, str]:
+        """Notes the file that a tensor lies in; returns all that it says of its place."""
+        place: dict[str, str] = {}
         for number, first, last in self._messages(begin, end):
             if number == _TENSOR_EXTERNAL:
                 entry = dict.fromkeys((_ENTRY_KEY, _ENTRY_VALUE), "")
                 for part, part_first, part_last in self._messages(first, last):
                     entry[part] = self._text(part_first, part_last)
+                place[entry[_ENTRY_KEY]] = entry[_ENTRY_VALUE]
                 if entry[_ENTRY_KEY] == "location":
                     self._found.weight_files.add(entry[_ENTRY_VALUE])
+        return place
+
+    def _weight(self, begin: int, end: int) -> None:
+        """Notes a weight of the graph, and where it lies if that is another file."""
+        place = self._tensor(begin, end)
+        offset, length = place.get("offset", "0"), place.get("length", "")
+        if "location" not in place or not (offset.isdecimal() and length.isdecimal()):
+            return
+        name, element_type, dims = "", 0, []
+        for number, first, last, value in self._fields(begin, end):
+            if number == _TENSOR_NAME:
+                name = self._text(first, last)
+            elif number == _TENSOR_TYPE:
+                element_type = value
+            elif number == _TENSOR_DIMS and value >= 0:
+                dims.append(value)
+            elif number == _TENSOR_DIMS:  # several packed into one field
+                while first < last:
+                    size, first = self._varint(first, last)
+                    dims.append(size)
+        where = place["location"], int(offset), int(length)
+        self._found.weights.append(ExternalWeight(name, element_type, tuple(dims), *where))
 
     def _text(self, begin: int, end: int) -> str:
         return self._data[begin:end].decode("utf-8", errors="replace")
 
     def _messages(self, at: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yields number, begin and end of each field that has a length, and steps over the rest."""
+        for number, first, last, value in self._fields(at, end):
+            if value < 0:
+                yield number, first, last
+
+    def _fields(self, at: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yields number, begin, end and value of each field that has a length or is a number.
+
+        The value is -1 for a field that has a length; a number ends where it begins.
+        """
         while at < end:
             tag, at = self._varint(at, end)
             # A reader takes 32 bits of a tag and drops the others.
@@ -143,10 +195,11 @@ class _Walker:
                 length, at = self._varint(at, end)
                 if length > end - at:
                     raise NotOnnxError(f"a field of {length} bytes ends behind its message")
-                yield number, at, at + length
+                yield number, at, at + length, -1
                 at += length
             elif kind == _VARINT:
-                _, at = self._varint(at, end)
+                value, at = self._varint(at, end)
+                yield number, at, at, value
             elif kind in (_FIXED64, _FIXED32):
                 at += 8 if kind == _FIXED64 else 4
             else:

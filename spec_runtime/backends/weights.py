@@ -1,0 +1,120 @@
+"""Holds weights on the device once, however many sessions read them.
+
+ONNX Runtime copies a graph's weights to the device for each session. Here every weight that lies in
+a file is copied there once and lent to all sessions whose graphs name the same bytes, so that a
+fused step shares the target's and the drafter's.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_runtime.backends.copies import Copies, StreamCopies
+from spec_runtime.backends.packed_feeds import ALIGNMENT
+from spec_runtime.backends.session import Viewer, empty_value
+from spec_runtime.untrusted.onnx_file import ExternalWeight, read_outline
+
+# Bytes of an element, by the number that ONNX has for its type. Weights of other types are left to
+# ONNX Runtime.
+ITEM_BYTES = {1: 4, 2: 1, 3: 1, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 16: 2}
+UINT8 = 2
+STAGING_BYTES = 64 << 20  # sent at a time
+
+
+class _Placed:
+    """A weight's address on the device; `block` keeps the memory that it lies in."""
+
+    def __init__(self, address: int, block: Any) -> None:
+        self.address, self.block = address, block
+
+
+class _Block:
+    """Memory on the device, from `address` on, for as long as this object lives."""
+
+    def __init__(self, num_bytes: int, device: str, copies: Copies) -> None:
+        if isinstance(copies, StreamCopies):
+            # ONNX Runtime's own allocator would take up to twice as much.
+            cuda = copies.cuda
+            self.address = cuda.malloc(num_bytes)
+            weakref.finalize(self, cuda.free, self.address).atexit = False
+        else:
+            self._value = empty_value((num_bytes,), "uint8", device)
+            self.address = self._value.data_ptr()
+
+
+_placed: weakref.WeakValueDictionary[Hashable, _Placed] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+class DeviceWeights:
+    """The weights of the graph at `path` that lie in files, on the device.
+
+    `values` holds them as OrtValues by name, for SessionOptions. They are views of memory that goes
+    with this object, which therefore has to live as long as the session.
+    """
+
+    def __init__(self, path: Path, device: str, copies: Copies) -> None:
+        viewer = Viewer(device)
+        contents: dict[str, np.ndarray] = {}
+        keys: dict[str, Hashable] = {}
+        weights = [weight for weight in read_outline(path).weights if _fits(weight, path.parent)]
+        for weight in weights:
+            file = path.parent / weight.location
+            if weight.location not in contents:
+                contents[weight.location] = np.memmap(file, np.uint8, "r")
+            state = file.stat()
+            keys[weight.name] = (
+                *(str(file.resolve()), state.st_mtime_ns, state.st_size),
+                *(weight.offset, weight.length, device),
+            )
+        with _lock:
+            self._held = {key: there for key in keys.values() if (there := _placed.get(key))}
+            new = {key: w for w in weights if (key := keys[w.name]) not in self._held}
+            made = _place(new, contents, viewer, device, copies)
+            self._held |= made
+            _placed.update(made)
+        self.values = {
+            w.name: viewer.view(self._held[keys[w.name]].address, w.shape, w.element_type)
+            for w in weights
+        }
+
+
+def _fits(weight: ExternalWeight, folder: Path) -> bool:
+    """Returns whether the weight is where it says; ONNX Runtime refuses one that is not."""
+    file = folder / weight.location
+    num_bytes = math.prod(weight.shape) * ITEM_BYTES.get(weight.element_type, -1)
+    is_inside = file.is_file() and weight.offset + weight.length <= file.stat().st_size
+    return weight.length > 0 and num_bytes == weight.length and is_inside
+
+
+def _place(
+    weights: dict[Hashable, ExternalWeight],
+    contents: dict[str, np.ndarray],
+    viewer: Viewer,
+    device: str,
+    copies: Copies,
+) -> dict[Hashable, _Placed]:
+    """Copies these weights into one new block on the device, each at an address of its own."""
+    if not weights:
+        return {}
+    sizes = [-(-weight.length // ALIGNMENT) * ALIGNMENT for weight in weights.values()]
+    block = _Block(sum(sizes), device, copies)
+    staging = copies.host(min(max(sizes), STAGING_BYTES))
+    placed, address = {}, block.address
+    for (key, weight), size in zip(weights.items(), sizes, strict=True):
+        content = contents[weight.location][weight.offset :][: weight.length]
+        for begin in range(0, len(content), len(staging)):
+            part = staging[: len(content) - begin]
+            part[:] = content[begin : begin + len(part)]
+            copies.send(part, viewer.view(address + begin, part.shape, UINT8))
+            copies.settle()
+        placed[key] = _Placed(address, block)
+        address += size
+    return placed
