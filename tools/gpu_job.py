@@ -85,7 +85,8 @@ class Check:
     limits: dict[str, float] = field(default_factory=dict)
     lengths: dict[str, tuple[float, float]] = field(default_factory=dict)
     attention: str = "bias"
-    _engines: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)
+    _plain: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)
+    _drafting: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)
 
     def engine(
         self,
@@ -96,30 +97,32 @@ class Check:
     ) -> spec_runtime.Engine:
         """Returns the engine of a contender, see `contenders`, opened once.
 
-        All but the fused ones share a target.
+        All that take a fused step share a target, and all others share one.
         """
-        key = (opened.path, name, cuda_graphs, backend)
-        if key not in self._engines:
-            is_fused = name.startswith("fused ")
+        is_fused = name.startswith("fused ")
+        key = (opened.path, is_fused, cuda_graphs, backend)
+        if key not in self._plain:
             without: dict[str, Any] = {} if cuda_graphs else {"cuda_graphs": False}
-            if is_fused or name == "none":
-                self._engines[key] = spec_runtime.load(
-                    opened.path,
-                    name.removeprefix("fused "),
-                    verify=False,
-                    profile=False,
-                    backend=backend or BACKEND_FOR[self.device],
-                    fused=is_fused,
-                    **without,
-                )
-            else:
-                plain = self.engine(opened, "none", cuda_graphs, backend)
-                self._engines[key] = plain.with_drafter(name)
-        return self._engines[key]
+            self._plain[key] = spec_runtime.load(
+                opened.path,
+                "none",
+                verify=False,
+                profile=False,
+                backend=backend or BACKEND_FOR[self.device],
+                fused=is_fused,
+                **without,
+            )
+        if name == "none":
+            return self._plain[key]
+        if (*key, name) not in self._drafting:
+            drafter = name.removeprefix("fused ")
+            self._drafting[*key, name] = self._plain[key].with_drafter(drafter)
+        return self._drafting[*key, name]
 
     def close(self) -> None:
         """Drops all engines, and the memory they hold."""
-        self._engines.clear()
+        self._drafting.clear()
+        self._plain.clear()
 
 
 def label(opened: bundles.Bundle) -> str:
