@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from cuda_standin import StandIn
 
 TOOLS = Path(gpu_check.__file__).parent
-NAMES = [*gpu_graphs.TOY_DRAFTERS, "prompt_lookup", "fused parallelspec", "fused medusa"]
+FUSED = ["fused parallelspec", "fused medusa"]
+NAMES = ["parallelspec", FUSED[0], "medusa", "eagle", "hydra", "prompt_lookup", FUSED[1]]
 
 
 # ---- processes ----
@@ -377,7 +378,7 @@ def test_the_first_parts_say_what_is_there_and_open_it(toy: Toy) -> None:
     (row,) = entries["bundle"]["tables"]["measured"]
     assert (row["bundle"], row["fused steps"]) == ("toy fp32", "parallelspec, medusa")
     names = [row["graph"] for row in entries["opens"]["tables"]["measured"]]
-    assert names == [*gpu_job.graphs_of(toy.check().opened[0]), *NAMES[-2:]]
+    assert names == [*gpu_job.graphs_of(toy.check().opened[0]), *FUSED]
     assert {"target", "hydra step"} <= set(names)
     assert entries["opens"]["figure"] == f"{len(names)} sessions"
 
@@ -390,8 +391,8 @@ def test_all_graphs_and_drafters_are_the_same_on_the_cpu(toy: Toy, run: Run) -> 
     found = run("losslessness")
     assert found.status == "ok"
     rows_of = found.tables["measured"]
-    pairs = [(name, way) for name in NAMES[:-2] for way in gpu_same.DECODINGS]
-    pairs += [(name, "greedy") for name in NAMES[-2:]]
+    pairs = [(name, way) for way in gpu_same.DECODINGS for name in NAMES]
+    pairs = [pair for pair in pairs if pair[0] not in FUSED or pair[1] == "greedy"]
     assert [(row["drafter"], row["decoding"]) for row in rows_of] == pairs
     for row in rows_of:
         assert (row["prompts"], row["identical"], row["real"]) == (2, 1.0, 0)
@@ -564,7 +565,7 @@ def test_a_wrong_fused_step_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(OrtStepper, "step", off_by_one)
     rows = {row["drafter"]: row for row in run("losslessness").tables["measured"]}
-    assert [name for name, row in rows.items() if row["real"]] == NAMES[-2:]
+    assert [name for name, row in rows.items() if row["real"]] == FUSED
     assert re.match(r"prompt 1, token 1: gap .*, real$", rows["fused medusa"]["first divergence"])
 
 
@@ -590,8 +591,7 @@ def test_captured_tokens_are_the_eager_ones(
     ]
     gpu_same.capture(check, found)
     rows = found.tables["measured"]
-    assert [row["drafter"] for row in rows][:3] == ["none", "parallelspec", "fused parallelspec"]
-    assert sorted(row["drafter"] for row in rows) == sorted(["none", *NAMES])
+    assert [row["drafter"] for row in rows] == ["none", *NAMES]
     assert {row["identical"] for row in rows} == {0.0 if is_eager_off else 1.0}
     assert found.status == ("FAILED" if is_eager_off else "ok")
 
@@ -662,7 +662,7 @@ def test_every_part_runs_to_its_end_over_the_stand_in(
     assert statuses == dict.fromkeys(gpu_check.SECONDS, "ok") | {"tensorrt": "left out"}
     (opened,) = [bundles.read(cuda_bundle)]
     rows = figures["parts"]["opens"]["tables"]["measured"]
-    names = [*gpu_job.graphs_of(opened), *NAMES[-2:]]
+    names = [*gpu_job.graphs_of(opened), *FUSED]
     assert [(row["graph"], row["CUDA graphs"]) for row in rows] == [(name, "yes") for name in names]
     assert len(figures["parts"]["losslessness"]["tables"]["measured"]) == 2 * 5 + 2
     assert "Dry run: no number here is judged" in (tmp_path / "results.md").read_text()

@@ -139,17 +139,20 @@ def fused_names(opened: bundles.Bundle) -> list[str]:
     return [name for name in names if bundles.fused_name(name) in opened.manifest.graphs]
 
 
-def contenders(opened: bundles.Bundle) -> list[str]:
-    """Returns the names of the bundle's drafters, prompt lookup, and the fused steps it has."""
-    names = [drafter.name for drafter in opened.manifest.drafters]
-    return [*names, "prompt_lookup", *(f"fused {name}" for name in fused_names(opened))]
-
-
 def shipped(opened: bundles.Bundle) -> list[str]:
-    """Returns those of the contenders that a user gets without asking: the first drafter, and its
-    fused step if there is one."""
-    first = contenders(opened)[0]
+    """Returns what a user gets without asking: the first drafter, and its fused step if there is
+    one."""
+    drafters = opened.manifest.drafters
+    first = drafters[0].name if drafters else "prompt_lookup"
     return [first, *(f"fused {name}" for name in fused_names(opened) if name == first)]
+
+
+def contenders(opened: bundles.Bundle) -> list[str]:
+    """Returns the names of the bundle's drafters, prompt lookup, and the fused steps it has, the
+    shipped ones first."""
+    names = [drafter.name for drafter in opened.manifest.drafters]
+    fused = [f"fused {name}" for name in fused_names(opened)]
+    return list(dict.fromkeys([*shipped(opened), *names, "prompt_lookup", *fused]))
 
 
 def graphs_of(

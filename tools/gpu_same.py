@@ -10,7 +10,7 @@ from typing import Any
 import gpu_graphs
 import numpy as np
 from gpu_graphs import BACKEND_FOR, Feeder
-from gpu_job import Check, contenders, graphs_of, label, shipped
+from gpu_job import Check, contenders, graphs_of, label
 from gpu_report import Findings, LeftOut, TableRow, finite
 
 import spec_runtime
@@ -147,8 +147,8 @@ def _compare_texts(
     backend: str | None,
 ) -> None:
     """Compares these contenders; those with a fused step take it for greedy texts alone."""
-    for name in names:
-        for decoding, options in DECODINGS.items():
+    for decoding, options in DECODINGS.items():
+        for name in names:
             is_fused = name.startswith("fused ")
             if is_fused and options:
                 continue
@@ -255,8 +255,7 @@ def capture(check: Check, found: Findings) -> None:
     if check.device != "cuda":
         raise LeftOut("CUDA graphs need --device cuda")
     for opened in check.opened:
-        names = ("none", *shipped(opened), *contenders(opened))
-        for name in dict.fromkeys(names):
+        for name in ("none", *contenders(opened)):
             what = f"{label(opened)}, {name}"
             row = found.attempt(what, _capture, check, opened, name)
             if row is not None:
