@@ -102,11 +102,6 @@ def run(
     opened = bundles.read(bundle)
     manifest = opened.manifest
     infos = manifest.drafters if drafter is None else (manifest.drafter(drafter),)
-    if manifest.graphs["target"].attention == "chain":
-        raise ValueError(
-            f"{bundle} was built with --attention chain, expected another one: calibration follows "
-            "several guesses at once, which are a tree"
-        )
     if not infos:
         raise ValueError(
             f"{bundle} has no trained drafter to calibrate; build it with one (--drafter)"

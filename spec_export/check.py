@@ -190,12 +190,11 @@ def _graph_rows(
     bounds = BOUNDS[info.precision]
     summed_up = np.max if info.precision == "fp32" else np.mean
     rows, results = [], []
-    attention = opened.manifest.graphs["target"].attention
-    for script in make_scripts(text, info.max_length, chains_only=attention == "chain"):
+    for script in make_scripts(text, info.max_length):
         if script.is_permuted and backend.form != "slots":
             continue
         with console.status(Text(visible(f"{name}: {script.name}"))):
-            cache = open_cache(backend.form, backend.capacity, attention)
+            cache = open_cache(backend.form, backend.capacity)
             result = play(script, backend, cache, info, truth)
         results.append(result)
         rows.append(CheckRow(script.name, name, float(summed_up(result.logits)), bounds.logits))

@@ -176,7 +176,6 @@ def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Gr
         "target": writer.write(
             traced,
             "target/target.onnx",
-            attention=options.attention,
             add_banks=keep_target,
         )
     }

@@ -18,7 +18,7 @@ from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend
 from spec_runtime.kv import Cache
 from spec_runtime.target import Target, Wants
-from spec_runtime.trees.tree import TokenTree, is_chain
+from spec_runtime.trees.tree import TokenTree
 
 NUM_TREES, TREE_NODES = 6, 12
 TREE_CONTEXT = 40  # tokens in front of the first random tree
@@ -66,8 +66,8 @@ def _trees(tokens: Sequence[int], rng: np.random.Generator) -> list[tuple[TokenT
     return steps
 
 
-def make_scripts(text: Sequence[int], max_length: int, chains_only: bool) -> list[Script]:
-    """Returns the scripts to play on a text of token ids; with `chains_only`, those without a tree.
+def make_scripts(text: Sequence[int], max_length: int) -> list[Script]:
+    """Returns the scripts to play on a text of token ids.
 
     The last script commits the text itself, as far as it fits, so that it gives a perplexity.
     """
@@ -80,8 +80,7 @@ def make_scripts(text: Sequence[int], max_length: int, chains_only: bool) -> lis
     fork = TokenTree(
         np.array([*trunk, *branch]), np.array([0, *range(len(trunk) - 1), 0, 8, 9, 10])
     )
-    end = TokenTree.chain(trunk) if chains_only else fork
-    scripts = [
+    return [
         Script("chunks of 1", tuple(_chains(text[:16], 1))),
         Script("chunks of 7", tuple(_chains(text[:60], 7))),
         Script("chunks of 64", tuple(_chains(text[:160], 64))),
@@ -90,12 +89,9 @@ def make_scripts(text: Sequence[int], max_length: int, chains_only: bool) -> lis
         Script("permuted slots", trees, is_permuted=True),
         Script(
             f"context of {len(text)}",
-            (*_chains(text[:-8], 64), (end, list(range(len(trunk))))),
+            (*_chains(text[:-8], 64), (fork, list(range(len(trunk))))),
         ),
     ]
-    if not chains_only:
-        return scripts
-    return [each for each in scripts if all(is_chain(tree.parent_N) for tree, _ in each.steps)]
 
 
 # ---- the transformers model ----

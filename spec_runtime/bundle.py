@@ -19,7 +19,7 @@ from spec_runtime.untrusted.drafter_entry import config_fault, trees_fault
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 FORMS = ("slots", "contiguous", "stateless")
-ATTENTIONS = ("bias", "full_buffer", "chain")  # see Graph
+ATTENTIONS = ("bias", "full_buffer")  # see Graph
 DTYPES = (
     *("float32", "float16", "bfloat16"),
     *("int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"),
@@ -135,8 +135,7 @@ class Graph:
 
     `form` says how it keeps key/value rows: "slots" writes each row to any slot, "contiguous" keeps
     committed rows in order, "stateless" has none. `attention` says how rows read the cache in the
-    slots form: "bias" reads up to the highest row in use, by a mask; "full_buffer" reads whole
-    buffers, by a mask; "chain" reads all rows up to its own, so that every tree must be a chain.
+    slots form, by a mask in both: "bias" up to the highest row in use, "full_buffer" whole buffers.
     """
 
     file: str
@@ -160,7 +159,7 @@ class Graph:
         _require(
             self.attention in ATTENTIONS,
             f"graph {self.file}: got attention {self.attention!r:.60}, expected one of "
-            f"{', '.join(ATTENTIONS)}",
+            f"{', '.join(ATTENTIONS)}: build the bundle again",
         )
         _require(
             self.attention == ATTENTIONS[0] or self.form == "slots",

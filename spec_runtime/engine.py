@@ -9,19 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Unpack
 
 from spec_runtime.backends.turns import Turn
-from spec_runtime.generate import CHAIN_LENGTH, generate
+from spec_runtime.generate import generate
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import SamplingOptions, SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
 from spec_runtime.target import Target, Wants
 from spec_runtime.text import Codec, Prompt, TextStream, encode_prompt
-from spec_runtime.trees.budget import Budget, Static
-from spec_runtime.trees.templates import chain
+from spec_runtime.trees.budget import Budget
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 
@@ -271,9 +270,6 @@ class Engine:
         text: TextStream,
     ) -> Generator[Step, None, GenerationResult]:
         target, proposer = self.target, self.proposer
-        budget = self.budget
-        if target.chains_only:
-            params, budget = _as_chains(params, budget)
         reused = self._num_reusable(prompt, params) if reuse else 0
         target.rows_of = None  # whatever interrupts this run, no later one relies on its rows
         limits = self._limits(params, len(prompt), text)
@@ -292,7 +288,7 @@ class Engine:
                     reused,
                     params,
                     limits,
-                    budget,
+                    self.budget,
                     stats,
                     self._opened.taps,
                     self.fused,
@@ -369,20 +365,6 @@ class Engine:
                 self.drafter,
                 doubt,
             )
-
-
-def _as_chains(params: SamplingParams, budget: Budget) -> tuple[SamplingParams, Budget]:
-    """Returns what a target that takes chains only can serve: one candidate at each depth, the best
-    one or one that is drawn."""
-    if params.rule == "rejection":
-        widths = tuple(params.draw_widths or (1,) * CHAIN_LENGTH)
-        if max(widths) > 1:
-            raise ValueError(
-                f"got draw_widths {widths}, expected 1 at each depth: this bundle's target takes "
-                "chains only (--attention chain)"
-            )
-        params = replace(params, draw_widths=widths)
-    return params, replace(budget, growth=Static(chain(budget.max_nodes - 1)))
 
 
 def _pieces(

@@ -13,17 +13,13 @@ from typing import Protocol
 
 import numpy as np
 
-from spec_runtime.trees.tree import ancestors, depths, is_chain
+from spec_runtime.trees.tree import ancestors, depths
 
 
 class Cache(Protocol):
     """Declares what a target or a drafter asks of its cache."""
 
     capacity: int
-
-    @property
-    def chains_only(self) -> bool:
-        """True if every tree has to be a chain, see ChainCache."""
 
     @property
     def length(self) -> int:
@@ -55,8 +51,6 @@ class SlotCache:
     after committing nodes 0 and 2 of three, slots 0 and 2 are taken, so the next two nodes go to
     slots 1 and 3, and seqlens_k is 3.
     """
-
-    chains_only = False
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -127,30 +121,6 @@ class SlotCache:
         self.length = length
 
 
-class ChainCache(SlotCache):
-    """Serves a graph whose rows attend every row before them (attention "chain").
-
-    Row t then has to lie in slot t, which is the lowest free slot as long as every tree is a chain.
-    `place` raises ValueError for any other tree, before anything runs.
-    """
-
-    chains_only = True
-
-    def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
-        if not is_chain(parent_N):
-            raise ValueError(
-                f"got a tree of {len(parent_N)} nodes with branches, expected a chain: the target "
-                "of this bundle takes no other (it was built with --attention chain)"
-            )
-        return super().place(parent_N, first)
-
-    def commit(self, path: Sequence[int]) -> None:
-        slot_P = self._placed_N[np.asarray(path, np.int64)]
-        is_next = slot_P == np.arange(self.length, self.length + len(slot_P))
-        assert is_next.all(), (path, slot_P, self.length)
-        super().commit(path)
-
-
 class ContiguousCache:
     """Brings row t into slot t; the move is folded into the next step's write.
 
@@ -159,8 +129,6 @@ class ContiguousCache:
     of the tree in slots 4, 5, 6 committed. Node 0 is in place already (5 rows); the next step
     has src [6], write_index 5: slot 6 moves to 5, and the new nodes start at slot 6.
     """
-
-    chains_only = False
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -215,10 +183,10 @@ class ContiguousCache:
         self._pending = self._pending[: length - self._in_place]
 
 
-def open_cache(form: str, capacity: int, attention: str = "bias") -> Cache:
-    """Returns a cache that feeds graphs of this form and attention (see bundle.Graph)."""
+def open_cache(form: str, capacity: int) -> Cache:
+    """Returns a cache that feeds graphs of this form (see bundle.Graph)."""
     kinds: dict[str, type[SlotCache] | type[ContiguousCache]] = {
-        "slots": ChainCache if attention == "chain" else SlotCache,
+        "slots": SlotCache,
         "contiguous": ContiguousCache,
     }
     return kinds[form](capacity)

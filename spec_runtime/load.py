@@ -128,7 +128,7 @@ def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Targ
     capacity = info.max_length + info.scratch
     return Target(
         backends.open_graph(bundle, graph, capacity, runtime),
-        open_cache(graph.form, capacity, graph.attention),
+        open_cache(graph.form, capacity),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
         precision=info.precision,
@@ -169,11 +169,6 @@ class DrafterOpener:
         if name not in self._known:
             raise ValueError(_unknown(name, self._known))
         target = self._target
-        if target.chains_only and name == "lookahead":
-            raise ValueError(
-                "got drafter lookahead, expected another one: its window is a tree, and this "
-                "bundle's target takes chains only (--attention chain)"
-            )
         if name not in PROPOSERS:
             raise ValueError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
@@ -189,11 +184,6 @@ class DrafterOpener:
         budget, lookup_nodes = _budget(entry)
         if lookup is not None:
             lookup_nodes = (lookup_nodes or DEFAULT_LOOKUP_NODES) if lookup else 0
-        if target.chains_only and lookup_nodes:
-            raise ValueError(
-                f"got prompt lookup beside drafter {name}, expected one of them: merged they are a "
-                "tree, and this bundle's target takes chains only (--attention chain)"
-            )
         if lookup_nodes:
             name, proposer = f"{name}+prompt_lookup", MergedProposer(proposer, lookup_nodes)
         taps = tuple(entry.config.get("taps", self._bundle.manifest.target.taps))
@@ -244,17 +234,11 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
 
 def _require_strictness(manifest: bundles.Manifest) -> None:
     """Refuses `strict` for targets whose near ties one-row passes cannot decide."""
-    precision, attention = manifest.target.precision, manifest.graphs["target"].attention
+    precision = manifest.target.precision
     if precision not in STRICT_GAPS:
         raise ValueError(
             f"got strict with {precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
             "lower precisions moves more than near ties; leave it out or use another bundle"
-        )
-    if attention == "chain":
-        raise ValueError(
-            f"got strict with attention {attention}, expected {bundles.ATTENTIONS[0]}: it "
-            "judges near ties beside the tree, where chains only are right; leave it out or build "
-            "the bundle anew"
         )
 
 

@@ -164,7 +164,6 @@ class Target:
         strict_gap: float | None = None,
     ) -> None:
         assert backend.capacity == cache.capacity > max_length, (backend.capacity, max_length)
-        self.chains_only = cache.chains_only
         self.vocab_size = vocab_size
         self.max_length = max_length
         # The largest tree; a strict target keeps one slot for the row that is redone.

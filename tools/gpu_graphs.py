@@ -72,7 +72,7 @@ class Feeder:
         self._graph, self._vocab_size, self._num_levels = graph, vocab_size, num_levels
         self._cache = None
         if graph.form != "stateless":
-            self._cache = open_cache(graph.form, capacity, graph.attention)
+            self._cache = open_cache(graph.form, capacity)
         self._rng = np.random.default_rng(0)
         self._level = 0
 
@@ -145,14 +145,14 @@ def written_rows(
             yield backend.buffers[spec.name].numpy()[row_R]
 
 
-def random_trees(chains_only: bool = False) -> Iterator[tuple[np.ndarray, list[int]]]:
+def random_trees() -> Iterator[tuple[np.ndarray, list[int]]]:
     """Yields parents i64[N] and the path to keep: a prompt, trees, single rows, and a chain whose
     beginning is kept."""
     rng = np.random.default_rng(1)
     yield chain_parents(24), list(range(24))
     for n in (8, 1, 16, 1, 12):
         parents = [int(rng.integers(i)) for i in range(1, n)]
-        parent_N = chain_parents(n) if chains_only else np.array([0, *parents], np.int64)
+        parent_N = np.array([0, *parents], np.int64)
         path = [n - 1]
         while path[0] > 0:
             path.insert(0, int(parent_N[path[0]]))

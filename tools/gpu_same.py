@@ -91,7 +91,7 @@ def _compare_graph(
         gpu_graphs.fill_banks(backend, graph)
     errors: dict[str, list[float]] = {"scores": [], "hidden": []}
     same: list[bool] = []
-    for parent_N, path in gpu_graphs.random_trees(graph.attention == "chain"):
+    for parent_N, path in gpu_graphs.random_trees():
         feeds = feeder.feeds(parent_N)
         got, expected = (
             {name: array.copy() for name, array in backend.run(feeds, outputs).items()}

@@ -48,7 +48,7 @@ def choose(options: BuildOptions, source: target.Source) -> list[SavedDrafter]:
         saved = _checkpoints(source, names, options.drafter_checkpoints)
     if options.fuse:
         _require_fusable([drafter.name for drafter in saved])
-    if options.needs_contiguous:
+    if options.graph_form == "contiguous":
         _require_own_cache(saved, options)
     return saved
 
@@ -114,7 +114,7 @@ def _require_fusable(names: Sequence[str]) -> None:
 
 def _require_own_cache(saved: Sequence[SavedDrafter], options: BuildOptions) -> None:
     """Raises ValueError if a drafter runs on the target's cache, which needs the slots form."""
-    got = "the tensorrt backend" if options.backend == "tensorrt" else "fp32 on cuda"
+    got = "the tensorrt backend" if options.backend == "tensorrt" else "the contiguous form"
     for drafter in saved:
         if drafter_files.load(drafter.name).Drafter.shares_target_cache:
             raise ValueError(

@@ -8,14 +8,12 @@ from pathlib import Path
 
 from spec_export import drafters as drafter_files
 from spec_export.graphs.quantize import PRECISIONS
-from spec_runtime.bundle import ATTENTIONS
 from spec_runtime.proposers import BUILT_IN
 
 BUILD_BACKENDS = ("onnxruntime", "tensorrt")
 DEVICES = ("cpu", "cuda")
 FORMS = ("slots", "contiguous")
 CPU_PRECISIONS = ("int8", "int4")
-DEFAULT_ATTENTION = ATTENTIONS[0]
 
 # The tree a drafter gets, by the target's precision: its nodes (root included), the smallest path
 # probability of a drafted node, and how many nodes prompt lookup may add. Where a node costs more
@@ -25,8 +23,6 @@ TREES = {
     "int4": {"max_nodes": 16, "min_probability": 0.1, "lookup_nodes": 8},
 }
 DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
-# For a target that takes chains only: each chain is as deep as the drafter goes.
-CHAIN_TREE = {"max_nodes": 16}
 
 
 @dataclass(frozen=True)
@@ -40,8 +36,8 @@ class BuildOptions:
     precision: of the target's weights; None means fp16 for CUDA and fp32 otherwise.
     max_length: the context in tokens; None means 2048, or the target's own context if that is less.
     out: the bundle's folder; None means bundles/ and the target's name.
-    form: "slots" for ONNX Runtime or "contiguous" for TensorRT. TensorRT and fp32 on CUDA take the
-    contiguous form whatever is given, see `graph_form`.
+    form: "slots" for ONNX Runtime or "contiguous" for TensorRT, which takes it whatever is given,
+    see `graph_form`; CUDA takes the slots form alone.
     reduce_range: int8 weights within ±63, for CPUs with AVX2 but without VNNI.
     draft_model: a causal LM with the target's vocabulary, given as `model` is.
     backend: "tensorrt" adds plans. A plan of the bundle being replaced is taken over if nothing it
@@ -50,8 +46,6 @@ class BuildOptions:
     device: "cuda" is for ONNX Runtime's CUDA provider. Drafters then have the target's type, and
     the graph itself finds the argmax and the largest logits.
     fuse: adds the fused step of every one-pass drafter, see graphs/fused_step.py.
-    attention: how graphs in the slots form read their cache, see graphs/slots.py. "chain" applies
-    to the target alone and makes every tree a chain.
 
     Raises ValueError for an unknown name or a combination that cannot be built.
     """
@@ -69,7 +63,6 @@ class BuildOptions:
     compute_capabilities: Sequence[str] = ()
     device: str = "cpu"
     fuse: bool = False
-    attention: str = DEFAULT_ATTENTION
 
     def __post_init__(self) -> None:
         _require_one_of("precision", self.target_precision, PRECISIONS)
@@ -79,10 +72,8 @@ class BuildOptions:
                 "got a compute capability with onnxruntime, expected --backend tensorrt"
             )
         _require_one_of("device", self.device, DEVICES)
-        self._require_device_fits()
         _require_one_of("form", self.form, FORMS)
-        _require_one_of("attention", self.attention, ATTENTIONS)
-        self._require_attention_fits()
+        self._require_device_fits()
         self._require_precision_fits()
         for name in self.drafters:
             _require_one_of("drafter", name, [*drafter_files.trainable(), *BUILT_IN])
@@ -108,19 +99,10 @@ class BuildOptions:
                 f"got device cuda with backend {self.backend}, expected onnxruntime: "
                 f"{self.backend} is for GPUs anyway"
             )
-
-    def _require_attention_fits(self) -> None:
-        if self.attention == DEFAULT_ATTENTION:
-            return
-        if self.graph_form != "slots":
+        if self.device == "cuda" and self.form != "slots":
             raise ValueError(
-                f"got attention {self.attention} with the {self.graph_form} form, expected "
-                f"{DEFAULT_ATTENTION}: only the slots form for ONNX Runtime comes in several"
-            )
-        if self.fuse:
-            raise ValueError(
-                f"got fuse with attention {self.attention}, expected {DEFAULT_ATTENTION}: the "
-                "fused step is made for that alone"
+                f"got form {self.form} with device cuda, expected slots: leave out --form or build "
+                "for TensorRT (--backend tensorrt)"
             )
 
     def _require_precision_fits(self) -> None:
@@ -141,23 +123,23 @@ class BuildOptions:
         return self.precision or ("fp16" if self.device == "cuda" else "fp32")
 
     @property
-    def needs_contiguous(self) -> bool:
-        """True where only the contiguous form can run: TensorRT, and fp32 on CUDA.
-
-        CUDA's GroupQueryAttention has kernels for half precision alone.
-        """
-        is_wide = self.device == "cuda" and self.target_precision == "fp32"
-        return self.backend == "tensorrt" or is_wide
+    def graph_form(self) -> str:
+        """The form of the graphs that have a cache: "slots", or "contiguous" for TensorRT."""
+        return "contiguous" if self.backend == "tensorrt" else self.form
 
     @property
-    def graph_form(self) -> str:
-        """The form of the graphs that have a cache: "slots" or "contiguous"."""
-        return "contiguous" if self.needs_contiguous else self.form
+    def attention(self) -> str:
+        """How graphs in the slots form read their caches, see graphs/slots.py.
+
+        CUDA's GroupQueryAttention, which "bias" uses, has kernels for half precision alone.
+        """
+        is_wide = self.device == "cuda" and self.target_precision == "fp32"
+        return "full_buffer" if is_wide else "bias"
 
     @property
     def has_banks(self) -> bool:
         """True where features and states stay on the device, see graphs/banks.py."""
-        return self.device == "cuda" and self.graph_form == "slots"
+        return self.device == "cuda"
 
     @property
     def capacity_symbolic(self) -> bool:
@@ -170,15 +152,8 @@ class BuildOptions:
         return [name for name in self.drafters if name not in BUILT_IN]
 
     @property
-    def drafter_attention(self) -> str:
-        """Says how drafters' graphs read their caches: never as chains, since levels are trees."""
-        return DEFAULT_ATTENTION if self.attention == "chain" else self.attention
-
-    @property
     def tree(self) -> dict[str, float]:
         """The tree that the manifest names for each drafter."""
-        if self.attention == "chain":
-            return dict(CHAIN_TREE)
         return TREES.get(self.target_precision, DEFAULT_TREE)
 
 

@@ -28,7 +28,6 @@ class GraphWriter:
         model: ir.Model,
         file: str,
         *,
-        attention: str | None = None,
         add_banks: Callable[[ir.Model], ir.Model] | None = None,
         lender: Graph | None = None,
     ) -> Graph:
@@ -37,17 +36,15 @@ class GraphWriter:
         The steps are: narrow the types, bring it into the form of its cache, add banks, adapt it to
         TensorRT, and quantise; each only where the options ask for it.
 
-        attention: how the graph reads its cache; None means as drafters do.
         add_banks: the rewrite that keeps features and states on the device.
         lender: a graph already written, whose weights this one shares instead of storing its own.
         """
         options, precision = self.options, self.options.target_precision
-        attention = attention or options.drafter_attention
         has_cache = any(value.name == "position_ids" for value in model.graph.inputs)
         if options.device == "cuda":
             narrow(model, precision)
         if has_cache and options.graph_form == "slots":
-            to_slots(model, attention)
+            to_slots(model, options.attention)
         if add_banks is not None and options.has_banks:
             add_banks(model)
         if options.backend == "tensorrt":
@@ -56,7 +53,7 @@ class GraphWriter:
         form = options.graph_form if has_cache else "stateless"
         lenders = () if lender is None else (lender,)
         graph = save_graph(model, form, self.folder, file, lenders)
-        return replace(graph, attention=attention) if has_cache else graph
+        return replace(graph, attention=options.attention) if has_cache else graph
 
     def write_fused(self, info: DrafterInfo, target: Graph) -> Graph:
         """Makes the fused step of this drafter from the graphs written, and saves it.

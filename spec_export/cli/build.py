@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spec_export.cli.options import Attention, Backend, Device, Form, Model, Precision
+from spec_export.cli.options import Backend, Device, Form, Model, Precision
 
 DRAFTERS, MACHINE, GRAPHS = "Drafters", "Where the bundle will run", "How graphs are made"
 
@@ -109,14 +109,6 @@ Fuse = Annotated[
         rich_help_panel=GRAPHS,
     ),
 ]
-TargetAttention = Annotated[
-    Attention,
-    typer.Option(
-        "--attention",
-        help="How attention reads the cache, to compare kernels on CUDA; chain verifies no trees",
-        rich_help_panel=GRAPHS,
-    ),
-]
 
 
 def command(
@@ -133,7 +125,6 @@ def command(
     reduce_range: ReduceRange = False,
     form: GraphForm = Form.slots,
     fuse: Fuse = False,
-    attention: TargetAttention = Attention.bias,
 ) -> None:
     """Build a bundle: the target's and its drafters' graphs, the tokenizer and a manifest.
 
@@ -156,7 +147,6 @@ def command(
             compute_capabilities=compute_capability or (),
             device=device.value,
             fuse=fuse,
-            attention=attention.value,
         )
     )
     print(path)

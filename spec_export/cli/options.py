@@ -19,12 +19,6 @@ class Form(StrEnum):
     contiguous = "contiguous"
 
 
-class Attention(StrEnum):
-    bias = "bias"
-    full_buffer = "full_buffer"
-    chain = "chain"
-
-
 class Device(StrEnum):
     cpu = "cpu"
     cuda = "cuda"

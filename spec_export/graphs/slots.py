@@ -29,8 +29,8 @@ from spec_runtime.bundle import ATTENTIONS as ATTENTIONS
 def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     """Rewrites `model` in place from the contiguous to the slots form and returns it.
 
-    The inputs write_index, src and perm go; `slots` i64[N] and `seqlens_k` i32[1] come, unless the
-    attention reads no such input. `attention` is one of ATTENTIONS:
+    The inputs write_index, src and perm go; `slots` i64[N] comes, and with "bias" `seqlens_k`
+    i32[1]. `attention` is one of ATTENTIONS:
 
     - bias: ScatterND ×2 into the slots, then com.microsoft.GroupQueryAttention in borrow mode:
       empty key and value, the cache as past, no present outputs, causal=0, the tree mask as
@@ -42,10 +42,6 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
       AttentionBackend::MATH) keeps it off for one session, and backends/cuda.py sets it for such a
       graph. The environment variable ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION=1 does so for a whole
       process.
-    - chain: GroupQueryAttention, causal and without bias, which appends the N new rows in place as
-      rows seqlens_k + 1 - N to seqlens_k; no mask, no slots. It is right only for chains in order
-      (kv.ChainCache). In borrow mode it computes the same (ONNX Runtime 1.31, CPU), but on CUDA
-      the kernels for decoding (XQA, Flash's fast path) want new rows and past = present.
 
     Raises ValueError for an unknown `attention`.
     """
@@ -67,9 +63,8 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     for name in ("write_index", "src", "perm"):
         graph.inputs.remove(inputs[name])
     remove_dead(graph)
-    for value in (inputs["mask"], slots, seqlens):
-        if not value.uses():
-            graph.inputs.remove(value)
+    if not seqlens.uses():
+        graph.inputs.remove(seqlens)
     graph.sort()
     return model
 
@@ -78,15 +73,14 @@ class _SharedValues(NamedTuple):
     """Holds the values that every layer may read.
 
     indices: where new rows go, for ScatterND, i64[1, N, G, 3]. mask bool[1, 1, N, S], and bias, the
-    same to be added to scores. width: of the mask, i32[1]. capacity: number of cache slots, i32[1].
-    seqlens: the last slot in use, i32[1]. empty: a key without rows, [1, 0, G·Dh].
+    same to be added to scores. width: of the mask, i32[1]. seqlens: the last slot in use, i32[1].
+    empty: a key without rows, [1, 0, G·Dh].
     """
 
     indices: ir.Value
     mask: ir.Value
     bias: ir.Value
     width: ir.Value
-    capacity: ir.Value
     seqlens: ir.Value
     empty: ir.Value
 
@@ -109,8 +103,6 @@ def _shared_inputs(
     )
     (width,) = edit.add(first, "Shape", [mask], start=3, end=4)
     (width,) = edit.add(first, "Cast", [width], to=ir.DataType.INT32.value)
-    (capacity,) = edit.add(first, "Shape", [cache], start=2, end=3)
-    (capacity,) = edit.add(first, "Cast", [capacity], to=ir.DataType.INT32.value)
     # Row n of head g goes to (0, g, slots[n]).
     (column,) = edit.add(first, "Reshape", [slots, edit.constant(np.array([1, -1, 1, 1]))])
     batch_and_head = np.zeros((1, 1, G, 3), dtype=np.int64)
@@ -120,7 +112,7 @@ def _shared_inputs(
     )
     (indices,) = edit.add(first, "Add", [spread, edit.constant(batch_and_head)])
     empty = edit.constant(np.zeros((1, 0, G * Dh), dtype=dtype), "empty")
-    return _SharedValues(indices, mask, bias, width, capacity, seqlens, empty)
+    return _SharedValues(indices, mask, bias, width, seqlens, empty)
 
 
 class _LayerValues(NamedTuple):
@@ -188,27 +180,7 @@ def _attend_whole_buffers(
     return [*edit.add(node, "Reshape", [mixed, flat]), *caches]
 
 
-def _attend_to_chain(
-    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues
-) -> list[ir.Value]:
-    """Inserts the attention "chain"; returns the mixed rows [1, N, H·Dh] and both caches."""
-    return edit.add(
-        layer.node,
-        "GroupQueryAttention",
-        [layer.query, *layer.new, *layer.past, shared.seqlens, shared.capacity],
-        3,
-        MS,
-        num_heads=layer.num_heads,
-        kv_num_heads=fixed_size(layer.past[0], 1),
-        **layer.scale,
-    )
-
-
-ATTEND = {
-    "bias": _attend_with_bias,
-    "full_buffer": _attend_whole_buffers,
-    "chain": _attend_to_chain,
-}
+ATTEND = {"bias": _attend_with_bias, "full_buffer": _attend_whole_buffers}
 
 
 def _rewrite_attention(

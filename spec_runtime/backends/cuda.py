@@ -107,15 +107,17 @@ def open_graph(
 
 def _require_cuda_kernels(precision: str, graph: Graph) -> None:
     """Refuses what ONNX Runtime's CUDA provider has no kernel for, or would run on the CPU."""
-    is_quantised = precision in ("int8", "int4")
-    # CUDA's GroupQueryAttention takes half precision alone.
-    is_wide = (
-        graph.form == "slots"
-        and graph.attention != "full_buffer"
-        and any(spec.name.startswith(KV) and spec.dtype == "float32" for spec in graph.inputs)
+    types = {spec.dtype for spec in graph.inputs if spec.name.startswith(KV)}
+    if precision in ("int8", "int4"):
+        got, expected = f"an {precision} bundle", "fp16, bf16 or fp32"
+    elif graph.form == "contiguous":
+        got, expected = f"{graph.file} in the contiguous form", "the slots form"
+    elif graph.form == "slots" and graph.attention == "bias" and "float32" in types:
+        # CUDA's GroupQueryAttention takes half precision alone.
+        got, expected = f"{graph.file} in float32 with attention bias", "full_buffer"
+    else:
+        return
+    raise ValueError(
+        f"got {got} with backend cuda, expected {expected}: build the bundle again with "
+        "spec-export build --device cuda"
     )
-    if is_quantised or is_wide:
-        got = f"an {precision} bundle" if is_quantised else f"{graph.file} in float32, slots form"
-        raise ValueError(
-            f"got {got} with backend cuda, expected one made by spec-export build --device cuda"
-        )

@@ -99,8 +99,7 @@ class DeviceRuns:
     """Runs one session with feeds, outputs and KV buffers on the device.
 
     The mask of a graph in the slots form is cut to a width that holds all rows in use, because
-    CUDA's GroupQueryAttention computes over the mask's width ("full_buffer" needs all of it,
-    "chain" has none).
+    CUDA's GroupQueryAttention computes over the mask's width ("full_buffer" needs all of it).
 
     With CUDA graphs, at most MAX_SHAPES shapes that come again are captured. The others run as they
     are, in the same session and on the same stream, and share with the captured ones the KV buffers
@@ -192,9 +191,10 @@ class DeviceRuns:
             and rows <= MAX_CAPTURED_ROWS
             and self._num_graphs < MAX_SHAPES
         ):
-            # ONNX Runtime makes warm-up runs, the capture and a first replay in this one call.
+            # ONNX Runtime makes warm-up runs, the capture and a first replay in this one call. All
+            # of them write the same rows to the same slots.
             graph_id = next(self._ids)
-            self._start(shape, repeated(feeds), run_options(graph_id))
+            self._start(shape, feeds, run_options(graph_id))
             shapes.captured[key] = shape, run_options(graph_id, self._copies.waits)
             self._num_graphs += 1
         return shape
@@ -213,16 +213,3 @@ class DeviceRuns:
             PackedFeeds(feeds, self._device, self._copies),
             {s.name: empty_value(shape_of(s, sizes), s.dtype, self._device) for s in specs},
         )
-
-
-def repeated(feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns feeds for another run right after that of `feeds`, with the same result.
-
-    ONNX Runtime runs a graph several times before it captures it, and all KV rows must stay as they
-    are. Slots are written with the same rows again. Rows that the contiguous form moves are read
-    from where they were moved to.
-    """
-    if "src" not in feeds:
-        return feeds
-    landed = feeds["perm"].argsort()[: len(feeds["src"])]
-    return feeds | {"src": feeds["write_index"] + landed}

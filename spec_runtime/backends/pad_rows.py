@@ -26,9 +26,9 @@ def pad_rows(
 
     `sizes` are those of the feeds' free axes, and `most` limits some of them. A padding row repeats
     the last row. In the slots form it writes that row's slot again, with the same content; in the
-    contiguous form and with attention "chain" it is written behind all other rows, where the next
-    run writes. No row attends to it. Feeds stay as they are if the cache has no room for the
-    padding; an axis stays as it is if it is longer than all WIDTHS.
+    contiguous form it is written behind all other rows, where the next run writes. No row attends
+    to it. Feeds stay as they are if the cache has no room for the padding; an axis stays as it is
+    if it is longer than all WIDTHS.
 
     Example in the contiguous form, with 5 nodes and one moved row: src [9] and perm
     [0, 1, 2, 3, 4, 5] become, with 8 nodes, src [9] and perm [0, 1, 2, 3, 4, 5, 6, 7, 8].
@@ -38,7 +38,6 @@ def pad_rows(
         axis: padded_width(size, limits.get(axis, WIDTHS[-1])) if axis not in ("S", "A+N") else size
         for axis, size in sizes.items()
     }
-    more = wider.get("N", 0) - sizes.get("N", 0)
     if graph.form == "contiguous":
         wider["A+N"] = wider["A"] + wider["N"]
         if int(feeds["write_index"][0]) + wider["A+N"] > capacity:
@@ -46,8 +45,7 @@ def pad_rows(
         feeds["perm"] = _wider_perm(feeds["perm"], sizes, wider)
     elif "seqlens_k" in feeds:
         # The rows to read are never fewer than the new ones.
-        top = int(feeds["seqlens_k"][0])
-        top = top + more if graph.attention == "chain" else max(top, wider["N"] - 1)
+        top = max(int(feeds["seqlens_k"][0]), wider["N"] - 1)
         if top >= capacity:
             return feeds, dict(sizes)
         feeds["seqlens_k"] = np.array([top], np.int32)

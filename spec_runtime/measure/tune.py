@@ -245,11 +245,6 @@ def require_trees(engine: Engine) -> None:
     """Raises ValueError if the engine has no trees to tune."""
     if engine.drafter == "none":
         raise ValueError("got drafter none, expected one whose trees can be tuned")
-    if engine.target.chains_only:
-        raise ValueError(
-            "got a bundle whose target takes chains only (--attention chain), expected one built "
-            "with another --attention: there are no trees to tune"
-        )
 
 
 def _costs(

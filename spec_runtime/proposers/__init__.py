@@ -26,9 +26,7 @@ ProposerFactory = Callable[[Bundle, DrafterInfo | None, Runtime, Target], Propos
 # target to draft for)
 PROPOSERS: dict[str, ProposerFactory] = {
     "none": lambda bundle, info, runtime, target: PlainProposer(),
-    "prompt_lookup": lambda bundle, info, runtime, target: (
-        LookupProposer(max_matches=1) if target.chains_only else LookupProposer()
-    ),
+    "prompt_lookup": lambda bundle, info, runtime, target: LookupProposer(),
     "lookahead": lambda bundle, info, runtime, target: LookaheadProposer(),
     "parallelspec": OnePassProposer.open,
     "eagle": FeatureProposer.open,

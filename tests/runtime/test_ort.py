@@ -195,14 +195,19 @@ def test_cuda_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     assert "\n" not in str(error.value)
 
 
+WIDE = "target/target.onnx in float32 with attention bias with backend cuda, expected full_buffer"
+MOVING = "target/target.onnx in the contiguous form with backend cuda, expected the slots form"
+
+
 @pytest.mark.parametrize("how", ["cuda", "cuda_eager"])
 @pytest.mark.parametrize(
     ("precision", "changes", "got"),
     [
-        ("int8", {}, "an int8 bundle"),
-        ("fp32", {}, "target/target.onnx in float32, slots form"),
-        ("fp16", {}, "target/target.onnx in float32, slots form"),  # as drafters once were
-        ("fp32", {"form": "contiguous"}, None),
+        ("int8", {}, "an int8 bundle with backend cuda, expected fp16, bf16 or fp32"),
+        ("fp32", {}, WIDE),
+        ("fp16", {}, WIDE),  # as drafters once were
+        ("fp32", {"form": "contiguous"}, MOVING),
+        ("fp16", {"form": "contiguous"}, MOVING),
         ("fp32", {"attention": "full_buffer"}, None),
         ("fp32", {"inputs": GRAPH.inputs[:2]}, None),
     ],
@@ -221,7 +226,7 @@ def test_cuda_takes_what_it_has_kernels_for(
     )
     if got is None and "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("ONNX Runtime has CUDA here")
-    message = f"got {got} with backend cuda, expected one made by spec-export build --device cuda"
+    message = f"got {got}: build the bundle again with spec-export build --device cuda"
     with pytest.raises(ValueError, match=message if got else "CUDAExecutionProvider") as error:
         backends.open_graph(bundle, graph, S, backends.Runtime(how))
     assert "\n" not in str(error.value)

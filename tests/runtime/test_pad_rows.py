@@ -29,7 +29,6 @@ COMMON = ("input_ids", "position_ids", "logit_rows", "features")
 OWN = {
     ("slots", "bias"): ("mask", "slots", "seqlens_k"),
     ("slots", "full_buffer"): ("mask", "slots"),
-    ("slots", "chain"): ("seqlens_k",),
     ("contiguous", "bias"): ("mask", "write_index", "src", "perm"),
 }
 forms = pytest.mark.parametrize(("form", "attention"), OWN)
@@ -49,21 +48,16 @@ def feeds_of(graph: Graph, cache: Any, parent_N: np.ndarray) -> tuple[Any, dict[
     sizes = {"N": n, "M": n, "S": CAPACITY}
     if graph.form == "contiguous":
         sizes |= {"A": len(feeds["src"]), "A+N": len(feeds["perm"])}
-    if graph.attention == "chain":
-        del sizes["S"]
     return feeds, sizes
 
 
-def written(feeds: Any, rows_S: np.ndarray, attention: str) -> np.ndarray:
+def written(feeds: Any, rows_S: np.ndarray) -> np.ndarray:
     """Returns the cache as a run would leave it, with a token for each row."""
     rows_S, new_N = rows_S.copy(), feeds["input_ids"][0]
     if "perm" in feeds:
         rows = np.concatenate([rows_S[feeds["src"]], new_N])[feeds["perm"]]
         begin = int(feeds["write_index"][0])
         rows_S[begin : begin + len(rows)] = rows
-    elif attention == "chain":
-        end = int(feeds["seqlens_k"][0]) + 1
-        rows_S[end - len(new_N) : end] = new_N
     else:
         rows_S[feeds["slots"]] = new_N
     return rows_S
@@ -71,11 +65,11 @@ def written(feeds: Any, rows_S: np.ndarray, attention: str) -> np.ndarray:
 
 @forms
 def test_new_rows_and_those_kept_are_where_they_were(form: str, attention: str) -> None:
-    graph, cache = graph_of(form, attention), open_cache(form, CAPACITY, attention)
+    graph, cache = graph_of(form, attention), open_cache(form, CAPACITY)
     rng, exact_S, filled_S = np.random.default_rng(0), np.zeros(CAPACITY), np.zeros(CAPACITY)
     for n in (3, 6, 1, 2, 5, 1):
         parents = [int(rng.integers(i)) for i in range(1, n)]
-        parent_N = chain_parents(n) if attention == "chain" else np.array([0, *parents])
+        parent_N = np.array([0, *parents])
         feeds, sizes = feeds_of(graph, cache, parent_N)
         got, wider = pad_rows(graph, feeds, sizes, CAPACITY)
         assert (wider["N"], wider["M"]) == (padded_width(n, 64), padded_width(n, 64))
@@ -84,22 +78,17 @@ def test_new_rows_and_those_kept_are_where_they_were(form: str, attention: str) 
             expected = [wider[axis] if isinstance(axis, str) else axis for axis in axes]
             assert list(got[name].shape) == expected, name
         exact_S, filled_S = (
-            written(each, rows, attention) for each, rows in ((feeds, exact_S), (got, filled_S))
+            written(each, rows) for each, rows in ((feeds, exact_S), (got, filled_S))
         )
         end = n - 1
         assert (got["features"][0, end:] == feeds["features"][0, end]).all()
         path = [n - 1]
         while path[0] > 0:
             path.insert(0, int(parent_N[path[0]]))
-        kept = cache.length
         cache.commit(path)
-        if "mask" in got:
-            attended = got["mask"][0, 0].any(axis=0)
-            assert (exact_S[attended] == filled_S[attended]).all()
-            assert (got["mask"][0, 0, :n] == feeds["mask"][0, 0]).all()
-        else:
-            used = kept + n
-            assert (exact_S[:used] == filled_S[:used]).all()
+        attended = got["mask"][0, 0].any(axis=0)
+        assert (exact_S[attended] == filled_S[attended]).all()
+        assert (got["mask"][0, 0, :n] == feeds["mask"][0, 0]).all()
 
 
 def test_the_example() -> None:
@@ -119,19 +108,17 @@ def test_the_example() -> None:
 
 @forms
 def test_what_has_no_room_stays_as_it_is(form: str, attention: str) -> None:
-    graph, cache = graph_of(form, attention), open_cache(form, CAPACITY, attention)
+    graph, cache = graph_of(form, attention), open_cache(form, CAPACITY)
     feeds_of(graph, cache, chain_parents(33))
     cache.commit(range(33))
     feeds, sizes = feeds_of(graph, cache, chain_parents(5))
     got, wider = pad_rows(graph, feeds, sizes, CAPACITY)
-    fits = form == "slots" and attention != "chain"  # the same slots again
+    fits = form == "slots"  # the same slots again
     assert wider["N"] == (8 if fits else 5)
     assert fits or all((got[name] == feeds[name]).all() for name in feeds)
     _, wider = pad_rows(graph, feeds, sizes, CAPACITY, {"N": 6, "M": 8})
     assert wider["N"] == 5
-    wide, _ = pad_rows(
-        graph, *feeds_of(graph, open_cache(form, 99, attention), chain_parents(70)), 99
-    )
+    wide, _ = pad_rows(graph, *feeds_of(graph, open_cache(form, 99), chain_parents(70)), 99)
     assert wide["input_ids"].shape == (1, 70)
 
 

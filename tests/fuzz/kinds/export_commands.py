@@ -25,7 +25,6 @@ FLAGS: dict[str, dict[str, SearchStrategy[str] | None]] = {
         "--backend": st.sampled_from(("onnxruntime", "tensorrt", "no")),
         "--device": st.sampled_from(("cpu", "cuda", "no")),
         "--form": st.sampled_from(("slots", "contiguous", "no")),
-        "--attention": st.sampled_from(("bias", "full_buffer", "chain", "no")),
         "--reduce-range": None,
         "--fuse": None,
     },
