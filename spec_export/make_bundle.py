@@ -159,13 +159,16 @@ def _write_graphs(
 def _trace_target(models: _Models, options: BuildOptions) -> ir.Model:
     """Returns the target's graph in the contiguous form; int8 is smoothed before.
 
-    On a GPU the graph also finds the argmax and the largest logits, so that few numbers are copied.
+    On a GPU the graph also finds the argmax, and with ONNX Runtime the largest logits too, so that
+    few numbers are copied.
     """
     backbone = models.backbone
     if options.target_precision == "int8":
         smoothing_texts = [reference.encode(models.tokenizer, text) for text in reference.prompts()]
         smooth(backbone, [ids[: backbone.config.max_length] for ids in smoothing_texts])
     traced = trace.export_backbone(backbone, capacity_symbolic=options.capacity_symbolic)
+    if options.backend == "tensorrt":
+        return add_argmax(traced)
     return add_top(add_argmax(traced)) if options.device == "cuda" else traced
 
 

@@ -21,7 +21,7 @@ from spec_export import check, drafters, make_bundle  # noqa: E402
 from spec_export import cli as export_cli  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime import bundle as bundles  # noqa: E402
-from spec_runtime.backends import session, shapes  # noqa: E402
+from spec_runtime.backends import shapes  # noqa: E402
 from spec_runtime.trees.tree import is_chain  # noqa: E402
 
 DRAFTERS = drafters.trainable()
@@ -91,8 +91,7 @@ def test_the_cuda_backend_feeds_whole_masks(folder: Path, monkeypatch: pytest.Mo
     target's cache."""
     expected = spec_runtime.load(folder, "skip_layer", threads=1, lookup=False)
     tokens = [expected.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS]
-    module, device = fake.module()
-    monkeypatch.setattr(session, "ort", module)
+    device = fake.install(monkeypatch)
     monkeypatch.setattr(shapes, "MIN_MASK", 16)
     engine = spec_runtime.load(folder, "skip_layer", threads=1, lookup=False, backend="cuda")
     assert [engine.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS] == tokens

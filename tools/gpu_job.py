@@ -102,7 +102,6 @@ class Check:
         is_fused = name.startswith("fused ")
         key = (opened.path, is_fused, cuda_graphs, backend)
         if key not in self._plain:
-            without: dict[str, Any] = {} if cuda_graphs else {"cuda_graphs": False}
             self._plain[key] = spec_runtime.load(
                 opened.path,
                 "none",
@@ -110,7 +109,7 @@ class Check:
                 profile=False,
                 backend=backend or BACKEND_FOR[self.device],
                 fused=is_fused,
-                **without,
+                cuda_graphs=cuda_graphs,
             )
         if name == "none":
             return self._plain[key]
