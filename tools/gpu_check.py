@@ -233,7 +233,8 @@ def run_parts(job: Job, asked_for: Sequence[str], begin: float, seconds: float) 
             "seconds": round(time.monotonic() - begin, 2),
         }
         gpu_report.write(figures, job.out)
-        print(gpu_report.verdict(name, entries[name]), flush=True)
+        if name in asked_for or entries[name]["status"] == FAILED:
+            print(gpu_report.verdict(name, entries[name]), flush=True)
     return int(figures["exit_code"])
 
 
