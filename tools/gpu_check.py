@@ -198,6 +198,8 @@ def main(words: Sequence[str] | None = None) -> int:
         }
         environment = gpu_machine.environment(ROOT, site, os.environ)
         (arguments.out / "log.txt").write_bytes(b"")
+        if arguments.dry_run:
+            print("Dry run: no number below is judged, or says anything of a GPU.", flush=True)
         job = Job(work, arguments.out, environment, options)
         return run_parts(job, arguments.parts, begin, 60 * arguments.minutes)
 
