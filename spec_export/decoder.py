@@ -137,7 +137,8 @@ class Attention(nn.Module):
         )
         q, k = qk.split((H, G), dim=1)
         k, v = self._write(past_k, k, shared), self._write(past_v, v, shared)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=shared.mask, enable_gqa=True)
+        # The exporter refuses the flag where every query head has keys of its own.
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=shared.mask, enable_gqa=H != G)
         return self.out(mixed.transpose(1, 2).contiguous().view(-1, H * Dh)), k, v
 
     @staticmethod

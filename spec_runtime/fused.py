@@ -130,14 +130,22 @@ class FusedSteps:
 
 
 def open_steps(
-    bundle: Bundle, graph: Graph, target: Target, proposer: Proposer, runtime: Runtime
+    bundle: Bundle,
+    graph: Graph,
+    target: Target,
+    proposer: Proposer,
+    runtime: Runtime,
+    must_capture: bool = False,
 ) -> FusedSteps:
     """Opens the bundle's fused graph on the caches of `target` and of a one-pass proposer that was
-    opened from the same bundle."""
+    opened from the same bundle.
+
+    See open_stepper for `must_capture` and for what is raised.
+    """
     assert isinstance(proposer, Fusable), proposer
     backend, cache = target.lend()
     follower, drafter_backend = proposer.fusable()
     require_known_graph(bundle, graph)
     lenders = {"": backend} | ({} if drafter_backend is None else {DRAFT: drafter_backend})
-    stepper = open_stepper(bundle.file(graph.file), graph, lenders, runtime)
+    stepper = open_stepper(bundle.file(graph.file), graph, lenders, runtime, must_capture)
     return FusedSteps(stepper, graph, cache, follower)

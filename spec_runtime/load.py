@@ -44,6 +44,7 @@ class _Arguments:
     strict: bool
     backend: str
     fused: bool | None
+    cuda_graphs: bool
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ def load(
     strict: bool = False,
     backend: str = "onnxruntime",
     fused: bool | None = None,
+    cuda_graphs: bool = True,
 ) -> Engine:
     """Opens a bundle and returns an engine that generates with it.
 
@@ -87,11 +89,12 @@ def load(
         strict: decide tokens at near ties by one-row passes, as plain decoding does (greedy; for
             fp32 and fp16 bundles).
         backend: "onnxruntime" is the CPU, "cuda" ONNX Runtime's CUDA provider, and "tensorrt" runs
-            the plans of a bundle that has some; "cuda_eager" and "tensorrt_eager" do without CUDA
-            graphs. Profiles hold for the CPU only.
+            the plans of a bundle that has some. Profiles hold for the CPU only.
         fused: greedy requests take the drafter's fused step: one run drafts, verifies and accepts,
             with trees of a fixed size and no other drafter's candidates. None takes it on CUDA,
-            where the bundle has one.
+            where the bundle has one that ONNX Runtime opens and can capture; otherwise the
+            ordinary loop runs, and a warning says why.
+        cuda_graphs: capture runs that come again and replay them; on the CPU it says nothing.
 
     Raises:
         ValueError: in one line, if anything does not fit; BundleError for the bundle's own faults.
@@ -108,9 +111,10 @@ def load(
         "strict": strict,
         "backend": backend,
         "fused": fused,
+        "cuda_graphs": cuda_graphs,
     }
     from_mapping(_Arguments, given, "load", none="None")
-    options = LoadOptions(Runtime(backend, threads), profile, fused)
+    options = LoadOptions(Runtime(backend, threads, cuda_graphs), profile, fused)
     bundle = bundles.read(path, verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in known:  # before anything slow
@@ -192,7 +196,11 @@ class DrafterOpener:
         return OpenedDrafter(name, proposer, budget, taps, entry.expected_accepted_length)
 
     def _open_fused(self, name: str, lookup: bool | None) -> OpenedDrafter | None:
-        """Opens a drafter with its fused step; None if there is none and it was not asked for."""
+        """Opens a drafter with its fused step; None if there is none and it was not asked for.
+
+        A fused step that was not asked for has to open and, where CUDA graphs are wanted, to be
+        captured; otherwise this returns None and warns.
+        """
         from spec_runtime.fused import open_steps  # here: it imports an engine
 
         is_asked_for = self._options.fused is not None
@@ -214,7 +222,14 @@ class DrafterOpener:
                 "drafter's alone"
             )
         opened = self._open(name, lookup=False)
-        steps = open_steps(self._bundle, graph, self._target, opened.proposer, runtime)
+        proposer, must_capture = opened.proposer, not is_asked_for
+        try:
+            steps = open_steps(self._bundle, graph, self._target, proposer, runtime, must_capture)
+        except ValueError as error:
+            if is_asked_for:
+                raise
+            log.warning("drafter %s goes without its fused step: %s", name, error)
+            return None
         budget = Budget(min(steps.num_nodes, self._target.max_nodes))
         return opened._replace(fused=steps, budget=budget)
 

@@ -21,12 +21,20 @@ import fake_tensorrt
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 from fake_tensorrt import view
 
+from spec_runtime.backends import session
 from spec_runtime.backends.copies import TYPES, StreamCopies
 from spec_runtime.backends.cuda_api import Cuda
 
 PROVIDER = "CUDAExecutionProvider"
+# tests/runtime/test_first_contact.py compares it with what the real one says.
+REFUSAL = (
+    "[ONNXRuntimeError] : 1 : FAIL : This session cannot use the graph capture feature as "
+    "requested by the user  as all compute graph nodes have not been partitioned to the "
+    "CUDAExecutionProvider"
+)
 
 
 class Device:
@@ -37,7 +45,7 @@ class Device:
         self.blocks = self.runtime.device  # address -> memory
         self.bytes_to_host = self.num_to_device = self.num_waits = 0
         self.num_eager = self.num_captured = self.num_replayed = 0
-        self.refuses_graphs = False
+        self.uncaptured: tuple[str, ...] = ()  # how files end whose graphs cannot be captured
         self.shapes: list[dict[str, tuple[int, ...]]] = []  # of the inputs, each time it computed
         self.settings: list[dict[str, str]] = []  # of each session
 
@@ -225,11 +233,8 @@ class InferenceSession:
         assert providers == [PROVIDER]
         assert not enable_fallback, "it would run on the CPU"
         self._settings = {"device_id": "0", "enable_cuda_graph": "0"} | provider_options[0]
-        if self.takes_graphs and self.device.refuses_graphs:
-            raise RuntimeError(
-                "This session cannot use the CUDA Graph feature as requested by the user as all\n"
-                "the graph nodes have not been assigned to CUDAExecutionProvider"
-            )
+        if self.takes_graphs and path.endswith(self.device.uncaptured):
+            raise RuntimeError(REFUSAL)
         self.device.settings.append(provider_options[0])
         self._weights = options.weights
         for name, content in _weights_of(path).items():
@@ -313,6 +318,14 @@ def stream_copies(device: Device) -> StreamCopies:
     return StreamCopies(Cuda(device.runtime))
 
 
+def install(patch: pytest.MonkeyPatch) -> Device:
+    """Puts the fake in the place of ONNX Runtime and of CUDA's libraries; returns its device."""
+    fake, device = module()
+    patch.setattr(session, "ort", fake)
+    patch.setattr(session, "require_gpu", lambda: None)
+    return device
+
+
 def module() -> tuple[Any, Device]:
     """Returns what stands in for the module onnxruntime, and its fresh device."""
     device = Device()
@@ -321,7 +334,7 @@ def module() -> tuple[Any, Device]:
         SessionOptions=SessionOptions,
         ExecutionMode=ort.ExecutionMode,
         RunOptions=ort.RunOptions,
-        preload_dlls=lambda: None,
+        set_default_logger_severity=lambda level: None,
         get_available_providers=lambda: [PROVIDER, "CPUExecutionProvider"],
     )
     fake.OrtValue = type("OrtValue", (OrtValue,), {"device": device})

@@ -2,7 +2,7 @@
 
 Whatever the real ones leave undefined or refuse is an error here. A stream does its work only when
 waited for, new memory is full of junk, and an engine runs its ONNX file on ONNX Runtime, reading
-and writing at the addresses it was given.
+and writing at the addresses it was given. Classes and methods have the names of the real ones.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT
 from spec_runtime.bundle import Graph, Plan
 
 FLAVOUR, VERSION, CAPABILITY = "tensorrt_rtx", "1.7.1.116", "8.9"
+GPU_NAME = b"NVIDIA GeForce RTX 4090"
 STREAM = 77
 INVALID, CAPTURING = 1, 900  # cudaErrorInvalidValue, cudaErrorStreamCaptureUnsupported
 
@@ -41,6 +42,7 @@ class Runtime:
         self.host: dict[int, Any] = {}
         self.executables: list[list[Callable[[], object]]] = []
         self.num_captured = self.num_launched = self.num_enqueued = 0
+        self.num_to_device = self.num_to_host = self.bytes_to_host = self.num_compiled = 0
         self.recorded: list[Callable[[], object]] | None = None  # while capturing
         self._queue: list[Callable[[], object]] = []
 
@@ -69,6 +71,9 @@ class Runtime:
     def cudaDeviceGetAttribute(self, kind: int, device: int) -> tuple[int, int]:
         assert self.capability is not None
         return 0, int(self.capability.split(".")[kind - 75])
+
+    def cudaGetDeviceProperties(self, device: int) -> tuple[int, Any]:
+        return 0, SimpleNamespace(name=GPU_NAME)
 
     def cudaStreamCreateWithFlags(self, flags: int) -> tuple[int, int]:
         return 0, STREAM
@@ -100,6 +105,9 @@ class Runtime:
         )
         if stream != STREAM or not is_there:
             return (INVALID,)
+        self.num_to_host += down
+        self.num_to_device += not down
+        self.bytes_to_host += nbytes * down
         self.put(lambda: ctypes.memmove(to, source, nbytes))
         return (0,)
 
@@ -193,17 +201,69 @@ class Engine:
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return name.removesuffix(".out") if name.startswith("kv.") else None
 
-    def create_execution_context(self, strategy: str) -> Context:
+    def create_runtime_config(self) -> IRuntimeConfig:
+        return IRuntimeConfig()
+
+    def create_execution_context(
+        self, strategy: str | None = None, *, runtime_config: IRuntimeConfig | None = None
+    ) -> Context:
+        if runtime_config is not None:  # TensorRT-RTX
+            assert strategy is None, "one signature or the other"
+            strategy = runtime_config.strategy
         assert strategy == "user managed", "a built-in allocation cannot be captured"
         assert self.runtime.recorded is None, "made while capturing"
-        return Context(self)
+        return Context(self, runtime_config)
+
+
+class IRuntimeCache:
+    """A fake cache of compiled kernels, one for each set of shapes."""
+
+    def __init__(self) -> None:
+        self.kernels: set[str] = set()
+
+    def serialize(self) -> memoryview:
+        return memoryview(b"kernels\n" + "\n".join(sorted(self.kernels)).encode())
+
+    def deserialize(self, blob: bytes) -> bool:
+        first, *kernels = blob.decode().split("\n")
+        if first == "kernels":
+            self.kernels = set(kernels)
+        return first == "kernels"
+
+
+class IRuntimeConfig:
+    """A fake configuration of contexts; it takes no other attributes than the real one."""
+
+    __slots__ = (
+        "cache",
+        "cuda_graph_strategy",
+        "dynamic_shapes_kernel_specialization_strategy",
+        "strategy",
+    )
+
+    def __init__(self) -> None:
+        self.cache: IRuntimeCache | None = None
+        self.strategy = "static"
+        self.cuda_graph_strategy = "disabled"
+        self.dynamic_shapes_kernel_specialization_strategy = "lazy"
+
+    def set_execution_context_allocation_strategy(self, strategy: str) -> None:
+        self.strategy = strategy
+
+    def create_runtime_cache(self) -> IRuntimeCache:
+        return IRuntimeCache()
+
+    def set_runtime_cache(self, cache: IRuntimeCache) -> bool:
+        self.cache = cache
+        return True
 
 
 class Context:
     """An execution context; a graph captured from it holds until it is changed."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, config: IRuntimeConfig | None) -> None:
         self.engine = engine
+        self._config = config
         self._addresses: dict[str, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._profile: int | None = None
@@ -253,6 +313,8 @@ class Context:
             assert spec.name in shapes, f"no shape for {spec.name}"
         if runtime.recorded is not None:
             assert self._warm_version == version, "captured before an enqueue of these shapes"
+        if self._config is not None:
+            self._compile(self._config, shapes)
         runtime.num_enqueued += runtime.recorded is None
         self._warm_version = version
         names = [output.name for output in engine.session.get_outputs()]
@@ -271,11 +333,26 @@ class Context:
         runtime.put(work)
         return True
 
+    def _compile(self, config: IRuntimeConfig, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Compiles the kernels of these shapes, if that is not done yet."""
+        runtime, cache = self.engine.runtime, config.cache
+        if runtime.recorded is not None:
+            assert config.cuda_graph_strategy == "disabled", "a capture in a capture"
+            assert config.dynamic_shapes_kernel_specialization_strategy == "eager", (
+                "captured general kernels"
+            )
+        assert cache is not None
+        kernel = f"{self._profile} {sorted(shapes.items())}"
+        runtime.num_compiled += kernel not in cache.kernels
+        cache.kernels.add(kernel)
+
 
 def tensorrt() -> TensorRT:
     """Returns what import_tensorrt would have found."""
     module = SimpleNamespace(
         ExecutionContextAllocationStrategy=SimpleNamespace(USER_MANAGED="user managed"),
+        DynamicShapesKernelSpecializationStrategy=SimpleNamespace(EAGER="eager"),
+        CudaGraphStrategy=SimpleNamespace(DISABLED="disabled"),
         ComputeCapability=SimpleNamespace(__members__={"NONE": 0, "SM80": 1, "SM89": 2}),
     )
     return TensorRT(module, FLAVOUR, VERSION, SimpleNamespace(errors=[]))

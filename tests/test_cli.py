@@ -64,6 +64,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         strict: bool = False,
         backend: str = "onnxruntime",
         fused: bool | None = None,
+        cuda_graphs: bool = True,
     ) -> Engine:
         loaded.append(toy_engine(drafter))
         loaded[-1].target.strict_gap = 0.01 if strict else None
@@ -89,21 +90,28 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"), [([], None), (["--fused"], True), (["--no-fused"], False)]
+    ("flags", "expected"),
+    [
+        ([], (None, True)),
+        (["--fused"], (True, True)),
+        (["--no-fused", "--no-cuda-graphs"], (False, False)),
+    ],
 )
 @pytest.mark.parametrize("words", [["generate", PROMPT], ["chat"], ["bench"]])
-def test_the_fused_step_is_asked_for(
+def test_the_fused_step_and_cuda_graphs_are_asked_for(
     run: Run,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: list[str],
     flags: list[str],
-    expected: bool | None,
+    expected: tuple[bool | None, bool],
 ) -> None:
     asked: list[object] = []
 
-    def load(*arguments: object, fused: bool | None, **options: object) -> Engine:
-        asked.append(fused)
+    def load(
+        *arguments: object, fused: bool | None, cuda_graphs: bool, **options: object
+    ) -> Engine:
+        asked.append((fused, cuda_graphs))
         return raising_in_the_runtime(ValueError("not here"))()
 
     monkeypatch.setattr(spec_runtime, "load", load)

@@ -40,8 +40,8 @@ class BuildOptions:
     see `graph_form`; CUDA takes the slots form alone.
     reduce_range: int8 weights within ±63, for CPUs with AVX2 but without VNNI.
     draft_model: a causal LM with the target's vocabulary, given as `model` is.
-    backend: "tensorrt" adds plans. A plan of the bundle being replaced is taken over if nothing it
-    depends on has changed.
+    backend: "tensorrt" adds plans, and the target's graph finds the argmax itself. A plan of the
+    bundle being replaced is taken over if nothing it depends on has changed.
     compute_capabilities: of the GPUs to build plans for, such as "8.9"; none means the GPU here.
     device: "cuda" is for ONNX Runtime's CUDA provider. Drafters then have the target's type, and
     the graph itself finds the argmax and the largest logits.

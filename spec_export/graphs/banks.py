@@ -68,17 +68,18 @@ def sampling_graph(vocab_size: int, most: int = MOST_TOP) -> ir.Model:
     (largest,) = edit.add(None, "Slice", [top, zero, one, one])
     (below,) = edit.add(None, "Sub", [logits, largest])
     (weight,) = edit.add(None, "Exp", [below])
-    (total,) = edit.add(None, "ReduceSum", [weight, one], keepdims=1)
+    (total,) = edit.add(None, "ReduceSum", [weight, one], keepdims=0)
     (log_total,) = edit.add(None, "Log", [total])
+    (largest,) = edit.add(None, "Squeeze", [largest, one])
     (whole,) = edit.add(None, "Add", [log_total, largest])
-    (whole,) = edit.add(None, "Squeeze", [whole, one])
-    for value, name, dtype, shape in (
-        (ids, TOP_IDS, ir.DataType.INT64, ["M", K]),
-        (top, TOP_LOGITS, REAL, ["M", K]),
-        (whole, LOGSUMEXP, REAL, ["M"]),
+    for value, name, dtype in (
+        (ids, TOP_IDS, ir.DataType.INT64),
+        (top, TOP_LOGITS, REAL),
+        (whole, LOGSUMEXP, REAL),
     ):
-        value.name, value.type, value.shape = name, ir.TensorType(dtype), ir.Shape(shape)
+        value.name, value.type = name, ir.TensorType(dtype)
         graph.outputs.append(value)
+    ids.shape, top.shape, whole.shape = ir.Shape(["M", K]), ir.Shape(["M", K]), ir.Shape(["M"])
     return model
 
 

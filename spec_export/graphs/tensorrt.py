@@ -22,6 +22,7 @@ import onnx_ir as ir
 from spec_export.graphs.edit import MASKED, GraphEditor
 from spec_export.graphs.half import narrow
 from spec_runtime.backends.cuda_api import open_cuda
+from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.bundle import Graph, Plan, TensorSpec
@@ -32,7 +33,8 @@ from spec_runtime.target import PREFILL_ROWS
 
 ENGINES = "engines"
 # The version of what `build_plan` sets; raise it with every change, so that no old plan is kept.
-SETTINGS = 1
+SETTINGS = 2
+FEW_ROWS = WIDTHS[1]
 Size = tuple[int, ...]  # the least, likeliest and largest size of an axis
 Profile = dict[str, Size]  # by free axis
 
@@ -75,10 +77,12 @@ def with_additive_mask(model: ir.Model) -> ir.Model:
 def profiles_for(graph: Graph, num_nodes: int, scratch: int) -> tuple[Profile, ...]:
     """Returns the optimisation profiles of a graph, from narrow to wide.
 
-    They are for one row, as in plain decoding; for a tree of up to `num_nodes` nodes; and for a
-    chunk of the prompt with up to `scratch` rows behind it, into which any tree fits too.
+    They are for one row, as in plain decoding, or a few; for a tree of up to `num_nodes` nodes; and
+    for a chunk of the prompt with up to `scratch` rows behind it, into which any tree fits too.
+    The first holds FEW_ROWS because TensorRT-RTX 1.7 stores each layer's weights a second time for
+    a profile that holds one row only.
 
-    Example, trees of 24 nodes: N is (1, 1, 1), then (1, 24, 24), then (1, 256, 384).
+    Example, trees of 24 nodes: N is (1, 1, 4), then (1, 24, 24), then (1, 256, 384).
     """
     axes = graph.free_axes
     if not axes:
@@ -86,7 +90,7 @@ def profiles_for(graph: Graph, num_nodes: int, scratch: int) -> tuple[Profile, .
     chunk = max(PREFILL_ROWS, CHUNK_ROWS)
     # By profile: sizes of the rows N, the rows of logits M and the rows moved A.
     widths: list[tuple[Size, Size, Size]] = [
-        ((1, 1, 1), (1, 1, 1), (1, 1, 1)),
+        ((1, 1, FEW_ROWS), (1, 1, FEW_ROWS), (1, 1, FEW_ROWS)),
         ((1, num_nodes, num_nodes), (1, num_nodes, num_nodes), (1, 2, num_nodes)),
         ((1, chunk, chunk + scratch), (1, 1, scratch), (1, 1, scratch)),
     ]
@@ -224,8 +228,8 @@ def build_plan(
     graph: Graph,
     profiles: Sequence[Profile],
     compute_capability: str,
-) -> bytes:
-    """Returns the serialised engine.
+) -> memoryview:
+    """Returns the serialised engine, which is as large as the weights and is not copied.
 
     Raises ValueError if TensorRT does not parse or build the graph, or if what it parsed differs
     from what the manifest says.
@@ -243,6 +247,8 @@ def build_plan(
         attention.decomposable = True  # for fp32, and for shapes without a fused kernel
     config = builder.create_builder_config()
     config.clear_flag(module.BuilderFlag.TF32)  # fp32 keeps all its bits
+    # Otherwise x - x may become 0 for a NaN too, which `add_argmax` tells by that difference.
+    config.set_flag(module.BuilderFlag.STRICT_NANS)
     if trt.flavour == "tensorrt_rtx":
         config.num_compute_capabilities = 1
         kind = getattr(module.ComputeCapability, _enum_name(compute_capability))
@@ -272,7 +278,7 @@ def build_plan(
         )
     if timing is not None:
         save_timing(config, timing)
-    return bytes(plan)
+    return memoryview(plan)
 
 
 def check_network(module: Any, network: Any, graph: Graph, file: str) -> None:

@@ -83,16 +83,12 @@ class BackendKind:
     module: str
     engine: str
     device: str = "cpu"
-    has_cuda_graphs: bool = False
 
 
-# Names that end in "_eager" run without CUDA graphs.
 BACKENDS: dict[str, BackendKind] = {
     "onnxruntime": BackendKind("spec_runtime.backends.cpu", "onnxruntime"),
-    "cuda": BackendKind("spec_runtime.backends.cuda", "onnxruntime", "cuda", True),
-    "cuda_eager": BackendKind("spec_runtime.backends.cuda", "onnxruntime", "cuda"),
-    "tensorrt": BackendKind("spec_runtime.backends.tensorrt", "tensorrt", "cuda", True),
-    "tensorrt_eager": BackendKind("spec_runtime.backends.tensorrt", "tensorrt", "cuda"),
+    "cuda": BackendKind("spec_runtime.backends.cuda", "onnxruntime", "cuda"),
+    "tensorrt": BackendKind("spec_runtime.backends.tensorrt", "tensorrt", "cuda"),
 }
 
 
@@ -100,16 +96,21 @@ BACKENDS: dict[str, BackendKind] = {
 class Runtime:
     """Says what runs a bundle's graphs: a backend by its name in BACKENDS, and CPU threads.
 
-    `threads` None means as many as this process may use. Raises ValueError for an unknown backend
-    and for a number of threads that this machine cannot serve.
+    `threads` None means as many as this process may use. `cuda_graphs` False leaves CUDA graphs
+    out on a GPU; on the CPU there are none. Raises ValueError for an unknown backend and for a
+    number of threads that this machine cannot serve.
     """
 
     backend: str = "onnxruntime"
     threads: int | None = None
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"got backend {self.backend!r}, expected one of {', '.join(BACKENDS)}")
+            hint = "; --no-cuda-graphs leaves CUDA graphs out" if "eager" in self.backend else ""
+            raise ValueError(
+                f"got backend {self.backend!r}, expected one of {', '.join(BACKENDS)}{hint}"
+            )
         require_threads(self.threads)
 
     @property
@@ -128,7 +129,8 @@ class Runtime:
 
     @property
     def has_cuda_graphs(self) -> bool:
-        return self.kind.has_cuda_graphs
+        """Says whether CUDA graphs are wanted, on a device that has them."""
+        return self.cuda_graphs and self.device == "cuda"
 
     @property
     def num_threads(self) -> int:

@@ -18,6 +18,7 @@ from spec_runtime.backends.session import (
     as_lender,
     open_buffers,
     open_session,
+    prepare,
 )
 from spec_runtime.backends.shapes import KV
 from spec_runtime.backends.threads import default_threads
@@ -25,7 +26,6 @@ from spec_runtime.backends.weights import DeviceWeights
 from spec_runtime.bundle import Bundle, Graph
 from spec_runtime.untrusted.operators import require_known_graph
 
-EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's promise needs
 # Provider settings by a graph's attention. For Attention-24 with a mask, the memory-efficient
 # kernel would first copy all key/value rows once per query head; 16 is AttentionBackend::MATH, the
 # unfused kernels alone.
@@ -48,10 +48,11 @@ class CudaBackend(OrtBackend, DeviceBackend):
         banks: OrtBackend | None = None,
         has_cuda_graphs: bool = False,
     ) -> None:
+        prepare("cuda")
         self.form, self.capacity = graph.form, capacity
         partner = share if banks is None else banks
         self.copies = open_copies() if partner is None else partner.copies
-        settings = self.copies.settings | EXACT | CUDA_SETTINGS.get(graph.attention, {})
+        settings = self.copies.settings | CUDA_SETTINGS.get(graph.attention, {})
         self._weights = DeviceWeights(path, "cuda", self.copies)
         options = SessionOptions(
             *(threads or default_threads(), "cuda", has_cuda_graphs, settings, self._weights.values)

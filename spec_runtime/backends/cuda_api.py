@@ -46,6 +46,12 @@ class Cuda:
         self._to_device = api.cudaMemcpyKind.cudaMemcpyHostToDevice
         self._to_host = api.cudaMemcpyKind.cudaMemcpyDeviceToHost
 
+    @property
+    def gpu_name(self) -> str:
+        """Names the GPU's model, such as "NVIDIA L4"."""
+        name: bytes = self._call("cudaGetDeviceProperties", 0).name
+        return name.partition(b"\0")[0].decode(errors="replace")
+
     @classmethod
     def open(cls) -> Cuda:
         """Opens the real API. Raises ValueError if it is not installed or there is no device."""

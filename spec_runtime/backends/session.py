@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from spec_runtime.backends.base import Backend
 from spec_runtime.backends.captures import no_capture
 from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.cuda_libraries import require_gpu
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.bundle import BANK, Graph, TensorSpec
 from spec_runtime.mapping import brief
@@ -40,6 +42,8 @@ ORT_TYPES = {
     **{f"{sign}int{n}": f"tensor({sign}int{n})" for sign in ("", "u") for n in (4, 8, 16, 32, 64)},
     "bool": "tensor(bool)",
 }
+EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's promise needs
+REFUSED_CAPTURE = "cannot use the graph capture feature"  # in ONNX Runtime's words
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
 NO_GRAPH = -1  # the graph id of runs that neither capture nor replay; 0 is ONNX Runtime's own
 
@@ -53,8 +57,10 @@ log = logging.getLogger("spec_runtime")
 class SessionOptions:
     """Says how a session runs: where, on how many threads, and with which provider settings.
 
-    `has_cuda_graphs` asks for CUDA graphs; it needs every node on the GPU. `weights` are used in
-    place of those in the graph's files, by name (see weights.DeviceWeights).
+    `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has
+    others runs without, unless `must_capture`. `settings` are the provider's, besides those that
+    every session on the device has. `weights` are used in place of those in the graph's files, by
+    name (see weights.DeviceWeights).
     """
 
     threads: int
@@ -62,44 +68,79 @@ class SessionOptions:
     has_cuda_graphs: bool = False
     settings: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, Any] = field(default_factory=dict)
+    must_capture: bool = False
 
     @property
     def provider(self) -> str:
         return PROVIDERS[self.device]
 
+    @property
+    def provider_settings(self) -> dict[str, str]:
+        """Returns all settings of the session's provider."""
+        if self.device != "cuda":
+            return dict(self.settings)
+        capture = {"enable_cuda_graph": str(int(self.has_cuda_graphs))}
+        return EXACT | capture | dict(self.settings)
+
 
 def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     """Opens the ONNX file of `graph`.
 
-    Runs without CUDA graphs, and warns, if ONNX Runtime refuses them. Raises ValueError if the
-    provider, a GPU, or the file's inputs and outputs are not what is expected.
+    Runs without CUDA graphs, and warns, if ONNX Runtime refuses them and need not capture. Raises
+    ValueError if the provider, a library, a GPU, or the file's inputs and outputs are not what is
+    expected.
     """
     provider = options.provider
-    if provider not in ort.get_available_providers():
-        raise ValueError(
-            f"onnxruntime {ort.__version__} here has no {provider}: put onnxruntime-gpu in its "
-            "place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose another "
-            "--backend"
-        )
-    if options.device == "cuda":
-        ort.preload_dlls()  # CUDA's libraries, if they came as wheels
+    prepare(options.device)
     try:
         session = _open(path, options)
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
-        reason = brief(error)
-        if options.has_cuda_graphs and "CUDA Graph" in reason:
-            log.warning("%s runs without CUDA graphs: %s", path.name, reason)
+        is_refused = options.has_cuda_graphs and REFUSED_CAPTURE in str(error)
+        if is_refused and not options.must_capture:
+            log.warning("%s runs without CUDA graphs: %s", path.name, brief(error))
             return open_session(path, graph, replace(options, has_cuda_graphs=False))
         raise ValueError(
-            f"ONNX Runtime {ort.__version__} cannot load {path.name}: {reason}"
+            f"ONNX Runtime {ort.__version__} cannot load {path.name}: {brief(error)}"
         ) from error
     if session.get_providers()[0] != provider:  # it falls back on the CPU by itself
         raise ValueError(
-            f"onnxruntime {ort.__version__} found no usable NVIDIA GPU: check the driver and CUDA "
-            "libraries, or choose another --backend"
+            f"onnxruntime {ort.__version__} did not load its {provider}, though CUDA 13's "
+            "libraries and a GPU are here: it may be built for another version of CUDA; install "
+            "'specsplit[gpu]' into a fresh environment, or choose another --backend"
         )
     _check_signature(session, graph, path)
     return session
+
+
+def prepare(device: str) -> None:
+    """Makes ONNX Runtime ready for sessions and values on the device.
+
+    Raises ValueError if this ONNX Runtime is not for the device, or a library or
+    the GPU is missing.
+    """
+    if PROVIDERS[device] not in ort.get_available_providers():
+        raise ValueError(
+            f"onnxruntime {ort.__version__} here has no {PROVIDERS[device]}: put onnxruntime-gpu "
+            "in its place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose "
+            "another --backend"
+        )
+    if device == "cuda":
+        require_gpu()
+        # With cuDNN installed, ONNX Runtime would try cuDNN's attention first, whose plans are
+        # built on the way, also while a graph is captured. A value set by the user is kept.
+        os.environ.setdefault("ORT_ENABLE_CUDNN_FLASH_ATTENTION", "0")
+        _quieten()
+
+
+@cache
+def _quieten() -> None:
+    """Leaves ONNX Runtime's warnings out from now on; errors stay.
+
+    Each ScatterND would warn of rows that are written twice, on a log that no session's level
+    reaches. The level cannot be read, so it is set once: a program that sets one of its own
+    afterwards keeps that.
+    """
+    ort.set_default_logger_severity(3)
 
 
 def _open(path: Path, options: SessionOptions) -> Any:
@@ -115,13 +156,14 @@ def _open(path: Path, options: SessionOptions) -> Any:
     chosen.add_session_config_entry("session.load_model_format", "ONNX")
     for name, value in options.weights.items():
         chosen.add_initializer(name, value)
-    settings = dict(options.settings)
-    if options.has_cuda_graphs:
-        settings["enable_cuda_graph"] = "1"
     # Without ONNX Runtime's own fallback, which would print and hide the reason.
     with no_capture():
         return ort.InferenceSession(
-            str(path), chosen, [options.provider], provider_options=[settings], enable_fallback=0
+            str(path),
+            chosen,
+            [options.provider],
+            provider_options=[options.provider_settings],
+            enable_fallback=0,
         )
 
 

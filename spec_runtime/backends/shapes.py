@@ -90,8 +90,12 @@ def require_feeds(
 def num_bytes(spec: TensorSpec, profiles: Sequence[Mapping[str, Sequence[int]]]) -> int:
     """Returns the bytes of the largest shape that any of a plan's profiles allows."""
     largest = {axis: max(p[axis][2] for p in profiles) for axis in profiles[0]}
-    item = 2 if spec.dtype == "bfloat16" else np.dtype(spec.dtype).itemsize  # numpy has none
-    return math.prod(shape_of(spec, largest)) * item
+    return math.prod(shape_of(spec, largest)) * item_bytes(spec.dtype)
+
+
+def item_bytes(dtype: str) -> int:
+    """Returns the bytes of one value; numpy has no bfloat16."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
 def mask_width(num_slots: int, capacity: int) -> int:

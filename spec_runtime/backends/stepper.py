@@ -64,7 +64,12 @@ class OrtStepper:
     """
 
     def __init__(
-        self, path: Path, graph: Graph, lenders: Mapping[str, OrtBackend], runtime: Runtime
+        self,
+        path: Path,
+        graph: Graph,
+        lenders: Mapping[str, OrtBackend],
+        runtime: Runtime,
+        must_capture: bool = False,
     ) -> None:
         self.bytes_to_host = 0
         self._naming = NamingGraph(graph.file)
@@ -81,6 +86,7 @@ class OrtStepper:
             runtime.has_cuda_graphs,
             self._copies.settings | settings,
             {} if self._weights is None else self._weights.values,
+            must_capture,
         )
         self._session = open_session(path, graph, options)
         self._has_cuda_graphs = takes_cuda_graphs(self._session)
@@ -201,9 +207,16 @@ def _fixed(spec: TensorSpec) -> list[int]:
 
 
 def open_stepper(
-    path: Path, graph: Graph, lenders: Mapping[str, Backend], runtime: Runtime
+    path: Path,
+    graph: Graph,
+    lenders: Mapping[str, Backend],
+    runtime: Runtime,
+    must_capture: bool = False,
 ) -> OrtStepper:
-    """Opens a graph on the buffers of backends that run on ONNX Runtime, see OrtStepper."""
-    return OrtStepper(
-        path, graph, {prefix: as_lender(each) for prefix, each in lenders.items()}, runtime
-    )
+    """Opens a graph on the buffers of backends that run on ONNX Runtime, see OrtStepper.
+
+    Raises ValueError if it cannot be opened or, with `must_capture`, if CUDA graphs are wanted and
+    ONNX Runtime refuses them.
+    """
+    known = {prefix: as_lender(each) for prefix, each in lenders.items()}
+    return OrtStepper(path, graph, known, runtime, must_capture)

@@ -1,13 +1,15 @@
 """Runs a graph's TensorRT plan, with all buffers on the device and everything on one CUDA stream.
 
 Each KV buffer is one device address, bound as a graph input and as the output that updates it in
-place. Feeds and results pass through pinned host buffers. A run takes the first profile that holds
-its shapes; a shape seen for the second time is captured as a CUDA graph and replayed from then on.
+place. Feeds lie side by side in pinned memory and go to the device with one copy; what is asked for
+of the results comes back. A run takes the first profile that holds its shapes; a shape seen for the
+second time is captured as a CUDA graph and replayed from then on.
 """
 
 from __future__ import annotations
 
 import math
+import mmap
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spec_runtime.backends.base import Backend, Runtime
+from spec_runtime.backends.base import Backend, DeviceBackend, Runtime
 from spec_runtime.backends.cuda_api import Cuda, open_cuda
 from spec_runtime.backends.pad_rows import pad_rows
 from spec_runtime.backends.shapes import (
@@ -24,10 +26,13 @@ from spec_runtime.backends.shapes import (
     LeastRecentlyUsed,
     axis_sizes,
     is_cache,
+    item_bytes,
     num_bytes,
     shape_of,
 )
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
+from spec_runtime.backends.tensorrt_contexts import ContextMaker, ShapedContext
+from spec_runtime.backends.tensorrt_memory import Layout, PinnedMemory
 from spec_runtime.bundle import Bundle, Graph, Plan, TensorSpec
 
 
@@ -68,55 +73,54 @@ def choose_profile(
 # ------------------------------------------------------------------------------- running
 
 
-class ShapedContext:
-    """One execution context, set up for one profile and one set of shapes.
+class KeptRows:
+    """The first R rows of an output [R, W] that stays on the device, see base.Rows."""
 
-    It is never changed again: a CUDA graph is valid only as long as the context that it was
-    captured from stays as it was.
-    """
+    def __init__(self, shape: tuple[int, ...], dtype: str, device: int, backend: TensorRTBackend):
+        self.shape = shape
+        self._dtype, self._device, self._backend = np.dtype(dtype), device, backend
+        self._num_runs = backend.num_runs
+        self._row_W: dict[int, np.ndarray] = {}
 
-    def __init__(self, context: Any, trt: TensorRT, cuda: Cuda, may_capture: bool) -> None:
-        self._context, self._trt, self._cuda = context, trt, cuda
-        self._may_capture = may_capture
-        self._is_warm = False
-        self._executable: Any = None
+    def __len__(self) -> int:
+        return self.shape[0]
 
-    def run(self) -> None:
-        """Enqueues the first run, which finishes TensorRT's own preparations; then captures, and
-        replays from then on."""
-        if self._executable is None and self._is_warm and self._may_capture:
-            self._executable = self._cuda.capture(self._enqueue)
-        if self._executable is not None:
-            self._cuda.launch(self._executable)
-            return
-        self._enqueue()
-        if not self._is_warm:
-            self._is_warm = True
-            if self._trt.flavour == "tensorrt_rtx":  # TensorRT has no such method
-                capturable = self._context.is_stream_capturable(self._cuda.stream)
-                self._may_capture = self._may_capture and capturable
+    def __getitem__(self, row: int) -> np.ndarray:
+        """Returns one row [W]."""
+        if row not in self._row_W:
+            assert 0 <= row < len(self), (row, self.shape)
+            self._row_W[row] = self._fetch(int(row), 1)[0]
+        return self._row_W[row]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self._fetch(0, len(self))
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def _fetch(self, first: int, num_rows: int) -> np.ndarray:
+        assert self._num_runs == self._backend.num_runs, "read after the backend's next run"
+        num_bytes = self.shape[1] * self._dtype.itemsize
+        data = self._backend.fetch(self._device + first * num_bytes, num_rows * num_bytes)
+        return data.view(self._dtype).reshape(num_rows, *self.shape[1:])
+
+
+class _Shape(NamedTuple):
+    """What runs with one set of shapes: its context, the feeds' places in pinned memory, how many
+    bytes these take from the first to the last, and where the results are."""
+
+    context: ShapedContext
+    feeds: dict[str, np.ndarray]
+    num_feed_bytes: int
+    results: Layout
 
     def close(self) -> None:
-        if self._executable is not None:
-            self._cuda.destroy(self._executable)
-
-    def _enqueue(self) -> None:
-        if not self._context.execute_async_v3(self._cuda.stream):
-            raise RuntimeError(f"TensorRT does not run: {self._trt.reason}")
+        self.context.close()
 
 
-class _Buffer(NamedTuple):
-    """An input or output: its address on the device and its flat, pinned twin on the host."""
-
-    device: int
-    host: np.ndarray
-
-
-class TensorRTBackend:
+class TensorRTBackend(DeviceBackend):
     """One engine with its KV buffers [1, G, capacity, Dh], which start at zero.
 
     `engine` was deserialised from `plan`, which was made from `graph`. `has_cuda_graphs` captures
-    shapes that come again.
+    shapes that come again. All shapes have their feeds in the same memory, and their results.
     """
 
     def __init__(
@@ -129,89 +133,157 @@ class TensorRTBackend:
         cuda: Cuda,
         has_cuda_graphs: bool = True,
     ) -> None:
-        self.form, self.capacity = graph.form, capacity
-        self._engine, self._trt, self._cuda = engine, trt, cuda
-        self._graph, self._profiles = graph, plan.profiles
+        self.form, self.capacity, self.num_runs = graph.form, capacity, 0
+        self._trt, self._cuda, self._graph, self._profiles = trt, cuda, graph, plan.profiles
         self._has_cuda_graphs = has_cuda_graphs
         _check_engine(engine, graph, plan, capacity)
         self._allocated: list[int] = []
-        self._contexts: LeastRecentlyUsed[ShapedContext] = LeastRecentlyUsed(
-            MAX_SHAPES, ShapedContext.close
-        )
+        self._maker = ContextMaker(engine, trt, plan, cuda)
+        self._shapes: LeastRecentlyUsed[_Shape] = LeastRecentlyUsed(MAX_SHAPES, _Shape.close)
         # Registered first: a later allocation may fail.
-        weakref.finalize(self, _release, cuda, self._contexts, self._allocated)
+        weakref.finalize(self, _release, cuda, self._shapes, self._maker, self._allocated)
         self._inputs = {s.name: s for s in graph.inputs if not is_cache(s)}
         self._outputs = {s.name: s for s in graph.outputs if not is_cache(s)}
-        both = (*self._inputs.values(), *self._outputs.values())
-        self._buffers = {spec.name: self._buffer(spec) for spec in both}
-        self._addresses = {name: buffer.device for name, buffer in self._buffers.items()}
+        most_feeds, most_results = (
+            Layout.of({name: num_bytes(spec, plan.profiles) for name, spec in specs.items()})
+            for specs in (self._inputs, self._outputs)
+        )
+        self._feeds = self._malloc(most_feeds.num_bytes)
+        self._host_feeds = cuda.pinned(most_feeds.num_bytes)
+        self._results = self._malloc(most_results.num_bytes)
+        self._host_results, self._host_rows = PinnedMemory(cuda), PinnedMemory(cuda)
+        self._bytes_to_host = 0
+        self._buffers: dict[str, int] = {}
         for spec in filter(is_cache, graph.inputs):
-            nbytes = num_bytes(spec, self._profiles)
+            nbytes = num_bytes(spec, plan.profiles)
             address = self._malloc(nbytes)
             cuda.zero(address, nbytes)
-            self._addresses[spec.name] = self._addresses[f"{spec.name}.out"] = address
+            self._buffers[spec.name] = self._buffers[f"{spec.name}.out"] = address
         # All contexts compute in the same memory: they take turns on one stream.
         self._scratch_bytes = int(engine.device_memory_size_v2)
         self._scratch = self._malloc(max(self._scratch_bytes, 1))
+
+    @property
+    def bytes_to_host(self) -> int:
+        return self._bytes_to_host
+
+    def has_output(self, name: str) -> bool:
+        return name in self._outputs
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run. Returns views of pinned memory that the next run writes again.
 
         Raises ValueError for shapes that no profile holds.
         """
+        return self.run_keeping(feeds, outputs, ())[0]
+
+    def run_keeping(
+        self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], Mapping[str, KeptRows]]:
+        """See DeviceBackend.run_keeping, and `run`."""
         sizes = axis_sizes(self._graph, {name: feeds[name].shape for name in self._inputs})
         profile = choose_profile(self._profiles, sizes)
         most = {axis: three[-1] for axis, three in self._profiles[profile].items()}
         feeds, wider = pad_rows(self._graph, feeds, sizes, self.capacity, most)
-        context = self._contexts.get(
-            (profile, *sorted(wider.items())), lambda: self._new_context(profile, wider)
+        shape = self._shapes.get(
+            (profile, *sorted(wider.items())), lambda: self._new_shape(profile, wider)
         )
-        for name in self._inputs:
-            buffer, feed = self._buffers[name], feeds[name]
-            assert feed.dtype == buffer.host.dtype, (name, feed.dtype, buffer.host.dtype)
-            buffer.host[: feed.size] = feed.reshape(-1)
-            self._cuda.to_device(buffer.device, buffer.host.ctypes.data, feed.nbytes)
-        context.run()
-        results = {}
-        for name in outputs:
-            buffer, shape = self._buffers[name], shape_of(self._outputs[name], sizes)
-            # Rows behind these are those that pad_rows added.
-            flat = buffer.host[: math.prod(shape)]
-            self._cuda.to_host(flat.ctypes.data, buffer.device, flat.nbytes)
-            results[name] = flat.reshape(shape)
-        self._cuda.wait()
-        return results
+        self.num_runs += 1
+        for name, place in shape.feeds.items():
+            feed = feeds[name]
+            assert feed.dtype == place.dtype, (name, feed.dtype, place.dtype)
+            place[...] = feed
+        self._cuda.to_device(self._feeds, self._host_feeds.ctypes.data, shape.num_feed_bytes)
+        shape.context.run()
+        # Rows behind these are those that pad_rows added.
+        shapes = {name: shape_of(self._outputs[name], sizes) for name in (*outputs, *kept)}
+        results = self._fetch_results(shape.results, {name: shapes[name] for name in outputs})
+        if self.num_runs == 1:
+            self._maker.save()
+        rows = {
+            name: KeptRows(
+                shapes[name],
+                self._outputs[name].dtype,
+                self._results + shape.results.first[name],
+                self,
+            )
+            for name in kept
+        }
+        return results, rows
 
-    def _new_context(self, profile: int, sizes: Mapping[str, int]) -> ShapedContext:
-        strategy = self._trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self._engine.create_execution_context(strategy)
-        if context is None:
-            raise RuntimeError(f"TensorRT makes no execution context: {self._trt.reason}")
+    def fetch(self, device: int, nbytes: int) -> np.ndarray:
+        """Returns a copy i8[nbytes] of memory on the device."""
+        landing = self._host_rows.first(nbytes)
+        self._cuda.to_host(landing.ctypes.data, device, nbytes)
+        self._cuda.wait()
+        self._bytes_to_host += nbytes
+        return landing.copy()
+
+    def _fetch_results(
+        self, layout: Layout, shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, np.ndarray]:
+        """Brings results to the host, those that lie side by side with one copy, and waits."""
+        wanted = {name: _num_bytes(self._outputs[name], shape) for name, shape in shapes.items()}
+        pieces = layout.pieces(wanted)
+        landing = self._host_results.first(pieces[-1][1] if pieces else 0)
+        for begin, end in pieces:
+            piece = landing[begin:end]
+            self._cuda.to_host(piece.ctypes.data, self._results + begin, piece.nbytes)
+            self._bytes_to_host += piece.nbytes
+        self._cuda.wait()
+        return {
+            name: landing[layout.first[name] :][: wanted[name]]
+            .view(self._outputs[name].dtype)
+            .reshape(shape)
+            for name, shape in shapes.items()
+        }
+
+    def _new_shape(self, profile: int, sizes: Mapping[str, int]) -> _Shape:
+        context = self._maker.make()
         context.set_device_memory(self._scratch, self._scratch_bytes)
         # The stream is ours alone, so what follows on it comes after the switch.
         done = [context.set_optimization_profile_async(profile, self._cuda.stream)]
-        for name, spec in self._inputs.items():
-            done.append(context.set_input_shape(name, shape_of(spec, sizes)))
-        for name, address in self._addresses.items():
+        shapes = {name: shape_of(spec, sizes) for name, spec in self._inputs.items()}
+        feeds = Layout.of({n: _num_bytes(s, shapes[n]) for n, s in self._inputs.items()})
+        # From small to large, so that what a step brings back lies together, in front of logits.
+        outputs = {n: _num_bytes(s, shape_of(s, sizes)) for n, s in self._outputs.items()}
+        results = Layout.of(
+            {name: outputs[name] for name in sorted(outputs, key=outputs.__getitem__)}
+        )
+        addresses = {name: self._feeds + first for name, first in feeds.first.items()}
+        addresses |= {name: self._results + first for name, first in results.first.items()}
+        for name, shape in shapes.items():
+            done.append(context.set_input_shape(name, shape))
+        for name, address in (addresses | self._buffers).items():
             done.append(context.set_tensor_address(name, address))
         if not all(done):
             raise RuntimeError(
                 f"TensorRT does not take rows {dict(sizes)} of profile {profile}: "
                 f"{self._trt.reason}"
             )
-        return ShapedContext(context, self._trt, self._cuda, self._has_cuda_graphs)
-
-    def _buffer(self, spec: TensorSpec) -> _Buffer:
-        nbytes = num_bytes(spec, self._profiles)
-        return _Buffer(self._malloc(nbytes), self._cuda.pinned(nbytes).view(spec.dtype))
+        places = {
+            name: self._host_feeds[feeds.first[name] :][: _num_bytes(spec, shapes[name])]
+            .view(spec.dtype)
+            .reshape(shapes[name])
+            for name, spec in self._inputs.items()
+        }
+        shaped = ShapedContext(context, self._trt, self._cuda, self._has_cuda_graphs)
+        return _Shape(shaped, places, feeds.num_bytes, results)
 
     def _malloc(self, nbytes: int) -> int:
         self._allocated.append(self._cuda.malloc(nbytes))
         return self._allocated[-1]
 
 
-def _release(cuda: Cuda, contexts: LeastRecentlyUsed[ShapedContext], allocated: list[int]) -> None:
-    contexts.clear()
+def _num_bytes(spec: TensorSpec, shape: Sequence[int]) -> int:
+    return math.prod(shape) * item_bytes(spec.dtype)
+
+
+def _release(
+    cuda: Cuda, shapes: LeastRecentlyUsed[_Shape], maker: ContextMaker, allocated: list[int]
+) -> None:
+    maker.save()
+    shapes.clear()
     for address in allocated:
         cuda.free(address)
 
@@ -280,7 +352,9 @@ def _runtime(trt: TensorRT) -> Any:
 
 
 def _deserialise(trt: TensorRT, path: Path) -> Any:
-    engine = _runtime(trt).deserialize_cuda_engine(path.read_bytes())
+    # Mapped: a plan is as large as the weights, and read but once.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        engine = _runtime(trt).deserialize_cuda_engine(data)
     if engine is None:
         raise ValueError(
             f"{trt.flavour} {trt.version} cannot load {path.name}: {trt.reason}; build the bundle "

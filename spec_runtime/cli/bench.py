@@ -66,6 +66,7 @@ def command(
     threads: options.Threads = None,
     backend: options.Backend = "onnxruntime",
     fused: options.Fused = None,
+    cuda_graphs: options.CudaGraphs = True,
     profile: options.Profile = True,
     system: options.System = None,
 ) -> None:
@@ -80,7 +81,9 @@ def command(
     folder = bundle or bundles.find()
     (name, merged), *others = contenders(drafter or [], lookup)
     profile = profile and nodes is None
-    engine = options.open_engine(folder, name, threads, merged, profile, backend, fused)
+    engine = options.open_engine(
+        folder, name, threads, merged, profile, backend, fused, cuda_graphs
+    )
     engines = [engine, *(engine.with_drafter(*other) for other in others)]
     _check_different(engines)
     if nodes is not None:
@@ -98,6 +101,7 @@ def command(
         "max_new_tokens": max_new_tokens,
         "nodes": nodes,
         "backend": backend,
+        "cuda_graphs": cuda_graphs,
         "fused": [each.drafter for each in engines if each.fused is not None],
         "tuned": [each.drafter for each in engines if each.is_tuned],
         "system": system,

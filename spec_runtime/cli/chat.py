@@ -24,10 +24,13 @@ def command(
     profile: options.Profile = True,
     backend: options.Backend = "onnxruntime",
     fused: options.Fused = None,
+    cuda_graphs: options.CudaGraphs = True,
 ) -> None:
     """Chat with the target; /reset starts anew, end of input leaves."""
     interactive = options.standard_input().isatty()
-    engine = options.open_engine(bundle, drafter, threads, lookup, profile, backend, fused)
+    engine = options.open_engine(
+        bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs
+    )
     settings |= {"max_new_tokens": max_new_tokens}
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)

@@ -30,6 +30,7 @@ def command(
     profile: options.Profile = True,
     backend: options.Backend = "onnxruntime",
     fused: options.Fused = None,
+    cuda_graphs: options.CudaGraphs = True,
     show_accepted: Annotated[
         bool, typer.Option("--show-accepted", help="Colour the tokens the drafter guessed")
     ] = False,
@@ -50,7 +51,9 @@ def command(
     if logprobs is not None and not as_json:
         raise ValueError("got --logprobs without --json, where they are printed; add --json")
     prompt = options.whole(_standard_input() if prompt is None else prompt, "a prompt")
-    engine = options.open_engine(bundle, drafter, threads, lookup, profile, backend, fused)
+    engine = options.open_engine(
+        bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs
+    )
     prompt_ids = engine.encode(prompt, raw, system)
     settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
     if as_json:

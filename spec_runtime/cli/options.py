@@ -46,8 +46,14 @@ Backend = Annotated[
     str,
     typer.Option(
         "--backend",
-        help="onnxruntime (on the CPU), cuda (ONNX Runtime's) or tensorrt; cuda_eager and "
-        "tensorrt_eager are without CUDA graphs",
+        help="onnxruntime (on the CPU), cuda (ONNX Runtime's) or tensorrt",
+    ),
+]
+CudaGraphs = Annotated[
+    bool,
+    typer.Option(
+        "--cuda-graphs/--no-cuda-graphs",
+        help="On a GPU: capture runs that come again as CUDA graphs",
     ),
 ]
 Fused = Annotated[
@@ -55,7 +61,7 @@ Fused = Annotated[
     typer.Option(
         "--fused/--no-fused",
         help="Greedy requests take the drafter's fused step (build --fuse): one run a step",
-        show_default="on CUDA, if the bundle has one",
+        show_default="on CUDA, if the bundle has one that can be captured",
     ),
 ]
 Profile = Annotated[
@@ -91,6 +97,7 @@ def open_engine(
     profile: bool = True,
     backend: str = "onnxruntime",
     fused: bool | None = None,
+    cuda_graphs: bool = True,
 ) -> "Engine":
     """Opens an engine over ``bundle``, or over the newest bundle under ./bundles."""
     import spec_runtime
@@ -104,6 +111,7 @@ def open_engine(
         profile=profile,
         backend=backend,
         fused=fused,
+        cuda_graphs=cuda_graphs,
     )
 
 

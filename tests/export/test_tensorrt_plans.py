@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,14 @@ import fake_tensorrt as fake
 import numpy as np
 import onnx_ir as ir
 import pytest
+from gpu_graphs import Shape, random_backbone
 from graphs import Runner, graph_of
 from workshop import Workshop
 
 import spec_runtime
 from spec_export import cli, drafters, make_bundle, target
 from spec_export.bundling.drafters import load_module
+from spec_export.bundling.writer import save_graph
 from spec_export.decoder import Backbone
 from spec_export.graphs import tensorrt as build
 from spec_export.graphs import trace
@@ -32,6 +35,7 @@ from spec_export.training import checkpoint
 from spec_runtime import bundle as bundles
 from spec_runtime.backends.tensorrt_api import import_tensorrt
 from spec_runtime.bundle import Bundle, Graph, TensorSpec
+from spec_runtime.target import ARGMAX, TOP
 
 CAPABILITIES = ("8.0", "8.9", "12.0")
 SHARED_CACHE = "skip_layer"  # its runs would move rows of the target's cache
@@ -141,7 +145,7 @@ def step_graph(capacity: int) -> Graph:
 
 def test_profiles_run_from_one_row_to_a_chunk_of_the_prompt() -> None:
     assert build.profiles_for(step_graph(2176), 24, 128) == (
-        {"N": (1, 1, 1), "M": (1, 1, 1), "A": (1, 1, 1), "A+N": (2, 2, 2)},
+        {"N": (1, 1, 4), "M": (1, 1, 4), "A": (1, 1, 4), "A+N": (2, 2, 8)},
         {"N": (1, 24, 24), "M": (1, 24, 24), "A": (1, 2, 24), "A+N": (2, 26, 48)},
         {"N": (1, 256, 384), "M": (1, 1, 128), "A": (1, 1, 128), "A+N": (2, 257, 512)},
     )
@@ -156,7 +160,7 @@ def test_a_graph_without_free_axes_has_one_profile() -> None:
     fixed = Graph("g.onnx", "stateless", (TensorSpec("features", "float32", (1, 64)),), ())
     assert build.profiles_for(fixed, 24, 128) == ({},)
     free = Graph("g.onnx", "stateless", (TensorSpec("input_ids", "int64", ("N",)),), ())
-    assert [p["N"][2] for p in build.profiles_for(free, 24, 128)] == [1, 24, 384]
+    assert [p["N"][2] for p in build.profiles_for(free, 24, 128)] == [4, 24, 384]
 
 
 def test_compute_capabilities_are_named_or_the_gpus() -> None:
@@ -343,11 +347,17 @@ def plans_of(bundle: Bundle) -> dict[str, list[bundles.Plan]]:
     return {name: list(graph.plans) for name, graph in graphs.items()}
 
 
+@pytest.fixture(scope="module")
+def fp16(rtx: Any, workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(workshop, tmp_path_factory.mktemp("fp16") / "bundle", "fp16")
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_a_target_of_two_layers_is_built(
-    rtx: Any, workshop: Workshop, tmp_path: Path, precision: str
+    rtx: Any, workshop: Workshop, fp16: Path, tmp_path: Path, precision: str
 ) -> None:
-    bundle = bundles.read(built(workshop, tmp_path / "bundle", precision))
+    folder = fp16 if precision == "fp16" else built(workshop, tmp_path / "bundle", precision)
+    bundle = bundles.read(folder)
     plans = plans_of(bundle)
     assert [plan.compute_capability for plan in plans["target"]] == ["8.9"]
     caches = {
@@ -356,12 +366,26 @@ def test_a_target_of_two_layers_is_built(
         if spec.name.startswith("kv.")
     }
     assert caches == {{"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[precision]}
+    outputs = {spec.name: spec for spec in bundle.manifest.graphs["target"].outputs}
+    assert outputs[ARGMAX] == TensorSpec(ARGMAX, "int64", ("M",))
+    assert not outputs.keys() & set(TOP), "a greedy step pays for what it reads alone"
+
+
+def test_a_plan_holds_its_weights_once(rtx: Any, tmp_path: Path) -> None:
+    """For a profile of one row alone, TensorRT-RTX 1.7 would store a layer's weights twice."""
+    wide = Shape("wide", 98, 1024, 2048, 1, 16, 16, 64, 1)
+    model = trace.export_backbone(random_backbone(wide, 64, "fp16"), capacity_symbolic=False)
+    graph = save_graph(build.adapt(model, "fp16"), "contiguous", tmp_path, "graph.onnx")
+    profiles = build.profiles_for(graph, 24, 128)
+    plan = build.build_plan(rtx, tmp_path / "graph.onnx", graph, profiles, "8.9")
+    num_weights = (tmp_path / "graph.bin").stat().st_size
+    assert 20e6 < num_weights < len(plan) < 1.5 * num_weights
 
 
 def test_a_rebuilt_bundle_takes_over_what_has_not_changed(
-    rtx: Any, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rtx: Any, workshop: Workshop, fp16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = built(workshop, tmp_path / "bundle", "fp16")
+    out = Path(shutil.copytree(fp16, tmp_path / "bundle"))
     (first,) = plans_of(bundles.read(out))["target"]
     data = (out / first.file).read_bytes()
     with monkeypatch.context() as patch:
@@ -377,9 +401,12 @@ def test_a_rebuilt_bundle_takes_over_what_has_not_changed(
     assert len((out / second.file).read_bytes()) == len(data)
 
 
-def test_the_bundle_also_runs_on_onnx_runtime(rtx: Any, workshop: Workshop, tmp_path: Path) -> None:
+def test_the_bundle_also_runs_on_onnx_runtime(
+    rtx: Any, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The adapted contiguous float32 graphs give the tokens of the slots form."""
     name = "parallelspec"
+    monkeypatch.setattr(build, "build_plan", lambda *_: b"a plan")  # which is not read here
     folder = built(workshop, tmp_path / "bundle", "fp32", name)
     results = [
         spec_runtime.load(path, name, threads=1, lookup=False).generate(

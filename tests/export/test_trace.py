@@ -17,6 +17,7 @@ import pytest
 import torch
 from tiny_backbone import (
     HEAD_DIM,
+    HEADS,
     VOCAB,
     YARN,
     Decoder,
@@ -37,11 +38,11 @@ CACHES = [f"kv.{layer}.{part}" for layer in range(LAYERS) for part in "kv"]
 OUTPUTS = ["logits", "features", "taps.1", "taps.0"]
 FEEDS = ["input_ids", "position_ids", "mask", "logit_rows", "write_index", "src", "perm"]
 
-# One case per family, between them tied and untied heads, biases, q/k norm, partial rotation and
-# scaled tables.
+# One case per family, between them tied and untied heads, biases, q/k norm, partial rotation,
+# scaled tables and as many key/value heads as heads.
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True, "mlp_bias": True},
-    "mistral": {"rope_parameters": YARN},
+    "mistral": {"rope_parameters": YARN, "num_key_value_heads": HEADS},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "phi3": {
@@ -134,11 +135,11 @@ def test_rows_and_compaction_room_may_be_empty_or_one(exported: Exported) -> Non
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_names_types_and_axes_follow_the_contract(family: str, exported: Exported) -> None:
-    _, _, path = exported[family]
+    backbone, _, path = exported[family]
     onnx.checker.check_model(str(path), full_check=True)
     graph = onnx.load(path, load_external_data=False).graph
     int64, boolean, float32 = onnx.TensorProto.INT64, onnx.TensorProto.BOOL, onnx.TensorProto.FLOAT
-    cache = (float32, [1, 2, "S", HEAD_DIM])
+    cache = (float32, [1, backbone.config.num_kv_heads, "S", HEAD_DIM])
 
     def described(values: Any) -> dict[str, tuple[int, list[int | str]]]:
         return {

@@ -75,8 +75,7 @@ def device(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[fake.Device]:
     """Replaces ONNX Runtime; "stream" is with CUDA's Python bindings, "no stream" without."""
-    module, device = fake.module()
-    monkeypatch.setattr(session, "ort", module)
+    device = fake.install(monkeypatch)
     if getattr(request, "param", "stream") == "stream":
         monkeypatch.setattr(cuda, "open_copies", partial(fake.stream_copies, device))
     else:
@@ -98,11 +97,13 @@ def on_cpu(folder: Path, **options: Any) -> spec_runtime.Engine:
         return load(folder, "onnxruntime", **options)
 
 
-def open_target(folder: Path, how: str = "cuda", **options: Any) -> tuple[OrtBackend, Cache]:
+def open_target(
+    folder: Path, how: str = "cuda", cuda_graphs: bool = True
+) -> tuple[OrtBackend, Cache]:
     opened = bundles.read(folder)
     graph = opened.manifest.graphs["target"]
     capacity = opened.manifest.target.max_length + 128
-    backend = open_graph(opened, graph, capacity, Runtime(how, threads=1))
+    backend = open_graph(opened, graph, capacity, Runtime(how, 1, cuda_graphs))
     assert isinstance(backend, OrtBackend)
     return backend, open_cache(graph.form, capacity)
 
@@ -119,19 +120,19 @@ def step(cache: Cache, tokens: list[int], parents: list[int]) -> dict[str, np.nd
 
 @pytest.mark.parametrize("precision", BUILDS)
 @pytest.mark.parametrize("name", [*DRAFTERS, "none"])
-@pytest.mark.parametrize("how", ["cuda", "cuda_eager"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_it_generates_what_the_cpu_generates(
     folders: dict[str, Path],
     device: fake.Device,
     monkeypatch: pytest.MonkeyPatch,
     precision: str,
     name: str,
-    how: str,
+    cuda_graphs: bool,
 ) -> None:
     """Both run the same graphs, so tokens, steps and accepted drafts are the same."""
     monkeypatch.setattr(shapes, "MIN_MASK", 16)  # so that the width of masks changes on the way
     expected = on_cpu(folders[precision], drafter=name)
-    engine = load(folders[precision], how, drafter=name)
+    engine = load(folders[precision], drafter=name, cuda_graphs=cuda_graphs)
     for prompt, sampling in zip(PROMPTS * 2, SAMPLINGS, strict=True):
         right = expected.generate(prompt, **OPTIONS, **sampling)
         result = engine.generate(prompt, **OPTIONS, **sampling)
@@ -139,7 +140,7 @@ def test_it_generates_what_the_cpu_generates(
         assert result.stats.steps == right.stats.steps
     widths = {shapes["mask"][3] for shapes in device.shapes if "mask" in shapes}
     assert len(widths) > 1 if precision == "fp16" else widths == {256 + 128}
-    if how == "cuda":
+    if cuda_graphs:
         assert device.num_replayed > device.num_captured > 0
     else:
         assert device.num_replayed == device.num_captured == 0
@@ -205,13 +206,13 @@ def test_the_host_waits_only_for_what_it_reads(
     rng = np.random.default_rng(3)
     chunks = [rng.integers(2, 90, 4).tolist() for _ in range(2 * EAGER_RUNS)]
     logits = []
-    for how in ("cuda", "cuda_eager"):
-        backend, cache = open_target(folders["fp16"], how)
+    for cuda_graphs in (True, False):
+        backend, cache = open_target(folders["fp16"], cuda_graphs=cuda_graphs)
         before = device.num_waits, device.num_captured
         for tokens in chunks:
             backend.run(step(cache, tokens, [0, 0, 1, 2]), [])
             cache.commit(range(4))
-            if how == "cuda_eager":
+            if not cuda_graphs:
                 backend.copies.settle()
         # before feeds are written again that may still be on their way, and to capture
         assert device.num_waits - before[0] >= len(chunks) - 1
@@ -452,7 +453,8 @@ def test_a_capture_leaves_all_rows_as_they_are(
     folders: dict[str, Path], device: fake.Device, precision: str
 ) -> None:
     """ONNX Runtime runs the graph three times then, and padding rows must not be anything new."""
-    captured, eager = open_target(folders[precision]), open_target(folders[precision], "cuda_eager")
+    captured = open_target(folders[precision])
+    eager = open_target(folders[precision], cuda_graphs=False)
     rng = np.random.default_rng(0)
     for _ in range(3 * EAGER_RUNS):
         tokens, path = rng.integers(2, 90, 6).tolist(), [0, 2, 3, 5]
@@ -525,10 +527,11 @@ def test_every_thread_captures_its_own(folders: dict[str, Path], device: fake.De
 def test_a_session_that_takes_no_graphs_runs_without(
     folders: dict[str, Path], device: fake.Device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    device.refuses_graphs = True
+    device.uncaptured = ("target.onnx",)
     with caplog.at_level(logging.WARNING, "spec_runtime"):
         engine = load(folders["fp16"], drafter="none")
-    assert "target.onnx runs without CUDA graphs: This session cannot use" in caplog.text
+    assert "runs without CUDA graphs" in caplog.text
+    assert "cannot use the graph capture feature" in caplog.text
     assert engine.generate(PROMPTS[0], **OPTIONS).token_ids
     assert device.num_captured == 0 < device.num_eager
 
@@ -759,8 +762,11 @@ def test_the_whole_buffer_form_leaves_out_the_kernel_that_copies(
 ) -> None:
     """See CUDA_SETTINGS; other graphs leave the choice to ONNX Runtime."""
     open_target(folders["fp16"])
-    open_target(folders["fp32"], "cuda_eager")
+    open_target(folders["fp32"], cuda_graphs=False)
     for settings in device.settings:
         assert settings.pop("user_compute_stream")
         assert settings.pop("use_tf32") == "0"
-    assert device.settings == [{"enable_cuda_graph": "1"}, {"sdpa_kernel": "16"}]
+    assert device.settings == [
+        {"enable_cuda_graph": "1"},
+        {"enable_cuda_graph": "0", "sdpa_kernel": "16"},
+    ]

@@ -12,7 +12,6 @@ import fake_ort_cuda as fake
 import numpy as np
 import pytest
 
-from spec_runtime.backends import session
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.packed_feeds import ALIGNMENT
 from spec_runtime.backends.session import SessionOptions, Viewer, open_session
@@ -52,8 +51,7 @@ def write_graph(path: Path, *weights: tuple[Any, ...]) -> Path:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Device]:
-    module, device = fake.module()
-    monkeypatch.setattr(session, "ort", module)
+    device = fake.install(monkeypatch)
     yield device
     gc.collect()
     assert not device.blocks, "device memory is left"

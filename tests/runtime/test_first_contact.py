@@ -1,0 +1,275 @@
+"""Tests the first minutes with a GPU: what is missing is named, and what cannot be captured runs.
+
+Tests marked `standin` run the real CUDA provider of ONNX Runtime, see tests/cuda_standin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_ort_cuda as fake
+import pytest
+from cuda_standin import StandIn
+from cuda_standin.build import PROVIDER
+from workshop import Workshop
+
+from spec_runtime.backends import cuda_libraries
+from spec_runtime.backends.base import Runtime
+from spec_runtime.backends.cuda_libraries import DRIVER, LIBRARIES, library_folders
+
+ABSENT = "cannot open shared object file"
+
+
+class Linker:
+    """Stands in for ctypes.CDLL: the libraries of `system` load by name, others by a path.
+
+    What is loaded by a path is found by its name from then on, as by the system's loader.
+    """
+
+    def __init__(self, system: set[str]) -> None:
+        self.system = system
+        self.loaded: list[str] = []
+        self.fault = 0  # of cudaGetDeviceCount
+        self.cudaGetErrorString = lambda error: f"error {error}".encode()  # takes attributes
+
+    def __call__(self, place: str) -> Any:
+        if place not in self.system and not Path(place).exists():
+            raise OSError(f"{place}: {ABSENT}")
+        self.loaded.append(place)
+        self.system.add(Path(place).name)
+        return self
+
+    def cudaGetDeviceCount(self, count: Any) -> int:
+        return self.fault
+
+
+@pytest.fixture
+def linker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Has the driver; Python's path leads to an empty folder."""
+    linker = Linker({DRIVER})
+    monkeypatch.setattr(ctypes, "CDLL", linker)
+    system = SimpleNamespace(path=["", str(tmp_path)], platform="linux")
+    monkeypatch.setattr(cuda_libraries, "sys", system)
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    cuda_libraries.load_libraries.cache_clear()
+    yield linker
+    cuda_libraries.load_libraries.cache_clear()
+
+
+def put(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / name).touch()
+    return folder
+
+
+# ---- libraries ----
+
+
+def test_without_a_driver_no_library_is_asked_for(linker: Linker) -> None:
+    linker.system.clear()
+    with pytest.raises(ValueError, match=rf"got no NVIDIA driver here \({DRIVER}: .*GPU") as error:
+        cuda_libraries.require_gpu()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_missing_library_is_named_with_its_wheel(linker: Linker, name: str) -> None:
+    linker.system |= set(LIBRARIES) - {name}
+    expected = rf"got no {name} \({name}: {ABSENT}\).*pip install {LIBRARIES[name]}, or"
+    with pytest.raises(ValueError, match=expected) as error:
+        cuda_libraries.require_gpu()
+    assert "\n" not in str(error.value)
+
+
+def test_a_gpu_that_cannot_be_used_is_one_line(linker: Linker) -> None:
+    linker.system |= set(LIBRARIES)
+    cuda_libraries.require_gpu()
+    linker.fault = 35
+    with pytest.raises(ValueError, match=r"got no usable GPU \(error 35\), expected") as error:
+        cuda_libraries.require_gpu()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("folder", ["nvidia/cu13/lib", "torch/lib"])
+def test_libraries_come_from_wheels_and_from_beside_torch(
+    linker: Linker, tmp_path: Path, folder: str
+) -> None:
+    found = put(tmp_path / folder, *LIBRARIES)
+    assert library_folders() == library_folders([str(tmp_path)]) == [found]
+    cuda_libraries.require_gpu()
+    assert linker.loaded[:-1] == [DRIVER, *(str(found / name) for name in LIBRARIES)]
+
+
+def test_libraries_asked_for_come_first_and_the_system_s_last(
+    linker: Linker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second, *others = LIBRARIES
+    asked, wheel = tmp_path / "asked", tmp_path / "nvidia/cu13/lib"
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{put(asked, first)}")
+    put(wheel, first, second)
+    linker.system |= set(LIBRARIES)
+    cuda_libraries.require_gpu()
+    assert linker.loaded[:-1] == [DRIVER, str(asked / first), str(wheel / second), *others]
+
+
+# ---- the flag ----
+
+
+@pytest.mark.parametrize("backend", ["cuda_eager", "tensorrt_eager"])
+def test_the_names_that_the_flag_replaced_are_answered_with_it(backend: str) -> None:
+    with pytest.raises(ValueError, match=r"expected one of .*; --no-cuda-graphs leaves") as error:
+        Runtime(backend)
+    assert "\n" not in str(error.value)
+    assert not Runtime("cuda", cuda_graphs=False).has_cuda_graphs
+    assert Runtime("cuda").has_cuda_graphs
+    assert not Runtime("onnxruntime").has_cuda_graphs
+
+
+# ---- the real provider ----
+
+# Opens each graph named, and prints what became of it as JSON.
+OPEN = """
+import json, os, sys
+from pathlib import Path
+import numpy as np
+import onnxruntime as ort
+from spec_runtime.backends.session import SessionOptions, open_session, prepare
+from spec_runtime.bundle import Graph, TensorSpec
+
+prepare("cuda")
+about = {"cudnn": os.environ["ORT_ENABLE_CUDNN_FLASH_ATTENTION"]}
+for path in map(Path, sys.argv[1:]):
+    plain = ort.SessionOptions()
+    plain.log_severity_level = 4
+    inputs = ort.InferenceSession(str(path), plain, ["CPUExecutionProvider"])
+    names = {"tensor(float)": "float32", "tensor(int64)": "int64"}
+    ins, outs = (
+        tuple(TensorSpec(each.name, names[each.type], tuple(each.shape)) for each in values)
+        for values in (inputs.get_inputs(), inputs.get_outputs())
+    )
+    graph = Graph(path.name, "stateless", ins, outs)
+    for must_capture in (True, False):
+        try:
+            options = SessionOptions(1, "cuda", True, must_capture=must_capture)
+            session = open_session(path, graph, options)
+            about[f"{path.stem} {must_capture}"] = session.get_provider_options()
+        except ValueError as error:
+            about[f"{path.stem} {must_capture}"] = str(error.__cause__)
+print(json.dumps(about))
+"""
+
+
+def write(folder: Path) -> list[Path]:
+    """Writes a graph that can be captured and warns, and one that cannot be captured."""
+    onnx = pytest.importorskip("onnx")
+    node, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
+    ints, floats = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
+    graphs = {
+        "scatter": (
+            [node("ScatterND", ["x", "index", "row"], ["y"])],
+            [value("x", floats, [4]), value("row", floats, [1])],
+            [value("y", floats, [4])],
+            [onnx.helper.make_tensor("index", ints, [1, 1], [0])],
+        ),
+        "pad": (
+            [node("Add", ["x", "x"], ["xx"]), node("Pad", ["xx", "pads"], ["y"])],
+            [value("x", ints, [4])],
+            [value("y", ints, [6])],
+            [onnx.helper.make_tensor("pads", ints, [2], [1, 1])],
+        ),
+    }
+    for name, (nodes, inputs, outputs, constants) in graphs.items():
+        graph = onnx.helper.make_graph(nodes, name, inputs, outputs, constants)
+        opset = [onnx.helper.make_opsetid("", 18)]
+        model = onnx.helper.make_model(graph, opset_imports=opset, ir_version=9)
+        onnx.save(model, folder / f"{name}.onnx")
+    return [folder / f"{name}.onnx" for name in graphs]
+
+
+@pytest.mark.standin
+def test_sessions_on_the_real_provider(standin: StandIn, tmp_path: Path) -> None:
+    """They compute exactly, without cuDNN's attention and without a word; a capture is refused in
+    the words that we know, and the fake says."""
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, *map(str, write(tmp_path))],
+        env=standin.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    about = json.loads(done.stdout)
+    assert about["cudnn"] == "0"
+    assert about["pad True"] == fake.REFUSAL
+    for name, is_captured in (("scatter True", "1"), ("scatter False", "1"), ("pad False", "0")):
+        settings = about[name]["CUDAExecutionProvider"]
+        assert (settings["use_tf32"], settings["enable_cuda_graph"]) == ("0", is_captured)
+    (warning,) = done.stderr.splitlines()
+    assert warning.startswith("pad.onnx runs without CUDA graphs: ")
+
+
+@pytest.mark.standin
+def test_the_provider_links_to_the_libraries_that_we_load(standin: StandIn) -> None:
+    """All others belong to every Linux."""
+    provider = standin.wheels / "ort" / PROVIDER
+    done = subprocess.run(["readelf", "-d", provider], capture_output=True, text=True, check=True)
+    needed = set(re.findall(r"NEEDED.*\[(.*)\]", done.stdout))
+    system = r"(lib(dl|rt|pthread|stdc\+\+|m|gcc_s|c)|ld-linux-x86-64)\.so\.\d+"
+    assert {name for name in needed if not re.fullmatch(system, name)} == {DRIVER, *LIBRARIES}
+
+
+@pytest.fixture(scope="module")
+def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from spec_export import make_bundle
+    from spec_export.make_bundle import BuildOptions
+
+    return make_bundle.build(
+        BuildOptions(
+            str(workshop.llama()),
+            drafter_checkpoints=[workshop.drafter("parallelspec")],
+            precision="fp16",
+            device="cuda",
+            fuse=True,
+            out=tmp_path_factory.mktemp("first") / "bundle",
+        )
+    )
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize(
+    ("flags", "is_captured"),
+    [
+        ([], True),
+        (["--no-fused", "--temperature", "0.8", "--seed", "1"], True),
+        (["--no-cuda-graphs"], False),
+    ],
+)
+def test_the_first_command_ends_with_tokens(
+    standin: StandIn, folder: Path, tmp_path: Path, flags: list[str], is_captured: bool
+) -> None:
+    """They are meaningless, as nothing is computed. Nothing but the summary is said."""
+    words = ["generate", "say abc", "--bundle", str(folder), "--backend", "cuda"]
+    log = tmp_path / "log"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", "from spec_runtime.cli import main; main()", *words, *flags),
+            *("--max-new-tokens", "24", "--ignore-eos"),
+        ],
+        env=standin.environment(log),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (summary,) = done.stderr.splitlines()
+    assert re.match(r"24 tokens, .* finished by length$", summary)
+    lines = log.read_text().splitlines()
+    assert any(line.startswith("graph launch") for line in lines) == is_captured
+    assert [line for line in lines if line.startswith("violation")] == []
