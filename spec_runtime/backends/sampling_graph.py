@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
