@@ -20,6 +20,7 @@ import numpy as np
 
 from spec_runtime.backends.base import Backend, DeviceBackend, Runtime
 from spec_runtime.backends.cuda_api import Cuda, open_cuda
+from spec_runtime.backends.packed_feeds import PackedFeeds
 from spec_runtime.backends.pad_rows import pad_rows
 from spec_runtime.backends.shapes import (
     MAX_SHAPES,
@@ -104,12 +105,11 @@ class KeptRows:
 
 
 class _Shape(NamedTuple):
-    """What runs with one set of shapes: its context, the feeds' places in pinned memory, how many
-    bytes these take from the first to the last, and where the results are."""
+    """What runs with one set of shapes: its context, its feeds in pinned memory, and where its
+    results are."""
 
     context: ShapedContext
-    feeds: dict[str, np.ndarray]
-    num_feed_bytes: int
+    feeds: PackedFeeds
     results: Layout
 
     def close(self) -> None:
@@ -189,11 +189,12 @@ class TensorRTBackend(DeviceBackend):
             (profile, *sorted(wider.items())), lambda: self._new_shape(profile, wider)
         )
         self.num_runs += 1
-        for name, place in shape.feeds.items():
+        for name, place in shape.feeds.arrays.items():
             feed = feeds[name]
             assert feed.dtype == place.dtype, (name, feed.dtype, place.dtype)
             place[...] = feed
-        self._cuda.to_device(self._feeds, self._host_feeds.ctypes.data, shape.num_feed_bytes)
+        packed = shape.feeds.memory
+        self._cuda.to_device(self._feeds, packed.ctypes.data, packed.nbytes)
         shape.context.run()
         # Rows behind these are those that pad_rows added.
         shapes = {name: shape_of(self._outputs[name], sizes) for name in (*outputs, *kept)}
@@ -244,7 +245,7 @@ class TensorRTBackend(DeviceBackend):
         # The stream is ours alone, so what follows on it comes after the switch.
         done = [context.set_optimization_profile_async(profile, self._cuda.stream)]
         shapes = {name: shape_of(spec, sizes) for name, spec in self._inputs.items()}
-        feeds = Layout.of({n: _num_bytes(s, shapes[n]) for n, s in self._inputs.items()})
+        feeds = PackedFeeds(self._inputs.values(), sizes, lambda nbytes: self._host_feeds[:nbytes])
         # From small to large, so that what a step brings back lies together, in front of logits.
         outputs = {n: _num_bytes(s, shape_of(s, sizes)) for n, s in self._outputs.items()}
         results = Layout.of(
@@ -261,14 +262,8 @@ class TensorRTBackend(DeviceBackend):
                 f"TensorRT does not take rows {dict(sizes)} of profile {profile}: "
                 f"{self._trt.reason}"
             )
-        places = {
-            name: self._host_feeds[feeds.first[name] :][: _num_bytes(spec, shapes[name])]
-            .view(spec.dtype)
-            .reshape(shapes[name])
-            for name, spec in self._inputs.items()
-        }
         shaped = ShapedContext(context, self._trt, self._cuda, self._has_cuda_graphs)
-        return _Shape(shaped, places, feeds.num_bytes, results)
+        return _Shape(shaped, feeds, results)
 
     def _malloc(self, nbytes: int) -> int:
         self._allocated.append(self._cuda.malloc(nbytes))

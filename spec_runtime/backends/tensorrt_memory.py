@@ -1,4 +1,4 @@
-"""Lays a run's arrays side by side in one buffer, so that one copy moves several; lands them."""
+"""Lays a run's results side by side in one buffer, so that one copy brings several to the host."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spec_runtime.backends.cuda_api import Cuda
-
-ALIGNMENT = 256  # bytes; every array begins at a multiple, as an allocation of its own would
+from spec_runtime.backends.packed_feeds import ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -404,7 +404,8 @@ def test_sampling_fetches_the_rows_it_visits(folder: Path, runtime: fake.Runtime
     options |= {"temperature": 1.0, "seed": 3}
     result = engine.generate(PROMPTS[0], **options)
     assert result.token_ids == expected.generate(PROMPTS[0], **options).token_ids
-    assert runtime.bytes_to_host == 4 * engine.target.vocab_size * len(result.token_ids)
+    row = 4 * engine.target.vocab_size
+    assert runtime.bytes_to_host == (8 + row) * len(result.token_ids)
 
 
 def test_a_verified_tree_is_read_row_by_row(folder: Path, runtime: fake.Runtime) -> None:
