@@ -10,7 +10,7 @@ from typing import Any
 import gpu_graphs
 import numpy as np
 from gpu_graphs import BACKEND_FOR, Feeder
-from gpu_job import Check, contenders, graphs_of, label
+from gpu_job import Check, contenders, graphs_of, is_fused, label
 from gpu_report import Findings, LeftOut, TableRow, finite
 
 import spec_runtime
@@ -149,11 +149,10 @@ def _compare_texts(
     """Compares these contenders; those with a fused step take it for greedy texts alone."""
     for decoding, options in DECODINGS.items():
         for name in names:
-            is_fused = name.startswith("fused ")
-            if is_fused and options:
+            if is_fused(name) and options:
                 continue
             what = f"{label(opened)}, {name}, {decoding}"
-            compare = _texts if is_fused else _audit
+            compare = _texts if is_fused(name) else _audit
             row = found.attempt(what, compare, check, opened, name, options, backend)
             if row is not None:
                 _judge(found, what, row)
@@ -255,7 +254,10 @@ def capture(check: Check, found: Findings) -> None:
     if check.device != "cuda":
         raise LeftOut("CUDA graphs need --device cuda")
     for opened in check.opened:
-        for name in ("none", *contenders(opened)):
+        names = ("none", *contenders(opened))
+        for name in sorted(names, key=is_fused):  # the fused steps have targets of their own
+            if is_fused(name):
+                check.close()
             what = f"{label(opened)}, {name}"
             row = found.attempt(what, _capture, check, opened, name)
             if row is not None:
