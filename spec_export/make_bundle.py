@@ -21,7 +21,8 @@ from spec_export.bundling.options import BuildOptions as BuildOptions
 from spec_export.bundling.writer import GraphWriter, save_graph
 from spec_export.decoder import Backbone
 from spec_export.graphs import trace
-from spec_export.graphs.banks import add_argmax, add_top, keep_drafter, keep_target
+from spec_export.graphs.banks import add_argmax, keep_drafter, keep_target, sampling_graph
+from spec_export.graphs.edit import fixed_size
 from spec_export.graphs.quantize import saturation_probe
 from spec_export.graphs.smooth import smooth
 from spec_export.progress import StageReport
@@ -159,21 +160,20 @@ def _write_graphs(
 def _trace_target(models: _Models, options: BuildOptions) -> ir.Model:
     """Returns the target's graph in the contiguous form; int8 is smoothed before.
 
-    On a GPU the graph also finds the argmax, and with ONNX Runtime the largest logits too, so that
-    few numbers are copied.
+    On a GPU the graph also finds the argmax, so that greedy decoding copies few numbers.
     """
     backbone = models.backbone
     if options.target_precision == "int8":
         smoothing_texts = [reference.encode(models.tokenizer, text) for text in reference.prompts()]
         smooth(backbone, [ids[: backbone.config.max_length] for ids in smoothing_texts])
     traced = trace.export_backbone(backbone, capacity_symbolic=options.capacity_symbolic)
-    if options.backend == "tensorrt":
-        return add_argmax(traced)
-    return add_top(add_argmax(traced)) if options.device == "cuda" else traced
+    is_for_gpu = options.device == "cuda" or options.backend == "tensorrt"
+    return add_argmax(traced) if is_for_gpu else traced
 
 
 def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Graph]:
-    """Writes the target's graph, and the probe that int8 products are exact on a CPU."""
+    """Writes the target's graph, for a GPU the one that finds the largest logits, and for int8 the
+    probe that products are exact on a CPU."""
     options = writer.options
     graphs = {
         "target": writer.write(
@@ -182,6 +182,10 @@ def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Gr
             add_banks=keep_target,
         )
     }
+    if options.device == "cuda":
+        logits = next(value for value in traced.graph.outputs if value.name == "logits")
+        model, file = sampling_graph(fixed_size(logits, 1)), "target/sampling.onnx"
+        graphs[bundles.SAMPLING] = save_graph(model, "stateless", writer.folder, file)
     if options.target_precision == "int8" and not options.reduce_range:
         probe, file = saturation_probe(), "probe/probe.onnx"
         graphs["probe"] = save_graph(probe, "stateless", writer.folder, file)

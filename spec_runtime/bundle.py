@@ -411,6 +411,7 @@ class Bundle:
 # writes, and which features and states it reads.
 BANK = "bank."
 BANK_ROWS, FEATURE_ROWS, STATE_ROWS = "bank_rows", "feature_rows", "state_rows"
+SAMPLING = "sampling"  # names the graph that finds the largest logits, on a device
 DRAFT = "draft."  # begins the names of the drafter's caches in a fused step
 
 

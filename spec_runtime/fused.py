@@ -40,6 +40,7 @@ class FusedSteps:
         self.depth = int(shapes["path_features"][0]) - 1
         self.num_steps = 0
         self._stepper, self._cache, self._follower = stepper, cache, follower
+        self._reads_whole_buffers = graph.attention == "full_buffer"
 
     def run(
         self, token: int, limits: Limits, stats: Stats, clock: Clock
@@ -56,7 +57,7 @@ class FusedSteps:
         begin = time.perf_counter()
         self._follower.enter(token)
         stats.engine_seconds += time.perf_counter() - begin
-        width = mask_width(self._need(fresh), cache.capacity)
+        width = self._mask_width(fresh)
         self._stepper.start(self._first_state(token, slot_N, fresh, width))
         clock.lap("draft")
         num_rows = 0  # of the last step
@@ -64,7 +65,7 @@ class FusedSteps:
             while limits.finish_reason is None and self._need(fresh) <= cache.capacity:
                 clock.start()
                 if self._need(fresh) > width:
-                    width = mask_width(self._need(fresh), cache.capacity)
+                    width = self._mask_width(fresh)
                     state = self._stepper.state()
                     missing = width - len(state["taken"])
                     state["taken"] = np.append(state["taken"], np.zeros(missing, np.bool_))
@@ -102,6 +103,13 @@ class FusedSteps:
         ones, which are fewer than `fresh`.
         """
         return fresh + 2 * self.depth + 1
+
+    def _mask_width(self, fresh: int) -> int:
+        """Returns how many slots the next step's mask covers: all of them where the graph reads
+        whole buffers, which its mask must then be as wide as."""
+        if self._reads_whole_buffers:
+            return self._cache.capacity
+        return mask_width(self._need(fresh), self._cache.capacity)
 
     def _first_state(
         self, token: int, slot_N: np.ndarray, fresh: int, width: int

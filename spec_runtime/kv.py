@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from spec_runtime.trees.tree import ancestors, depths
+from spec_runtime.trees.tree import tree_shape
 
 
 class Cache(Protocol):
@@ -61,19 +61,25 @@ class SlotCache:
         self._placed_N = np.zeros(0, np.int64)  # slots of the nodes that may be committed
 
     def place(self, parent_N: np.ndarray, first: int = 0) -> dict[str, np.ndarray]:
-        n, free = len(parent_N), ~self._taken_S
-        placed = self._placed_N if first else self._placed_N[:0]
-        assert len(placed) == first, f"{len(placed)} nodes placed before, not {first}"
-        free[placed] = False
-        slot_N = np.concatenate([placed, np.flatnonzero(free)[: n - first]])
+        n, top = len(parent_N), self._top
+        depth_N, ancestor_NN = tree_shape(parent_N)
+        if first:
+            placed = self._placed_N
+            assert len(placed) == first, f"{len(placed)} nodes placed before, not {first}"
+            top = max(top, int(placed.max()))
+            free = ~self._taken_S[: top + 1 + n]
+            free[placed] = False
+            slot_N = np.concatenate([placed, free.nonzero()[0][: n - first]])
+        else:
+            slot_N = (~self._taken_S[: top + 1 + n]).nonzero()[0][:n]
         assert len(slot_N) == n, f"{n} nodes, {len(slot_N)} free slots of {self.capacity}"
         mask_NS = np.empty((n - first, self.capacity), np.bool_)
         mask_NS[:] = self._taken_S
-        mask_NS[:, slot_N] = ancestors(parent_N)[first:]
+        mask_NS[:, slot_N] = ancestor_NN[first:]
         self._placed_N = slot_N
-        top = max(self._top, int(slot_N.max()))
+        top = max(top, int(slot_N[-1]))  # they ascend, behind those placed before
         return {
-            "position_ids": (self.length + depths(parent_N)[first:])[None],
+            "position_ids": (self.length + depth_N[first:])[None],
             "mask": mask_NS[None, None],
             "slots": slot_N[first:],
             "seqlens_k": np.array([top], np.int32),
@@ -151,9 +157,10 @@ class ContiguousCache:
         assert begin + len(perm) <= self.capacity, (begin, len(perm))
         mask_NS = np.zeros((n, self.capacity), np.bool_)
         mask_NS[:, :length] = True
-        mask_NS[:, length : length + first + n] = ancestors(parent_N)[first:]
+        depth_N, ancestor_NN = tree_shape(parent_N)
+        mask_NS[:, length : length + first + n] = ancestor_NN[first:]
         feeds = {
-            "position_ids": (length + depths(parent_N)[first:])[None],
+            "position_ids": (length + depth_N[first:])[None],
             "mask": mask_NS[None, None],
             "write_index": np.array([begin], np.int64),
             "src": src,

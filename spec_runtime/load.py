@@ -130,13 +130,15 @@ def load(
 def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Target:
     info, graph = bundle.manifest.target, bundle.manifest.graphs["target"]
     capacity = info.max_length + info.scratch
+    backend = backends.open_graph(bundle, graph, capacity, runtime)
     return Target(
-        backends.open_graph(bundle, graph, capacity, runtime),
+        backend,
         open_cache(graph.form, capacity),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
         precision=info.precision,
         strict_gap=STRICT_GAPS[info.precision] if strict else None,
+        sampling=backends.open_sampling(bundle, backend, runtime),
     )
 
 

@@ -10,15 +10,15 @@ from functools import cached_property
 
 import numpy as np
 
-from spec_runtime.backends import Backend, DeviceBackend, Rows
+from spec_runtime.backends import Backend, DeviceBackend, Rows, RowsReader
 from spec_runtime.backends.turns import Turn, Turns
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
 from spec_runtime.trees.tree import TokenTree
 
 PREFILL_ROWS = 256
-# Outputs of targets built for a device: i64[M]; and i64[M, K], f32[M, K] and f32[M].
-ARGMAX = "argmax_ids"
+ARGMAX = "argmax_ids"  # the output i64[M] of targets built for a device
+# Outputs of the graph that is run besides for requests that sample: i64[M, K], f32[M, K], f32[M].
 TOP = TOP_IDS, TOP_LOGITS, LOGSUMEXP = "top_ids", "top_logits", "logsumexp"
 # In fp32, two logits closer than this share of their row's range may change places when the row is
 # computed in another form: alone or among others, in other slots. The demo target's logits moved by
@@ -34,7 +34,7 @@ class Wants:
 
     `features` asks for hidden states, which cost a copy: the final one and, behind it, those of the
     layers `taps`. `top` asks a target on a device for the largest logits of each row, which settle
-    most draws; otherwise it gives the argmax.
+    most draws and are found by a graph of their own; otherwise it gives the argmax.
     """
 
     features: bool = False
@@ -63,7 +63,7 @@ class Verified:
 
     It is valid until the target's next run. After `verify` the M rows are all of the tree's, after
     `prefill` the last one. `best_M` i64[M] is the rows' argmax, -1 where a row is not finite, and
-    `top` the outputs TOP, if the graph computes them.
+    `top` the outputs TOP, if they were computed.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class Target:
 
     Whoever runs the target takes one of its `turns` before, or has it `alone`. `rows_of` is the
     turn whose generation wrote the rows, None if no later generation may rely on them. `precision`
-    is that of the weights and products.
+    is that of the weights and products. `sampling` finds the largest logits on a device; without it
+    whole rows are fetched to draw from.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Target:
         max_length: int,
         precision: str = "fp32",
         strict_gap: float | None = None,
+        sampling: RowsReader | None = None,
     ) -> None:
         assert backend.capacity == cache.capacity > max_length, (backend.capacity, max_length)
         self.vocab_size = vocab_size
@@ -177,6 +179,7 @@ class Target:
         self.rows_of: Turn | None = None
         self._backend = backend
         self._device = backend if isinstance(backend, DeviceBackend) else None
+        self._sampling = sampling
         self._cache = cache
         self._row_N = np.arange(max(PREFILL_ROWS, cache.capacity), dtype=np.int64)
 
@@ -281,12 +284,16 @@ class Target:
             outputs = self._backend.run(feeds, ["logits", *names])
             logits_MV = outputs["logits"]
         else:
-            wanted = TOP if wants.top else (ARGMAX,)
-            found = wanted if all(map(self._device.has_output, wanted)) else ()
-            outputs, kept = self._device.run_keeping(feeds, [*found, *names], ["logits"])
-            logits_MV, best_M = kept["logits"], outputs.get(ARGMAX)
-            if TOP_IDS in outputs:
-                top = [outputs[name] for name in TOP]
+            argmax = [ARGMAX] if self._device.has_output(ARGMAX) else []
+            if wants.top and self._sampling is not None:
+                # No draw needs the argmax. It stays on the device, so that greedy requests and
+                # those that sample share captured graphs, which are kept by what is asked for.
+                outputs, kept = self._device.run_keeping(feeds, names, [*argmax, "logits"])
+                top = self._sampling.run(kept["logits"], TOP)
+            else:
+                outputs, kept = self._device.run_keeping(feeds, [*names, *argmax], ["logits"])
+                best_M = outputs.get(ARGMAX)
+            logits_MV = kept["logits"]
         self.run_seconds += time.perf_counter() - begin
         parts = [outputs[name] for name in names]
         if is_strict:

@@ -71,7 +71,8 @@ class GraphWriter:
             repeat_feature=config.get("mask_feature") == "anchor",
         )
         file = f"target/{fused_name(info.name)}.onnx"
-        return save_graph(model, "slots", self.folder, file, (target, drafter))
+        graph = save_graph(model, "slots", self.folder, file, (target, drafter))
+        return replace(graph, attention=target.attention)
 
 
 def save_graph(

@@ -55,9 +55,10 @@ class Drafter(SequentialDrafter):
         self.layers = nn.ParameterList(torch.zeros(D, D) for _ in range(num_layers))
         self.biases = nn.ParameterList(torch.zeros(D) for _ in range(num_layers))
         self.norm = nn.Parameter(torch.full((D,), self.feature_scale))
+        self.begin_with_zeros(D)  # the recurrent part of the first state
 
     def start(self, context_RD: Tensor) -> Tensor:
-        return F.pad(self.unit(context_RD) @ self.project_h, (0, self.dims.hidden_size))
+        return self.with_zeros(self.unit(context_RD) @ self.project_h)
 
     def step(self, token_R: Tensor, state_RW: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         from_h, s = state_RW.chunk(2, -1)

@@ -198,6 +198,7 @@ class Drafter(SequentialDrafter):
             self.h_q = _Rnn(D)
         else:
             self.h_q = _Transformer(config.layers, K, ends)
+        self.begin_with_zeros(self.h_q.state_width)
         self.w_p, self.w_q = _weight(D, width), _weight(self.h_q.width, width)
         if config.head == "own":
             V = len(self.draft_token_ids)
@@ -208,8 +209,7 @@ class Drafter(SequentialDrafter):
             self.norm = nn.Parameter(ends.final_norm_D.float().clone())
 
     def start(self, context_RD: Tensor) -> Tensor:
-        p = self.unit(context_RD) @ self.w_p
-        return F.pad(p, (0, self.h_q.state_width))
+        return self.with_zeros(self.unit(context_RD) @ self.w_p)
 
     def step(self, token_R: Tensor, state_RW: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         p, state = state_RW.split((self.config.head_width, self.h_q.state_width), -1)

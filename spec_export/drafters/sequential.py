@@ -57,10 +57,23 @@ class SequentialDrafter(DrafterBase):
 
     config: Any  # a SequentialConfig
     ones_D: Tensor
+    zeros_W: Tensor
 
     def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
         super().__init__(config, ends, draft_token_ids)
         self.register_buffer("ones_D", torch.ones(ends.dims.hidden_size), persistent=False)
+
+    def begin_with_zeros(self, num_columns: int) -> None:
+        """Makes the zeros that `with_zeros` puts behind a state's first part.
+
+        They are a buffer, which becomes a constant of the graph, because ONNX Runtime has no kernel
+        for Pad in bfloat16 on any provider.
+        """
+        self.register_buffer("zeros_W", torch.zeros(num_columns), persistent=False)
+
+    def with_zeros(self, x: Tensor) -> Tensor:
+        """Returns x [R, ...] with the zeros behind each row."""
+        return torch.cat((x, self.zeros_W.expand(len(x), -1)), -1)
 
     # ---- the network -----------------------------------------------------------------------------
 

@@ -1,10 +1,13 @@
-"""Adds GPU outputs to a graph: argmax, top logits, and buffers that stay on the device ("banks").
+(
+    ""
+    """Makes GPU outputs: argmax, largest logits, and buffers that stay on the device ("banks").
 
 They keep the number of values small that are copied to the host. A bank is a buffer [R, W] of
 rows. One graph writes rows in place; others, or the next run of the same graph, read them. Features
 of the target lie in banks by the slot of their KV row (R = S), states and hidden rows of a drafter
 by node.
 """
+)
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.edit import GraphEditor, fixed_size
+from spec_export.graphs.trace import IR_VERSION, OPSET
 from spec_runtime.bundle import BANK, BANK_ROWS, FEATURE_ROWS, STATE_ROWS
 from spec_runtime.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
 
-MOST_TOP = 128  # how many logits of a row add_top keeps
+MOST_TOP = 128  # how many logits of a row the sampling graph finds
 
 
 def add_argmax(model: ir.Model) -> ir.Model:
@@ -44,35 +48,38 @@ def add_argmax(model: ir.Model) -> ir.Model:
     return model
 
 
-def add_top(model: ir.Model, most: int = MOST_TOP) -> ir.Model:
-    """Adds the outputs that a sampler mostly needs of `logits` f32[M, V], in place.
+def sampling_graph(vocab_size: int, most: int = MOST_TOP) -> ir.Model:
+    """Returns the graph that finds what a sampler mostly needs of `logits` f32[M, V].
 
-    `top_ids` i64[M, K] and `top_logits` f32[M, K] are the K = `most` largest logits of each row
-    (all V, if there are fewer), largest first. `logsumexp` f32[M] is over the whole row; it is not
-    finite where a logit is NaN or +inf.
+    It is a graph of its own because ONNX Runtime computes every output of a graph, asked for or
+    not: greedy decoding would pay for it. V = `vocab_size`. `top_ids` i64[M, K] and `top_logits`
+    f32[M, K] are the K = `most` largest logits of each row (all V, if there are fewer), largest
+    first. `logsumexp` f32[M] is over the whole row; it is not finite where a logit is NaN or +inf,
+    whatever TopK makes of such a row, since each logit is a term of the sum. How CUDA's TopK orders
+    NaN and equal logits is not documented. ReduceMax is avoided because it would need cuDNN.
     """
-    graph, edit = model.graph, GraphEditor(model, "top")
-    logits = next(value for value in graph.outputs if value.name == "logits")
-    K = min(most, fixed_size(logits, 1))
-    before, last = list(graph)[-1], edit.constant(np.array([1]))
-    size = edit.constant(np.array([K]))
-    top, ids = edit.add(before, "TopK", [logits, size], axis=1, num_outputs=2)
-    (largest,) = edit.add(before, "ReduceMax", [logits, last], keepdims=1)
-    (below,) = edit.add(before, "Sub", [logits, largest])
-    (weight,) = edit.add(before, "Exp", [below])
-    (total,) = edit.add(before, "ReduceSum", [weight, last], keepdims=1)
-    (log_total,) = edit.add(before, "Log", [total])
-    (whole,) = edit.add(before, "Add", [log_total, largest])
-    (whole,) = edit.add(before, "Squeeze", [whole, last])
-    ids.shape, top.shape, whole.shape = ir.Shape(["M", K]), ir.Shape(["M", K]), ir.Shape(["M"])
+    K, REAL = min(most, vocab_size), ir.DataType.FLOAT
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name="sampling")
+    model = ir.Model(graph, ir_version=IR_VERSION)
+    edit = GraphEditor(model, "top")
+    logits = edit.add_input("logits", REAL, ["M", vocab_size])
+    zero, one, size = (edit.constant(np.array([number])) for number in (0, 1, K))
+    top, ids = edit.add(None, "TopK", [logits, size], axis=1, num_outputs=2)
+    (largest,) = edit.add(None, "Slice", [top, zero, one, one])
+    (below,) = edit.add(None, "Sub", [logits, largest])
+    (weight,) = edit.add(None, "Exp", [below])
+    (total,) = edit.add(None, "ReduceSum", [weight, one], keepdims=0)
+    (log_total,) = edit.add(None, "Log", [total])
+    (largest,) = edit.add(None, "Squeeze", [largest, one])
+    (whole,) = edit.add(None, "Add", [log_total, largest])
     for value, name, dtype in (
         (ids, TOP_IDS, ir.DataType.INT64),
-        (top, TOP_LOGITS, ir.DataType.FLOAT),
-        (whole, LOGSUMEXP, ir.DataType.FLOAT),
+        (top, TOP_LOGITS, REAL),
+        (whole, LOGSUMEXP, REAL),
     ):
         value.name, value.type = name, ir.TensorType(dtype)
         graph.outputs.append(value)
-    graph.sort()
+    ids.shape, top.shape, whole.shape = ir.Shape(["M", K]), ir.Shape(["M", K]), ir.Shape(["M"])
     return model
 
 

@@ -54,20 +54,23 @@ class GraphEditor:
 
     def add(
         self,
-        before: ir.Node,
+        before: ir.Node | None,
         op_type: str,
         inputs: Sequence[ir.Value | None],
         num_outputs: int = 1,
         domain: str = "",
         **attributes: int | float | str | list[int],
     ) -> list[ir.Value]:
-        """Inserts a node before `before` and returns its outputs."""
+        """Inserts a node before `before`, at the end for None, and returns its outputs."""
         node = ir.node(
             op_type, list(inputs), attributes or None, domain=domain, num_outputs=num_outputs
         )
         for i, output in enumerate(node.outputs):
             output.name = self.name(f"{op_type.lower()}_{i}")
-        self.graph.insert_before(before, node)
+        if before is None:
+            self.graph.append(node)
+        else:
+            self.graph.insert_before(before, node)
         return list(node.outputs)
 
     def replace(self, old: ir.Value, new: ir.Value) -> None:

@@ -50,6 +50,9 @@ def fuse(
     i64[N] (where a node's KV row goes), taken bool[S] (slots of committed rows), counts i64[2]
     (committed rows; the first slot that was never used).
 
+    taken covers as many slots as the mask is to be wide: where the graphs read whole buffers
+    (attention "full_buffer"), all of them.
+
     KV inputs and outputs are the two graphs' own, the drafter's with `draft.` before the name.
     There are two more outputs. result i64[2D + 4] holds the D + 1 emitted tokens (the accepted
     ones, then the bonus) and the D + 1 nodes of their path, both filled up with -1, then 1 if the
@@ -166,7 +169,7 @@ class _FusedGraph:
         right_N = op("Equal", state["token"], op("Gather", y_N, state["parent"]))
         right_N = op("Or", right_N, np.arange(N) == 0)
         wrong_NN = op("And", state["ancestor"], op("Not", right_N))
-        ok_N = op("Not", self.any(wrong_NN, 1))
+        ok_N = op("Equal", self.num_true(wrong_NN, 1), np.array([0], np.float32))
         reach_N = op("Where", ok_N, op("Add", state["depth"], [1]), [0])
         best = op(
             "ArgMax", self.real(reach_N), axis=0
@@ -184,13 +187,14 @@ class _FusedGraph:
         below_N = op(
             "And", below_N, op("Squeeze", op("Gather", state["ancestor"], best, axis=1), [1])
         )
-        has_child = op("Cast", self.any(op("And", below_N, is_node_N), 0, keep=1), to=INT)
-        num_nodes = op("ReduceSum", op("Cast", is_node_N, to=INT), [0], keepdims=1)
+        num_children = self.num_true(op("And", below_N, is_node_N), 0, keep=1)
+        has_child = op("Greater", num_children, np.array([0], np.float32))
+        num_nodes = op("Cast", self.num_true(is_node_N, 0, keep=1), to=INT)
         self.result = op(
             "Concat",
             self.emitted_P,
             op("Where", self.kept_P, path_P, [-1]),
-            has_child,
+            op("Cast", has_child, to=INT),
             op("Sub", num_nodes, [1]),
             axis=0,
         )
@@ -257,55 +261,53 @@ class _FusedGraph:
                 last = op("Gather", self.features_NF, self.best)
                 features_nF = op("Concat", features_nF, *[last] * K, axis=0)
             elif K:
-                features_nF = op("Pad", features_nF, np.array([0, 0, K, 0]))
+                zeros_KF = np.zeros((K, self.F), np.float32)
+                features_nF = op("Concat", features_nF, zeros_KF, axis=0)
             feeds["features"] = self.batch(features_nF)
         self.feed(self.drafter_inputs, **feeds)
 
     def grow(self, paths: list[tuple[int, ...]], C: int) -> None:
-        """Makes the next tree of the most probable paths of the superset."""
-        op, N = self.op, self.N
-        index = {path: i for i, path in enumerate(paths)}
+        """Makes the next tree of the most probable paths of the superset.
+
+        Constants with the suffix R are over the R = M + 1 + `missing` things that a node can be:
+        one of the M paths, then the root, then no node, for trees of fewer paths than nodes.
+        """
+        op, N, M = self.op, self.N, len(paths)
+        root, missing = M, max(0, N - 1 - M)
+        index = {path: i for i, path in enumerate(paths)} | {(): root}
         flat = [[k * C + rank for k, rank in enumerate(path)] for path in paths]
-        deepest = max(map(len, paths))
-        num_flat = deepest * C
-        # Paths shorter than the deepest are filled up with an entry of log-probability 0.
-        steps_MD = np.array([row + [num_flat] * (deepest - len(row)) for row in flat])
-        M = len(paths)
-        ancestor_MM = np.zeros((M, M), np.bool_)
-        for i, path in enumerate(paths):
-            ancestor_MM[i, [index[path[:k]] for k in range(1, len(path) + 1)]] = True
-        ids = self.drafter_outputs["guess_ids"]
+        num_flat = (self.P - 1) * C
         # Each log-probability is kept strictly below 0, so that no child comes before its parent.
         log_probs = op(
             "Min", self.real(self.drafter_outputs["guess_log_probs"]), np.array([-1e-4], np.float32)
         )
-        flat_ids, log_probs = op("Reshape", ids, [-1]), op("Reshape", log_probs, [-1])
-        if deepest < self.P - 1:  # with so few nodes, no path can use the last guesses
-            flat_ids, log_probs = (op("Slice", x, [0], [num_flat]) for x in (flat_ids, log_probs))
-        flat_log_probs = op("Concat", log_probs, np.array([0], np.float32), axis=0)
+        # Paths shorter than the deepest are filled up with an entry of log-probability 0.
+        deepest = max(map(len, paths))
+        steps_MD = np.array([row + [num_flat] * (deepest - len(row)) for row in flat])
+        nothing = np.array([0], np.float32)
+        flat_log_probs = op("Concat", op("Reshape", log_probs, [-1]), nothing, axis=0)
         score_M = op("ReduceSum", op("Gather", flat_log_probs, steps_MD), [1], keepdims=0)
-        _, chosen = self.outputs("TopK", score_M, [min(N - 1, M)], num_outputs=2, sorted=1, axis=0)
-        leaf_M = np.array([row[-1] for row in flat])
-        parent_M = np.array([index.get(path[:-1], -1) for path in paths])
-        depth_M = np.array([len(path) for path in paths])
-        parent = op("Gather", parent_M, chosen)
-        is_parent = op("Equal", op("Unsqueeze", parent, [1]), chosen)
-        place = op("Add", op("ArgMax", self.real(is_parent), axis=1, keepdims=0), [1])
-        place = op("Where", op("Less", parent, [0]), [0], place)
-        ancestor = op("Gather", op("Gather", ancestor_MM, chosen), chosen, axis=1)
-        tokens = op("Gather", flat_ids, op("Gather", leaf_M, chosen))
-        # If there are fewer paths than nodes, the last entries stand for no node.
-        missing = N - 1 - min(N - 1, M)
-        none = [np.full(missing, -1)] if missing else []
-        zeros = [np.zeros(missing, np.int64)] if missing else []
-        self.next["token"] = op("Concat", self.bonus, tokens, *none, axis=0)
-        self.next["parent"] = op("Concat", [0], place, *zeros, axis=0)
-        self.next["depth"] = op("Concat", [0], op("Gather", depth_M, chosen), *zeros, axis=0)
-        # The root is an ancestor of every node, and every node is its own ancestor here.
-        padded = op("Pad", op("Cast", ancestor, to=INT), np.array([1, 1, missing, missing]))
-        fixed_NN = np.eye(N, dtype=np.bool_)
-        fixed_NN[:, 0] = True
-        self.next["ancestor"] = op("Or", op("Cast", padded, to=BOOL), fixed_NN)
+        best = self.outputs("TopK", score_M, [N - 1 - missing], num_outputs=2, sorted=1, axis=0)[1]
+        none = [np.arange(M + 1, M + 1 + missing)] if missing else []
+        chosen_N = op("Concat", [root], best, *none, axis=0)
+        # The bonus and -1 stand behind the guesses.
+        ids = op("Reshape", self.drafter_outputs["guess_ids"], [-1])
+        ids = op("Concat", ids, self.bonus, [-1], axis=0)
+        leaf_R = [*(row[-1] for row in flat), num_flat, *[num_flat + 1] * missing]
+        depth_R = [*map(len, paths), *[0] * (1 + missing)]
+        parent_R = [*(index[path[:-1]] for path in paths), *[root] * (1 + missing)]
+        # Every node is an ancestor of itself here, and the root one of every node.
+        ancestor_RR = np.eye(M + 1 + missing, dtype=np.bool_)
+        ancestor_RR[:, root] = True
+        for i, path in enumerate(paths):
+            ancestor_RR[i, [index[path[:k]] for k in range(1, len(path))]] = True
+        parent = op("Gather", np.array(parent_R), chosen_N)
+        is_parent = op("Equal", op("Unsqueeze", parent, [1]), chosen_N)
+        self.next["token"] = op("Gather", ids, op("Gather", np.array(leaf_R), chosen_N))
+        self.next["parent"] = op("ArgMax", self.real(is_parent), axis=1, keepdims=0)
+        self.next["depth"] = op("Gather", np.array(depth_R), chosen_N)
+        ancestor = op("Gather", ancestor_RR, chosen_N)
+        self.next["ancestor"] = op("Gather", ancestor, chosen_N, axis=1)
 
     def finish(self) -> ir.Model:
         """Sets the inputs and outputs of the whole graph and returns the model."""
@@ -383,16 +385,24 @@ class _FusedGraph:
         result.shape = value.shape
         return result
 
-    def any(self, value: ir.Value, axis: int, keep: int = 0) -> ir.Value:
-        """Returns, along `axis`, where any entry of a boolean value is true."""
-        most = self.op("ReduceMax", self.real(value), [axis], keepdims=keep)
-        return self.op("Cast", most, to=BOOL)
+    def num_true(self, value: ir.Value, axis: int, keep: int = 0) -> ir.Value:
+        """Returns how many entries along `axis` of a boolean value are true, as float32.
+
+        It is a sum of floats because CUDA has no kernel of its own for a maximum, nor for a sum of
+        integers: for those ONNX Runtime wants cuDNN.
+        """
+        return self.op("ReduceSum", self.real(value), [axis], keepdims=keep)
 
     def feed(self, inputs: dict[str, ir.Value], **values: ir.Value) -> None:
-        """Puts these values in the place of the inputs of these names: all but the buffers."""
+        """Puts these values in the place of the inputs of these names: all but the buffers.
+
+        Values that the graph has no input for are left out: each attention reads some of them.
+        """
         wanted = {name for name in inputs if not name.startswith(BUFFERS)}
-        assert set(values) == wanted, (sorted(values), sorted(wanted))
+        assert wanted <= set(values), (sorted(values), sorted(wanted))
         for name, value in values.items():
+            if name not in wanted:
+                continue
             dtype = inputs[name].dtype
             if name == "features" and dtype not in (None, ir.DataType.FLOAT):
                 value = self.op("Cast", value, to=dtype.value)

@@ -14,9 +14,10 @@ from spec_runtime.backends.base import (
     DeviceBackend,
     Opener,
     Rows,
+    RowsReader,
     Runtime,
 )
-from spec_runtime.bundle import Bundle, Graph
+from spec_runtime.bundle import SAMPLING, Bundle, Graph
 
 __all__ = [
     "BACKENDS",
@@ -25,8 +26,10 @@ __all__ = [
     "BackendKind",
     "DeviceBackend",
     "Rows",
+    "RowsReader",
     "Runtime",
     "open_graph",
+    "open_sampling",
 ]
 
 DEFAULT_RUNTIME = Runtime()
@@ -47,3 +50,19 @@ def open_graph(
     """
     opener: Opener = importlib.import_module(runtime.kind.module).open_graph
     return opener(bundle, graph, capacity, runtime, share, banks)
+
+
+def open_sampling(bundle: Bundle, target: Backend, runtime: Runtime) -> RowsReader | None:
+    """Returns the graph that finds the largest of the logits that `target` leaves on its device.
+
+    Its session is opened by the first run. Returns None where logits come to the host anyway, or
+    the bundle has no such graph.
+    """
+    graph = bundle.manifest.graphs.get(SAMPLING)
+    if graph is None or (runtime.engine, runtime.device) != ("onnxruntime", "cuda"):
+        return None
+    # here: only this engine needs onnxruntime
+    from spec_runtime.backends.sampling_graph import SamplingGraph
+    from spec_runtime.backends.session import as_lender
+
+    return SamplingGraph(bundle, graph, as_lender(target).copies, runtime)

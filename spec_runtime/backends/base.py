@@ -37,6 +37,13 @@ class Rows(Protocol):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray: ...
 
 
+class RowsReader(Protocol):
+    """A graph that reads an output which stays on the device, where it lies."""
+
+    def run(self, logits: Rows, outputs: Sequence[str], /) -> list[np.ndarray]:
+        """Returns these outputs on the host; the next run may overwrite the arrays."""
+
+
 class DeviceBackend(ABC):
     """A backend that can leave outputs on its device. Those that can inherit from this class.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from spec_runtime.backends.captures import no_capture
 from spec_runtime.backends.cuda_api import Cuda
 
 # ONNX Runtime's names of the types that are fetched.
@@ -17,6 +18,32 @@ TYPES = {
 }
 
 log = logging.getLogger("spec_runtime")
+
+
+class Upload:
+    """Copies `memory` u8[nbytes] on the host to one value of that size, whenever it is started."""
+
+    def __init__(self, memory: np.ndarray, value: Any) -> None:
+        self.memory, self._value = memory, value
+
+    def claim(self) -> None:
+        """Waits until the last copy is done; `memory` may be written then."""
+
+    def start(self) -> None:
+        with no_capture():
+            self._value.update_inplace(self.memory)
+
+
+class Download:
+    """Copies the same values to the host, whenever it is read."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def read(self) -> Sequence[np.ndarray]:
+        """Returns the values' content, in arrays that the next `read` may overwrite."""
+        with no_capture():
+            return [value.numpy() for value in self._values]
 
 
 class Copies:
@@ -39,24 +66,13 @@ class Copies:
         """Returns memory u8[nbytes] to send from."""
         return np.zeros(nbytes, np.uint8)
 
-    def send(self, memory: np.ndarray, value: Any) -> int:
-        """Starts the copy of `memory` u8[nbytes] to the value of the same size.
+    def upload(self, memory: np.ndarray, value: Any) -> Upload:
+        """Returns what copies `memory`, which came from `host`, to the value of the same size."""
+        return Upload(memory, value)
 
-        Pass the returned ticket to `claim` before reusing `memory`.
-        """
-        value.update_inplace(memory)
-        return 0
-
-    def claim(self, ticket: int) -> None:
-        """Waits until the copy that returned this ticket is done; its memory may be written."""
-
-    def fetch(self, values: Sequence[Any], landing: dict[int, np.ndarray]) -> list[np.ndarray]:
-        """Returns the values' content as arrays on the host.
-
-        `landing` is a dictionary that the caller keeps for us: it holds the arrays' memory, which
-        the next fetch with the same dictionary overwrites.
-        """
-        return [value.numpy() for value in values]
+    def download(self, values: Sequence[Any]) -> Download:
+        """Returns what copies these values to the host."""
+        return Download(values)
 
     def settle(self) -> None:
         """Waits until everything that was sent and run is done."""
@@ -71,8 +87,8 @@ class StreamCopies(Copies):
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
-        self._num_waits = 0
-        self._is_idle = True
+        self.num_waits = 0
+        self.is_idle = True
 
     @property
     def settings(self) -> dict[str, str]:
@@ -85,37 +101,67 @@ class StreamCopies(Copies):
     def host(self, nbytes: int) -> np.ndarray:
         return self.cuda.pinned(nbytes).view(np.uint8)
 
-    def send(self, memory: np.ndarray, value: Any) -> int:
-        self.cuda.to_device(value.data_ptr(), memory.ctypes.data, memory.nbytes)
-        self._is_idle = False
-        return self._num_waits
+    def upload(self, memory: np.ndarray, value: Any) -> Upload:
+        return StreamUpload(self, memory, value)
 
-    def claim(self, ticket: int) -> None:
-        if ticket == self._num_waits:
-            self.settle()
-
-    def fetch(self, values: Sequence[Any], landing: dict[int, np.ndarray]) -> list[np.ndarray]:
-        arrays = []
-        for value in values:
-            address = value.data_ptr()
-            if address not in landing:
-                dtype = TYPES[value.data_type()]
-                count = int(np.prod(value.shape()))
-                memory = self.host(max(count, 1) * np.dtype(dtype).itemsize)
-                landing[address] = memory.view(dtype)[:count].reshape(value.shape())
-            array = landing[address]
-            self.cuda.to_host(array.ctypes.data, address, array.nbytes)
-            arrays.append(array)
-        if arrays:
-            self._is_idle = False
-            self.settle()
-        return arrays
+    def download(self, values: Sequence[Any]) -> Download:
+        return StreamDownload(self, values)
 
     def settle(self) -> None:
-        if not self._is_idle:
+        if not self.is_idle:
             self.cuda.wait()
-            self._num_waits += 1
-            self._is_idle = True
+            self.num_waits += 1
+            self.is_idle = True
+
+
+class StreamUpload(Upload):
+    """Puts the copy on the stream; it reads `memory` until somebody waits for the stream."""
+
+    def __init__(self, copies: StreamCopies, memory: np.ndarray, value: Any) -> None:
+        super().__init__(memory, value)
+        self._copies = copies
+        self._copy = value.data_ptr(), memory.ctypes.data, memory.nbytes
+        self._begun = -1  # how often had been waited when the last copy was put on the stream
+
+    def claim(self) -> None:
+        if self._begun == self._copies.num_waits:
+            self._copies.settle()
+
+    def start(self) -> None:
+        copies = self._copies
+        copies.cuda.to_device(*self._copy)
+        copies.is_idle = False
+        self._begun = copies.num_waits
+
+
+class StreamDownload(Download):
+    """Lands in pinned memory of its own, once everything on the stream is done."""
+
+    def __init__(self, copies: StreamCopies, values: Sequence[Any]) -> None:
+        super().__init__(values)
+        self._copies = copies
+        self._arrays = [_landing(copies, value) for value in values]
+        self._each = [
+            (array.ctypes.data, value.data_ptr(), array.nbytes)
+            for array, value in zip(self._arrays, values, strict=True)
+        ]
+
+    def read(self) -> Sequence[np.ndarray]:
+        if self._each:
+            copies = self._copies
+            for copy in self._each:
+                copies.cuda.to_host(*copy)
+            copies.is_idle = False
+            copies.settle()
+        return self._arrays
+
+
+def _landing(copies: StreamCopies, value: Any) -> np.ndarray:
+    """Returns pinned memory for a value, as an array of its type and shape."""
+    dtype, shape = np.dtype(TYPES[value.data_type()]), value.shape()
+    count = int(np.prod(shape))
+    memory = copies.host(max(count, 1) * dtype.itemsize)
+    return memory.view(dtype)[:count].reshape(shape)
 
 
 def open_copies() -> Copies:

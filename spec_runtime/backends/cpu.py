@@ -15,11 +15,11 @@ import numpy as np
 from spec_runtime.backends.base import Backend, Runtime
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.session import (
+    NamingGraph,
     OrtBackend,
     SessionOptions,
     as_lender,
     bind_buffers,
-    naming_graph,
     open_buffers,
     open_session,
 )
@@ -44,6 +44,7 @@ class CpuBackend(OrtBackend):
     ) -> None:
         self.form, self.capacity = graph.form, capacity
         self._graph = graph
+        self._naming = NamingGraph(graph.file)
         self.copies = Copies()
         self.session = open_session(path, graph, SessionOptions(threads or default_threads()))
         self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
@@ -68,7 +69,7 @@ class CpuBackend(OrtBackend):
         for name in outputs:
             results[name] = array = self._output(name, sizes)
             binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-        with naming_graph(self._graph.file):
+        with self._naming:
             self.session.run_with_iobinding(binding)
         return results
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from spec_runtime.backends.base import Backend, DeviceBackend, Rows, Runtime
+from spec_runtime.backends.captures import free_later
 from spec_runtime.backends.copies import open_copies
 from spec_runtime.backends.device_runs import DeviceRuns
 from spec_runtime.backends.session import (
@@ -61,7 +62,7 @@ class CudaBackend(OrtBackend, DeviceBackend):
         self._names = {spec.name for spec in graph.outputs}
         self._runs = DeviceRuns(session, graph, capacity, self.buffers, self.copies)
         # Copies and runs on the way must end before the memory goes.
-        weakref.finalize(self, self.copies.settle).atexit = False
+        weakref.finalize(self, free_later, self._runs.close).atexit = False
 
     @property
     def bytes_to_host(self) -> int:

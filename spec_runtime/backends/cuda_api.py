@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NoReturn
 
 import numpy as np
+
+from spec_runtime.backends.captures import free_later, no_capture
 
 
 class Cuda:
@@ -39,6 +41,10 @@ class Cuda:
         # A stream of our own: nothing can be captured on the default stream.
         self._stream = self._call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
         self.stream = int(self._stream)
+        # Looked up once, for every run makes these calls.
+        self._copy, self._synchronize = api.cudaMemcpyAsync, api.cudaStreamSynchronize
+        self._to_device = api.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._to_host = api.cudaMemcpyKind.cudaMemcpyDeviceToHost
 
     @property
     def gpu_name(self) -> str:
@@ -60,32 +66,40 @@ class Cuda:
 
     def malloc(self, nbytes: int) -> int:
         """Allocates device memory and returns its address."""
-        return int(self._call("cudaMalloc", nbytes))
+        with no_capture():
+            return int(self._call("cudaMalloc", nbytes))
 
     def free(self, address: int) -> None:
-        self._call("cudaFree", address)
+        """Frees device memory, once no thread captures."""
+        free_later(partial(self._call, "cudaFree", address))
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Returns pinned host memory i8[nbytes], freed with the last view of it."""
-        address = int(self._call("cudaMallocHost", nbytes))
+        with no_capture():
+            address = int(self._call("cudaMallocHost", nbytes))
         memory = (ctypes.c_byte * nbytes).from_address(address)
-        weakref.finalize(memory, self._call, "cudaFreeHost", address)
+        weakref.finalize(memory, free_later, partial(self._call, "cudaFreeHost", address))
         return np.ctypeslib.as_array(memory)
 
     def zero(self, address: int, nbytes: int) -> None:
         self._call("cudaMemsetAsync", address, 0, nbytes, self._stream)
 
     def to_device(self, device: int, host: int, nbytes: int) -> None:
-        kind = self._api.cudaMemcpyKind.cudaMemcpyHostToDevice
-        self._call("cudaMemcpyAsync", device, host, nbytes, kind, self._stream)
+        (error,) = self._copy(device, host, nbytes, self._to_device, self._stream)
+        if int(error):
+            self._fail("cudaMemcpyAsync", error)
 
     def to_host(self, host: int, device: int, nbytes: int) -> None:
-        kind = self._api.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        self._call("cudaMemcpyAsync", host, device, nbytes, kind, self._stream)
+        (error,) = self._copy(host, device, nbytes, self._to_host, self._stream)
+        if int(error):
+            self._fail("cudaMemcpyAsync", error)
 
     def wait(self) -> None:
         """Waits until everything on the stream is done."""
-        self._call("cudaStreamSynchronize", self._stream)
+        with no_capture():
+            (error,) = self._synchronize(self._stream)
+        if int(error):
+            self._fail("cudaStreamSynchronize", error)
 
     def capture(self, enqueue: Callable[[], None]) -> Any:
         """Returns what `enqueue` puts on the stream as an executable graph, without running it."""
@@ -103,13 +117,16 @@ class Cuda:
         self._call("cudaGraphLaunch", executable, self._stream)
 
     def destroy(self, executable: Any) -> None:
-        self._call("cudaGraphExecDestroy", executable)
+        free_later(partial(self._call, "cudaGraphExecDestroy", executable))
 
     def _call(self, name: str, *arguments: Any) -> Any:
         error, *values = getattr(self._api, name)(*arguments)
         if int(error):
-            raise RuntimeError(f"{name}: {self._explain(error)}")
+            self._fail(name, error)
         return values[0] if values else None
+
+    def _fail(self, name: str, error: Any) -> NoReturn:
+        raise RuntimeError(f"{name}: {self._explain(error)}")
 
     def _explain(self, error: Any) -> str:
         text = self._api.cudaGetErrorString(error)[1]

@@ -10,9 +10,68 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.bundle import Graph
 
 WIDTHS = (1, 4, 8, 16, 24, 32, 48, 64)
+
+
+class PaddedRows:
+    """Writes feeds whose free axes have `sizes` into arrays whose axes are `wider`, at each call.
+
+    A padding row repeats the last row, and no row attends to it. In the slots form it writes that
+    row's slot again, with the same content. A mask with more columns than its array is cut. The
+    `arrays` are by the names of the graph's inputs. Example: [7, 8, 9] is written into an array of
+    four as [7, 8, 9, 9].
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        sizes: Mapping[str, int],
+        wider: Mapping[str, int],
+        arrays: Mapping[str, np.ndarray],
+    ) -> None:
+        own = {axis: min(size, wider[axis]) for axis, size in sizes.items()}
+        self._rows: dict[str, np.ndarray] = {}
+        self._paddings: list[tuple[np.ndarray, np.ndarray]] = []  # each with what it repeats
+        for spec in graph.inputs:
+            if not is_cache(spec):
+                array, shape = arrays[spec.name], shape_of(spec, own)
+                self._rows[spec.name] = array[tuple(slice(size) for size in shape)]
+                self._paddings += _paddings(array, shape)
+        self._mask = self._rows.pop("mask", None)
+        self._top = self._rows.pop("seqlens_k", None)
+        self._least_top = wider.get("N", 1) - 1  # the rows to read are never fewer than the new
+
+    def write(self, feeds: Mapping[str, np.ndarray]) -> None:
+        for name, rows in self._rows.items():
+            rows[...] = feeds[name]
+        if self._mask is not None:
+            self._mask[...] = feeds["mask"][..., : self._mask.shape[-1]]
+        if self._top is not None:
+            self._top[0] = max(feeds["seqlens_k"].item(), self._least_top)
+        for padding, last in self._paddings:
+            padding[...] = last
+
+
+def padded_sizes(
+    graph: Graph, sizes: Mapping[str, int], capacity: int, most: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Returns the sizes of the free axes with each axis of rows widened to one of WIDTHS.
+
+    `most` limits some of them. An axis stays as it is if it is longer than all WIDTHS, and all stay
+    if the cache has no room for so many new rows.
+    """
+    limits = most or {}
+    wider = {
+        axis: padded_width(size, limits.get(axis, WIDTHS[-1])) if axis not in ("S", "A+N") else size
+        for axis, size in sizes.items()
+    }
+    if graph.form == "contiguous":
+        wider["A+N"] = wider["A"] + wider["N"]
+    has_room = graph.form == "stateless" or wider["N"] <= capacity
+    return wider if has_room else dict(sizes)
 
 
 def pad_rows(
@@ -22,38 +81,27 @@ def pad_rows(
     capacity: int,
     most: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Pads each axis of rows up to the next of WIDTHS; returns the feeds and their new sizes.
+    """Pads each axis of rows, see padded_sizes; returns new feeds and their sizes.
 
-    `sizes` are those of the feeds' free axes, and `most` limits some of them. A padding row repeats
-    the last row. In the slots form it writes that row's slot again, with the same content; in the
-    contiguous form it is written behind all other rows, where the next run writes. No row attends
-    to it. Feeds stay as they are if the cache has no room for the padding; an axis stays as it is
-    if it is longer than all WIDTHS.
+    What a padding row holds is in PaddedRows. In the contiguous form it is written behind all other
+    rows, where the next run writes, and feeds stay as they are if there is no room.
 
     Example in the contiguous form, with 5 nodes and one moved row: src [9] and perm
     [0, 1, 2, 3, 4, 5] become, with 8 nodes, src [9] and perm [0, 1, 2, 3, 4, 5, 6, 7, 8].
     """
-    feeds, limits = dict(feeds), most or {}
-    wider = {
-        axis: padded_width(size, limits.get(axis, WIDTHS[-1])) if axis not in ("S", "A+N") else size
-        for axis, size in sizes.items()
-    }
+    feeds, wider = dict(feeds), padded_sizes(graph, sizes, capacity, most)
     if graph.form == "contiguous":
-        wider["A+N"] = wider["A"] + wider["N"]
         if int(feeds["write_index"][0]) + wider["A+N"] > capacity:
             return feeds, dict(sizes)
         feeds["perm"] = _wider_perm(feeds["perm"], sizes, wider)
-    elif "seqlens_k" in feeds:
-        # The rows to read are never fewer than the new ones.
-        top = max(int(feeds["seqlens_k"][0]), wider["N"] - 1)
-        if top >= capacity:
-            return feeds, dict(sizes)
-        feeds["seqlens_k"] = np.array([top], np.int32)
-    for spec in graph.inputs:
-        if spec.name in feeds:
-            shape = [wider[axis] if isinstance(axis, str) else axis for axis in spec.shape]
-            feeds[spec.name] = _repeat_last(feeds[spec.name], shape)
-    return feeds, wider
+        sizes = {**sizes, "A+N": wider["A+N"]}
+    arrays = {
+        spec.name: np.empty(shape_of(spec, wider), feeds[spec.name].dtype)
+        for spec in graph.inputs
+        if not is_cache(spec)
+    }
+    PaddedRows(graph, sizes, wider, arrays).write(feeds)
+    return arrays, wider
 
 
 def padded_width(num_rows: int, most: int) -> int:
@@ -69,10 +117,14 @@ def _wider_perm(perm: np.ndarray, sizes: Mapping[str, int], wider: Mapping[str, 
     return np.concatenate([moved, *padding])
 
 
-def _repeat_last(feed: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-    """Returns the feed with the last entry of each axis repeated up to this shape."""
+def _paddings(array: np.ndarray, shape: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns what to fill, in this order, of an array whose first rows of this shape are written,
+    each part with the entry that it repeats."""
+    paddings = []
     for axis, size in enumerate(shape):
-        n = feed.shape[axis]
-        if n < size:
-            feed = feed.take(np.minimum(np.arange(size), n - 1), axis=axis)
-    return feed
+        if size < array.shape[axis]:
+            # Axes before this one are full by now, those after it are filled next.
+            before = (slice(None),) * axis
+            last = array[(*before, slice(size - 1, size))]
+            paddings.append((array[(*before, slice(size, None))], last))
+    return paddings

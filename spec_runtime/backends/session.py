@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.base import Backend
+from spec_runtime.backends.captures import no_capture
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.cuda_libraries import require_gpu
 from spec_runtime.backends.shapes import KV, is_cache
@@ -79,7 +79,8 @@ class SessionOptions:
         """Returns all settings of the session's provider."""
         if self.device != "cuda":
             return dict(self.settings)
-        return EXACT | {"enable_cuda_graph": str(int(self.has_cuda_graphs))} | self.settings
+        capture = {"enable_cuda_graph": str(int(self.has_cuda_graphs))}
+        return EXACT | capture | dict(self.settings)
 
 
 def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
@@ -156,13 +157,14 @@ def _open(path: Path, options: SessionOptions) -> Any:
     for name, value in options.weights.items():
         chosen.add_initializer(name, value)
     # Without ONNX Runtime's own fallback, which would print and hide the reason.
-    return ort.InferenceSession(
-        str(path),
-        chosen,
-        [options.provider],
-        provider_options=[options.provider_settings],
-        enable_fallback=0,
-    )
+    with no_capture():
+        return ort.InferenceSession(
+            str(path),
+            chosen,
+            [options.provider],
+            provider_options=[options.provider_settings],
+            enable_fallback=0,
+        )
 
 
 def _check_signature(session: Any, graph: Graph, path: Path) -> None:
@@ -194,20 +196,25 @@ def _check_signature(session: Any, graph: Graph, path: Path) -> None:
                 )
 
 
-@contextmanager
-def naming_graph(file: str) -> Iterator[None]:
+class NamingGraph:
     """Turns what ONNX Runtime raises in a run into a ValueError that names the graph.
 
     A graph may fail on feeds that its signature allows: it adds what does not fit, or finds no
-    memory. Its own kinds of error are not public.
+    memory. Its own kinds of error are not public. Used by `with` around any number of runs.
     """
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(
-            f"ONNX Runtime {ort.__version__} cannot run {file}: "
-            f"{brief(error)}; build the bundle again"
-        ) from error
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            raise ValueError(
+                f"ONNX Runtime {ort.__version__} cannot run {self._file}: "
+                f"{brief(error)}; build the bundle again"
+            ) from error
 
 
 def takes_cuda_graphs(session: Any) -> bool:
@@ -234,17 +241,19 @@ def run_options(graph_id: int, waits: bool = True) -> Any:
 def empty_value(shape: Sequence[int], dtype: str, device: str) -> Any:
     """Returns an OrtValue whose content is whatever is in memory."""
     kind: Any = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype)
-    return ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
+    with no_capture():
+        return ort.OrtValue.ortvalue_from_shape_and_type(shape, kind, device, 0)
 
 
 def zero_value(shape: Sequence[int], dtype: str, device: str) -> Any:
     """Returns an OrtValue of zeros, in memory of its own."""
-    if dtype != "bfloat16":
-        return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), device, 0)
-    value = empty_value(shape, dtype, device)
-    zero = np.zeros(shape, np.uint16)
-    value.update_inplace(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zero, BFLOAT16))
-    return value
+    with no_capture():
+        if dtype != "bfloat16":
+            return ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, dtype), device, 0)
+        value = empty_value(shape, dtype, device)
+        zero = np.zeros(shape, np.uint16)
+        value.update_inplace(ort.OrtValue.ortvalue_from_numpy_with_onnx_type(zero, BFLOAT16))
+        return value
 
 
 # A graph of one Identity from x to y, as ONNX writes it.

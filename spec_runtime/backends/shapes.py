@@ -130,6 +130,10 @@ class LeastRecentlyUsed(Generic[_V]):
         self._values[key] = made = make()
         return made
 
+    def touch(self, key: Hashable) -> None:
+        """Counts as a use of the value of `key`."""
+        self._values.move_to_end(key)
+
     def clear(self) -> None:
         """Closes all values."""
         while self._values:

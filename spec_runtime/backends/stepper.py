@@ -7,6 +7,8 @@ writer. KV buffers are lent by other backends.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,14 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spec_runtime.backends.base import Backend, Runtime
+from spec_runtime.backends.bound_run import BoundRun
+from spec_runtime.backends.captures import free_later, no_capture
+from spec_runtime.backends.copies import Download
+from spec_runtime.backends.cuda import CUDA_SETTINGS
 from spec_runtime.backends.session import (
+    NamingGraph,
     OrtBackend,
     SessionOptions,
     as_lender,
     bind_buffers,
-    naming_graph,
     open_session,
-    run_options,
+    takes_cuda_graphs,
     zero_value,
 )
 from spec_runtime.backends.weights import DeviceWeights
@@ -31,12 +37,20 @@ RESULT, STATE = "result", "state."
 
 
 class _Side(NamedTuple):
-    """A binding that reads `state` and writes the other side's; `options` name its CUDA graph."""
+    """A binding that reads `state` and writes the other side's; `graph_id` names its CUDA graph."""
 
     binding: Any
     state: dict[str, Any]
     outputs: dict[str, Any]
-    options: Any
+    result: Download
+    graph_id: int
+
+
+class _PerThread(threading.local):
+    """The runs of one thread by graph id: ONNX Runtime keeps CUDA graphs by thread."""
+
+    def __init__(self) -> None:
+        self.runs: dict[int, BoundRun] = {}
 
 
 class OrtStepper:
@@ -58,22 +72,25 @@ class OrtStepper:
         must_capture: bool = False,
     ) -> None:
         self.bytes_to_host = 0
-        self._file = graph.file
-        self._landing: dict[int, np.ndarray] = {}  # see Copies.fetch
+        self._naming = NamingGraph(graph.file)
         self._device = runtime.device
         self._copies = lenders[""].copies
         self._weights = (
             DeviceWeights(path, runtime.device, self._copies) if runtime.device != "cpu" else None
         )
+        is_cuda = runtime.device == "cuda"
+        settings = CUDA_SETTINGS.get(graph.attention, {}) if is_cuda else {}
         options = SessionOptions(
             runtime.num_threads,
             runtime.device,
             runtime.has_cuda_graphs,
-            self._copies.settings,
+            self._copies.settings | settings,
             {} if self._weights is None else self._weights.values,
             must_capture,
         )
         self._session = open_session(path, graph, options)
+        self._has_cuda_graphs = takes_cuda_graphs(self._session)
+        self._here = _PerThread()
         self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith(STATE)]
         self._results = [spec for spec in graph.outputs if not spec.name.endswith(".out")]
         self._buffers: dict[str, Any] = {}
@@ -83,6 +100,8 @@ class OrtStepper:
         self._pairs: dict[tuple[tuple[int, ...], ...], tuple[_Side, _Side]] = {}  # by shapes
         self._last: _Side | None = None
         self._next: tuple[_Side, _Side] | None = None
+        # The session must not be closed while a thread captures.
+        weakref.finalize(self, free_later, vars(self).clear).atexit = False
 
     def start(self, state: Mapping[str, np.ndarray]) -> None:
         """Sets the state of the next run: by X, an array of the graph's type for `state.X`."""
@@ -93,19 +112,20 @@ class OrtStepper:
         key = tuple(array.shape for array in given.values())
         self._copies.settle()
         if key not in self._pairs:
-            self._pairs[key] = self._bind(given)
+            with no_capture():
+                self._pairs[key] = self._bind(given)
         self._next = self._pairs[key]
-        for name, array in given.items():
-            self._next[0].state[name].update_inplace(array)
+        with no_capture():
+            for name, array in given.items():
+                self._next[0].state[name].update_inplace(array)
 
     def step(self) -> np.ndarray:
         """Runs once and returns a copy of the output `result`."""
         assert self._next is not None, "step before start"
         self._last, other = self._next
         self._next = other, self._last
-        with naming_graph(self._file):
-            self._session.run_with_iobinding(self._last.binding, self._last.options)
-        (result,) = self._copies.fetch([self._last.outputs[RESULT]], self._landing)
+        self._run(self._last)
+        (result,) = self._last.result.read()
         self.bytes_to_host += result.nbytes
         return result.copy()
 
@@ -120,9 +140,22 @@ class OrtStepper:
         values = self._next[0].state.items()
         return {name.removeprefix(STATE): self._copy(value) for name, value in values}
 
+    def _run(self, side: _Side) -> None:
+        runs = self._here.runs
+        if side.graph_id in runs:
+            runs[side.graph_id].run()
+            return
+        run = BoundRun(self._session, side.binding, self._naming, self._copies.waits)
+        if self._has_cuda_graphs:
+            run.capture(side.graph_id)
+        else:
+            run.run()
+        runs[side.graph_id] = run
+
     def _copy(self, value: Any) -> np.ndarray:
         self._copies.settle()
-        array = np.array(value.numpy())
+        with no_capture():
+            array = np.array(value.numpy())
         self.bytes_to_host += array.nbytes
         return array
 
@@ -136,7 +169,8 @@ class OrtStepper:
                 spec.name: self._zeros(shapes[spec.name], spec.dtype) for spec in self._results
             }
             binding = bind_buffers(self._session, self._buffers)
-            sides.append(_Side(binding, state, outputs, run_options(graph_id)))
+            result = self._copies.download([outputs[RESULT]])
+            sides.append(_Side(binding, state, outputs, result, graph_id))
         for side, other in (sides, sides[::-1]):
             for name in given:
                 side.binding.bind_ortvalue_input(name, side.state[name])

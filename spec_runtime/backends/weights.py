@@ -113,7 +113,7 @@ def _place(
         for begin in range(0, len(content), len(staging)):
             part = staging[: len(content) - begin]
             part[:] = content[begin : begin + len(part)]
-            copies.send(part, viewer.view(address + begin, part.shape, UINT8))
+            copies.upload(part, viewer.view(address + begin, part.shape, UINT8)).start()
             copies.settle()
         placed[key] = _Placed(address, block)
         address += size

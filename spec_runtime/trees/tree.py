@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -22,19 +22,13 @@ def chain_parents(num_nodes: int) -> np.ndarray:
 
 def is_chain(parent_N: np.ndarray) -> bool:
     """True if each node's parent is the node before it."""
-    return bool((parent_N[1:] == np.arange(len(parent_N) - 1)).all())
+    return parent_N.tolist()[1:] == [*range(len(parent_N) - 1)]
 
 
 def depths(parent_N: np.ndarray) -> np.ndarray:
     """Returns the depth of each node, i64[N]: [0, 0, 0, 1] -> [0, 1, 1, 2]. A node that is its own
     parent is a root: [0, 1, 1] -> [0, 0, 1]."""
-    if is_chain(parent_N):
-        return np.arange(len(parent_N), dtype=np.int64)
-    depth = [0] * len(parent_N)
-    for node, parent in enumerate(parent_N.tolist()[1:], 1):
-        if parent != node:
-            depth[node] = depth[parent] + 1
-    return np.array(depth, dtype=np.int64)
+    return tree_shape(parent_N)[0].copy()
 
 
 def ancestors(parent_N: np.ndarray) -> np.ndarray:
@@ -45,13 +39,43 @@ def ancestors(parent_N: np.ndarray) -> np.ndarray:
                              1 . 1 .
                              1 1 . 1
     """
-    n = len(parent_N)
-    if is_chain(parent_N):
-        return np.tri(n, dtype=np.bool_)
-    ancestor_NN = np.eye(n, dtype=np.bool_)
-    for node, parent in enumerate(parent_N.tolist()[1:], 1):
-        ancestor_NN[node] |= ancestor_NN[parent]
-    return ancestor_NN
+    return tree_shape(parent_N)[1].copy()
+
+
+def tree_shape(parent_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `depths` and `ancestors` of these parents i64[N], which must not be written to.
+
+    Trees of few shapes come again and again, so the last ones are remembered.
+    """
+    return _tree_shape(parent_N.tobytes())
+
+
+@lru_cache(maxsize=256)
+def _tree_shape(parent_bytes: bytes) -> tuple[np.ndarray, np.ndarray]:
+    parents = np.frombuffer(parent_bytes, np.int64).tolist()
+    n = len(parents)
+    if parents[1:] == [*range(n - 1)]:
+        depth_N, ancestor_NN = np.arange(n, dtype=np.int64), np.tri(n, dtype=np.bool_)
+    else:
+        depth, rows = [0] * n, [1] * n  # a row as an integer, bit j for node j
+        for node, parent in enumerate(parents):
+            rows[node] = 1 << node
+            if parent < node:
+                depth[node] = depth[parent] + 1
+                rows[node] |= rows[parent]
+        depth_N, ancestor_NN = np.array(depth, np.int64), _bits(rows)
+    for array in (depth_N, ancestor_NN):
+        array.flags.writeable = False
+    return depth_N, ancestor_NN
+
+
+def _bits(rows: list[int]) -> np.ndarray:
+    """Returns bool[N, N]: the N lowest bits of each of N integers, [1, 3] -> [[1, 0], [1, 1]]."""
+    n = len(rows)
+    width = -(-n // 8)
+    bytes_NB = np.frombuffer(b"".join(row.to_bytes(width, "little") for row in rows), np.uint8)
+    bit_NN = np.unpackbits(bytes_NB.reshape(n, width), axis=1, count=n, bitorder="little")
+    return bit_NN.view(np.bool_)
 
 
 @dataclass(frozen=True, eq=False)

@@ -239,6 +239,35 @@ def test_sampling_fetches_the_rows_it_visits(
         assert device.bytes_to_host - before == (8 + row) * len(result.token_ids), sampling
 
 
+@both
+def test_the_largest_logits_are_found_for_requests_that_sample_alone(
+    folders: dict[str, Path], device: fake.Device
+) -> None:
+    """Their graph is opened by the first of them, and captured too; it reads the logits in place.
+
+    Both kinds of request replay the same graphs of the target.
+    """
+    engine = load(folders["fp16"], drafter="none")
+    greedy = OPTIONS | {"reuse": False}
+    sampled = greedy | {"temperature": 1.0, "seed": 3, "top_k": 3}
+    for _ in range(3):
+        engine.generate(PROMPTS[0], **greedy)
+    assert len(device.settings) == 1
+    assert not any("logits" in shapes for shapes in device.shapes)
+    before = device.num_captured
+    for _ in range(3):
+        engine.generate(PROMPTS[0], **sampled)
+    target, sampling = device.settings
+    assert sampling.get("user_compute_stream") == target.get("user_compute_stream")
+    assert device.num_captured == 2 * before == 4, "not one for the prompt and one for the steps"
+    counts = device.num_captured, device.num_to_device, device.num_replayed
+    result = engine.generate(PROMPTS[0], **sampled)
+    steps = len(result.token_ids)
+    assert device.num_captured == counts[0]
+    assert device.num_to_device == counts[1] + steps, "the logits were copied"
+    assert device.num_replayed == counts[2] + 2 * steps
+
+
 @pytest.mark.parametrize("num_top", [4, 64])
 def test_draws_mostly_fetch_the_largest_logits(
     workshop: Workshop,
@@ -251,8 +280,9 @@ def test_draws_mostly_fetch_the_largest_logits(
     from spec_export import make_bundle
     from spec_export.make_bundle import BuildOptions
 
-    add_top = partial(make_bundle.add_top, most=num_top)
-    monkeypatch.setattr(make_bundle, "add_top", add_top)
+    monkeypatch.setattr(
+        make_bundle, "sampling_graph", partial(make_bundle.sampling_graph, most=num_top)
+    )
     folder = make_bundle.build(
         BuildOptions(
             str(workshop.llama()), precision="fp16", device="cuda", out=tmp_path / "bundle"
@@ -553,7 +583,10 @@ def test_all_graphs_are_in_the_form_and_type_that_cuda_has_kernels_for(
         assert types == {"float16" if precision == "fp16" else "float32"}
         assert len(cached) == 4
         assert TensorSpec("argmax_ids", "int64", ("M",)) in graphs[0].outputs
-        assert TensorSpec("logsumexp", "float32", ("M",)) in graphs[0].outputs
+        assert not {"top_ids", "logsumexp"} & {spec.name for spec in graphs[0].outputs}
+        sampling = manifest.graphs["sampling"]
+        assert [spec.name for spec in sampling.inputs] == ["logits"]
+        assert TensorSpec("logsumexp", "float32", ("M",)) in sampling.outputs
 
 
 def test_the_default_is_for_the_cpu(workshop: Workshop) -> None:
@@ -588,17 +621,25 @@ def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
 
 
 def test_the_graph_finds_the_largest_and_the_whole() -> None:
-    from spec_export.graphs.banks import add_top
+    import onnx_ir as ir
 
+    from spec_export.graphs.banks import sampling_graph
+
+    inf, nan = np.inf, np.nan
+    rows = [[-3, 1, -2, 4], [-900, 900, 0, 0], [-inf, 2, -inf, 1]]
+    broken = [[nan, 1, 2, 3], [1, 2, 3, nan], [inf, 1, 2, 3], [nan, inf, 1, 2], [-inf] * 4]
     for most in (2, 9):
-        session = negating(partial(add_top, most=most))
-        x = [[3, -1, 2, -4], [900, -900, 0, 0], [np.nan, 1, 2, 3], [-np.inf, 1, 2, 3]]
-        ids, top, whole = session.run(TOP, {"x": np.array(x, np.float32)})
-        assert ids.shape == top.shape == (4, min(most, 4))
-        assert ids[:2, :2].tolist() == [[3, 1], [1, 2]]
-        assert top[:2, :2].tolist() == [[4, 1], [900, 0]]
-        assert whole[:2] == pytest.approx([np.log(np.exp([-3.0, 1, -2, 4]).sum()), 900])
-        assert not np.isfinite(whole[2:]).any()
+        model = ir.to_proto(sampling_graph(4, most))
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), providers=["CPUExecutionProvider"]
+        )
+        ids, top, whole = session.run(TOP, {"logits": np.array(rows + broken, np.float32)})
+        assert ids.shape == top.shape == (8, min(most, 4))
+        assert ids[:3, :2].tolist() == [[3, 1], [1, 2], [1, 3]]
+        assert top[:3, :2].tolist() == [[4, 1], [900, 0], [2, 1]]
+        sums = [np.log(np.exp(logits).sum()) for logits in ([-3.0, 1, -2, 4], [2.0, 1])]
+        assert whole[:3] == pytest.approx([sums[0], 900, sums[1]])
+        assert not np.isfinite(whole[3:]).any()
 
 
 @pytest.mark.parametrize(
@@ -688,13 +729,16 @@ def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) ->
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )
     c_M, x_M = np.array([1, 0, 0, 1, 0], np.bool_), np.arange(1, 6, dtype=np.float16)
-    packed = PackedFeeds({"c": c_M, "x": x_M}, "cpu", Copies())
+    specs = [TensorSpec("c", "bool", ("M",)), TensorSpec("x", "float16", ("M",))]
+    packed = PackedFeeds(specs, {"M": 5}, Copies().host)
     assert packed.first == {"c": 0, "x": ALIGNMENT}
     binding = session.io_binding()
-    packed.bind(binding)
+    bound = device_runs.BoundShape("key", 5, binding, packed, {}, Copies(), "cpu", None)
     binding.bind_output("y", "cpu")
     for sign in (1, -1):
-        packed.update({"c": c_M, "x": sign * x_M})
+        packed.arrays["c"][...] = c_M
+        packed.arrays["x"][...] = sign * x_M
+        bound.upload.start()
         session.run_with_iobinding(binding)
         assert binding.get_outputs()[0].numpy().tolist() == [sign * v for v in (1, -2, -3, 4, -5)]
 

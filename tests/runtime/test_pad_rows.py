@@ -102,8 +102,10 @@ def test_the_example() -> None:
     assert (feeds["src"].tolist(), feeds["perm"].tolist()) == ([9], [0, 1, 2, 3, 4, 5])
     got, _ = pad_rows(graph, feeds, sizes, CAPACITY)
     assert (got["src"].tolist(), got["perm"].tolist()) == ([9], [0, 1, 2, 3, 4, 5, 6, 7, 8])
-    moved, _ = pad_rows(graph, feeds | {"src": np.array([9, 11])}, sizes | {"A": 2}, CAPACITY)
+    two = feeds | {"src": np.array([9, 11]), "perm": np.arange(7)}
+    moved, _ = pad_rows(graph, two, sizes | {"A": 2, "A+N": 7}, CAPACITY)
     assert moved["src"].tolist() == [9, 11, 11, 11]
+    assert moved["perm"].tolist() == [0, 1, 4, 5, 6, 7, 8, 2, 3, 9, 10, 11]
 
 
 @forms

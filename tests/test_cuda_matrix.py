@@ -1,0 +1,343 @@
+"""Runs every graph of a CUDA bundle over the stand-in, in each precision and on each kind of GPU.
+
+The drafters are untrained: what is launched and copied does not depend on weights.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cuda_standin import StandIn  # noqa: E402
+from cuda_standin.calls import Calls, read_calls  # noqa: E402
+from tiny_target import save_llama  # noqa: E402
+from workshop import OPTIONS  # noqa: E402
+
+from spec_export import drafters, make_bundle, target  # noqa: E402
+from spec_export.decoder import Backbone  # noqa: E402
+from spec_export.make_bundle import BuildOptions  # noqa: E402
+from spec_export.training import checkpoint  # noqa: E402
+from spec_runtime import bundle as bundles  # noqa: E402
+
+pytestmark = pytest.mark.standin
+
+PRECISIONS = ("fp16", "bf16", "fp32")
+CAPABILITIES = ("8.0", "8.9", "9.0", "12.0")
+# Nodes that ONNX Runtime may put on the CPU: they work out shapes, which are there anyway.
+SHAPE_NODES = {"Cast", "Concat", "Shape", "Squeeze"}
+
+
+@dataclass(frozen=True)
+class GraphRun:
+    """What a process found of one graph (see graph_runs.Finding), and its calls by phase."""
+
+    name: str
+    error: str
+    has_cuda_graphs: bool
+    cpu_nodes: list[str]
+    num_memcpy: int
+    smallest_buffer: int
+    host_us: float
+    calls: dict[str, Calls]
+
+    @property
+    def running(self) -> list[Calls]:
+        """The calls of all phases in which the graph runs."""
+        return [self.calls[phase] for phase in ("eager", "capture", "replay")]
+
+    @property
+    def violations(self) -> list[str]:
+        return [text for calls in self.calls.values() for text in calls.violations]
+
+
+# ---- the conditions; each returns what is wrong, "" if nothing is ----
+
+
+def opens_with_cuda_graphs(run: GraphRun) -> str:
+    return run.error or ("" if run.has_cuda_graphs else "opened without CUDA graphs")
+
+
+def has_no_memcpy_node(run: GraphRun) -> str:
+    return f"{run.num_memcpy} Memcpy nodes" if run.num_memcpy else ""
+
+
+def has_only_shapes_on_the_cpu(run: GraphRun) -> str:
+    return ", ".join(sorted(set(run.cpu_nodes) - SHAPE_NODES))
+
+
+def makes_no_call_that_capture_forbids(run: GraphRun) -> str:
+    return "; ".join(text for text in run.violations if "changed since" not in text)
+
+
+def replays_after_the_second_run(run: GraphRun) -> str:
+    replay = run.calls["replay"]
+    is_replayed = replay.num_graph_launches == 1 and not replay.kernels
+    return (
+        "" if is_replayed else f"{replay.num_graph_launches} graphs, {len(replay.kernels)} kernels"
+    )
+
+
+def copies_no_buffer(run: GraphRun) -> str:
+    copies = [copy for calls in run.running for copy in (*calls.copies, *calls.captured_copies)]
+    return ", ".join(f"{kind} {n}" for kind, n in copies if n >= run.smallest_buffer > 0)
+
+
+def captures_no_copy_from_the_host(run: GraphRun) -> str:
+    """The feeds are copied before a graph is replayed: what is captured would be read again."""
+    copies = [n for kind, n in run.calls["capture"].captured_copies if kind == "H2D"]
+    return f"copies of {copies} bytes" if copies else ""
+
+
+def does_without_cudnn(run: GraphRun) -> str:
+    return run.error if "cudnn" in run.error.lower() else ""
+
+
+def reads_the_same_host_memory_at_replay(run: GraphRun) -> str:
+    return "; ".join(text for text in run.violations if "changed since" in text)
+
+
+CONDITIONS = (
+    opens_with_cuda_graphs,
+    has_no_memcpy_node,
+    has_only_shapes_on_the_cpu,
+    makes_no_call_that_capture_forbids,
+    replays_after_the_second_run,
+    copies_no_buffer,
+    captures_no_copy_from_the_host,
+    does_without_cudnn,
+    reads_the_same_host_memory_at_replay,
+)
+
+
+# ---- bundles, and processes that run their graphs ----
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
+    """Returns the folder of a random target, and those of an untrained drafter of each kind."""
+    folder = tmp_path_factory.mktemp("matrix")
+    # heads of 64 as real models have them, for CUDA's attention has kernels by that size
+    llama = save_llama(folder / "llama", hidden_size=256, intermediate_size=256)
+    model, _ = target.load(target.resolve(str(llama)))
+    ends = target.ends(Backbone.from_transformers(model))
+    saved = []
+    for name in drafters.trainable():
+        definition = drafters.load(name)
+        config = definition.Config(**tomllib.loads(OPTIONS.get(name, "")))
+        state = definition.Drafter(config, ends).state_dict()
+        saved.append(checkpoint.save_drafter(folder / name, state, name, config, {}))
+    return llama, saved
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Traces each drafter once for all precisions, which a build narrows afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in drafters.trainable():
+            kind = drafters.load(name).Drafter
+            if not kind.shares_target_cache:
+                patch.setattr(kind, "export", _remembering(kind.export))
+        yield
+
+
+def _remembering(export: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Returns an `export` that traces at its first call only, and gives copies."""
+    traced: dict[str, Any] = {}
+
+    def remembering(*arguments: Any, **options: Any) -> dict[str, Any]:
+        traced.update(traced or export(*arguments, **options))
+        return {role: model.clone() for role, model in traced.items()}
+
+    return remembering
+
+
+@pytest.fixture(scope="module")
+def build(
+    checkpoints: tuple[Path, list[Path]], traced_once: None
+) -> Callable[[str], bundles.Bundle]:
+    """Returns a function that builds a bundle of all drafters in a precision, each once."""
+    llama, saved = checkpoints
+
+    @cache
+    def build(precision: str) -> bundles.Bundle:
+        out = make_bundle.build(
+            BuildOptions(
+                str(llama),
+                drafter_checkpoints=saved,
+                precision=precision,
+                max_length=128,
+                device="cuda",
+                out=llama.parent / precision,
+                fuse=True,
+            )
+        )
+        return bundles.read(out)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def runs_of(
+    standin: StandIn, build: Callable[[str], bundles.Bundle]
+) -> Callable[[str, str], list[GraphRun]]:
+    """Returns a function that runs all graphs of a precision on a device of a capability."""
+
+    @cache
+    def runs_of(precision: str, capability: str) -> list[GraphRun]:
+        bundle = build(precision)
+        log = bundle.path.parent / f"{precision}-{capability}.log"
+        done = subprocess.run(
+            [sys.executable, "-m", "cuda_standin.graph_runs", str(bundle.path)],
+            env=standin.environment(log, capability, OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        sections = read_calls(log)
+        return [
+            GraphRun(
+                **finding,
+                calls={
+                    phase: sections.get(f"{finding['name']} {phase}", Calls())
+                    for phase in ("open", "eager", "capture", "replay")
+                },
+            )
+            for finding in json.loads(done.stdout)
+        ]
+
+    return runs_of
+
+
+# ---- tests ----
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_graph(
+    runs_of: Callable[[str, str], list[GraphRun]],
+    precision: str,
+    capability: str,
+    condition: Callable[[GraphRun], str],
+) -> None:
+    wrong = {run.name: text for run in runs_of(precision, capability) if (text := condition(run))}
+    assert not wrong
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_no_graph_is_left_out(
+    build: Callable[[str], bundles.Bundle],
+    runs_of: Callable[[str, str], list[GraphRun]],
+    precision: str,
+) -> None:
+    manifest = build(precision).manifest
+    assert {info.name for info in manifest.drafters} == set(drafters.trainable())
+    expected = {f"{info.name} {role}" for info in manifest.drafters for role in info.graphs}
+    assert {run.name for run in runs_of(precision, "9.0")} == expected | set(manifest.graphs)
+
+
+FINE = GraphRun(
+    *("target", "", True, ["Cast"], 0, 4096, 10.0),
+    calls={
+        "open": Calls(),
+        "eager": Calls(kernels=["MatMul"], copies=[("H2D", 64)]),
+        "capture": Calls(captured_kernels=["MatMul"], num_graph_launches=1),
+        "replay": Calls(copies=[("H2D", 64)], num_graph_launches=1),
+    },
+)
+CHANGED = "a captured copy reads 4 bytes of the host that changed since the capture"
+FAULTS: dict[Callable[[GraphRun], str], GraphRun] = {
+    opens_with_cuda_graphs: replace(FINE, has_cuda_graphs=False),
+    has_no_memcpy_node: replace(FINE, num_memcpy=2),
+    has_only_shapes_on_the_cpu: replace(FINE, cpu_nodes=["Cast", "Pad"]),
+    makes_no_call_that_capture_forbids: replace(
+        FINE, calls=FINE.calls | {"capture": Calls(violations=["cudaMalloc while …"])}
+    ),
+    replays_after_the_second_run: replace(FINE, calls=FINE.calls | {"replay": Calls(["MatMul"])}),
+    copies_no_buffer: replace(
+        FINE, calls=FINE.calls | {"capture": Calls(captured_copies=[("D2D", 4096)])}
+    ),
+    captures_no_copy_from_the_host: replace(
+        FINE, calls=FINE.calls | {"capture": Calls(captured_copies=[("H2D", 64)])}
+    ),
+    does_without_cudnn: replace(FINE, error="cannot run: libcudnn.so.9 …"),
+    reads_the_same_host_memory_at_replay: replace(
+        FINE, calls=FINE.calls | {"replay": Calls(violations=[CHANGED])}
+    ),
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
+def test_a_fault_is_noticed(condition: Callable[[GraphRun], str]) -> None:
+    assert condition(FINE) == ""
+    assert condition(FAULTS[condition]) != ""
+
+
+# ---- the table ----
+
+COLUMNS = (
+    *("graph", "precision", "compute capability"),
+    *("first: launches", "copies", "bytes", "waits"),
+    *("captured: launches", "copies"),
+    *("replayed: graphs", "copies", "bytes", "waits"),
+    *("host µs", "device KiB"),
+)
+
+
+def test_shows_what_a_run_costs(
+    runs_of: Callable[[str, str], list[GraphRun]], record_property: Callable[[str, object], None]
+) -> None:
+    """Shows the table: a row a graph and precision, and another where capabilities differ."""
+    rows: dict[tuple[str, ...], list[tuple[str, float]]] = {}
+    for precision in PRECISIONS:
+        for capability in CAPABILITIES:
+            for run in runs_of(precision, capability):
+                key = (run.name, precision, *_costs(run))
+                rows.setdefault(key, []).append((capability, run.host_us))
+    table: list[tuple[str, ...]] = [COLUMNS]
+    for (name, precision, *costs, device), found in rows.items():
+        capabilities = ", ".join(capability for capability, _ in found)
+        host = f"{statistics.median(us for _, us in found):.0f}"
+        table.append((name, precision, capabilities, *costs, host, device))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+    heading = (
+        "Calls of CUDA over a stand-in: of the first run, of the captured graph, and of a run "
+        "that replays it. ONNX Runtime runs a fused step twice before it captures it. Host time is "
+        "the median of replayed runs, the target's with placing its rows. Device memory is what "
+        "opening and these runs allocated."
+    )
+    record_property("shown", "\n".join([heading, *lines]))
+    assert len(rows) > 0
+
+
+def _costs(run: GraphRun) -> list[str]:
+    eager, capture, replay = run.running
+    numbers = [
+        *_counts(eager),
+        *(len(capture.captured_kernels), len(capture.captured_copies)),
+        *(replay.num_graph_launches, *_counts(replay)[1:]),
+        sum(calls.device_bytes for calls in run.calls.values()) // 1024,
+    ]
+    return [str(number) for number in numbers]
+
+
+def _counts(calls: Calls) -> tuple[int, int, int, int]:
+    """Returns launches, copies, bytes copied and waits outside of graphs."""
+    num_bytes = sum(n for _, n in calls.copies)
+    return len(calls.kernels), len(calls.copies), num_bytes, calls.num_waits
