@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,7 @@ class Check:
 
         All that take a fused step share a target, and all others share one.
         """
-        is_fused = name.startswith("fused ")
-        key = (opened.path, is_fused, cuda_graphs, backend)
+        key = (opened.path, is_fused(name), cuda_graphs, backend)
         if key not in self._plain:
             self._plain[key] = spec_runtime.load(
                 opened.path,
@@ -108,7 +108,7 @@ class Check:
                 verify=False,
                 profile=False,
                 backend=backend or BACKEND_FOR[self.device],
-                fused=is_fused,
+                fused=is_fused(name),
                 cuda_graphs=cuda_graphs,
             )
         if name == "none":
@@ -122,6 +122,7 @@ class Check:
         """Drops all engines, and the memory they hold."""
         self._drafting.clear()
         self._plain.clear()
+        gc.collect()  # engines and their parts name one another
 
 
 def label(opened: bundles.Bundle) -> str:
@@ -130,6 +131,11 @@ def label(opened: bundles.Bundle) -> str:
     words = [opened.manifest.name, opened.manifest.target.precision]
     words += [word for word in (graph.form, graph.attention) if word not in ("slots", "bias")]
     return " ".join(words)
+
+
+def is_fused(name: str) -> bool:
+    """Returns whether a contender takes its fused step."""
+    return name.startswith("fused ")
 
 
 def fused_names(opened: bundles.Bundle) -> list[str]:

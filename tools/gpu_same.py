@@ -10,7 +10,7 @@ from typing import Any
 import gpu_graphs
 import numpy as np
 from gpu_graphs import BACKEND_FOR, Feeder
-from gpu_job import Check, contenders, graphs_of, label
+from gpu_job import Check, contenders, graphs_of, is_fused, label
 from gpu_report import Findings, LeftOut, TableRow, finite
 
 import spec_runtime
@@ -149,11 +149,10 @@ def _compare_texts(
     """Compares these contenders; those with a fused step take it for greedy texts alone."""
     for decoding, options in DECODINGS.items():
         for name in names:
-            is_fused = name.startswith("fused ")
-            if is_fused and options:
+            if is_fused(name) and options:
                 continue
             what = f"{label(opened)}, {name}, {decoding}"
-            compare = _texts if is_fused else _audit
+            compare = _texts if is_fused(name) else _audit
             row = found.attempt(what, compare, check, opened, name, options, backend)
             if row is not None:
                 _judge(found, what, row)
@@ -255,12 +254,15 @@ def capture(check: Check, found: Findings) -> None:
     if check.device != "cuda":
         raise LeftOut("CUDA graphs need --device cuda")
     for opened in check.opened:
-        for name in ("none", *contenders(opened)):
-            what = f"{label(opened)}, {name}"
-            row = found.attempt(what, _capture, check, opened, name)
-            if row is not None:
-                _judge(found, f"{what}, captured against eager", row)
-                found.add({"bundle": label(opened), "drafter": name, **row})
+        names = ("none", *contenders(opened))
+        for fused in (False, True):  # these and those have targets of their own
+            for name in (name for name in names if is_fused(name) == fused):
+                what = f"{label(opened)}, {name}"
+                row = found.attempt(what, _capture, check, opened, name)
+                if row is not None:
+                    _judge(found, f"{what}, captured against eager", row)
+                    found.add({"bundle": label(opened), "drafter": name, **row})
+            check.close()
     ratios = [row["captured / eager"] for row in found.tables.get("measured", [])]
     if ratios:
         found.figure = f"captured / eager {min(ratios):.2f} to {max(ratios):.2f} in tokens/s"
