@@ -351,7 +351,7 @@ def test_a_fused_step_that_cannot_be_captured_is_no_default(
             spec_runtime.load(path, fused=True, **options)
         return
     for chosen in ({"fused": True}, {"cuda_graphs": False}):
-        engine = spec_runtime.load(path, **options, **chosen)
+        engine = spec_runtime.load(path, **(options | chosen))
         assert isinstance(engine.fused, FusedSteps)
         result = engine.generate(PROMPTS[0], max_new_tokens=12, ignore_eos=True)
         assert result.token_ids == expected.token_ids
