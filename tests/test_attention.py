@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
 import fake_ort_cuda as fake  # noqa: E402
+from cuda_standin import StandIn  # noqa: E402
+from tiny_target import save_llama  # noqa: E402
 from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
@@ -155,3 +160,128 @@ def test_a_manifest_that_cannot_be_is_refused_in_one_line(
     with pytest.raises(bundles.BundleError, match=why) as caught:
         spec_runtime.load(copy)
     assert "\n" not in str(caught.value)
+
+
+# ---- over the stand-in for CUDA ----
+
+# What attention may not be: kernels that first copy all rows once per query head, or need half
+# precision, by parts of their names.
+UNWANTED = ("attention_kernel", "Ungroup", "flash", "fmha", "cudnn")
+
+# Runs the target eagerly, in a capture and in a replay, with each number of rows.
+RUN_TARGET = """
+import ctypes, sys
+import numpy as np
+from spec_runtime import backends, bundle
+from spec_runtime.kv import open_cache
+from spec_runtime.trees.tree import chain_parents
+
+mark = ctypes.CDLL("libcudart.so.13").standin_mark
+opened = bundle.read(sys.argv[1])
+info, graph = opened.manifest.target, opened.manifest.graphs["target"]
+capacity = info.max_length + info.scratch
+backend = backends.open_graph(opened, graph, capacity, backends.Runtime("cuda", threads=1))
+cache = open_cache(graph.form, capacity)
+for n in map(int, sys.argv[2:]):
+    feeds = cache.place(chain_parents(n))
+    feeds |= {"input_ids": np.zeros((1, n), np.int64), "logit_rows": np.arange(n)}
+    for kind in ("eager", "capture", "replay"):
+        mark(f"{kind} {n}".encode())
+        backend.run(feeds, ["argmax_ids"])
+    mark(b"rest")
+    cache.commit([0])
+buffers = [spec for spec in graph.inputs if spec.name.startswith("kv.")]
+print(min(backend.buffers[spec.name].numpy().nbytes for spec in buffers))
+"""
+
+# Generates with each drafter, which sees zeros in place of the junk that nothing has computed.
+GENERATE = """
+import ctypes, sys
+import numpy as np
+import spec_runtime
+from spec_runtime.backends.cuda import CudaBackend
+
+run, run_keeping = CudaBackend.run, CudaBackend.run_keeping
+
+def zeros(outputs):
+    return {name: np.zeros_like(array) for name, array in outputs.items()}
+
+def keeping(*arguments):
+    outputs, kept = run_keeping(*arguments)
+    return zeros(outputs), kept
+
+CudaBackend.run = lambda *arguments: zeros(run(*arguments))
+CudaBackend.run_keeping = keeping
+mark = ctypes.CDLL("libcudart.so.13").standin_mark
+for name in sys.argv[2:]:
+    mark(name.encode())
+    engine = spec_runtime.load(sys.argv[1], name, threads=1, lookup=False, backend="cuda")
+    print(name, len(engine.generate("say abc, 3", max_new_tokens=24, ignore_eos=True).token_ids))
+"""
+
+
+def calls(
+    standin: StandIn, tmp_path: Path, script: str, *arguments: Any
+) -> tuple[str, Iterator[tuple[str, list[str]]]]:
+    """Runs a script over the stand-in; returns its output, and the calls behind each mark."""
+    log = tmp_path / "log"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env=standin.environment(log),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "runs without CUDA graphs" not in done.stderr
+    sections = log.read_text().split("\nmark ")[1:]
+    return done.stdout, ((name, lines) for name, *lines in map(str.splitlines, sections))
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("num_kv_heads", [2, 4])
+def test_rows_are_read_in_place_at_every_width(
+    standin: StandIn, tmp_path: Path, num_kv_heads: int
+) -> None:
+    """No kernel copies rows for each query head. With as many key heads as query heads, ONNX
+    Runtime would choose the memory-efficient one by itself."""
+    model = save_llama(tmp_path / "llama", num_key_value_heads=num_kv_heads)
+    options: Any = {"precision": "fp32", "device": "cuda", "out": tmp_path / "bundle"}
+    folder = make_bundle.build(BuildOptions(str(model), ["prompt_lookup"], **options))
+    dims = bundles.read(folder).manifest.target.dims
+    assert (dims.num_heads, dims.num_kv_heads) == (4, num_kv_heads)
+    widths = (1, 4, 8, 16, 64)
+    printed, sections = calls(standin, tmp_path, RUN_TARGET, folder, *widths)
+    seen = []
+    for name, lines in sections:
+        if name == "rest":
+            continue
+        kind, _ = name.split()
+        seen.append(name)
+        kernels = [line for line in lines if line.startswith("kernel")]
+        assert [line for line in kernels if any(part in line for part in UNWANTED)] == []
+        softmax = sum("UnfusedSoftmax" in line for line in kernels if kind == "eager")
+        assert softmax == (dims.num_layers if kind == "eager" else 0)
+        for line in lines:
+            assert not line.startswith("violation"), line
+            if line.startswith("copy"):
+                words = line.split()
+                assert words[1:3] != ["captured", "H2D"], line
+                assert words[2] != "D2D" or int(words[3]) < int(printed), "as large as a buffer"
+        launches = sum(line.startswith("graph launch") for line in lines)
+        assert launches == (0 if kind == "eager" else 1)
+        assert not kernels or kind != "replay"
+    assert seen == [f"{kind} {n}" for n in widths for kind in ("eager", "capture", "replay")]
+
+
+@pytest.mark.standin
+def test_every_drafter_is_captured_without_copies_from_the_host(
+    folder: Path, standin: StandIn, tmp_path: Path
+) -> None:
+    """The tokens mean nothing there."""
+    printed, sections = calls(standin, tmp_path, GENERATE, folder, *DRAFTERS)
+    assert printed.splitlines() == [f"{name} 24" for name in DRAFTERS]
+    for name, lines in sections:
+        assert sum(line.startswith("graph launch") for line in lines) > 2, name
+        for line in lines:
+            assert not line.startswith(("violation", "copy captured H2D")), (name, line)
+            assert not any(part in line for part in UNWANTED), (name, line)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cuda_standin import CHECKOUT, StandIn  # noqa: E402
+from cuda_standin import StandIn  # noqa: E402
 from cuda_standin.calls import Calls, read_calls  # noqa: E402
 from tiny_target import save_llama  # noqa: E402
 from workshop import OPTIONS  # noqa: E402
@@ -198,11 +198,9 @@ def runs_of(
     def runs_of(precision: str, capability: str) -> list[GraphRun]:
         bundle = build(precision)
         log = bundle.path.parent / f"{precision}-{capability}.log"
-        environment = standin.environment(log, capability, OMP_NUM_THREADS="1")
-        environment["PYTHONPATH"] += f":{CHECKOUT / 'tools'}"
         done = subprocess.run(
             [sys.executable, "-m", "cuda_standin.graph_runs", str(bundle.path)],
-            env=environment,
+            env=standin.environment(log, capability, OMP_NUM_THREADS="1"),
             capture_output=True,
             text=True,
         )
@@ -250,13 +248,50 @@ def test_no_graph_is_left_out(
     assert {run.name for run in runs_of(precision, "9.0")} == expected | set(manifest.graphs)
 
 
+FINE = GraphRun(
+    *("target", "", True, ["Cast"], 0, 4096, 10.0),
+    calls={
+        "open": Calls(),
+        "eager": Calls(kernels=["MatMul"], copies=[("H2D", 64)]),
+        "capture": Calls(captured_kernels=["MatMul"], num_graph_launches=1),
+        "replay": Calls(copies=[("H2D", 64)], num_graph_launches=1),
+    },
+)
+CHANGED = "a captured copy reads 4 bytes of the host that changed since the capture"
+FAULTS: dict[Callable[[GraphRun], str], GraphRun] = {
+    opens_with_cuda_graphs: replace(FINE, has_cuda_graphs=False),
+    has_no_memcpy_node: replace(FINE, num_memcpy=2),
+    has_only_shapes_on_the_cpu: replace(FINE, cpu_nodes=["Cast", "Pad"]),
+    makes_no_call_that_capture_forbids: replace(
+        FINE, calls=FINE.calls | {"capture": Calls(violations=["cudaMalloc while …"])}
+    ),
+    replays_after_the_second_run: replace(FINE, calls=FINE.calls | {"replay": Calls(["MatMul"])}),
+    copies_no_buffer: replace(
+        FINE, calls=FINE.calls | {"capture": Calls(captured_copies=[("D2D", 4096)])}
+    ),
+    captures_no_copy_from_the_host: replace(
+        FINE, calls=FINE.calls | {"capture": Calls(captured_copies=[("H2D", 64)])}
+    ),
+    does_without_cudnn: replace(FINE, error="cannot run: libcudnn.so.9 …"),
+    reads_the_same_host_memory_at_replay: replace(
+        FINE, calls=FINE.calls | {"replay": Calls(violations=[CHANGED])}
+    ),
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
+def test_a_fault_is_noticed(condition: Callable[[GraphRun], str]) -> None:
+    assert condition(FINE) == ""
+    assert condition(FAULTS[condition]) != ""
+
+
 # ---- the table ----
 
 COLUMNS = (
     *("graph", "precision", "compute capability"),
-    *("launches", "copies", "bytes", "waits"),  # of the first run
-    *("launches", "copies"),  # of the captured graph
-    *("graphs", "copies", "bytes", "waits"),  # of a run that replays it
+    *("first: launches", "copies", "bytes", "waits"),
+    *("captured: launches", "copies"),
+    *("replayed: graphs", "copies", "bytes", "waits"),
     *("host µs", "device KiB"),
 )
 
@@ -271,7 +306,7 @@ def test_shows_what_a_run_costs(
             for run in runs_of(precision, capability):
                 key = (run.name, precision, *_costs(run))
                 rows.setdefault(key, []).append((capability, run.host_us))
-    table = [COLUMNS]
+    table: list[tuple[str, ...]] = [COLUMNS]
     for (name, precision, *costs, device), found in rows.items():
         capabilities = ", ".join(capability for capability, _ in found)
         host = f"{statistics.median(us for _, us in found):.0f}"
@@ -282,9 +317,10 @@ def test_shows_what_a_run_costs(
         for row in table
     ]
     heading = (
-        "Launches, copies and waits of CUDA over a stand-in: of the first run, of the captured "
-        "graph, and of a run that replays it. Host time is the median of a replayed run, the "
-        "target's with placing its rows, a fused step's whole."
+        "Calls of CUDA over a stand-in: of the first run, of the captured graph, and of a run "
+        "that replays it. ONNX Runtime runs a fused step twice before it captures it. Host time is "
+        "the median of replayed runs, the target's with placing its rows. Device memory is what "
+        "opening and these runs allocated."
     )
     record_property("shown", "\n".join([heading, *lines]))
     assert len(rows) > 0

@@ -1,163 +1,471 @@
-"""Checks the script for a GPU host on the CPU: what it reports and survives, what makes it fail."""
+"""Checks the command for a GPU machine: its processes, what its parts find on the CPU, what makes
+it fail, and a whole run over the stand-in for CUDA."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import fake_tensorrt
+import gpu_check
+import gpu_machine
+import gpu_report
 import numpy as np
 import pytest
+from gpu_report import Findings, LeftOut
 from small import toy_engine
 from toy_backend import ToyTarget
 
 import spec_runtime
 from spec_runtime import backends, generate
 from spec_runtime import bundle as bundles
-from spec_runtime.backends import cuda
-from spec_runtime.backends.copies import Copies, StreamCopies
 from spec_runtime.backends.stepper import OrtStepper
-from spec_runtime.measure.prompts import BenchPrompt
 
 pytest.importorskip("torch")
-import gpu_check
 import gpu_graphs
+import gpu_job
+import gpu_part
+import gpu_same
+import gpu_speed
+
+if TYPE_CHECKING:
+    from cuda_standin import StandIn
+
+TOOLS = Path(gpu_check.__file__).parent
+FUSED = ["fused parallelspec", "fused medusa"]
+NAMES = ["parallelspec", FUSED[0], "medusa", "eagle", "hydra", "prompt_lookup", FUSED[1]]
+
+
+# ---- processes ----
+
+# Takes the place of gpu_part.py: what each part does is said by its name.
+FAKE_PART = """
+import json, os, signal, sys, time
+from pathlib import Path
 import gpu_report
 
-NAMES = [*gpu_graphs.TOY_DRAFTERS, "prompt_lookup", "fused parallelspec", "fused medusa"]
-GRAPHS = ["target", "parallelspec drafter", "medusa drafter", "eagle drafter"]
-GRAPHS += ["hydra start", "hydra step"]
+asked, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+name, carried = asked["part"], {}
 
+def save(found):
+    answer = {"entry": found.as_dict(1.0), "doing": found.doing, "carried": carried}
+    gpu_report.write_whole(result, gpu_report.as_json(answer))
 
-@dataclass
-class Outcome:
-    code: int
-    figures: dict[str, Any]
-    markdown: str
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
 
-    def rows(self, section: str, table: str = "measured") -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.figures["sections"][section]["tables"][table]
-        return rows
-
-    def status(self) -> dict[str, str]:
-        return {name: each["status"] for name, each in self.figures["sections"].items()}
-
-    def missing(self, section: str) -> dict[str, str]:
-        entries = self.figures["sections"][section]["missing"]
-        return {each["what"]: each["why"] for each in entries}
-
-
-Run = Callable[..., Outcome]
-
-
-def no_constant(name: str) -> None:
-    raise AssertionError(f"{name} is no JSON")
-
-
-def play(folder: Path, *words: object) -> Outcome:
-    """Runs the script as its command line does, and reads what it wrote."""
-    files = folder / "out.json", folder / "out.md"
-    out = ("--device", "cpu", "--json", files[0], "--markdown", files[1])
-    code = gpu_check.main([str(word) for word in ("--toy", *out, *words)])
-    assert sorted(path.name for path in folder.glob("*out*")) == ["out.json", "out.md"]
-    figures = json.loads(files[0].read_text(), parse_constant=no_constant)
-    assert figures["exit_code"] == code
-    return Outcome(code, figures, files[1].read_text())
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Path]:
-    """Runs every section; returns the outcome and the bundle made for it."""
-    folder, make = tmp_path_factory.mktemp("gpu_check"), gpu_graphs.toy_bundle
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_graphs, "toy_bundle", lambda _, *rest: make(folder, *rest))
-        return play(folder), folder / "bundle"
+found = gpu_report.Findings(on_change=save)
+found.add({"what": "found before"})
+if name == "bundle":
+    carried = {"bundles": ["there"], "labels": ["toy"], "limits": {"there": 0.5}}
+if name == "opens":
+    found.attempt("the target", crash)
+if name == "parity":
+    print("about to hang")
+    time.sleep(60)
+if name == "losslessness":
+    found.fail(f"limits {asked['carried']['limits']}")
+if name == "bench":
+    sys.exit("no such thing")
+found.figure = "all of it"
+save(found)
+"""
 
 
 @pytest.fixture
-def run(whole: tuple[Outcome, Path], tmp_path: Path) -> Run:
-    """Runs some sections over the same bundle."""
-    return lambda *sections: play(tmp_path, "--bundle", whole[1], "--sections", *sections)
+def fake_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "fake_part.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(TOOLS)!r})\n{FAKE_PART}")
+    monkeypatch.setattr(gpu_check, "PART_SCRIPT", script)
+    monkeypatch.setattr(gpu_check, "MIN_SECONDS", 0.1)
+    monkeypatch.setitem(gpu_check.SECONDS, "parity", 1.0)
 
 
-# ---- all of it ----
+def call(out: Path, *words: object) -> tuple[int, dict[str, Any]]:
+    """Runs the command in this process; returns its exit code and what it wrote."""
+    code = gpu_check.main([str(word) for word in ("--out", out, *words)])
+    figures = json.loads((out / "results.json").read_text())
+    assert figures["exit_code"] == code
+    assert sorted(path.name for path in out.iterdir()) == ["log.txt", "results.json", "results.md"]
+    return code, figures
 
 
-def test_a_dry_run_has_every_section(whole: tuple[Outcome, Path]) -> None:
-    outcome = whole[0]
-    assert outcome.code == 0
-    sections = list(gpu_check.SECTIONS)
-    assert outcome.status() == dict.fromkeys(sections, "passed") | {"capture": "could not run"}
-    assert outcome.missing("capture") == {
-        "capture": "got --device cpu, expected cuda: CUDA graphs need a GPU"
+def test_a_crash_and_a_hang_lose_their_own_part_alone(
+    fake_parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, figures = call(tmp_path / "out", "--toy")
+    assert code == 1
+    parts = figures["parts"]
+    statuses = {name: part["status"] for name, part in parts.items()}
+    failed = {name for name, status in statuses.items() if status == "FAILED"}
+    assert failed == {"opens", "parity", "losslessness", "bench"}
+    assert {statuses[name] for name in statuses if name not in failed} == {"ok"}
+    expected = {
+        "opens": "the target: the process was ended by SIGSEGV, see log.txt",
+        "parity": "was still running after 1 s and was killed",
+        "losslessness": "limits {'there': 0.5}",  # handed on by an earlier part
+        "bench": "the process ended with exit code 1, see log.txt",
     }
-    headings = re.findall(r"^## (\w+): (.*)$", outcome.markdown, re.MULTILINE)
-    assert dict(headings) == outcome.status()
-    assert outcome.markdown.count("CPU dry run: no GPU was used") == len(sections)
-    about = {row["what"]: row["value"] for row in outcome.rows("environment")}
-    assert {"CPU", "python", "onnxruntime", "torch", "device asked for"} <= set(about)
+    assert {name: parts[name]["failures"] for name in failed} == {
+        name: [text] for name, text in expected.items()
+    }
+    for part in parts.values():  # whatever was found before is kept
+        assert part["tables"] == {"measured": [{"what": "found before"}]}
+    log = (tmp_path / "out" / "log.txt").read_text()
+    assert "about to hang" in log
+    assert "no such thing" in log
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(gpu_check.SECONDS)
+    assert re.fullmatch(r"opens +FAILED +\d+\.\d s  the target: the process was .*", lines[2])
+    assert re.fullmatch(r"shapes +ok +\d+\.\d s  all of it", lines[-1])
+    report = (tmp_path / "out" / "results.md").read_text()
+    assert "- FAILED: the target: the process was ended by SIGSEGV" in report
+    assert "A part FAILED" in report
 
 
-def test_all_graphs_and_drafters_are_there(whole: tuple[Outcome, Path]) -> None:
-    outcome = whole[0]
-    rows = {row["graph"]: row for row in outcome.rows("parity")}
-    assert list(rows) == GRAPHS
+def test_results_are_there_after_each_part(
+    fake_parts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = gpu_check.Job.run
+
+    def interrupted(self: gpu_check.Job, name: str, seconds: float) -> dict[str, Any]:
+        if name == "opens":
+            raise KeyboardInterrupt
+        return run(self, name, seconds)
+
+    monkeypatch.setattr(gpu_check.Job, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_check.main(["--out", str(tmp_path / "out"), "--toy"])
+    parts = json.loads((tmp_path / "out" / "results.json").read_text())["parts"]
+    assert parts["bundle"]["status"] == "ok"
+    assert parts["opens"]["missing"] == [{"what": "the part", "why": "the run ended before it"}]
+
+
+def test_time_that_is_over_and_parts_not_asked_for_are_left_out(
+    fake_parts: None, tmp_path: Path
+) -> None:
+    code, figures = call(tmp_path / "out", "--toy", "--parts", "environment", "capture")
+    reasons = {
+        n: each["missing"][0]["why"] for n, each in figures["parts"].items() if each["missing"]
+    }
+    assert code == 0
+    ran = {"environment", "bundle", "capture"}  # the bundle, since capture needs it
+    assert reasons == dict.fromkeys(set(gpu_check.SECONDS) - ran, "not asked for")
+    code, figures = call(tmp_path / "out", "--toy", "--minutes", "0.0001")
+    whys = {each["missing"][0]["why"] for each in figures["parts"].values()}
+    assert (code, whys) == (0, {"the 0.0001 minutes were over"})
+
+
+def test_parts_that_need_a_bundle_are_left_out_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "PART_SCRIPT", tmp_path / "missing.py")
+    code, figures = call(tmp_path / "out", "--toy", "--parts", "bundle", "parity")
+    assert code == 1
+    assert figures["parts"]["parity"]["missing"][0]["why"] == "there is no bundle"
+    assert "exit code 2" in figures["parts"]["bundle"]["failures"][0]
+
+
+def test_what_a_part_started_is_killed_with_it(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    inner = f"import time; time.sleep(1.5); open({str(alive)!r}, 'w')"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    with (tmp_path / "log").open("wb") as log:
+        ended = gpu_check.run_limited([sys.executable, "-c", outer], {}, 0.5, log.fileno())
+    assert "was killed" in str(ended)
+    time.sleep(1.5)
+    assert not alive.exists()
+
+
+def test_the_command_itself_needs_the_standard_library_alone() -> None:
+    """Its results are then written on a machine whose packages are broken, too."""
+    code = f"import sys; sys.path.insert(0, {str(TOOLS)!r}); import gpu_check"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
+
+
+def test_each_part_of_the_command_has_its_function() -> None:
+    assert list(gpu_part.PARTS) == list(gpu_check.SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bundle", "nowhere"], "got --bundle without --prompts, expected both, or neither"),
+        (["--toy", "--bundle", "nowhere"], "nowhere: no manifest.json here, expected a bundle"),
+        (["--prompts", "nowhere"], "got --prompts nowhere, expected a file"),
+        (["--minutes", "0"], "got --minutes 0, expected more than 0"),
+        (["--parts", "nothing"], "invalid choice: 'nothing'"),
+        (["--wheels", "nowhere"], "got no *.whl in nowhere, expected the wheels to install"),
+    ],
+)
+def test_bad_command_lines_exit_with_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    try:
+        code: Any = gpu_check.main(["--out", str(tmp_path / "out"), *words])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- findings ----
+
+
+def test_whatever_a_piece_raises_is_a_failure_but_a_reason_to_leave_it_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def raising(error: Exception) -> None:
+        raise error
+
+    found = Findings()
+    found.attempt("one", raising, LeftOut("there is none"))
+    found.add({"n": 1})
+    assert (found.status, found.missing) == ("ok", [{"what": "one", "why": "there is none"}])
+    found.attempt("two", raising, ValueError("got a\ntoy"))
+    found.attempt("three", raising, KeyError("n"))
+    assert found.failures == ["two: got a toy", "three: KeyError: 'n'"]
+    assert capsys.readouterr().err.count("Traceback") == 2
+    assert gpu_report.verdict("it", found.as_dict(1.0)) == (
+        "it            FAILED      1.0 s  two: got a toy (and 1 more)"
+    )
+
+
+def test_a_dry_run_judges_no_numbers_but_everything_else() -> None:
+    found = Findings(is_dry_run=True)
+    found.add({"n": 1})
+    found.figure = "1 of 2"
+    found.fail_number("it differs")
+    line = gpu_report.verdict("parity", found.as_dict(0.0))
+    assert line.endswith("ok          0.0 s  1 of 2; 1 numbers off, not judged")
+    found.fail("it crashed")
+    assert (found.status, found.failures) == ("FAILED", ["it crashed"])
+
+
+def test_no_piece_is_begun_after_the_deadline() -> None:
+    found = Findings(deadline=0.0)
+    assert found.attempt("it", lambda: 1) is None
+    assert found.missing == [{"what": "it", "why": "the part's time was over"}]
+    assert found.status == "left out"
+
+
+# ---- the environment of the parts ----
+
+
+def make_wheel(folder: Path, name: str, text: str) -> Path:
+    """Writes the smallest wheel that pip takes: one module."""
+    info = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}/__init__.py": text,
+        f"{name}/lib/libcudart.so.99": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in files) + f"{info}/RECORD,,\n"
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for inside, content in files.items():
+            archive.writestr(inside, content)
+    return path
+
+
+def test_carried_wheels_come_before_what_is_installed(tmp_path: Path) -> None:
+    wheels, site = tmp_path / "wheels", tmp_path / "site"
+    wheels.mkdir()
+    make_wheel(wheels, "numpy", "__version__ = 'carried'")
+    assert gpu_machine.install_wheels(wheels, site) == ["numpy-1.0-py3-none-any.whl"]
+    given = {"PYTHONPATH": "/given", "LD_LIBRARY_PATH": "/libraries"}
+    environment = gpu_machine.environment(tmp_path / "checkout", site, given)
+    assert environment["PYTHONPATH"] == f"{site}:{tmp_path}/checkout:/given"
+    assert environment["LD_LIBRARY_PATH"].split(":")[0] == "/libraries"
+    code = "import numpy; print(numpy.__version__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "carried\n"
+
+
+def test_a_wheel_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    make_wheel(tmp_path, "carried", "").rename(tmp_path / "carried-1.0-cp27-none-any.whl")
+    with pytest.raises(ValueError, match=r"^pip cannot install the wheels of .*: [^\n]*cp27") as it:
+        gpu_machine.install_wheels(tmp_path, tmp_path / "site")
+    assert "\n" not in str(it.value)
+
+
+def test_cudas_libraries_are_found_beside_an_installed_torch(tmp_path: Path) -> None:
+    files = (
+        "nvidia/cublas/lib/libcublas.so.13",
+        "nvidia/cu13/lib/libcudart.so.13",
+        "nvidia/empty/lib/readme",
+        "torch/lib/libtorch.so",
+    )
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    there = [tmp_path / f"nvidia/{name}/lib" for name in ("cu13", "cublas")]
+    assert sorted(gpu_machine.library_folders([tmp_path, tmp_path])) == sorted(there)
+    (tmp_path / "torch/lib/libcudart-1234.so.13").touch()  # of those that hold CUDA themselves
+    assert gpu_machine.library_folders([tmp_path])[-1] == tmp_path / "torch/lib"
+
+
+# ---- what the parts find, on the CPU ----
+
+
+@dataclass
+class Toy:
+    """The toy's bundle for the CPU, as the parts "bundle" and "opens" left it."""
+
+    folder: Path
+    asked: dict[str, Any]
+    answers: dict[str, dict[str, Any]]
+
+    def check(self) -> gpu_job.Check:
+        return gpu_part.read_job({**self.asked, "part": "parity"})
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """Runs the first three parts as their processes do; the second builds a bundle."""
+    folder = tmp_path_factory.mktemp("gpu_check")
+    asked: dict[str, Any] = {
+        **{"command": ["gpu_check.py"], "bundles": [], "prompts": None, "device": "cpu"},
+        **{"toy": True, "dry_run": False, "wheels": [], "work": str(folder)},
+        **{"seconds": 600.0, "carried": {}},
+    }
+    answers = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["pytest"])
+        for name in ("environment", "bundle", "opens"):
+            gpu_part.run_part({**asked, "part": name}, folder / "result.json")
+            answers[name] = json.loads((folder / "result.json").read_text())
+            asked["carried"] |= answers[name]["carried"]
+    return Toy(folder, asked, answers)
+
+
+@pytest.fixture(scope="module")
+def run(toy: Toy) -> Callable[..., Findings]:
+    """Runs parts in this process, one after the other, and returns the findings of the last."""
+
+    def run_parts(*names: str, check: gpu_job.Check | None = None) -> Findings:
+        check = check or toy.check()
+        for name in names:
+            found = Findings()
+            found.attempt(name, gpu_part.PARTS[name], check, found)
+        return found
+
+    return run_parts
+
+
+Run = Callable[..., Findings]
+
+
+def test_the_first_parts_say_what_is_there_and_open_it(toy: Toy) -> None:
+    entries = {name: answer["entry"] for name, answer in toy.answers.items()}
+    assert {entry["status"] for entry in entries.values()} == {"ok"}
+    about = {row["what"] for row in entries["environment"]["tables"]["measured"]}
+    assert {"CPU", "python", "onnxruntime", "CUDA's libraries", "device asked for"} <= about
+    assert toy.asked["carried"]["measured_on"].startswith("No GPU was used (")
+    assert toy.asked["carried"]["provenance"]["command"] == ["gpu_check.py"]
+    (row,) = entries["bundle"]["tables"]["measured"]
+    assert (row["bundle"], row["fused steps"]) == ("toy fp32", "parallelspec, medusa")
+    names = [row["graph"] for row in entries["opens"]["tables"]["measured"]]
+    assert names == [*gpu_job.graphs_of(toy.check().opened[0]), *FUSED]
+    assert {"target", "hydra step"} <= set(names)
+    assert entries["opens"]["figure"] == f"{len(names)} sessions"
+
+
+def test_all_graphs_and_drafters_are_the_same_on_the_cpu(toy: Toy, run: Run) -> None:
+    rows = {row["graph"]: row for row in run("parity").tables["measured"]}
+    assert list(rows) == list(gpu_job.graphs_of(toy.check().opened[0]))
     assert rows["target"]["rows"] == 24 + 8 + 1 + 16 + 1 + 12 + 5
     assert {row["verdict"] for row in rows.values()} == {"ok"}
-    assert {row["equal best"] for name, row in rows.items() if name != "hydra start"} == {1.0}
-    assert len(outcome.missing("parity")) == 2  # the fused steps, judged by their texts
-    assert [row["drafter"] for row in outcome.rows("losslessness")] == NAMES
-    for row in outcome.rows("losslessness"):
+    found = run("losslessness")
+    assert found.status == "ok"
+    rows_of = found.tables["measured"]
+    pairs = [(name, way) for way in gpu_same.DECODINGS for name in NAMES]
+    pairs = [pair for pair in pairs if pair[0] not in FUSED or pair[1] == "greedy"]
+    assert [(row["drafter"], row["decoding"]) for row in rows_of] == pairs
+    for row in rows_of:
         assert (row["prompts"], row["identical"], row["real"]) == (2, 1.0, 0)
-    bench_rows = outcome.rows("bench")
-    assert [row["drafter"].partition("+")[0] for row in bench_rows] == ["none", *NAMES]
-    assert bench_rows[0]["accepted length"] == 1.0
-    for row in bench_rows:
+    assert found.figure.startswith(f"{len(pairs)} of {len(pairs)} ways of drafting lossless over ")
+
+
+def test_the_shipped_drafter_is_benched_before_the_others(run: Run) -> None:
+    def names(found: Findings) -> list[str]:
+        return [row["drafter"].partition("+")[0] for row in found.tables["measured"]]
+
+    shipped, others = run("bench"), run("drafters")
+    assert names(shipped) == ["none", "parallelspec", "fused parallelspec"]
+    rest = [name for name in NAMES if "parallelspec" not in name]
+    assert names(others) == ["none", *rest]
+    assert shipped.tables["measured"][0]["accepted length"] == 1.0
+    for row in shipped.tables["measured"] + others.tables["measured"]:
         assert row["identical"] == 1.0
         assert row["tokens/s"] > 0
         assert row["bytes to host"] is None
+    assert re.match(
+        r"\S*parallelspec\S* \d.\d\d times plain decoding", shipped.figure.split("fused ")[-1]
+    )
 
 
-def test_all_forms_of_attention_agree(whole: tuple[Outcome, Path]) -> None:
-    rows = whole[0].rows("attention")
-    slots = [80, 96]
+def test_all_forms_of_attention_agree(toy: Toy, run: Run) -> None:
+    rows = run("attention").tables["measured"]
     names = bundles.ATTENTIONS
-    assert [(row["attention"], row["S"]) for row in rows] == [(n, s) for n in names for s in slots]
+    assert [(row["attention"], row["S"]) for row in rows] == [
+        (n, s) for n in names for s in (80, 96)
+    ]
     for row in rows:
         assert min(row[f"n = {n}"] for n in (1, 4, 8)) > 0
         assert 0 <= row["Δ"] < 1e-5
-    assert sum(row["Δ"] > 0 for row in rows) > 0, "rows of other graphs, not the same ones"
+    files = {(toy.folder / "attention" / name / "target.onnx").read_bytes() for name in names}
+    assert len(files) == len(names), "rows of other graphs, not the same ones"
 
 
-def test_the_prediction_is_the_formulas(whole: tuple[Outcome, Path]) -> None:
-    measured = {row["n"]: row for row in whole[0].rows("shapes")}
+def test_the_prediction_is_the_formulas(toy: Toy, run: Run) -> None:
+    check = toy.check()
+    check.lengths["parallelspec, toy fp32"] = 2.5, 13.0
+    check.lengths["eagle, toy fp32"] = 3.0, 13.0
+    found = run("shapes", check=check)
+    measured = {row["n"]: row for row in found.tables["measured"]}
     assert list(measured) == [1, 4, 8]
     assert measured[1]["overhead"] == 1.0
-    lengths = {row["drafter"]: row["accepted length"] for row in whole[0].rows("bench")}
-    predicted = whole[0].rows("shapes", "predicted")
-    assert [row["of"] for row in predicted] == [
-        "measured here: parallelspec, toy fp32",
-        "measured here: fused parallelspec, toy fp32",
-    ]
-    assert predicted[0]["accepted length"] == lengths["parallelspec+prompt_lookup"]
-    for row in predicted:
-        assert row["n"] == 8  # of 1, 4 and 8 the nearest to some 13 nodes
-        at_8 = measured[8]
-        step = (at_8["verify ms"] + at_8["draft ms"]) / measured[1]["verify ms"]
-        assert row["predicted speed-up"] == pytest.approx(row["accepted length"] / step)
-    assert "Toy dimensions" in whole[0].markdown
-    assert "Predicted, not measured" in whole[0].markdown
+    (row,) = found.tables["predicted"]
+    assert (row["of"], row["n"]) == ("measured here: parallelspec, toy fp32", 8)
+    step = (measured[8]["verify ms"] + measured[8]["draft ms"]) / measured[1]["verify ms"]
+    assert row["predicted speed-up"] == pytest.approx(2.5 / step)
+    assert "Toy dimensions" in found.note
 
 
-# ---- what it survives ----
+@pytest.mark.parametrize("name", ["capture", "tensorrt"])
+def test_parts_for_a_gpu_are_left_out_on_the_cpu(run: Run, name: str) -> None:
+    found = run(name)
+    assert (found.status, found.failures) == ("left out", [])
+    assert "--device cuda" in found.missing[0]["why"]
 
 
-def test_a_broken_piece_is_reported_and_the_rest_goes_on(
+def test_a_missing_package_leaves_out_what_needs_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in ("attention", "shapes"):
+        found = run(name)
+        assert found.status == "left out"
+        assert found.missing[0]["why"].startswith("making random graphs needs the extra export")
+
+
+# ---- what makes a part fail ----
+
+
+def test_a_graph_that_cannot_be_opened_fails_and_the_others_go_on(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = backends.open_graph
@@ -168,121 +476,27 @@ def test_a_broken_piece_is_reported_and_the_rest_goes_on(
         return real(bundle, graph, *rest)
 
     monkeypatch.setattr(backends, "open_graph", open_graph)
-    outcome = run("parity", "losslessness", "bench")
-    assert outcome.code == 0
-    assert outcome.missing("parity")["toy fp32, medusa drafter"] == "got a truncated file"
-    left = [name for name in GRAPHS if "medusa" not in name]
-    assert [row["graph"] for row in outcome.rows("parity")] == left
-    left = [name for name in NAMES if "medusa" not in name]
-    for section in ("losslessness", "bench"):
-        assert outcome.missing(section)["toy fp32, medusa"] == "got a truncated file"
-    assert [row["drafter"] for row in outcome.rows("losslessness")] == left
-    assert len(outcome.rows("bench")) == 1 + len(left)
-    assert "- not run: toy fp32, medusa: got a truncated file" in outcome.markdown
+    found = run("parity")
+    assert found.failures == ["toy fp32, medusa drafter: got a truncated file"]
+    assert len(found.tables["measured"]) == 5
+    found = run("bench", "drafters")
+    assert found.failures[0] == "toy fp32, medusa: got a truncated file"
+    assert [row["drafter"].partition("+")[0] for row in found.tables["measured"]] == [
+        *("none", "eagle", "hydra", "prompt_lookup")
+    ]
 
 
-def test_a_missing_package_costs_its_sections_alone(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "spec_export.graphs.slots", None)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    outcome = run("environment", "attention", "shapes", "parity")
-    assert outcome.code == 0
-    assert [outcome.status()[name] for name in ("attention", "shapes")] == ["could not run"] * 2
-    assert "ModuleNotFoundError" in outcome.missing("environment")["torch"]
-    assert "toy" in outcome.missing("shapes")
-    assert len(outcome.rows("parity")) == len(GRAPHS)
-
-
-def test_time_that_is_over_and_sections_not_asked_for_are_reported(
-    whole: tuple[Outcome, Path], tmp_path: Path
-) -> None:
-    outcome = play(tmp_path, "--bundle", whole[1], "--minutes", 0, "--sections", "parity", "bench")
-    assert (outcome.code, set(outcome.status().values())) == (0, {"left out"})
-    reasons = {name: outcome.missing(name)["the section"] for name in gpu_check.SECTIONS}
-    late = {"parity": "0 minutes were over", "bench": "0 minutes were over"}
-    assert reasons == dict.fromkeys(gpu_check.SECTIONS, "not asked for") | late
-    found = gpu_report.Findings(deadline=0.0)
-    assert found.attempt("it", lambda: 1) is None
-    assert found.missing == [{"what": "it", "why": "left out: the time was over"}]
-
-
-def test_what_was_found_outlives_a_crash(
-    whole: tuple[Outcome, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def crash(check: Any, found: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setitem(gpu_check.SECTIONS, "losslessness", crash)
-    with pytest.raises(KeyboardInterrupt):
-        play(tmp_path, "--bundle", whole[1])
-    figures = json.loads((tmp_path / "out.json").read_text())
-    assert figures["sections"]["parity"]["status"] == "passed"
-    (reason,) = figures["sections"]["losslessness"]["missing"]
-    assert reason["why"] == "the run ended before it"
-
-
-# ---- what makes it fail ----
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (KeyError("n"), 1),
-        (AssertionError("3 rows"), 1),
-        (RuntimeError("no such buffer"), 1),
-        (ValueError("got a toy, expected a model"), 0),
-        (ModuleNotFoundError("No module named 'onnx'"), 0),
-    ],
-)
-def test_a_section_that_crashes_is_exit_code_1(
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
-    code: int,
-) -> None:
-    """A refusal with a reason is none: the section could not run. The others are run anyway."""
-
-    def crash(check: Any, found: Any) -> None:
-        found.add({"what": "found before"})
-        raise error
-
-    def go_on(check: Any, found: Any) -> None:
-        found.add({"what": "found behind it"})
-
-    monkeypatch.setitem(gpu_check.SECTIONS, "parity", crash)
-    monkeypatch.setitem(gpu_check.SECTIONS, "losslessness", go_on)
-    outcome = run("environment", "parity", "losslessness")
-    assert outcome.code == code
-    statuses = [outcome.status()[name] for name in ("environment", "parity", "losslessness")]
-    assert statuses == ["passed", "failed" if code else "passed", "passed"]
-    assert outcome.rows("parity") == [{"what": "found before"}]
-    failures = outcome.figures["sections"]["parity"]["failures"]
-    name = type(error).__name__
-    assert failures == ([f"parity crashed: {name}: {error}"] if code else [])
-    assert (f"- FAILED: parity crashed: {name}" in outcome.markdown) == bool(code)
-    assert ("Traceback" in capsys.readouterr().err) == bool(code)
-    assert list(outcome.missing("parity")) == ([] if code else ["parity"])
-
-
-def test_a_fault_of_the_code_in_a_piece_is_exit_code_1(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A piece that the machine does not allow is none: the rest goes on and the code is 0."""
-    errors: list[Exception] = [MemoryError("3 GB"), TypeError("got 3 arguments")]
-
-    def raising(*arguments: Any) -> Any:
-        raise errors.pop(0)
-
-    monkeypatch.setattr(gpu_graphs, "random_backbone", raising)
-    outcome = run("shapes", "environment")
-    assert (outcome.code, outcome.status()["shapes"]) == (0, "could not run")
-    assert outcome.missing("shapes") == {"toy": "MemoryError: 3 GB"}
-    outcome = run("shapes", "environment")
-    assert (outcome.code, outcome.status()["shapes"]) == (1, "failed")
-    failures = outcome.figures["sections"]["shapes"]["failures"]
-    assert failures == ["toy crashed: TypeError: got 3 arguments"]
+def test_a_bundle_with_a_changed_file_fails(toy: Toy, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    shutil.copytree(toy.check().opened[0].path, bundle)
+    with (bundle / "target" / "target.onnx").open("ab") as file:
+        file.write(b"x")
+    asked = {**toy.asked, "part": "bundle", "bundles": [str(bundle)], "carried": {}}
+    gpu_part.run_part(asked, tmp_path / "result.json")
+    answer = json.loads((tmp_path / "result.json").read_text())
+    assert answer["entry"]["status"] == "FAILED"
+    assert "target/target.onnx" in answer["entry"]["failures"][0]
+    assert answer["carried"]["bundles"] == []
 
 
 class Distorted:
@@ -314,76 +528,35 @@ def distort_the_device(
     monkeypatch.setattr(backends, "open_graph", open_graph)
 
 
-@pytest.mark.parametrize(("offset", "code"), [(1e-5, 0), (0.1, 1), (float("nan"), 1)])
-def test_parity_that_fails_is_exit_code_1(
-    run: Run, monkeypatch: pytest.MonkeyPatch, offset: float, code: int
+@pytest.mark.parametrize(("offset", "count"), [(1e-5, 0), (0.1, 1), (float("nan"), 1)])
+def test_parity_fails_by_value(
+    run: Run, monkeypatch: pytest.MonkeyPatch, offset: float, count: int
 ) -> None:
     distort_the_device(monkeypatch, Distorted, offset)
-    outcome = run("environment", "parity")
-    assert outcome.code == code
-    assert outcome.status()["parity"] == ("failed" if code else "passed")
-    failures = outcome.figures["sections"]["parity"]["failures"]
-    assert len(failures) == code
-    target, *others = outcome.rows("parity")
-    assert [row["verdict"] for row in others] == ["ok"] * 5
-    if code:
-        assert failures[0].startswith("toy fp32, target: scores differ by ")
-        assert f"- FAILED: {failures[0]}" in outcome.markdown
+    found = run("parity")
+    assert found.status == ("FAILED" if count else "ok")
+    assert len(found.failures) == count
+    target, *others = found.tables["measured"]
+    assert {row["verdict"] for row in others} == {"ok"}
+    if count:
+        assert found.failures[0].startswith("toy fp32, target: scores differ by ")
     if np.isnan(offset):
         assert target["scores, worst"] is None
 
 
-class Shuffled(Distorted):
-    """Its largest logits come in another order behind the first, as where they are near ties."""
-
-    def run(self, feeds: dict[str, np.ndarray], outputs: Any) -> dict[str, np.ndarray]:
-        results = dict(self._inner.run(feeds, outputs))
-        if "top_ids" in results:
-            results["top_ids"] = np.roll(results["top_ids"], 1, axis=1)
-            results["top_ids"][:, 0] = results["top_ids"][:, 1]
-            results["top_logits"] = results["top_logits"] + np.float32(self._offset)
-        return results
-
-
-@pytest.fixture(scope="module")
-def cuda_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the toy's bundle for CUDA, which the CPU can run too."""
-    return gpu_graphs.toy_bundle(tmp_path_factory.mktemp("cuda"), gpu_check.TINY, "cuda")
-
-
-@pytest.mark.parametrize(("offset", "code"), [(0.0, 0), (1.0, 1)])
-def test_largest_logits_are_compared_by_value(
-    tmp_path: Path,
-    cuda_bundle: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    offset: float,
-    code: int,
-) -> None:
-    distort_the_device(monkeypatch, Shuffled, offset)
-    outcome = play(tmp_path, "--bundle", cuda_bundle, "--sections", "parity")
-    assert outcome.code == code
-    rows = {row["graph"]: row for row in outcome.rows("parity")}
-    sampling = rows.pop("sampling")
-    assert (sampling["verdict"] == "ok") == (code == 0)
-    assert [row["verdict"] for row in rows.values()] == ["ok"] * 6
-    assert all(row["rows"] > 0 for row in rows.values())
-    assert sampling["equal best"] == 1.0
-
-
-def test_a_wrong_acceptance_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_acceptance_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def take_the_first_child(tree: Any, draw: Callable[[int], int]) -> tuple[list[int], int]:
         path = [0, *tree.children(0)[:1]]
         return path, draw(path[-1])
 
     monkeypatch.setattr(generate, "by_target_sampling", take_the_first_child)
-    outcome = run("losslessness", "environment")
-    assert outcome.code == 1
-    real = {row["drafter"]: row["real"] for row in outcome.rows("losslessness")}
-    assert real["parallelspec"] > 0
-    assert "toy fp32, parallelspec: " in outcome.figures["sections"]["losslessness"]["failures"][0]
+    found = run("losslessness")
+    rows = {(row["drafter"], row["decoding"]): row["real"] for row in found.tables["measured"]}
+    assert min(rows["parallelspec", way] for way in gpu_same.DECODINGS) > 0
+    assert found.failures[0].startswith("toy fp32, parallelspec, greedy: ")
 
 
-def test_a_wrong_fused_step_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_fused_step_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     step = OrtStepper.step
 
     def off_by_one(self: OrtStepper) -> np.ndarray:
@@ -392,68 +565,42 @@ def test_a_wrong_fused_step_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyP
         return result
 
     monkeypatch.setattr(OrtStepper, "step", off_by_one)
-    outcome = run("losslessness")
-    assert outcome.code == 1
-    rows = {row["drafter"]: row for row in outcome.rows("losslessness")}
-    assert [name for name, row in rows.items() if row["real"]] == NAMES[-2:]
+    rows = {row["drafter"]: row for row in run("losslessness").tables["measured"]}
+    assert [name for name, row in rows.items() if row["real"]] == FUSED
     assert re.match(r"prompt 1, token 1: gap .*, real$", rows["fused medusa"]["first divergence"])
 
 
-# ---- what only a GPU does, on the toy target ----
-
-
-@pytest.fixture
-def check(whole: tuple[Outcome, Path], tmp_path: Path) -> Any:
-    opened = [bundles.read(whole[1])]
-    prompts = [BenchPrompt(i, "all", text) for i, text in enumerate(("abcabc", "bcbcbc"))]
-    return gpu_check.Check(opened, prompts, "cuda", gpu_check.TOY, tmp_path)
-
-
-@pytest.mark.parametrize("other", [None, gpu_check.EAGER, gpu_check.OWN_STREAMS])
+@pytest.mark.parametrize("is_eager_off", [False, True])
 def test_captured_tokens_are_the_eager_ones(
-    check: Any, monkeypatch: pytest.MonkeyPatch, other: str | None
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, is_eager_off: bool
 ) -> None:
-    kinds = ("cuda", gpu_check.EAGER, gpu_check.OWN_STREAMS)
-    engines = {kind: toy_engine("none") for kind in kinds}
-    if other is not None:
-        backend: Any = engines[other].target.lend()[0]
+    engines = {has_graphs: toy_engine("none") for has_graphs in (True, False)}
+    if is_eager_off:
+        backend: Any = engines[False].target.lend()[0]
         backend.table_VV = np.roll(backend.table_VV, 1, axis=0)
 
-    def engine(self: Any, opened: Any, name: str, backend: str = "cuda") -> spec_runtime.Engine:
-        if name == "medusa":
-            raise ValueError(f"got backend {backend!r}, expected one of onnxruntime, cuda")
-        return engines[backend]
+    def engine(
+        self: Any, opened: Any, name: str, cuda_graphs: bool = True, backend: Any = None
+    ) -> spec_runtime.Engine:
+        return engines[cuda_graphs]
 
-    monkeypatch.setattr(gpu_check.Check, "engine", engine)
-    found = gpu_report.Findings(float("inf"))
-    gpu_check.capture(check, found)
+    monkeypatch.setattr(gpu_job.Check, "engine", engine)
+    check, found = toy.check(), Findings()
+    check.device = "cuda"
+    check.prompts = [
+        gpu_job.BenchPrompt(i, "all", text) for i, text in enumerate(("abcabc", "bcbcbc"))
+    ]
+    gpu_same.capture(check, found)
     rows = found.tables["measured"]
-    assert [row["drafter"] for row in rows] == ["none", *(n for n in NAMES if n != "medusa")]
-    assert [each["what"] for each in found.missing] == ["toy fp32, medusa"]
-    assert {row["identical"] for row in rows} == {1.0 if other is None else 0.5}
-    assert found.status == ("passed" if other is None else "failed")
+    assert [row["drafter"] for row in rows] == ["none", *NAMES]
+    assert {row["identical"] for row in rows} == {0.0 if is_eager_off else 1.0}
+    assert found.status == ("FAILED" if is_eager_off else "ok")
 
 
-def test_engines_on_streams_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, whole: tuple[Outcome, Path], tmp_path: Path
-) -> None:
-    opened = [bundles.read(whole[1])]
-    check = gpu_check.Check(opened, [], "cpu", gpu_check.TOY, tmp_path)
-    kinds = []
-
-    def loaded(*rest: Any, backend: str, cuda_graphs: bool, **named: Any) -> spec_runtime.Engine:
-        assert backend == "cuda"
-        kinds.append((cuda_graphs, type(cuda.open_copies())))
-        return toy_engine("none")
-
-    monkeypatch.setattr(spec_runtime, "load", loaded)
-    monkeypatch.setattr(cuda, "open_copies", lambda: StreamCopies(fake_tensorrt.cuda()[0]))
-    for backend in ("cuda", gpu_check.OWN_STREAMS, gpu_check.EAGER):
-        check.engine(opened[0], "none", backend)
-    assert kinds == [(True, StreamCopies), (True, Copies), (False, StreamCopies)]
+# ---- small things ----
 
 
-def test_bytes_to_the_host_are_those_of_a_step(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_to_the_host_are_those_of_a_step(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, run = toy_engine("none"), ToyTarget.run
     backend: Any = engine.target.lend()[0]
     backend.part = toy_engine("none").target.lend()[0]  # counts what the backend counts too
@@ -466,10 +613,10 @@ def test_bytes_to_the_host_are_those_of_a_step(check: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(ToyTarget, "run", counted)
     monkeypatch.setattr(ToyTarget, "bytes_to_host", 0, raising=False)
-    assert gpu_check.bytes_to_host(check, engine) == 7.0
-
-
-# ---- small things ----
+    check = toy.check()
+    check.device = "cuda"
+    check.prompts = [gpu_job.BenchPrompt(1, "all", "abcabc")]
+    assert gpu_speed.bytes_to_host(check, engine) == 7.0
 
 
 def test_errors_of_rows_are_shares_of_their_range() -> None:
@@ -478,20 +625,67 @@ def test_errors_of_rows_are_shares_of_their_range() -> None:
     assert gpu_graphs.row_errors(got, expected) == [0.1, 0.25]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "got no --bundle or no --prompts, expected both, or --toy"),
-        (["--toy", "--bundle", "nowhere"], "nowhere: no manifest.json here, expected a bundle"),
-        (["--toy", "--prompts", "nowhere"], "No such file or directory: 'nowhere'"),
-    ],
-)
-def test_bad_command_lines_exit_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+# ---- a whole run over the stand-in for CUDA, whose numbers mean nothing ----
+
+
+@pytest.fixture(scope="module")
+def cuda_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Builds the toy's bundle for CUDA."""
+    return gpu_graphs.random_bundle(tmp_path_factory.mktemp("cuda"), gpu_job.TINY, "cuda")
+
+
+def run_over(standin: StandIn, out: Path, words: Sequence[object]) -> tuple[int, str]:
+    """Runs the command as a user does; returns its exit code and what it printed."""
+    command = [sys.executable, TOOLS / "gpu_check.py", "--toy", "--dry-run", "--out", out, *words]
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=standin.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.standin
+def test_every_part_runs_to_its_end_over_the_stand_in(
+    standin: StandIn,
+    cuda_bundle: Path,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    files = ["--json", str(tmp_path / "a"), "--markdown", str(tmp_path / "b")]
-    with pytest.raises(SystemExit) as error:
-        gpu_check.main([*words, *files])
-    assert error.value.code == 2
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
+    code, printed = run_over(standin, tmp_path, ["--bundle", cuda_bundle])
+    figures = json.loads((tmp_path / "results.json").read_text())
+    record_property("shown", f"{printed}exit code {code}, {figures['seconds']:.0f} s")
+    failures = [text for part in figures["parts"].values() for text in part["failures"]]
+    assert (code, failures) == (0, [])
+    statuses = {name: part["status"] for name, part in figures["parts"].items()}
+    assert statuses == dict.fromkeys(gpu_check.SECONDS, "ok") | {"tensorrt": "left out"}
+    (opened,) = [bundles.read(cuda_bundle)]
+    rows = figures["parts"]["opens"]["tables"]["measured"]
+    names = [*gpu_job.graphs_of(opened), *FUSED]
+    assert [(row["graph"], row["CUDA graphs"]) for row in rows] == [(name, "yes") for name in names]
+    assert len(figures["parts"]["losslessness"]["tables"]["measured"]) == 2 * 5 + 2
+    assert "Dry run: no number here is judged" in (tmp_path / "results.md").read_text()
+
+
+@pytest.mark.standin
+def test_a_broken_graph_is_named_and_is_exit_code_1(
+    standin: StandIn, cuda_bundle: Path, tmp_path: Path
+) -> None:
+    """The manifest has the broken file's hash, as if it had been built so."""
+    bundle = tmp_path / "bundle"
+    shutil.copytree(cuda_bundle, bundle)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    (name,) = [name for name in manifest["files"] if re.fullmatch(r".*medusa/.*\.onnx", name)]
+    whole = (bundle / name).read_bytes()
+    (bundle / name).write_bytes(whole[: len(whole) // 2])
+    manifest["files"][name] = hashlib.sha256((bundle / name).read_bytes()).hexdigest()
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+    words = ["--bundle", bundle, "--parts", "opens", "parity"]
+    code, printed = run_over(standin, tmp_path / "out", words)
+    assert code == 1
+    lines = {line.split()[0]: line for line in printed.splitlines()}
+    assert "bundle" not in lines  # it was not asked for, and did not fail
+    for part in ("opens", "parity"):
+        assert re.match(rf"{part} +FAILED +[\d.]+ s  toy fp16, medusa drafter: ", lines[part])

@@ -1,4 +1,4 @@
-"""Makes, feeds and times single graphs for tools/gpu_check.py: random ones or those of a bundle.
+"""Makes, feeds and times graphs for tools/gpu_check.py: random ones or those of a bundle.
 
 A random target has one decoder layer's weights in all its layers. Its file stays small (a tensor is
 stored once), yet at the size of a 7B model every layer streams its weights from device memory: a
@@ -31,6 +31,7 @@ SCRATCH = 128
 NUM_MASKS = 4
 # These have a cache, none, features of their own and states of their own.
 TOY_DRAFTERS = ("parallelspec", "medusa", "eagle", "hydra")
+RANDOM_CONTEXT = 256
 WARM_UP = 6  # runs before the clock starts: kernels are chosen, a CUDA graph is captured
 
 
@@ -231,17 +232,16 @@ def trace_target(backbone: Any) -> Any:
     return banks.add_argmax(trace.export_backbone(backbone))
 
 
-def write_target(traced: Any, variant: str, path: Path) -> bundles.Graph:
-    """Writes the graph in one variant: "contiguous", or one of slots.ATTENTIONS.
+def write_target(traced: Any, attention: str, path: Path) -> bundles.Graph:
+    """Writes the graph in the slots form with one of bundle.ATTENTIONS.
 
     `traced` itself is not changed.
     """
     from spec_export.graphs import banks, slots
 
     model = traced.clone()
-    if variant != "contiguous":
-        banks.keep_target(slots.to_slots(model, variant))
-    return _write(model, variant, path)
+    banks.keep_target(slots.to_slots(model, attention))
+    return _write(model, attention, path)
 
 
 def write_drafter(
@@ -265,11 +265,10 @@ def write_drafter(
     return _write(model, "bias", path)
 
 
-def _write(model: Any, variant: str, path: Path) -> bundles.Graph:
+def _write(model: Any, attention: str, path: Path) -> bundles.Graph:
     from spec_export.bundling.writer import save_graph
 
-    form, attention = ("contiguous", "bias") if variant == "contiguous" else ("slots", variant)
-    graph = save_graph(model, form, path.parent, path.name)
+    graph = save_graph(model, "slots", path.parent, path.name)
     return dataclasses.replace(graph, attention=attention)
 
 
@@ -301,10 +300,11 @@ def open_alone(
 # -------------------------------------------------------------------------------------- a bundle
 
 
-def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
-    """Builds a bundle of a random target whose tokens are characters.
+def random_bundle(folder: Path, shape: Shape, device: str, has_plans: bool = False) -> Path:
+    """Builds a bundle of a random target whose tokens are characters, and returns its folder.
 
-    It has an untrained drafter of each kind, and the fused steps of those that guess in one pass.
+    It has an untrained drafter of each kind, and the fused steps of those that guess in one pass,
+    or, with `has_plans`, TensorRT plans for the GPU here.
     """
     import tokenizers
     import torch
@@ -316,6 +316,7 @@ def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
     from spec_export.training import checkpoint
 
     vocabulary = {"<s>": 0, "</s>": 1, **{chr(i): i - 30 for i in range(32, 126)}}
+    vocabulary |= {f"<{i}>": i for i in range(len(vocabulary), shape.vocab_size)}
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     inner.decoder = tokenizers.decoders.Fuse()
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -328,7 +329,7 @@ def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_kv_heads,
-        max_position_embeddings=256,
+        max_position_embeddings=RANDOM_CONTEXT,
         initializer_range=0.3,
         bos_token_id=0,
         eos_token_id=1,
@@ -343,15 +344,16 @@ def toy_bundle(folder: Path, shape: Shape, device: str) -> Path:
             module = definition.Drafter(definition.Config(), ends)
             state = module.state_dict()
             saved.append(checkpoint.save_drafter(folder / name, state, name, module.config, {}))
-    model.save_pretrained(folder / "toy")
-    tokenizer.save_pretrained(folder / "toy")
+    model.save_pretrained(folder / shape.name)
+    tokenizer.save_pretrained(folder / shape.name)
     return make_bundle.build(
         BuildOptions(
-            str(folder / "toy"),
+            str(folder / shape.name),
             drafter_checkpoints=saved,
             precision=PRECISION_FOR[device],
-            device=device,
+            device="cpu" if has_plans else device,
             out=folder / "bundle",
-            fuse=True,
+            backend="tensorrt" if has_plans else "onnxruntime",
+            fuse=not has_plans,
         )
     )

@@ -1,10 +1,13 @@
-"""Collects what the sections of tools/gpu_check.py find and writes it as JSON and Markdown."""
+"""Collects what the parts of tools/gpu_check.py find and writes it as JSON and Markdown.
+
+This file imports the standard library alone, so that it also works where nothing else does.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
-import platform
-import subprocess
 import sys
 import time
 import traceback
@@ -13,180 +16,190 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
-from spec_runtime.cli.options import write_figures
-from spec_runtime.files import write_atomically
-from spec_runtime.measure import provenance
-
 T = TypeVar("T")
 TableRow = dict[str, Any]  # by column
-# Says that the machine, a package or a file does not allow something. Whatever else ends a section
-# is a fault of the code, and so is a FAULT that ends a piece of one.
-REFUSALS = (ValueError, ImportError, OSError)
-FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+OK, FAILED, LEFT_OUT = "ok", "FAILED", "left out"
+
+
+class LeftOut(Exception):
+    """Says why this machine, these bundles or this run do not have something; no failure."""
 
 
 @dataclass
 class Findings:
-    """What a section brought: tables by name, pieces that could not run, and failures.
+    """What a part brought: tables by name, pieces left out, and failures.
 
-    `failures` are checks that failed and crashes. No further piece is begun after `deadline`, a
-    value of time.monotonic().
+    Numbers that are off are failures too, unless `is_dry_run`: then they are only counted, in
+    `unjudged`. `figure` is what the line of verdict shows. No further piece is begun after
+    `deadline`, a value of time.monotonic(). `on_change` is called after every change, and `doing`
+    names the piece that runs, so that a part that is killed leaves what it had found.
     """
 
-    deadline: float
+    deadline: float = math.inf
+    is_dry_run: bool = False
+    on_change: Callable[[Findings], None] = lambda found: None
     tables: dict[str, list[TableRow]] = field(default_factory=dict)
     missing: list[dict[str, str]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
     note: str = ""
+    figure: str = ""
+    doing: str = ""
 
     def add(self, row: TableRow, table: str = "measured") -> None:
         self.tables.setdefault(table, []).append(row)
+        self.on_change(self)
 
     def miss(self, what: str, why: str) -> None:
         self.missing.append({"what": what, "why": why})
+        self.on_change(self)
 
-    def crash(self, what: str, error: Exception) -> None:
-        """Notes a fault of the code as a failure; the traceback goes to stderr."""
-        traceback.print_exception(error, file=sys.stderr)
-        self.failures.append(f"{what} crashed: {one_line(error)}")
+    def fail(self, what: str) -> None:
+        self.failures.append(what)
+        self.on_change(self)
 
-    def run_section(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
-        """Calls `work`. A refusal is noted as the reason why the section could not run, anything
-        else that it raises as a crash."""
-        try:
-            work(*arguments)
-        except REFUSALS as error:
-            self.miss(name, one_line(error))
-        except Exception as error:
-            self.crash(name, error)
+    def fail_number(self, what: str) -> None:
+        """Notes a number that is not what it has to be."""
+        (self.unjudged if self.is_dry_run else self.failures).append(what)
+        self.on_change(self)
 
     def attempt(self, what: str, work: Callable[..., T], *arguments: Any) -> T | None:
-        """Returns what one piece of a section returns, or None if it raises or the time is over.
+        """Returns what one piece of a part returns, or None if it raises or the time is over.
 
-        The reason is noted and the section goes on. A piece may fail for reasons of the machine
-        (no memory, no kernel), so that only FAULTS count as crashes.
+        Whatever a piece raises but LeftOut is a failure, and the part goes on. The traceback goes
+        to stderr.
         """
         if time.monotonic() > self.deadline:
-            self.miss(what, "left out: the time was over")
+            self.miss(what, "the part's time was over")
             return None
+        self.doing = what
+        self.on_change(self)
         try:
             return work(*arguments)
-        except FAULTS as error:
-            self.crash(what, error)
+        except LeftOut as reason:
+            self.miss(what, one_line(reason))
         except Exception as error:
-            self.miss(what, one_line(error))
+            traceback.print_exception(error, file=sys.stderr)
+            self.fail(f"{what}: {one_line(error)}")
+        finally:
+            self.doing = ""
         return None
 
     @property
     def status(self) -> str:
         if self.failures:
-            return "failed"
-        return "passed" if any(self.tables.values()) else "could not run"
+            return FAILED
+        return OK if any(self.tables.values()) else LEFT_OUT
 
     def as_dict(self, seconds: float) -> TableRow:
         return {
             "status": self.status,
             "seconds": round(seconds, 2),
+            "figure": self.figure,
             "note": self.note,
             "tables": self.tables,
             "missing": self.missing,
             "failures": self.failures,
+            "unjudged": self.unjudged,
         }
 
 
 def left_out(why: str) -> TableRow:
-    """Returns the entry of a section that was not begun."""
-    found = Findings(0.0)
-    found.miss("the section", why)
-    return found.as_dict(0.0) | {"status": "left out"}
+    """Returns the entry of a part that was not begun."""
+    found = Findings()
+    found.miss("the part", why)
+    return found.as_dict(0.0)
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the error's text, after its type unless it is a ValueError, which says all."""
+    """Returns the error's text, after its type unless its text is made to be read alone."""
     text = " ".join(str(error).split())[:400]
-    return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}"
+    says_all = isinstance(error, (ValueError, LeftOut)) and text
+    return text if says_all else f"{type(error).__name__}: {text}"
 
 
 def finite(value: Any) -> float | None:
     """Returns the number, or None for NaN and infinity, which JSON does not have."""
-    return float(value) if np.isfinite(value) else None
+    return float(value) if math.isfinite(value) else None
 
 
-def _gpu() -> str:
-    fields = "name,driver_version,memory.total,compute_cap"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    return "; ".join(done.stdout.splitlines())
+def verdict(name: str, entry: TableRow) -> str:
+    """Returns the part's line on stdout: name, verdict, seconds, and the figure or the reason."""
+    reasons = entry["failures"] or [each["why"] for each in entry["missing"]]
+    says = entry["figure"] if entry["status"] == OK else reasons[0]
+    if entry["status"] == FAILED and len(reasons) > 1:
+        says += f" (and {len(reasons) - 1} more)"
+    if entry["unjudged"]:
+        says += f"; {len(entry['unjudged'])} numbers off, not judged"
+    if entry["status"] == OK and entry["missing"]:
+        says += f"; {len(entry['missing'])} left out"
+    return f"{name:<13} {entry['status']:<8} {entry['seconds']:6.1f} s  {says}"
 
 
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+# ---------------------------------------------------------------------------------------- files
 
 
-def _onnxruntime() -> str:
-    from spec_runtime.backends.session import ort
-
-    return f"{ort.__version__}: {', '.join(ort.get_available_providers())}"
-
-
-def _torch() -> str:
-    import torch
-
-    return f"{torch.__version__}, CUDA {'usable' if torch.cuda.is_available() else 'not usable'}"
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that nobody ever reads half of it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
 
 
-MACHINE: dict[str, Callable[[], str]] = {
-    "GPU": _gpu,
-    "CPU": _cpu,
-    "python": platform.python_version,
-    "onnxruntime": _onnxruntime,
-    "torch": _torch,
-}
+def as_json(value: Any) -> str:
+    """Returns JSON, with null for the numbers that JSON does not have."""
+    return json.dumps(_plain(value), indent=1, ensure_ascii=False) + "\n"
 
 
-def measured_on(device: str, environment: TableRow) -> str:
-    """Returns the line under every heading, which says what the figures were measured on."""
-    rows = environment["tables"].get("measured", [])
-    about = {row["what"]: row["value"] for row in rows}
-    engine = f"onnxruntime {about.get('onnxruntime', 'unknown').partition(':')[0]}"
-    if device == "cpu":
-        return f"CPU dry run: no GPU was used ({about.get('CPU', 'unknown CPU')}; {engine})"
-    return f"{about.get('GPU', 'a GPU of unknown name')}; {engine}"
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return finite(value) if isinstance(value, float) else value
 
 
-def write(figures: TableRow, json_file: Path, markdown_file: Path) -> None:
-    write_figures(json_file, {"provenance": provenance.collect(), **figures})
-    write_atomically(markdown_file, as_markdown(figures))
+def write(figures: TableRow, folder: Path) -> None:
+    """Writes results.json and results.md."""
+    write_whole(folder / "results.json", as_json(figures))
+    write_whole(folder / "results.md", as_markdown(figures))
 
 
 def as_markdown(figures: TableRow) -> str:
-    """Returns the report: a part for each section, with the line of `measured_on`."""
-    verdict = "A check FAILED" if figures["exit_code"] else "No check failed"
-    lines = [
-        "# GPU check" + (", toy sizes" if figures["toy"] else ""),
-        "",
-        f"Bundles: {', '.join(figures['bundles'])}. {verdict}; {figures['seconds']:.0f} s in all.",
-    ]
-    for name, section in figures["sections"].items():
-        lines += ["", f"## {name}: {section['status']}", ""]
-        lines.append(f"{figures['measured_on']}. {section['seconds']:.1f} s.")
-        if section["note"]:
-            lines += ["", section["note"]]
-        for title, rows in section["tables"].items():
-            columns = list(dict.fromkeys(key for row in rows for key in row))
-            lines += ["", f"*{title}*", "", f"| {' | '.join(columns)} |"]
-            lines.append("|---" * len(columns) + "|")
-            for row in rows:
-                lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
-        if section["failures"] or section["missing"]:
-            lines.append("")
-        lines += [f"- FAILED: {failure}" for failure in section["failures"]]
-        lines += [f"- not run: {each['what']}: {each['why']}" for each in section["missing"]]
+    """Returns the report: a table of all verdicts, then each part with its tables."""
+    how = [word for word in ("toy sizes", "dry run") if figures[word.replace(" ", "_")]]
+    lines = [f"# GPU check{''.join(f', {word}' for word in how)}", ""]
+    lines += [f"{figures['measured_on']}. Bundles: {', '.join(figures['bundles']) or 'none'}."]
+    if figures["dry_run"]:
+        lines += ["", "**Dry run: no number here is judged, or says anything of a GPU.**"]
+    failed = "A part FAILED" if figures["exit_code"] else "No part failed"
+    lines += ["", f"{failed}; {figures['seconds']:.0f} s in all.", ""]
+    lines += ["| part | verdict | s | |", "|---|---|---|---|"]
+    for name, part in figures["parts"].items():
+        says = verdict(name, part).partition(" s  ")[2]
+        cells = (name, part["status"], f"{part['seconds']:.1f}", says)
+        lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
+    for name, part in figures["parts"].items():
+        lines += _section(name, part)
     return "\n".join(lines) + "\n"
+
+
+def _section(name: str, part: TableRow) -> list[str]:
+    lines = ["", f"## {name}: {part['status']}"]
+    if part["note"]:
+        lines += ["", part["note"]]
+    for title, rows in part["tables"].items():
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        lines += ["", f"*{title}*", "", f"| {' | '.join(columns)} |"]
+        lines.append("|---" * len(columns) + "|")
+        for row in rows:
+            lines.append(f"| {' | '.join(_cell(row.get(column)) for column in columns)} |")
+    if part["failures"] or part["missing"] or part["unjudged"]:
+        lines.append("")
+    lines += [f"- FAILED: {failure}" for failure in part["failures"]]
+    lines += [f"- off, not judged: {number}" for number in part["unjudged"]]
+    lines += [f"- left out: {each['what']}: {each['why']}" for each in part["missing"]]
+    return lines
 
 
 def _cell(value: Any) -> str:

@@ -30,6 +30,7 @@ from spec_runtime.files import write_atomically
 from spec_runtime.mapping import from_mapping, parse_json, to_json
 from spec_runtime.measure import provenance
 
+PACKAGE = "tensorrt-rtx-cu13-libs"
 COMPUTE_CAPABILITY, NUM_NODES, NUM_LAYERS = "8.9", 24, 32
 # vocabulary, hidden, MLP, layers, heads, key/value heads, head dimension
 SHAPES = {
@@ -131,12 +132,12 @@ def main() -> None:
     elif arguments.step == "build":
         print(json.dumps(build(arguments.folder)))
     else:
-        found = {name: measure(name, layers, arguments.context) for name in names}
-        models = {
-            name: {"built": rows, "all_layers": whole(rows, NUM_LAYERS)}
-            for name, rows in found.items()
-        }
-        text = json.dumps({"provenance": provenance.collect(), "models": models}, indent=2) + "\n"
+        models = {}
+        for name in names:
+            rows = measure(name, layers, arguments.context)
+            models[name] = {"built": rows, "all_layers": whole(rows, NUM_LAYERS)}
+        found = {"provenance": provenance.collect(packages=(PACKAGE,)), "models": models}
+        text = json.dumps(found, indent=2) + "\n"
         print(text)
         if arguments.json is not None:
             write_atomically(arguments.json, text)

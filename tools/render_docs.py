@@ -421,6 +421,19 @@ def plans(_: str) -> str:
     return table(["graph", *capabilities, "seconds to build"], rows)
 
 
+def large_plans(_: str) -> str:
+    """Plans of a few layers of large targets as built, and all layers as extrapolated."""
+    data = load("tensorrt-large")
+    rows = []
+    for name, figures in data["models"].items():
+        whole = figures["all_layers"] | {"layers": "32, *extrapolated*"}
+        for each in (*figures["built"], whole):
+            sizes = [f"{each[key] / 1000:.1f}" for key in ("weights_mb", "plan_mb", "peak_mb")]
+            rows.append([name, str(each["layers"]), *sizes, f"{each['cpu_seconds']:.0f}"])
+    head = ["target", "layers", "weights GB", "plan GB", "peak memory GB", "CPU seconds"]
+    return table(head, rows)
+
+
 def fuzz_kinds(_: str) -> str:
     """Fuzzed cases by kind, and what became of them."""
     kinds = value(load("fuzz"), "kinds", "fuzz")
@@ -519,6 +532,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "memory_note": memory_note,
     "prompts": prompts,
     "plans": plans,
+    "large_plans": large_plans,
     "fuzz_kinds": fuzz_kinds,
     "disturbances": disturbances,
     "faults_recovered": faults_recovered,

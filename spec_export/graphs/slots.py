@@ -37,11 +37,11 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
       attention_bias, only rows up to `seqlens_k` read. On CUDA a bias takes its unfused kernels.
     - full_buffer: ScatterND ×2, then the standard Attention-24 over the whole buffers with the
       boolean mask; no seqlens_k. Its cost grows with the length of the buffers, all of whose values
-      have to be finite. On CUDA its memory-efficient kernel first copies all key/value rows once
-      per query head; the provider option sdpa_kernel=16 (unfused only, ONNX Runtime's
-      AttentionBackend::MATH) keeps it off for one session, and backends/cuda.py sets it for such a
-      graph. The environment variable ORT_DISABLE_MEMORY_EFFICIENT_ATTENTION=1 does so for a whole
-      process.
+      have to be finite. On CUDA its memory-efficient kernel, which half precision takes and float32
+      if there are as many key/value heads as query heads, first copies all key/value rows once per
+      query head where these are more; the provider option sdpa_kernel=16 (unfused only, ONNX
+      Runtime's AttentionBackend::MATH) keeps it off for one session, and backends/cuda.py sets it
+      for such a graph.
 
     Raises ValueError for an unknown `attention`.
     """

@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 

@@ -79,7 +79,8 @@ class SessionOptions:
         """Returns all settings of the session's provider."""
         if self.device != "cuda":
             return dict(self.settings)
-        return EXACT | {"enable_cuda_graph": str(int(self.has_cuda_graphs))} | self.settings
+        capture = {"enable_cuda_graph": str(int(self.has_cuda_graphs))}
+        return EXACT | capture | dict(self.settings)
 
 
 def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .build import CHECKOUT, UnavailableError, built
 
-__all__ = ["CHECKOUT", "StandIn", "UnavailableError"]
+__all__ = ["StandIn", "UnavailableError"]
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class StandIn:
     ) -> dict[str, str]:
         """Returns a whole environment for a subprocess that runs this Python over the stand-in.
 
-        The checkout, its tests, onnxruntime-gpu and the stand-in's libraries come first. `log` is
-        a file to which every call of CUDA appends a line, `capability` the compute capability that
-        the device says it has, and `more` are further variables.
+        The checkout, its tests and tools, onnxruntime-gpu and the stand-in's libraries come first.
+        `log` is a file to which every call of CUDA appends a line, `capability` the compute
+        capability that the device says it has, and `more` are further variables.
         """
         own = {
             "LD_LIBRARY_PATH": [self.libraries / "lib"],
             "PYTHONPATH": [
                 CHECKOUT,
-                CHECKOUT / "tests",
+                *(CHECKOUT / "tests", CHECKOUT / "tools"),
                 self.wheels / "ort",
                 self.libraries / "python",
             ],

@@ -184,6 +184,7 @@ def _stubs(provider: Path, library: str, written: Path) -> str:
 def _run(command: list[str]) -> str:
     """Runs a command and returns what it prints. Raises CalledProcessError if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    print(done.stderr, file=sys.stderr, end="")  # pytest shows it where this fails
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)  # pytest shows it where this fails
     done.check_returncode()
     return done.stdout

@@ -28,8 +28,8 @@ from spec_runtime import backends
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, DeviceBackend, Runtime
 from spec_runtime.backends.session import PROVIDERS, as_lender, takes_cuda_graphs
-from spec_runtime.backends.shapes import mask_width
 from spec_runtime.fused import open_steps
+from spec_runtime.kv import SlotCache
 from spec_runtime.proposers import PROPOSERS
 from spec_runtime.target import ARGMAX, TOP, Target
 from spec_runtime.trees.tree import TokenTree
@@ -166,22 +166,19 @@ class GraphRuns:
             mark(name, OPEN)
             steps = open_steps(self._bundle, graph, target, proposer, self._runtime)
             _see_session(finding, target.lend()[0])
-            width = mask_width(NUM_ROWS, self._capacity)
-            sizes = (
-                (spec, [size if isinstance(size, int) else width for size in spec.shape])
-                for spec in graph.inputs
-                if spec.name.startswith("state.")
-            )
-            steps._stepper.start(
-                {s.name.removeprefix("state."): np.zeros(shape, s.dtype) for s, shape in sizes}
-            )
+            _, cache = target.lend()
+            assert isinstance(cache, SlotCache), cache
+            slot_N, fresh = cache.free_slots(steps.num_nodes)
+            width = steps._mask_width(fresh)
+            steps._stepper.start(steps._first_state(0, slot_N, fresh, width))
             _run_phases(finding, steps._stepper.step)
 
     def _open(
         self, finding: Finding, graph: bundles.Graph, start: Backend | None = None
     ) -> Backend:
         """Opens a graph with the buffers and banks of others, as the drafters' proposers do."""
-        target, lender = self._backends.get("target"), {}
+        target = self._backends.get("target")
+        lender: dict[str, Backend | None] = {}
         if start is not None and graph.has_input(bundles.STATE_ROWS):
             lender = {"banks": start}
         elif graph.has_input(bundles.FEATURE_ROWS):

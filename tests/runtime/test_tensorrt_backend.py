@@ -26,7 +26,7 @@ from spec_runtime import cli
 from spec_runtime.backends import BACKENDS, Runtime, open_graph, tensorrt_api, tensorrt_kernels
 from spec_runtime.backends import tensorrt as backend
 from spec_runtime.backends.cuda_api import Cuda
-from spec_runtime.backends.shapes import LeastRecentlyUsed, axis_sizes, num_bytes
+from spec_runtime.backends.shapes import LeastRecentlyUsed, axis_sizes, num_bytes, shape_of
 from spec_runtime.backends.tensorrt import TensorRTBackend
 from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.backends.tensorrt_kernels import kernels_path
@@ -384,7 +384,8 @@ def test_results_that_lie_side_by_side_come_back_with_one_copy(
     cache = open_cache("contiguous", target.capacity)
     feeds = step(cache, [5, 6, 7], [0, 0, 1])
     names = [spec.name for spec in graph.outputs if not spec.name.startswith("kv.")]
-    zeros = {s.name: np.zeros(s.shape, s.dtype) for s in graph.inputs if s.name.startswith("kv.")}
+    caches = [spec for spec in graph.inputs if spec.name.startswith("kv.")]
+    zeros = {spec.name: np.zeros(shape_of(spec, {}), spec.dtype) for spec in caches}
     right = dict(zip(names, engine.session.run(names, feeds | zeros), strict=True))
     for wanted in ([ARGMAX, "features"], ["logits"], names):
         before = runtime.num_to_host

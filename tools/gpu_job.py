@@ -1,0 +1,171 @@
+"""What the parts of tools/gpu_check.py share: sizes, bundles, prompts, and opened engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gpu_graphs
+from gpu_graphs import BACKEND_FOR, Shape
+
+import spec_runtime
+from spec_runtime import bundle as bundles
+from spec_runtime.measure.prompts import NO_CATEGORY, BenchPrompt
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Says how much is measured.
+
+    `bundle` are the dimensions of the random target, where no bundle is given. `contexts` and
+    `widths` are the slots and rows at which forms of attention are compared. `context` and
+    `verify_widths` are those of the 7B shapes, `draft_rows` the rows of their drafter's run.
+    """
+
+    bundle: Shape
+    num_prompts: int
+    num_audited: int
+    audited_tokens: int
+    bench_tokens: int
+    contexts: tuple[int, ...]
+    widths: tuple[int, ...]
+    context: int
+    verify_widths: tuple[int, ...]
+    repeats: int
+    attention: Shape
+    shapes: tuple[Shape, ...]
+    draft_rows: int = 3 + gpu_graphs.NUM_MASKS  # accepted tokens of a step, and the masks
+
+
+REAL = Sizes(
+    bundle=Shape("random", 32_000, 576, 1536, 8, 9, 3, 64, 32_000),
+    num_prompts=12,
+    num_audited=4,
+    audited_tokens=64,
+    bench_tokens=128,
+    contexts=(1024, 2048, 4096),
+    widths=(1, 4, 8, 16, 32, 64),
+    context=1024,
+    verify_widths=(1, 8, 16, 32, 64),
+    repeats=20,
+    attention=Shape("four layers", 1024, 1024, 1024, 4, 32, 8, 128, 1024),
+    shapes=(
+        Shape("Llama-2-7B", 32_000, 4096, 11_008, 32, 32, 32, 128, 32_000),
+        Shape("Llama-3-8B", 128_256, 4096, 14_336, 32, 32, 8, 128, 32_000),
+    ),
+)
+TINY = Shape("toy", 96, 64, 96, 2, 4, 2, 16, 96)
+TOY = Sizes(TINY, 2, 2, 16, 16, (80, 96), (1, 4, 8), 48, (1, 4, 8), 2, TINY, (TINY,))
+# For a random target, whose tokens are characters.
+RANDOM_PROMPTS = [
+    BenchPrompt(i, NO_CATEGORY, text)
+    for i, text in enumerate(
+        ("abc abc abc abc", "one two one two one", "Explain tides to a child.", "x = x + 1; " * 8),
+        1,
+    )
+]
+
+
+@dataclass
+class Check:
+    """Holds what is checked, and what parts leave for later ones.
+
+    `given` are the folders that the part "bundle" reads, and `opened` what it has read for the
+    others. `limits` are the rounding between forms of a row, by bundle; `lengths` accepted length
+    and number of nodes, by drafter; `attention` is the form that the 7B shapes take.
+    """
+
+    opened: list[bundles.Bundle]
+    prompts: list[BenchPrompt]
+    device: str
+    sizes: Sizes
+    work: Path
+    given: list[Path] = field(default_factory=list)
+    limits: dict[str, float] = field(default_factory=dict)
+    lengths: dict[str, tuple[float, float]] = field(default_factory=dict)
+    attention: str = "bias"
+    _plain: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)
+    _drafting: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)
+
+    def engine(
+        self,
+        opened: bundles.Bundle,
+        name: str,
+        cuda_graphs: bool = True,
+        backend: str | None = None,
+    ) -> spec_runtime.Engine:
+        """Returns the engine of a contender, see `contenders`, opened once.
+
+        All that take a fused step share a target, and all others share one.
+        """
+        is_fused = name.startswith("fused ")
+        key = (opened.path, is_fused, cuda_graphs, backend)
+        if key not in self._plain:
+            self._plain[key] = spec_runtime.load(
+                opened.path,
+                "none",
+                verify=False,
+                profile=False,
+                backend=backend or BACKEND_FOR[self.device],
+                fused=is_fused,
+                cuda_graphs=cuda_graphs,
+            )
+        if name == "none":
+            return self._plain[key]
+        if (*key, name) not in self._drafting:
+            drafter = name.removeprefix("fused ")
+            self._drafting[*key, name] = self._plain[key].with_drafter(drafter)
+        return self._drafting[*key, name]
+
+    def close(self) -> None:
+        """Drops all engines, and the memory they hold."""
+        self._drafting.clear()
+        self._plain.clear()
+
+
+def label(opened: bundles.Bundle) -> str:
+    """Returns the bundle's name, precision and what is unusual about its graphs."""
+    graph = opened.manifest.graphs["target"]
+    words = [opened.manifest.name, opened.manifest.target.precision]
+    words += [word for word in (graph.form, graph.attention) if word not in ("slots", "bias")]
+    return " ".join(words)
+
+
+def fused_names(opened: bundles.Bundle) -> list[str]:
+    """Returns the names of the drafters that have a fused step."""
+    names = [drafter.name for drafter in opened.manifest.drafters]
+    return [name for name in names if bundles.fused_name(name) in opened.manifest.graphs]
+
+
+def shipped(opened: bundles.Bundle) -> list[str]:
+    """Returns what a user gets without asking: the first drafter, and its fused step if there is
+    one."""
+    drafters = opened.manifest.drafters
+    first = drafters[0].name if drafters else "prompt_lookup"
+    return [first, *(f"fused {name}" for name in fused_names(opened) if name == first)]
+
+
+def contenders(opened: bundles.Bundle) -> list[str]:
+    """Returns the names of the bundle's drafters, prompt lookup, and the fused steps it has, the
+    shipped ones first."""
+    names = [drafter.name for drafter in opened.manifest.drafters]
+    fused = [f"fused {name}" for name in fused_names(opened)]
+    return list(dict.fromkeys([*shipped(opened), *names, "prompt_lookup", *fused]))
+
+
+def graphs_of(
+    opened: bundles.Bundle,
+) -> dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]]:
+    """Returns the bundle's graphs by name, but for the fused steps, each with the drafter that it
+    belongs to."""
+    manifest = opened.manifest
+    fused = {bundles.fused_name(name) for name in fused_names(opened)}
+    graphs: dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]] = {
+        name: (graph, None)
+        for name, graph in manifest.graphs.items()
+        if name != "probe" and name not in fused
+    }
+    for info in manifest.drafters:
+        graphs |= {f"{info.name} {role}": (graph, info) for role, graph in info.graphs.items()}
+    return graphs

@@ -1,0 +1,334 @@
+"""The parts of tools/gpu_check.py that ask whether results are the same: one step of each graph,
+the texts of each drafter, CUDA graphs on and off, TensorRT."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import gpu_graphs
+import numpy as np
+from gpu_graphs import BACKEND_FOR, Feeder
+from gpu_job import Check, contenders, graphs_of, label
+from gpu_report import Findings, LeftOut, TableRow, finite
+
+import spec_runtime
+from spec_runtime import backends
+from spec_runtime import bundle as bundles
+from spec_runtime.backends.shapes import is_cache
+from spec_runtime.backends.tensorrt_api import import_tensorrt
+from spec_runtime.measure import audit, bench
+from spec_runtime.measure.prompts import BenchPrompt
+from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
+
+# By precision, how far a row may differ, as the largest |difference| over the row's range: rows of
+# logits and log-probabilities first, then features and other hidden rows. At fp32 the bounds are
+# for the worst row, so that TF32 products would show; elsewhere for the mean row, as in
+# spec_export/check.py, because the outliers of a text's first row spoil any rounding.
+TOLERANCES = {
+    "fp32": (1e-4, 1e-3),
+    "fp16": (0.01, 0.02),
+    "bf16": (0.05, 0.1),
+    "int8": (0.1, 0.15),
+    "int4": (0.1, 0.15),
+}
+SCORES = ("logits", "guess_log_probs", TOP_LOGITS)
+BEST = ("guess_ids", ARGMAX, TOP_IDS)  # outputs whose first column is the best token
+
+# How texts are decoded to be compared: greedy, and drawn with a seed.
+DECODINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seed 1": {"temperature": 0.8, "seed": 1},
+}
+
+# --------------------------------------------------------------------------------------- parity
+
+
+def parity(check: Check, found: Findings) -> None:
+    """Compares every graph, fed alike, on the device and on ONNX Runtime's CPU provider."""
+    for opened in check.opened:
+        _compare_graphs(check, found, opened, BACKEND_FOR[check.device])
+    found.note = (
+        "|Δ| of a row over its range; judged is the worst row at fp32, the mean row elsewhere. "
+        "Equal best token is for information: rounding decides near ties. Fused steps are judged "
+        "by their texts, see losslessness."
+    )
+    if check.device == "cpu":
+        found.note += " Here the CPU is compared with itself."
+
+
+def _compare_graphs(check: Check, found: Findings, opened: bundles.Bundle, backend: str) -> None:
+    for name, (graph, drafter) in graphs_of(opened).items():
+        what = f"{label(opened)}, {name}"
+        row = found.attempt(what, _compare_graph, opened, graph, drafter, backend)
+        if row is not None:
+            found.add({"bundle": label(opened), "graph": name, **row})
+            if row["verdict"] != "ok":
+                found.fail_number(f"{what}: {row['verdict']}")
+    rows = found.tables.get("measured", [])
+    right = sum(row["verdict"] == "ok" for row in rows)
+    found.figure = f"{right} of {len(rows)} graphs compute what the CPU computes"
+
+
+def _compare_graph(
+    opened: bundles.Bundle,
+    graph: bundles.Graph,
+    drafter: bundles.DrafterInfo | None,
+    device_backend: str,
+) -> TableRow:
+    target, config = opened.manifest.target, drafter.config if drafter else {}
+    capacity = target.max_length + target.scratch
+    vocab_size = config.get("mask_token_base", target.dims.vocab_size) + config.get("num_masks", 0)
+    feeder = Feeder(graph, capacity, vocab_size, config.get("num_guesses", 1))
+    both = [
+        backends.open_graph(opened, graph, capacity, backends.Runtime(backend))
+        for backend in (device_backend, BACKEND_FOR["cpu"])
+    ]
+    # LOGSUMEXP is no row, and it follows from the logits.
+    outputs = [s.name for s in graph.outputs if not is_cache(s) and s.name != LOGSUMEXP]
+    for backend in both:
+        gpu_graphs.fill_banks(backend, graph)
+    errors: dict[str, list[float]] = {"scores": [], "hidden": []}
+    same: list[bool] = []
+    for parent_N, path in gpu_graphs.random_trees():
+        feeds = feeder.feeds(parent_N)
+        got, expected = (
+            {name: array.copy() for name, array in backend.run(feeds, outputs).items()}
+            for backend in both
+        )
+        feeder.keep(path)
+        kept = (gpu_graphs.written_rows(backend, graph, feeds) for backend in both)
+        for pair in zip(*kept, strict=True):
+            errors["hidden"] += gpu_graphs.row_errors(*pair)
+        for name in outputs:
+            if name in BEST:
+                pairs = (x.reshape(len(x), -1)[:, 0] for x in (got[name], expected[name]))
+                same += np.equal(*pairs).tolist()
+            else:
+                kind = "scores" if name in SCORES else "hidden"
+                errors[kind] += gpu_graphs.row_errors(got[name], expected[name])
+            if name == "logits":
+                same += (got[name].argmax(-1) == expected[name].argmax(-1)).tolist()
+    return _judge_rows(errors, same, target.precision)
+
+
+def _judge_rows(errors: dict[str, list[float]], same: list[bool], precision: str) -> TableRow:
+    """Returns a line of the table: the rows' errors by kind with their bounds, and the verdict."""
+    row: TableRow = {"rows": max(map(len, errors.values()))}
+    verdict = "ok"
+    for (kind, values), bound in zip(errors.items(), TOLERANCES[precision], strict=True):
+        mean, worst = (np.mean(values), np.max(values)) if values else (0.0, 0.0)
+        judged = worst if precision == "fp32" else mean
+        if values:
+            row |= {f"{kind}, mean": finite(mean), f"{kind}, worst": finite(worst)}
+            row[f"{kind}, bound"] = bound
+        if not judged <= bound:  # so that NaN fails
+            verdict = f"{kind} differ by {judged:.3g} of a row's range, expected {bound:g} at most"
+    return row | {"equal best": float(np.mean(same)) if same else None, "verdict": verdict}
+
+
+# --------------------------------------------------------------------------------- losslessness
+
+
+def losslessness(check: Check, found: Findings) -> None:
+    """Compares texts with plain decoding's on the device; a difference that rounding does not
+    explain ("real") fails."""
+    for opened in check.opened:
+        _compare_texts(check, found, opened, contenders(opened), None)
+    found.note = "real: differences from plain decoding that rounding does not explain."
+
+
+def _compare_texts(
+    check: Check,
+    found: Findings,
+    opened: bundles.Bundle,
+    names: Sequence[str],
+    backend: str | None,
+) -> None:
+    """Compares these contenders; those with a fused step take it for greedy texts alone."""
+    for decoding, options in DECODINGS.items():
+        for name in names:
+            is_fused = name.startswith("fused ")
+            if is_fused and options:
+                continue
+            what = f"{label(opened)}, {name}, {decoding}"
+            compare = _texts if is_fused else _audit
+            row = found.attempt(what, compare, check, opened, name, options, backend)
+            if row is not None:
+                _judge(found, what, row)
+                found.add({"bundle": label(opened), "drafter": name, "decoding": decoding, **row})
+    rows = found.tables.get("measured", [])
+    texts = [row for row in rows if "tokens" in row]
+    right = sum(not row["real"] for row in texts)
+    tokens = sum(row["tokens"] for row in texts)
+    found.figure = f"{right} of {len(texts)} ways of drafting lossless over {tokens} tokens"
+
+
+def _judge(found: Findings, what: str, row: TableRow) -> None:
+    if row["real"]:
+        found.fail_number(f"{what}: {row['real']} real differences, expected none")
+
+
+def _audit(
+    check: Check, opened: bundles.Bundle, name: str, options: Any, backend: str | None
+) -> TableRow:
+    """Compares texts and the rows behind them; keeps how far forms of a row round apart."""
+    precision = opened.manifest.target.precision
+    prompts = check.prompts[: check.sizes.num_audited]
+    engine = check.engine(opened, name, backend=backend)
+    whole = {"max_new_tokens": check.sizes.audited_tokens, **options}
+    report = audit.run(engine, prompts, whole, precision)  # type: ignore[arg-type]
+    if not report.answers:
+        raise ValueError("got no prompt that fits the context")
+    figures = audit.summarise(report)
+    key = str(opened.path)
+    check.limits[key] = max(check.limits.get(key, 0.0), figures["rounding_limit"])
+    row = {key: figures[key] for key in ("prompts", "tokens", "identical")}
+    row["accepted length"] = figures["accepted_length"]
+    row |= figures["counts"] | {"real": figures["real"]}
+    return row | {"first divergence": _first(figures["divergences"])}
+
+
+def _texts(
+    check: Check, opened: bundles.Bundle, name: str, options: Any, backend: str | None
+) -> TableRow:
+    """Compares texts alone, because the fused step shows no rows."""
+    engines = [check.engine(opened, each, backend=backend) for each in ("none", name)]
+    whole = {"max_new_tokens": check.sizes.audited_tokens, **options}
+    partings: list[TableRow] = []
+    num_tokens, num_steps = 0, 0
+    prompts = check.prompts[: check.sizes.num_audited]
+    for prompt in prompts:
+        ids = engines[0].encode(prompt.content)
+        plain, other = (each.generate(ids, reuse=False, **whole) for each in engines)
+        partings += _parting(check, opened, prompt.id, ids, plain.token_ids, other.token_ids)
+        num_tokens += other.stats.committed_tokens
+        num_steps += other.stats.steps
+    kinds = [parting["class"] for parting in partings]
+    row = {
+        "prompts": len(prompts),
+        "tokens": num_tokens,
+        "identical": 1 - len(partings) / len(prompts),
+        "accepted length": num_tokens / max(1, num_steps),
+    }
+    row |= {kind: kinds.count(kind) for kind in audit.CLASSES}
+    return row | {"first divergence": _first(partings)}
+
+
+def _parting(
+    check: Check,
+    opened: bundles.Bundle,
+    prompt: str | int,
+    prompt_ids: list[int],
+    one: list[int],
+    other: list[int],
+) -> list[TableRow]:
+    """Returns where two texts part and why, as a list of one, or an empty list if they are equal.
+
+    Where no audit has measured the rounding of a reduced precision, all counts as rounding.
+    """
+    target = check.engine(opened, "none").target
+    divergence = audit.compare(prompt, prompt_ids, one, other, target)
+    if divergence is None:
+        return []
+    spread = np.ptp(audit.replay(target, [*prompt_ids, *one[: divergence.position]]))
+    limit = check.limits.get(str(opened.path), 0.0)
+    if limit == 0 and opened.manifest.target.precision != "fp32":
+        limit = np.inf
+    kind = audit.classify(divergence.gap, NEAR_TIE * float(spread), limit)
+    return [{**dataclasses.asdict(divergence), "class": kind}]
+
+
+def _first(divergences: Sequence[TableRow]) -> str | None:
+    for each in divergences:
+        gap = "one text ended" if each["gap"] is None else f"gap {each['gap']:.3g}"
+        return f"prompt {each['prompt']}, token {each['position']}: {gap}, {each['class']}"
+    return None
+
+
+# -------------------------------------------------------------------------------------- capture
+
+
+def capture(check: Check, found: Findings) -> None:
+    """Compares tokens and speed with and without captured CUDA graphs."""
+    if check.device != "cuda":
+        raise LeftOut("CUDA graphs need --device cuda")
+    for opened in check.opened:
+        for name in ("none", *contenders(opened)):
+            what = f"{label(opened)}, {name}"
+            row = found.attempt(what, _capture, check, opened, name)
+            if row is not None:
+                _judge(found, f"{what}, captured against eager", row)
+                found.add({"bundle": label(opened), "drafter": name, **row})
+    ratios = [row["captured / eager"] for row in found.tables.get("measured", [])]
+    if ratios:
+        found.figure = f"captured / eager {min(ratios):.2f} to {max(ratios):.2f} in tokens/s"
+
+
+def _capture(check: Check, opened: bundles.Bundle, name: str) -> TableRow:
+    engines = [check.engine(opened, name, cuda_graphs) for cuda_graphs in (True, False)]
+    prompts = check.prompts[: check.sizes.num_audited]
+    one, other = race(engines, prompts, check.sizes.audited_tokens)
+    partings: list[TableRow] = []
+    for a, b in zip(one.pairs, other.pairs, strict=True):
+        ids = engines[0].encode(a.prompt.content)
+        texts = [pair.turns[0].speculative.token_ids for pair in (a, b)]
+        partings += _parting(check, opened, a.prompt.id, ids, *texts)
+    captured, eager = (
+        bench.summarise(report)["overall"]["tokens_per_second"] for report in (one, other)
+    )
+    return {
+        "captured tokens/s": captured,
+        "eager tokens/s": eager,
+        "captured / eager": captured / eager,
+        "identical": 1 - len(partings) / len(one.pairs),
+        "real": sum(parting["class"] == "real" for parting in partings),
+    }
+
+
+def race(
+    engines: Sequence[spec_runtime.Engine], prompts: Sequence[BenchPrompt], max_new_tokens: int
+) -> list[bench.BenchReport]:
+    """Returns a report for each engine; CUDA graphs are captured before the clock starts."""
+    bench.run(engines, prompts[:1], max_new_tokens)
+    reports = bench.run(engines, prompts, max_new_tokens)
+    if not reports[0].pairs:
+        raise ValueError("got no prompt that fits the context")
+    return reports
+
+
+# ------------------------------------------------------------------------------------- tensorrt
+
+
+def tensorrt(check: Check, found: Findings) -> None:
+    """Compares TensorRT's rows with the CPU provider's, and its texts with its plain decoding.
+
+    Where no bundle has plans, one of a random target is built for the GPU here.
+    """
+    if check.device != "cuda":
+        raise LeftOut("TensorRT needs --device cuda")
+    if found.is_dry_run:
+        raise LeftOut("a dry run has no GPU, for which TensorRT would load or build its plans")
+    try:
+        found.note = f"{import_tensorrt().flavour}; rows against the CPU, texts against plain ones."
+    except ValueError as error:
+        raise LeftOut(str(error)) from error
+    planned = [each for each in check.opened if each.manifest.graphs["target"].plans]
+    if not planned:
+        folder = check.work / "tensorrt"
+        shape = check.sizes.bundle
+        path = found.attempt(
+            "building a random target's plans",
+            gpu_graphs.random_bundle,
+            folder,
+            shape,
+            "cuda",
+            True,
+        )
+        planned = [] if path is None else [bundles.read(path, verify=False)]
+    for opened in planned:
+        _compare_graphs(check, found, opened, "tensorrt")
+        rows = found.figure
+        _compare_texts(check, found, opened, contenders(opened), "tensorrt")
+        found.figure = f"{rows}; {found.figure}"
