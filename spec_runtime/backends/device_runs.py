@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,17 +134,20 @@ class _PerThread(threading.local):
     """The shapes that one thread has bound: ONNX Runtime keeps CUDA graphs by thread."""
 
     def __init__(self, copies: Copies) -> None:
-        self._copies = copies
         self.plans: dict[Hashable, RunPlan] = {}  # by outputs and the feeds' shapes
-        self.eager: LeastRecentlyUsed[BoundShape] = LeastRecentlyUsed(MAX_SHAPES, self._drop)
+        # Nothing here refers back to this object: all of it goes with DeviceRuns.close.
+        self.eager: LeastRecentlyUsed[BoundShape] = LeastRecentlyUsed(
+            MAX_SHAPES, partial(_drop, copies, self.plans)
+        )
         # None is dropped: ONNX Runtime cannot forget a graph.
         self.captured: dict[Hashable, BoundShape] = {}
 
-    def _drop(self, bound: BoundShape) -> None:
-        if not bound.run.is_captured:
-            self._copies.settle()  # memory may go only when nothing is on its way to it
-            for key in bound.plans:
-                self.plans.pop(key, None)
+
+def _drop(copies: Copies, plans: dict[Hashable, RunPlan], bound: BoundShape) -> None:
+    if not bound.run.is_captured:
+        copies.settle()  # memory may go only when nothing is on its way to it
+        for key in bound.plans:
+            plans.pop(key, None)
 
 
 class DeviceRuns:

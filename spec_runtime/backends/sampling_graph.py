@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from spec_runtime.backends.base import Rows, Runtime
 from spec_runtime.backends.bound_run import BoundRun
+from spec_runtime.backends.captures import free_later
 from spec_runtime.backends.copies import Copies, Download
 from spec_runtime.backends.device_runs import (
     MAX_CAPTURED_ROWS,
@@ -58,6 +60,8 @@ class SamplingGraph:
         self._ids = itertools.count(1)  # 0 is ONNX Runtime's own
         self._num_graphs = 0
         self._is_checked = False
+        # The session must not be closed while a thread captures.
+        weakref.finalize(self, free_later, vars(self).clear).atexit = False
 
     def run(self, logits: Rows, outputs: Sequence[str]) -> list[np.ndarray]:
         """Returns these outputs of the graph, on the host, for each row of `logits` f32[M, V].

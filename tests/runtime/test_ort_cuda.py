@@ -24,10 +24,11 @@ from workshop import Workshop
 import spec_runtime
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import Runtime, cuda, device_runs, open_graph, pad_rows, session, shapes
+from spec_runtime.backends.bound_run import BoundRun
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.backends.packed_feeds import ALIGNMENT, PackedFeeds
-from spec_runtime.backends.session import OrtBackend
+from spec_runtime.backends.session import NamingGraph, OrtBackend
 from spec_runtime.bundle import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
 from spec_runtime.proposers.wrapper import ProposerWrapper
@@ -733,13 +734,14 @@ def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) ->
     packed = PackedFeeds(specs, {"M": 5}, Copies().host)
     assert packed.first == {"c": 0, "x": ALIGNMENT}
     binding = session.io_binding()
-    bound = device_runs.BoundShape("key", 5, binding, packed, {}, Copies(), "cpu", None)
+    run = BoundRun(session, binding, NamingGraph("g.onnx"), True)
+    bound = device_runs.BoundShape("key", 5, binding, packed, {}, Copies(), "cpu", run)
     binding.bind_output("y", "cpu")
     for sign in (1, -1):
         packed.arrays["c"][...] = c_M
         packed.arrays["x"][...] = sign * x_M
         bound.upload.start()
-        session.run_with_iobinding(binding)
+        bound.run.run()
         assert binding.get_outputs()[0].numpy().tolist() == [sign * v for v in (1, -2, -3, 4, -5)]
 
 

@@ -1,0 +1,194 @@
+"""Tests that captures of CUDA graphs and calls that would break them exclude each other."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from spec_runtime.backends.captures import capturing, free_later, no_capture
+
+if TYPE_CHECKING:
+    from cuda_standin import StandIn
+
+SECONDS = 30.0  # far more than anything here takes
+
+
+class Block:
+    """A thread inside a block until it is let out."""
+
+    def __init__(self, block: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.is_inside, self._leave = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(block,))
+        self._thread.start()
+
+    def _run(self, block: Callable[[], AbstractContextManager[Any]]) -> None:
+        with block():
+            self.is_inside.set()
+            assert self._leave.wait(SECONDS)
+
+    def leave(self) -> None:
+        self._leave.set()
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+
+
+def test_calls_of_several_threads_do_not_wait_for_each_other() -> None:
+    blocks = [Block(no_capture) for _ in range(3)]
+    assert all(block.is_inside.wait(SECONDS) for block in blocks)
+    with no_capture(), no_capture():
+        for block in blocks:
+            block.leave()
+
+
+def test_a_capture_waits_for_calls_and_keeps_others_out() -> None:
+    call = Block(no_capture)
+    assert call.is_inside.wait(SECONDS)
+    capture = Block(capturing)
+    assert not capture.is_inside.wait(0.05)
+    call.leave()
+    assert capture.is_inside.wait(SECONDS)
+    others = [Block(no_capture), Block(capturing)]  # threads of which nothing is known yet
+    assert not any(other.is_inside.wait(0.05) for other in others)
+    capture.leave()
+    for other in others:
+        assert other.is_inside.wait(SECONDS)
+        other.leave()
+
+
+def test_what_is_freed_waits_for_the_end_of_a_capture_in_any_thread() -> None:
+    freed: list[str] = []
+
+    class Owner:
+        pass
+
+    with capturing():
+        owner = Owner()
+        weakref.finalize(owner, free_later, lambda: freed.append("own"))
+        del owner
+        gc.collect()
+        thread = threading.Thread(target=free_later, args=(lambda: freed.append("other"),))
+        thread.start()
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "a finalizer waits"
+        assert freed == []
+    assert freed == ["own", "other"]
+    with no_capture():
+        free_later(lambda: freed.append("at once"))
+        assert freed[-1] == "at once"
+
+
+def test_a_capture_that_fails_lets_others_in(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("cudaFree: no such address")
+
+    def capture() -> None:
+        with capturing():
+            free_later(fail)
+            raise ValueError("broken")
+
+    with (
+        caplog.at_level(logging.WARNING, "spec_runtime"),
+        pytest.raises(ValueError, match="broken"),
+    ):
+        capture()
+    assert "memory on the device was not freed: cudaFree: no such address" in caplog.text
+    for block in (Block(no_capture), Block(capturing)):
+        assert block.is_inside.wait(SECONDS)
+        block.leave()
+
+
+# Captures one shape after the other, while another thread allocates, frees, opens and captures.
+# With "unguarded" nothing keeps the two apart.
+TWO_THREADS = """
+import contextlib, gc, sys, threading
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from spec_runtime.backends import captures
+
+if sys.argv[2] == "unguarded":
+    captures.no_capture = captures.capturing = contextlib.nullcontext
+    captures.free_later = lambda free: free()
+
+from spec_runtime.backends import pad_rows
+from spec_runtime.backends.cuda import CudaBackend
+from spec_runtime.bundle import Graph, TensorSpec
+
+pad_rows.WIDTHS = tuple(range(1, 65))  # each number of rows is a shape of its own
+x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["M", 64]) for n in ("x0", "x150"))
+nodes = [helper.make_node("Neg", [f"x{i}"], [f"x{i + 1}"]) for i in range(150)]
+made = helper.make_graph(nodes, "g", [x], [y])
+opset = [helper.make_opsetid("", 24)]
+model = helper.make_model(made, opset_imports=opset, ir_version=11)
+path = Path(sys.argv[1]) / "g.onnx"
+onnx.save(model, path)
+specs = [TensorSpec(n, "float32", ("M", 64)) for n in ("x0", "x150")]
+graph = Graph("g.onnx", "stateless", (specs[0],), (specs[1],))
+
+def capture(num_shapes):
+    backend = CudaBackend(path, graph, 1, 1, has_cuda_graphs=True)
+    for rows in range(1, num_shapes + 1):
+        feeds = {"x0": np.zeros((rows, 64), np.float32)}
+        for _ in range(3):
+            backend.run(feeds, ["x150"])
+    return backend
+
+is_over = threading.Event()
+problems = []
+
+def disturb():
+    try:
+        while not is_over.is_set():
+            backend = capture(2)
+            backend.copies.host(4096)
+            del backend
+            gc.collect()
+    except Exception as error:
+        problems.append(error)
+
+thread = threading.Thread(target=disturb)
+thread.start()
+try:
+    for _ in range(4):
+        capture(40)
+        if problems:
+            break
+except Exception as error:
+    problems.append(error)
+is_over.set()
+thread.join()
+print(*problems)
+"""
+
+
+@pytest.mark.standin
+@pytest.mark.parametrize("how", ["guarded", "unguarded"])
+def test_two_threads_capture_and_allocate(standin: StandIn, tmp_path: Path, how: str) -> None:
+    log = tmp_path / "log"
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_THREADS, str(tmp_path), how],
+        env=standin.environment(log),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    lines = log.read_text().splitlines()
+    violations = [line for line in lines if line.startswith("violation")]
+    if how == "unguarded":
+        assert violations, "the two threads never met"
+        return
+    assert (done.returncode, done.stdout.strip(), violations) == (0, "", []), done.stderr
+    assert sum(line.startswith("capture begin") for line in lines) > 160, "both threads capture"
