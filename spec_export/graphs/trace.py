@@ -215,13 +215,16 @@ def export_backbone(backbone: Backbone, *, capacity_symbolic: bool = True) -> ir
 
 
 def save(model: ir.Model, path: Path) -> None:
-    """Writes the graph to `path` and its weights, each once, to the .bin file of the same name.
+    """Writes the graph to `path` and its weights, each once, to the .bin file of the same name,
+    unless all of them are small.
 
     The model itself does not change: its tensors stay in memory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    external = path.with_suffix(".bin").name
-    ir.save(model, path, external_data=external, size_threshold_bytes=SMALL_BYTES)
+    external = path.with_suffix(".bin")
+    ir.save(model, path, external_data=external.name, size_threshold_bytes=SMALL_BYTES)
+    if external.stat().st_size == 0:  # the graph has small weights alone, which lie in its own file
+        external.unlink()
 
 
 def save_beside(model: ir.Model, path: Path, lenders: Sequence[Path]) -> None:

@@ -196,9 +196,10 @@ def _guess(
 ) -> None:
     """Adds to `pool` the candidates of the nodes from `first` on whose paths are not below `floor`.
 
-    `log_prob`: of the path to each expanded node.
+    `log_prob`: of the path to each expanded node. No candidate is likelier than its parent, whatever
+    a drafter says, and none whose log-probability is not a number is added.
     """
-    rows = zip(id_NC.tolist(), log_prob_NC.tolist(), strict=True)
+    rows = zip(id_NC.tolist(), np.minimum(log_prob_NC, 0.0).tolist(), strict=True)
     for node, (ids, values) in enumerate(rows, first):
         for token, value in zip(ids, values, strict=True):
             path = log_prob[node] + value

@@ -140,6 +140,22 @@ def test_levels_expand_their_best_nodes_alone() -> None:
     assert int(chain.depth_N.max()) == 4
 
 
+def test_levels_of_a_drafter_that_gives_no_probabilities_make_a_tree_all_the_same() -> None:
+    """Log-probabilities above 0, and NaN, come of damaged weights and of overflow."""
+    level = itertools.count()
+
+    def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+        count, k = len(nodes) - first, next(level)
+        id_NC = np.array([[10 * k + 1, 10 * k + 2, 10 * k + 3]]).repeat(count, 0)
+        return id_NC, np.array([[5.0 * k, np.nan, -1.0]], np.float32).repeat(count, 0)
+
+    tree = grow_by_levels(0, expand, Budget(8), num_levels=3, max_width=2)
+    found = paths(tree)
+    assert [1] in found
+    assert [1, 11, 21] in found
+    assert not any(token % 10 == 2 for path in found for token in path)
+
+
 def test_levels_stop_when_none_pays() -> None:
     table = Table(5)
     assert grow_by_levels(1, table.expand, Budget(1), 4, 8).num_nodes == 1
