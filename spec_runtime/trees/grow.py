@@ -196,8 +196,8 @@ def _guess(
 ) -> None:
     """Adds to `pool` the candidates of the nodes from `first` on whose paths are not below `floor`.
 
-    `log_prob`: of the path to each expanded node. No candidate is likelier than its parent, whatever
-    a drafter says, and none whose log-probability is not a number is added.
+    `log_prob`: of the path to each expanded node. No candidate is likelier than its parent,
+    whatever a drafter says, and none whose log-probability is not a number is added.
     """
     rows = zip(id_NC.tolist(), np.minimum(log_prob_NC, 0.0).tolist(), strict=True)
     for node, (ids, values) in enumerate(rows, first):
