@@ -8,7 +8,9 @@ import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 # Runs the command in a process of its own, on toy engines.
 PROGRAM = f"""
 import sys
+import time
 sys.path.insert(0, {str(TESTS)!r})
 import spec_runtime
 from small import toy_engine
@@ -260,11 +263,20 @@ boundary.end(["waiting"], work)
 """
 
 
+@contextmanager
+def child(*words: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """Runs this Python beside the block, and kills it if the block ends before it does: the test
+    would wait for it without end."""
+    with subprocess.Popen([sys.executable, "-c", *words], text=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signals_clean_up(number: int, code: int) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITING], stdout=-1, stderr=-1, text=True
-    ) as process:
+    with child(WAITING, stdout=-1, stderr=-1) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline() == "begun\n"
@@ -294,9 +306,7 @@ def signalled():
 
 
 def test_a_second_sigterm_kills() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITING, "hangs"], stdout=-1, text=True
-    ) as process:
+    with child(WAITING, "hangs", stdout=-1) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         process.terminate()
@@ -306,13 +316,20 @@ def test_a_second_sigterm_kills() -> None:
 
 
 def test_ctrl_c_at_the_prompt_leaves_chat(folder: Path) -> None:
+    """A signal that comes between the greeting and the wait for input is only looked at when the
+    next one interrupts that wait: Python's `input` is so."""
     ours, theirs = pty.openpty()
-    words = [sys.executable, "-c", PROGRAM, "chat", "--bundle", str(folder)]
-    with subprocess.Popen(words, stdin=theirs, stdout=-1, stderr=-1, text=True) as process:
+    words = PROGRAM, "chat", "--bundle", str(folder)
+    with child(*words, stdin=theirs, stdout=-1, stderr=-1) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().endswith("Ctrl-D leaves.\n")
+        time.sleep(0.5)  # most likely it waits for input by now
         process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
         assert process.stderr.read() == ""
     os.close(ours)
