@@ -19,6 +19,7 @@ import numpy as np
 from spec_runtime.backends.copies import Copies, StreamCopies
 from spec_runtime.backends.packed_feeds import ALIGNMENT
 from spec_runtime.backends.session import Viewer, empty_value
+from spec_runtime.mapping import brief
 from spec_runtime.untrusted.onnx_file import ExternalWeight, read_outline
 
 # Bytes of an element, by the number that ONNX has for its type. Weights of other types are left to
@@ -36,17 +37,26 @@ class _Placed:
 
 
 class _Block:
-    """Memory on the device, from `address` on, for as long as this object lives."""
+    """Memory on the device, from `address` on, for as long as this object lives.
+
+    Raises ValueError if the device has no room for it.
+    """
 
     def __init__(self, num_bytes: int, device: str, copies: Copies) -> None:
-        if isinstance(copies, StreamCopies):
-            # ONNX Runtime's own allocator would take up to twice as much.
-            cuda = copies.cuda
-            self.address = cuda.malloc(num_bytes)
-            weakref.finalize(self, cuda.free, self.address).atexit = False
-        else:
-            self._value = empty_value((num_bytes,), "uint8", device)
-            self.address = self._value.data_ptr()
+        try:
+            if isinstance(copies, StreamCopies):
+                # ONNX Runtime's own allocator would take up to twice as much.
+                cuda = copies.cuda
+                self.address = cuda.malloc(num_bytes)
+                weakref.finalize(self, cuda.free, self.address).atexit = False
+            else:
+                self._value = empty_value((num_bytes,), "uint8", device)
+                self.address = self._value.data_ptr()
+        except Exception as error:  # CUDA's RuntimeError, ONNX Runtime's own kinds
+            raise ValueError(
+                f"got no room on the GPU for {num_bytes / 1e6:.0f} MB of weights "
+                f"({brief(error, 200)}): end other programs there, or build with a lower precision"
+            ) from error
 
 
 _placed: weakref.WeakValueDictionary[Hashable, _Placed] = weakref.WeakValueDictionary()

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import fake_ort_cuda as fake
+import fake_tensorrt
 import numpy as np
 import pytest
 
-from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.copies import Copies, StreamCopies
 from spec_runtime.backends.packed_feeds import ALIGNMENT
 from spec_runtime.backends.session import SessionOptions, Viewer, open_session
 from spec_runtime.backends.weights import DeviceWeights
@@ -85,6 +86,22 @@ def test_large_weights_are_sent_in_pieces(
     whole = ("scale", FLOAT, (500, 2), 0, 4000)
     weights = DeviceWeights(write_graph(tmp_path / "a.onnx", whole), "cuda", copies)
     assert np.array_equal(weights.values["scale"].numpy().ravel(), CONTENT)
+
+
+def test_a_gpu_without_room_is_one_line(
+    tmp_path: Path, device: fake.Device, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> tuple[int, int]:
+        if isinstance(copies, StreamCopies):
+            return fake_tensorrt.INVALID, 0
+        raise RuntimeError("CUDA failure 2: out of memory\n")
+
+    monkeypatch.setattr(type(device.runtime), "cudaMalloc", full)
+    monkeypatch.setattr(type(device), "allocate", full)
+    line = r"^got no room on the GPU for 0 MB of weights \(.+\): end other programs there"
+    with pytest.raises(ValueError, match=line) as error:
+        DeviceWeights(write_graph(tmp_path / "a.onnx", SCALE), "cuda", copies)
+    assert "\n" not in str(error.value)
 
 
 def test_a_file_that_was_written_anew_is_read_anew(
