@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from spec_export import decoder
 from spec_export.drafters.losses import IGNORED
+from spec_export.drafters.markov import MarkovBias
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class DrafterBase(nn.Module):
     head_VD: Tensor
     cos: Tensor
     sin: Tensor
+    markov: MarkovBias | None
 
     def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
         super().__init__()
@@ -105,6 +107,7 @@ class DrafterBase(nn.Module):
         }
         for name, tensor in borrowed.items():
             self.register_buffer(name, tensor, persistent=False)
+        self.markov = None
         # the root mean square of a final feature, which the target's last norm gives it
         self.feature_scale = ends.final_norm_D.float().square().mean().sqrt().item()
 
@@ -124,6 +127,22 @@ class DrafterBase(nn.Module):
         label_BT = torch.where(batch.loss_BT, self.draft_index_V[batch.token_BT], IGNORED)
         ahead_BT = F.pad(label_BT, (0, num_guesses), value=IGNORED)[:, 2:]
         return ahead_BT.unfold(1, num_guesses, 1)[:, : label_BT.shape[1] - 1]
+
+    def add_markov_bias(self, rank: int, reads_hidden: bool = False) -> None:
+        """Gives the drafter a bias of this rank (see `markov.py`); none for rank 0."""
+        if rank:
+            self.markov = MarkovBias(rank, reads_hidden, self.embed_VD)
+
+    def condition(self, rows: Tensor, previous_token: Tensor) -> Tensor:
+        """Returns the rows [..., D] that the head reads behind the guess before, whose true token
+        is previous_token i64[...]; unchanged without a bias.
+
+        A row whose previous token is IGNORED, as guess 0 has none, stays as it is.
+        """
+        if self.markov is None:
+            return rows
+        conditioned: Tensor = self.markov(rows, previous_token, self.embed_VD)
+        return conditioned
 
     def top_tokens(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the best tokens of logits [..., Vd]: ids i64 and log-probabilities f32, both

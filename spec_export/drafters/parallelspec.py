@@ -42,11 +42,14 @@ from spec_export.drafters.losses import (
     head_cross_entropy,
     position_weights,
 )
+from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 STYLES = ("medusa", "eagle")
 INPUTS = ("tokens", "features+tokens")
 MASK_FEATURES = ("zero", "anchor")
+LOSSES = ("ce", "tv", "lk")
+DEPTH_WEIGHTS = ("decay", "reach")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,22 @@ class Config:
     feature. `mask_feature` is what mask rows read in place of a feature: "zero", nothing, or
     "anchor", the feature of their group's real row, with which the drafter learns sooner.
     `anchor_fraction` is the share of labelled rows that get a group in a training step.
+
+    The other fields leave the paper's form where they are not their defaults:
+
+    - `markov_rank` r > 0 adds a bias of rank r through which a guess reads the guess before it (see
+      `markov.py`). With `markov_reads_hidden` the bias depends on the guess's own row too.
+    - `mask_reads_token`: mask rows read the embedding of the root beside their own.
+    - `loss`: "ce" is the paper's cross-entropy. "tv" is `tv_weight` times the total variation
+      distance between the target's distribution and the drafter's, and 1 − `tv_weight` times the
+      cross-entropy. "lk" is the logarithm of the share of guesses that sampling would accept.
+    - `depth_weights`: λ_k is decay^k ("decay"), or follows from how often the guesses before guess
+      k are all right ("reach").
+    - `prompt_weight`: the weight of rows that predict a prompt's tokens; answers' rows weigh 1.
+    - `depth_keep`: the share of groups that keep mask k + 1 among those that keep mask k in a
+      training step, so that deeper guesses cost less.
+    - `feature_noise`: in training each feature gets uniform noise in ±`feature_noise`, as EAGLE's
+      does. Style "eagle" alone reads it.
     """
 
     num_masks: int = 4
@@ -71,17 +90,26 @@ class Config:
     w_reg: float = 1.0
     w_cls: float = 0.1
     anchor_fraction: float = 1.0
+    markov_rank: int = 0
+    markov_reads_hidden: bool = False
+    mask_reads_token: bool = False
+    loss: str = "ce"
+    tv_weight: float = 0.9
+    depth_weights: str = "decay"
+    prompt_weight: float = 0.0
+    depth_keep: float = 1.0
+    feature_noise: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.style not in STYLES:
-            raise ValueError(f"got style {self.style!r}, expected one of {', '.join(STYLES)}")
-        if self.inputs not in INPUTS:
-            raise ValueError(f"got inputs {self.inputs!r}, expected one of {', '.join(INPUTS)}")
-        if self.mask_feature not in MASK_FEATURES:
-            raise ValueError(
-                f"got mask_feature {self.mask_feature!r}, expected one of "
-                f"{', '.join(MASK_FEATURES)}"
-            )
+        for name, value, known in (
+            ("style", self.style, STYLES),
+            ("inputs", self.inputs, INPUTS),
+            ("mask_feature", self.mask_feature, MASK_FEATURES),
+            ("loss", self.loss, LOSSES),
+            ("depth_weights", self.depth_weights, DEPTH_WEIGHTS),
+        ):
+            if value not in known:
+                raise ValueError(f"got {name} {value!r}, expected one of {', '.join(known)}")
         if self.style == "eagle" and self.inputs == "tokens":
             raise ValueError("style 'eagle' regresses features: set inputs = \"features+tokens\"")
         if self.inputs == "tokens" and self.taps:
@@ -93,6 +121,22 @@ class Config:
             )
         if not 0 < self.anchor_fraction <= 1 or not 0 <= self.soft_weight <= 1:
             raise ValueError("anchor_fraction must lie in (0, 1], soft_weight in [0, 1]")
+        if not 0 <= self.tv_weight <= 1 or not 0 < self.depth_keep <= 1:
+            raise ValueError(
+                f"got tv_weight {self.tv_weight} and depth_keep {self.depth_keep}, expected "
+                "numbers in [0, 1] and in (0, 1]"
+            )
+        if self.prompt_weight < 0 or self.feature_noise < 0:
+            raise ValueError(
+                f"got prompt_weight {self.prompt_weight} and feature_noise {self.feature_noise}, "
+                "expected neither negative"
+            )
+        if self.feature_noise and self.style != "eagle":
+            raise ValueError(
+                f"got feature_noise {self.feature_noise} with style {self.style!r}, expected 0: "
+                "noise is a part of style 'eagle'"
+            )
+        require_rank(self.markov_rank, self.markov_reads_hidden, self.num_masks + 1)
 
 
 class Drafter(DrafterBase):
@@ -131,6 +175,7 @@ class Drafter(DrafterBase):
             norm_D = torch.full((D,), self.feature_scale)
         if config.style == "medusa":
             self.final_norm = nn.Parameter(norm_D)
+        self.add_markov_bias(config.markov_rank, config.markov_reads_hidden)
 
     # ---- rows ------------------------------------------------------------------------------------
 
