@@ -66,7 +66,7 @@ class MarkovBias(nn.Module):
         a = embedding.to(self.read.dtype) @ self.read
         if self.read_hidden is None:
             return a
-        return F.silu(a + rows.to(a.dtype) @ self.read_hidden)
+        return silu(a + rows.to(a.dtype) @ self.read_hidden)
 
 
 class CandidateTables(nn.Module):
@@ -101,8 +101,8 @@ class CandidateTables(nn.Module):
         a = F.embedding(index[..., :-1, :], self.read_VR)
         if self.read_hidden is not None:
             # a product of rank 3, as the quantised forms want it
-            added = rows[..., 1:, :].to(a.dtype)[None] @ self.read_hidden
-            a = F.silu(a + added[0].unsqueeze(-2))
+            added = rows[..., 1:, :].to(a.dtype).unsqueeze(0) @ self.read_hidden
+            a = silu(a + added.squeeze(0).unsqueeze(-2))
         behind = index[..., 1:, :]
         if self.has_own_heads:
             K = index.shape[-2]
@@ -110,6 +110,11 @@ class CandidateTables(nn.Module):
             behind = behind + first[:, None]
         b = F.embedding(behind, self.write_VR)
         return conditioned_log_probs(log_prob[..., 1:, :], (a @ b.transpose(-1, -2)).float())
+
+
+def silu(x: Tensor) -> Tensor:
+    """Returns SiLU(x), in operators that have kernels everywhere."""
+    return x * torch.sigmoid(x)
 
 
 def conditioned_log_probs(log_prob: Tensor, bias: Tensor) -> Tensor:

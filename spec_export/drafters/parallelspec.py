@@ -465,7 +465,11 @@ class _DrafterGraph(nn.Module):
         if not K:
             return F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
         if drafter.config.mask_reads_token:
-            k = torch.div(input_ids, V, rounding_mode="trunc")
+            # ONNX's Div of integers; torch's own would be traced as one of float32
+            whole = torch.tensor(V)
+            k = torch.onnx.ops.symbolic(
+                "Div", (input_ids, whole), dtype=torch.int64, shape=input_ids.shape
+            )
             token = F.embedding(input_ids - k * V, drafter.embed_VD)
             return token + F.embedding(k, self.mask_KD)
         real = F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
