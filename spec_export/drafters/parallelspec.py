@@ -198,7 +198,7 @@ class Drafter(DrafterBase):
         """
         shape = (*anchor_BA.shape, self.config.num_masks, -1)
         row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
-        tokens = self.mask_embed
+        tokens: Tensor = self.mask_embed
         if self.config.mask_reads_token:  # row t carries token t + 1, the group's root
             tokens = embedding[row_B1, anchor_BA][:, :, None] + self.mask_embed
         if feature is None or self.config.mask_feature == "zero":

@@ -187,7 +187,7 @@ def test_the_loss_of_heads_conditions_on_the_true_token_before(
     backbone: Backbone, name: str
 ) -> None:
     """Guess k of row t is about token t + 2 + k and reads token t + 1 + k, but for guess 0."""
-    soft = {"lambda_soft": 0.0} if name == "amphista" else {"decay": 1.0}
+    soft: dict[str, Any] = {"lambda_soft": 0.0} if name == "amphista" else {"decay": 1.0}
     drafter, batch = make_drafter(backbone, name, **soft), make_batch((7,))
     K = DRAFTERS[name][2]
     rows, token_T = hidden_rows(drafter, batch), batch.token_BT[0]

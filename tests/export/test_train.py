@@ -835,7 +835,7 @@ def test_the_best_step_is_kept_and_exported(
 
     def measured(trainer: Trainer) -> validate.Validation:
         weights.append({name: t.clone() for name, t in trainer.drafter.state_dict().items()})
-        return validate.Validation((0.5,), (0.5,), next(lengths))
+        return validate.Validation((0.5,), (0.5,), next(lengths), (0.1,))
 
     monkeypatch.setattr(Trainer, "validate", measured)
     folder = train.run(recipe, out=tmp_path, cache=finished / "features")
