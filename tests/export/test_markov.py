@@ -6,6 +6,7 @@ other orders of summation.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from spec_export.drafters.markov import conditioned_log_probs
 from spec_export.graphs.half import narrow
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.slots import to_slots
+from spec_export.training.validate import validate
 
 TOLERANCE = 1e-4
 D, RANK = HEADS * HEAD_DIM, 96
@@ -206,6 +208,34 @@ def test_the_loss_of_heads_conditions_on_the_true_token_before(
         assert parameter.grad.any()
 
 
+def test_a_trained_bias_knows_what_features_do_not_tell(backbone: Backbone) -> None:
+    """Tokens go round a cycle of 12 and all features are equal: guess 0 is any of 12, and each
+    later one follows from the guess before it."""
+    torch.manual_seed(4)
+    cycle = torch.randperm(VOCAB)[:12]
+    token_BT = cycle[(torch.randint(12, (8, 1)) + torch.arange(20)) % 12]
+    batch = Batch(
+        token_BT, torch.ones(8, 20, dtype=torch.bool), torch.ones(8, 20, D), torch.full((8,), 20)
+    )
+    results = {}
+    for rank in (0, 16):
+        torch.manual_seed(5)
+        config = medusa.Config(num_heads=3, markov_rank=rank, top_k=VOCAB)
+        drafter = medusa.Drafter(config, target.ends(backbone))
+        optimizer = torch.optim.Adam(drafter.parameters(), lr=0.02)
+        for _ in range(60):
+            optimizer.zero_grad()
+            drafter.loss(batch)[0].backward()
+            optimizer.step()
+        results[rank] = validate([batch], partial(drafter.guesses_with_pairs, top_k=VOCAB))
+    for k in (1, 2):
+        assert results[0].top1_K[k] < 0.2
+        assert results[16].top1_K[k] > 0.9
+        assert results[16].ece_K[k] < results[0].ece_K[k]
+    assert results[16].top1_K[0] == results[0].top1_K[0] < 0.2
+    assert results[16].accepted_length > results[0].accepted_length + 0.2
+
+
 # ---- the exported graphs ----
 
 
@@ -248,7 +278,7 @@ def check_pairs(drafter: Any, model: ir.Model, folder: Path, form: str, toleranc
 
 
 # the largest difference in fp32; the mean one in int8 and int4, whose rows round too (measures 0.19
-# and 0.9 at most)
+# and 1.1 at most)
 TOLERANCES = {"fp32": TOLERANCE, "int8": 0.3, "int4": 1.5}
 
 
