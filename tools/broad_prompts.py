@@ -164,9 +164,7 @@ def main() -> None:
     write(prompts, arguments.out)
 
 
-def draw(
-    material: Material, count: int, seed: int, fits: Callable[[str], bool]
-) -> list[Prompt]:
+def draw(material: Material, count: int, seed: int, fits: Callable[[str], bool]) -> list[Prompt]:
     """Returns about `count` different prompts, shuffled; a kind without material gives fewer."""
     prompts: list[Prompt] = []
     seen: set[str] = set()

@@ -281,3 +281,27 @@ def test_a_template_that_fails_is_named_with_the_row(tmp_path: Path, template: s
         data.read(path, make_tokenizer(template), 10)
     with pytest.raises(DataError, match="the chat template refuses the messages"):
         data.chat_affixes(make_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([{"prompt": [5]}], "is not a list of"),
+        ([{"prompt": [5], "response": [6]}] * 2, "ends without the chat template's end token"),
+        ([{"prompt": [5], "response": [999]}], "belong to another tokenizer"),
+    ],
+)
+def test_foreign_turns_are_one_line(tmp_path: Path, turns: Any, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"turns": turns}) + "\n")
+    with pytest.raises(data.DataError, match=f"rows.jsonl:1: .*{message}"):
+        data.read(path, make_tokenizer(), 99)
+
+
+def test_a_template_without_end_tokens_has_no_second_turn() -> None:
+    template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }} {% endfor %}"
+    assert data.chat_joint(make_tokenizer())[0] == 1
+    with pytest.raises(data.DataError, match="distill one turn"):
+        data.chat_joint(make_tokenizer(template))
+    with pytest.raises(data.DataError, match="has none"):
+        data.chat_joint(make_tokenizer(None))
