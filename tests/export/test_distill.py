@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from spec_export import target  # noqa: E402 (needs torch)
+from spec_export.cli import main  # noqa: E402
 from spec_export.distill import answers as distill  # noqa: E402 (needs torch)
 from spec_export.distill import engines as distill_engines  # noqa: E402
 from spec_export.distill.answers import DistillConfig, DistillError  # noqa: E402
@@ -629,3 +630,19 @@ def test_one_batch_of_two_temperatures_equals_two_batches(model: str) -> None:
     greedy = engine.generate(prompts[::2], GenerationParams(8, 0.0, 0, 3, (1,)))
     sampled = engine.generate(prompts[1::2], GenerationParams(8, 1.0, 0, 3, (1,)))
     assert (both[::2], both[1::2]) == (greedy, sampled)
+
+
+def test_the_command_takes_several_temperatures(
+    model: str, tmp_path: Path, chatty: Chatty, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    command = ["distill", "--model", model, "--out", str(out), "--num-prompts", "8"]
+    more = ["--max-new-tokens", "12", "--max-prompt-tokens", "48", "--engine", "transformers"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, *more, "--temperature", "0,warm"])
+    assert stopped.value.code == 2
+    assert "got '0,warm', expected a number, or several" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, *more, "--temperature", "0.5,1", "--turns", "2"])
+    assert not stopped.value.code
+    assert {row["temperature"] for row in read(out)} == {0.5, 1.0}
