@@ -124,12 +124,23 @@ def test_prompts_are_the_same_for_a_seed_and_of_every_kind(tmp_path: Path) -> No
     # No name of a list, and no place for a text, is left.
     left = [p.text for p in prompts if "{" in p.text and p.kind not in ("code", "json")]
     assert not left
-    broad_prompts.write(prompts, material.wording["licences"], tmp_path / "out.jsonl")
+    rows = [broad_prompts.row_of(prompt) for prompt in prompts]
+    broad_prompts.write(rows, material.wording["licences"], tmp_path / "out.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     sources = json.loads((tmp_path / "out.jsonl.sources.json").read_text())
     assert {row["source"] for row in rows} == set(sources)
     assert sum(entry["prompts"] for entry in sources.values()) == len(rows)
     assert sources["maths/gsm8k"]["licence"] == "MIT"
+
+
+def test_follow_ups_are_different_messages_behind_the_prompt(tmp_path: Path) -> None:
+    wording = small_material(tmp_path).wording
+    rows = [{"prompt": f"Ask {i}", "source": "lists/own"} for i in range(30)]
+    chats = broad_prompts.with_follow_ups(rows, wording, 2, 0)
+    assert chats == broad_prompts.with_follow_ups(rows, wording, 2, 0)
+    assert [chat["turns"][0] for chat in chats] == [row["prompt"] for row in rows]
+    assert {len(set(chat["turns"])) for chat in chats} == {3}
+    assert not [chat for chat in chats if "{" in "".join(chat["turns"])]
 
 
 def test_prompts_without_seeds_are_the_projects_own(tmp_path: Path) -> None:

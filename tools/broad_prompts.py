@@ -3,6 +3,7 @@
 
     python tools/broad_prompts.py --seeds FOLDER --out prompts.jsonl [--extras FOLDER]
         [--answers FILE.jsonl …] [--target MODEL] [--count 12000] [--max-tokens 900] [--seed 0]
+        [--follow-ups N]
 
 Requests of 18 kinds are filled with passages, questions, problems and code from the seeds, from
 texts that ship with Python and its packages, and from answers that the target wrote itself. The
@@ -14,9 +15,10 @@ wording and each origin's licence are in broad_prompts.toml. Every part may be m
   (the Universal Declaration of Human Rights, one HTML file a language).
 - `--answers`: files that distill wrote; the answers serve as passages.
 
-Rows {"prompt": text, "source": "kind/origin"} are shuffled by the seed. The same inputs give the
-same file. Beside it, `<out>.sources.json` states the licence and the number of prompts of each
-source.
+Rows {"prompt": text, "source": "kind/origin"} are shuffled by the seed. With `--follow-ups` a row
+has N further messages of the user, such as "Make it shorter.": {"turns": [text, …], "source": …}.
+The same inputs give the same file. Beside it, `<out>.sources.json` states the licence and the
+number of prompts of each source.
 """
 
 from __future__ import annotations
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12000)
     parser.add_argument("--max-tokens", type=int, default=900)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--follow-ups", type=int, default=0)
     arguments = parser.parse_args()
     tokenizer = target.load_tokenizer(target.resolve(arguments.target))
     extras = arguments.extras or Path("/nonexistent")
@@ -135,7 +138,10 @@ def main() -> None:
         return len(tokenizer.encode(text, add_special_tokens=False)) <= arguments.max_tokens
 
     prompts = draw(material, arguments.count, arguments.seed, fits)
-    write(prompts, material.wording["licences"], arguments.out)
+    rows = [row_of(prompt) for prompt in prompts]
+    if arguments.follow_ups:
+        rows = with_follow_ups(rows, material.wording, arguments.follow_ups, arguments.seed)
+    write(rows, material.wording["licences"], arguments.out)
 
 
 def draw(material: Material, count: int, seed: int, fits: Callable[[str], bool]) -> list[Prompt]:
@@ -157,9 +163,30 @@ def draw(material: Material, count: int, seed: int, fits: Callable[[str], bool])
     return prompts
 
 
-def write(prompts: list[Prompt], licences: dict[str, list[str]], out: Path) -> None:
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    return {"prompt": prompt.text, "source": f"{prompt.kind}/{prompt.origin}"}
+
+
+def with_follow_ups(
+    rows: list[dict[str, Any]], wording: dict[str, Any], count: int, seed: int
+) -> list[dict[str, Any]]:
+    """Returns rows of conversations: each prompt, and `count` different requests behind it."""
+    chosen = random.Random(f"{seed} follow-ups")
+    asked = wording["requests"]["follow_ups"]
+    return [
+        {
+            "turns": [
+                row["prompt"],
+                *(filled(text, wording["lists"], chosen) for text in chosen.sample(asked, count)),
+            ],
+            "source": row["source"],
+        }
+        for row in rows
+    ]
+
+
+def write(rows: list[dict[str, Any]], licences: dict[str, list[str]], out: Path) -> None:
     """Writes the rows and the table of sources, and prints the table."""
-    rows = [{"prompt": p.text, "source": f"{p.kind}/{p.origin}"} for p in prompts]
     counts = Counter(row["source"] for row in rows)
     sources = {
         source: {
@@ -211,7 +238,7 @@ def gather(seeds: Path, extras: Path, answers: list[Path], tokenizer: Any) -> Ma
     )
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def seed_rows(path: Path) -> list[dict[str, Any]]:
     """Returns a file's rows, or none if there is no such file."""
     return [row for _, row in data.read_rows(path)] if path.is_file() else []
 
@@ -219,7 +246,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def texts(path: Path, tokenizer: Any) -> Iterator[str]:
     """Yields the answers of a distilled file that ended by themselves."""
     ends = set(tokenizer.all_special_ids)
-    for row in rows(path):
+    for row in seed_rows(path):
         ids = row.get("response")
         if ids and ids[-1] in ends and len(ids) > 80:
             yield tokenizer.decode(ids[:-1]).strip()
@@ -238,7 +265,7 @@ def cut(text: str, limit: int = 2600) -> str:
 
 def seed_passages(seeds: Path) -> Iterator[Passage]:
     """Yields the passages of the seeds, most of them with a question."""
-    for row in rows(seeds / "t0_rag_qa_ccby.jsonl"):
+    for row in seed_rows(seeds / "t0_rag_qa_ccby.jsonl"):
         template, text = row["template"], row["prompt"].strip()
         parts = [part.strip() for part in text.split("\n\n") if part.strip()]
         if template == "quoref_Answer_Question_Given_Context" and len(parts) >= 4:
@@ -257,11 +284,11 @@ def seed_passages(seeds: Path) -> Iterator[Passage]:
         elif template.startswith("cosmos"):
             context, _, question = text.partition("According to the above context,")
             yield Passage(cut(context), "cosmos", question.split("\n")[-1].strip())
-    for row in rows(seeds / "dolly_hhrlhf_1000.jsonl"):
+    for row in seed_rows(seeds / "dolly_hhrlhf_1000.jsonl"):
         first, _, rest = dolly_request(row).partition("\n")
         if len(rest) > 300:
             yield Passage(cut(rest), "dolly", first)
-    for row in rows(seeds / "oasst1_val_queries.jsonl"):
+    for row in seed_rows(seeds / "oasst1_val_queries.jsonl"):
         if row["lang"] == "en" and len(row["output"]) > 300:
             yield Passage(cut(row["output"]), "oasst1")
 
@@ -387,7 +414,7 @@ def declaration_pairs(extras: Path) -> Iterator[Pair]:
 
 def oasst_pairs(seeds: Path) -> Iterator[Pair]:
     """Yields groups of one to three sentences that people wrote in German, French and Spanish."""
-    for row in rows(seeds / "oasst1_val_queries.jsonl"):
+    for row in seed_rows(seeds / "oasst1_val_queries.jsonl"):
         if row["lang"] not in LANGUAGES or "```" in row["output"]:
             continue
         sentences = re.split(r"(?<=[.!?])\s+", row["output"])
@@ -558,7 +585,7 @@ def english_sentences(
 
 
 def maths(material: Material, chosen: random.Random) -> Iterator[Prompt]:
-    problems = rows(material.seeds / "gsm8k_train.jsonl")
+    problems = seed_rows(material.seeds / "gsm8k_train.jsonl")
     chosen.shuffle(problems)
     wording = material.wording["passage"]
     for row in problems:
@@ -572,7 +599,7 @@ def code(material: Material, chosen: random.Random) -> Iterator[Prompt]:
     """Takes turns between own requests, mbpp's, and functions to write or to explain."""
     own = from_lists("code")(material, chosen)
     wording, lists = material.wording["passage"], material.wording["lists"]
-    problems = rows(material.seeds / "mbpp_train.jsonl")
+    problems = seed_rows(material.seeds / "mbpp_train.jsonl")
     chosen.shuffle(problems)
     functions = in_turn(material.functions, chosen)
     while True:
@@ -621,8 +648,8 @@ def without_docstring(source: str) -> str:
 
 def sql(material: Material, chosen: random.Random) -> Iterator[Prompt]:
     wording = material.wording["passage"]
-    questions_with_schema = rows(material.seeds / "spider_dev_with_schema.jsonl")
-    queries = rows(material.seeds / "defog_sql_eval.jsonl")
+    questions_with_schema = seed_rows(material.seeds / "spider_dev_with_schema.jsonl")
+    queries = seed_rows(material.seeds / "defog_sql_eval.jsonl")
     chosen.shuffle(questions_with_schema)
     chosen.shuffle(queries)
     for row in questions_with_schema:
@@ -643,24 +670,24 @@ def open_requests(material: Material, chosen: random.Random) -> Iterator[Prompt]
     def add(text: str, origin: str) -> None:
         found.append(Prompt(text, "open", origin))
 
-    for row in rows(seeds / "dolly_hhrlhf_1000.jsonl"):
+    for row in seed_rows(seeds / "dolly_hhrlhf_1000.jsonl"):
         add(dolly_request(row), "dolly")
-    for row in rows(seeds / "oasst1_val_queries.jsonl"):
+    for row in seed_rows(seeds / "oasst1_val_queries.jsonl"):
         if row["lang"] in ("en", *LANGUAGES):
             first = row["text"].split("### Assistant:")[0].removeprefix("### Human:")
             add(first.strip(), "oasst1")
     for name in ("self_instruct_seed_tasks", "self_instruct_user_oriented"):
-        for row in rows(seeds / f"{name}.jsonl"):
+        for row in seed_rows(seeds / f"{name}.jsonl"):
             text = f"{row['instruction']}\n\n{row['instances'][0]['input']}".strip()
             add(text, "self_instruct")
-    for row in rows(seeds / "llms_from_scratch_instruction.jsonl")[::3]:
+    for row in seed_rows(seeds / "llms_from_scratch_instruction.jsonl")[::3]:
         add(f"{row['instruction']}\n\n{row['input']}".strip(), "llms_from_scratch")
-    for row in rows(seeds / "triviaqa_sub.jsonl")[::20]:
+    for row in seed_rows(seeds / "triviaqa_sub.jsonl")[::20]:
         text = row["context"].removeprefix("Question: ").removesuffix("\nAnswer:")
         add(text, "triviaqa")
-    for row in rows(seeds / "nq_open_dev.jsonl")[::20]:
+    for row in seed_rows(seeds / "nq_open_dev.jsonl")[::20]:
         add(row["question"][:1].upper() + row["question"][1:] + "?", "nq")
-    for row in rows(seeds / "t0_rag_qa_ccby.jsonl"):
+    for row in seed_rows(seeds / "t0_rag_qa_ccby.jsonl"):
         if row["template"].startswith("common_gen") and chosen.random() < 0.05:
             add(row["prompt"].strip(), "common_gen")
     chosen.shuffle(found)
