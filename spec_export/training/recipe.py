@@ -183,13 +183,19 @@ class ExportSection:
 
     `precision` is the exported drafter's. `draft_vocab` is the number of the most frequent answer
     tokens that its head can guess; it is trained and exported so. Absent means the whole
-    vocabulary.
+    vocabulary. A prompt's token counts `draft_vocab_prompts` times as much as an answer's: rows
+    with broad prompts hold words that answers to others will need.
     """
 
     precision: Literal["fp32", "int8", "int4", "fp16", "bf16"] = "fp32"
     draft_vocab: int | None = None
+    draft_vocab_prompts: float = 0.0
 
     def __post_init__(self) -> None:
+        _require(
+            0 <= self.draft_vocab_prompts < math.inf,
+            f"[export] draft_vocab_prompts is {self.draft_vocab_prompts}, expected 0 or more",
+        )
         _require(
             self.draft_vocab is None or self.draft_vocab >= 1,
             f"[export] draft_vocab is {self.draft_vocab}, expected at least 1",

@@ -146,11 +146,11 @@ def _new_drafter(
     backbone = Backbone.from_transformers(model, tuple(config.taps))
     draft_token_ids = None
     if plan.export.draft_vocab:
+        counts_V = data.count_tokens(
+            training, backbone.config.vocab_size, plan.export.draft_vocab_prompts
+        )
         chosen = data.most_frequent_tokens(
-            training,
-            plan.export.draft_vocab,
-            backbone.config.vocab_size,
-            tokenizer.all_special_ids,
+            counts_V, plan.export.draft_vocab, tokenizer.all_special_ids
         )
         draft_token_ids = torch.from_numpy(chosen)
     torch.manual_seed(plan.train.seed)
