@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,17 @@ import pytest
 pytest.importorskip("torch")
 
 import ablations
+from variant_bundles import VariantBundles
 from workshop import Workshop
 
-from spec_export import drafters
+from spec_export import drafters, make_bundle
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
 from spec_export.training.batches import epoch_batches
 from spec_export.training.features import FeatureCache
 from spec_export.training.trainer import Trainer
+from spec_runtime import bundle as bundles
 from spec_runtime.measure import bench
 
 
@@ -126,11 +132,11 @@ def test_a_variant_cut_short_gets_its_whole_time_again(
 
 def test_variants_learn_from_equal_rows_and_decode_once(
     words: list[str],
+    workshop: Workshop,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Decoding is interrupted after its first subset; one target's bundle serves both variants."""
     variants = {label: (f"drafter.num_masks={k}",) for k, label in enumerate(("one", "two"), 1)}
     monkeypatch.setitem(ablations.STUDIES, "num_masks", ablations.Study(Path("x"), variants))
     prompts = tmp_path / "prompts.jsonl"
@@ -138,22 +144,18 @@ def test_variants_learn_from_equal_rows_and_decode_once(
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = [*words, "--token-rows", "600", "--prompts", str(prompts), "--nodes", "2", "4"]
     words += ["--max-new-tokens", "8", "--set", "drafter.taps=[1]"]
-    decoded: list[tuple[int, str]] = []
-    run_bench = bench.run
+    opened = []
 
-    def counted(engines: Any, prompts: Any, *rest: Any, **options: Any) -> Any:
-        if len(decoded) == 1:
-            decoded.append((0, "interrupted"))
-            raise KeyboardInterrupt
-        decoded.append((len(engines), prompts[0].category))
-        return run_bench(engines, prompts, *rest, **options)
+    @contextmanager
+    def bundle(_: VariantBundles, drafter: Path) -> Iterator[Path]:
+        """Gives a bundle made before, since tracing takes seconds."""
+        opened.append(drafter.parent.name)
+        yield workshop.bundle("parallelspec")
 
-    monkeypatch.setattr(bench, "run", counted)
-    with pytest.raises(KeyboardInterrupt):
-        ablations.main(["num_masks", *words])
+    monkeypatch.setattr(VariantBundles, "bundle", bundle)
     code, lines = run("num_masks", words, capsys)
     assert code == 0
-    assert decoded == [(2, "abc"), (0, "interrupted"), (2, "xyz"), (2, "abc"), (2, "xyz")]
+    assert opened == ["one", "two"]
     results = json.loads((tmp_path / "results" / "a.json").read_text())
     cache = FeatureCache(tmp_path / "cache")
     assert cache.feature_TF.shape[1] == 2 * 64  # the final feature and a tap
@@ -173,8 +175,6 @@ def test_variants_learn_from_equal_rows_and_decode_once(
             parts = [part["tokens"] for part in found["categories"].values()]
             assert found["tokens"] == sum(parts)
     assert "decoding, 4 nodes" in lines[0]
-    left = [folder.name for folder in (tmp_path / "out" / "bundles").iterdir()]
-    assert left == ["target-fp32-1"]
 
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError("done again")
@@ -185,6 +185,31 @@ def test_variants_learn_from_equal_rows_and_decode_once(
     with pytest.raises(SystemExit):
         ablations.main(["num_masks", *words, "--token-rows", "700"])
     assert "holds runs of 600 token rows, got 700" in capsys.readouterr().err
+
+
+def test_a_variant_is_bundled_on_the_target_of_the_first(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same drafter gives the same files, and the target's are links."""
+    built = []
+
+    def build(options: BuildOptions) -> Path:
+        assert options.out is not None
+        built.append(list(options.drafter_checkpoints))
+        return Path(shutil.copytree(workshop.bundle("parallelspec"), options.out))
+
+    monkeypatch.setattr(make_bundle, "build", build)
+    drafter = workshop.drafter("parallelspec")
+    variants = VariantBundles(tmp_path, str(workshop.llama()), "fp32")
+    with variants.bundle(drafter) as folder:
+        found = bundles.read(folder)
+        base = bundles.read(tmp_path / "target-fp32-1", verify=False)
+        assert found.manifest == base.manifest
+        for name in found.manifest.files:
+            is_own = name.startswith("drafters/")
+            assert (folder / name).samefile(base.path / name) != is_own, name
+    assert built == [[drafter]]
+    assert [path.name for path in tmp_path.iterdir()] == ["target-fp32-1"]
 
 
 def test_combinations_are_named_on_the_command_line() -> None:

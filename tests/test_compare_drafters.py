@@ -31,8 +31,24 @@ def test_every_drafter_has_a_row_for_each_temperature_and_size(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The first run is stopped after one subset of the prompts, and the second goes on."""
     words = [*words, "--temperature", "0", "1", "--nodes", "2", "4"]
+    decoded: list[str] = []
+    run_bench = bench.run
+
+    def recorded(engines: Any, prompts: Any, *rest: Any, **options: Any) -> Any:
+        if len(decoded) == 1:
+            decoded.append("stopped")
+            raise KeyboardInterrupt
+        decoded.append(prompts[0].category)
+        return run_bench(engines, prompts, *rest, **options)
+
+    monkeypatch.setattr(bench, "run", recorded)
+    with pytest.raises(KeyboardInterrupt):
+        compare_drafters.main(words)
     compare_drafters.main(words)
+    first, second = ("abc, abc, abc", "xyz")
+    assert decoded == [first, "stopped", second, *(5 * [first, second])]
     found = json.loads((tmp_path / "out.json").read_text())
     names = ("parallelspec", "prompt_lookup", "lookahead")
     keys = [(row["drafter"], row["temperature"], row["size"]) for row in found["rows"]]

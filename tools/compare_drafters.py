@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,10 @@ from spec_runtime.cli.options import write_figures
 from spec_runtime.files import require_writable
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
+from spec_runtime.sampling import SamplingOptions
 
 LOOKUPS = ("prompt_lookup", "lookahead")
+SAMPLING: SamplingOptions = {"seed": 0}  # plain decoding draws the same text with the same seed
 COLUMNS = ("drafter", "temperature", "size", "nodes", "accepted_length", "draft_ms", "verify_ms")
 
 
@@ -86,7 +89,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_new_tokens": arguments.max_new_tokens,
         "rows": [],
     }
-    task = Task(prompts, arguments.max_new_tokens, {})
+    task = Task(prompts, arguments.max_new_tokens, SAMPLING)
     settings = {**task.settings, "files": manifest.files, "threads": arguments.threads}
     ledger = Ledger(arguments.json.with_suffix(".parts.json"), settings)
     for name in names:
@@ -96,8 +99,9 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
             print(f"{name}, temperature {temperature:g}", file=sys.stderr, flush=True)
             labels = {n: f"{name}, T = {temperature:g}, {n} nodes" for n in arguments.nodes}
             engines = {labels[n]: each for n, each in sizes(engine, arguments.nodes).items()}
-            at = Task(prompts, arguments.max_new_tokens, {"temperature": temperature})
-            decode(engines, at, ledger)
+            decode(
+                engines, replace(task, sampling={**SAMPLING, "temperature": temperature}), ledger
+            )
             figures["rows"] += [
                 {
                     "drafter": name,
