@@ -45,6 +45,7 @@ from training_runs import (
     build_cache,
     measured,
     row_budget,
+    row_count,
     taps_of,
     trained,
 )
@@ -164,8 +165,9 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"got --data {arguments.data}, expected a file of chat rows")
     try:
         _build_cache_if_needed(arguments, path, variants, place)
-        rows_asked = arguments.token_rows
-        budget = None if rows_asked is None else row_budget(rows_asked, plan, place)
+        budget = None
+        if arguments.token_rows is not None:
+            budget = row_budget(arguments.token_rows, plan, place.out, place.cache)
     except ValueError as error:
         parser.error(str(error))
 
@@ -201,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=int, help="optimiser steps a variant")
     budget.add_argument(
-        "--token-rows", type=_count, help="answer tokens that a variant learns from"
+        "--token-rows", type=row_count, help="answer tokens that a variant learns from"
     )
     budget.add_argument("--minutes-each", type=float, help="at most; the recipe's steps end it too")
     parser.add_argument("--set", action="append", default=[], help="overrides for all variants")
@@ -217,14 +219,6 @@ def _parser() -> argparse.ArgumentParser:
     decoding.add_argument("--nodes", type=int, nargs="+", default=(8, 16))
     decoding.add_argument("--precision", choices=PRECISIONS, default="fp32")
     return parser
-
-
-def _count(word: str) -> float:
-    """Returns a number of rows above 0, such as 3e6."""
-    count = float(word)
-    if not 0 < count < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {word}, expected a number above 0")
-    return count
 
 
 def chosen(

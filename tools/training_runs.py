@@ -6,6 +6,7 @@ train_drafters.py share this file.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import time
@@ -52,6 +53,14 @@ class Place:
         return [f"data.path={json.dumps(str(self.data.resolve()))}"]
 
 
+def row_count(word: str) -> float:
+    """Returns a number of rows above 0 from a command line, such as 3e6."""
+    count = float(word)
+    if not 0 < count < math.inf:
+        raise argparse.ArgumentTypeError(f"got {word}, expected a number above 0")
+    return count
+
+
 def build_cache(path: Path, overrides: Sequence[str], place: Place) -> None:
     """Computes the features that the recipe at `path` reads, by two steps of it.
 
@@ -61,25 +70,26 @@ def build_cache(path: Path, overrides: Sequence[str], place: Place) -> None:
     trained(path, settings, place.out / FIRST_STEPS, place.cache)
 
 
-def row_budget(token_rows: float, plan: recipe.Recipe, place: Place) -> RowBudget:
-    """Returns the budget of so many token rows for runs with this recipe's batches.
+def row_budget(token_rows: float, plan: recipe.Recipe, folder: Path, cache: Path) -> RowBudget:
+    """Returns the budget of so many token rows for runs in `folder` with this recipe's batches.
 
-    It is kept in `place.out`, so that runs taken to another machine need no cache there. Raises
+    It is kept in the folder, so that runs taken to another machine need no cache there. Raises
     ValueError if another number of rows was asked for there before.
     """
-    file = place.out / BUDGET
+    file = folder / BUDGET
     if file.is_file():
         budget = RowBudget(**json.loads(file.read_text()))
         if budget.token_rows != token_rows:
             raise ValueError(
-                f"{place.out} holds runs of {budget.token_rows:g} token rows, got {token_rows:g}: "
+                f"{folder} holds runs of {budget.token_rows:g} token rows, got {token_rows:g}: "
                 "name another --out"
             )
         return budget
-    cache, settings = FeatureCache(place.cache), plan.train
-    batches = epoch_batches(cache.length_N, settings.batch_tokens, settings.seed, 0)
-    per_batch = int(cache.loss_T.sum()) / len(batches)
+    features, settings = FeatureCache(cache), plan.train
+    batches = epoch_batches(features.length_N, settings.batch_tokens, settings.seed, 0)
+    per_batch = int(features.loss_T.sum()) / len(batches)
     budget = RowBudget(token_rows, per_batch * settings.grad_accumulation)
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(file, json.dumps(asdict(budget)))
     return budget
 
