@@ -66,4 +66,66 @@ class MarkovBias(nn.Module):
         a = embedding.to(self.read.dtype) @ self.read
         if self.read_hidden is None:
             return a
-        return F.silu(a + rows.to(a.dtype) @ self.read_hidden)
+        return silu(a + rows.to(a.dtype) @ self.read_hidden)
+
+
+class CandidateTables(nn.Module):
+    """Conditions the candidates of K guesses on those of the guess before, without a product of the
+    vocabulary's size.
+
+    W_A · E and H · W_B are made once for the draft vocabulary's tokens, f32[Vd, r] each, so that a
+    pair of candidates is a product of two of their rows. `embed_VD` and `head_VD` hold the rows of
+    the draft vocabulary; head_VD may also be the heads of guesses 1 … K − 1 one below the other,
+    f32[(K − 1)·Vd, D], where each guess has a head of its own. Graphs are traced from this module.
+    """
+
+    read_VR: Tensor
+    write_VR: Tensor
+
+    def __init__(self, bias: MarkovBias, embed_VD: Tensor, head_VD: Tensor) -> None:
+        super().__init__()
+        self.has_own_heads = len(head_VD) > len(embed_VD)
+        write = bias.write.detach()
+        self.register_buffer("read_VR", embed_VD.to(write.dtype) @ bias.read.detach())
+        self.register_buffer("write_VR", head_VD.detach().to(write.dtype) @ write.t())
+        self.read_hidden = bias.read_hidden
+
+    def forward(self, rows: Tensor, index: Tensor, log_prob: Tensor) -> Tensor:
+        """Returns the log-probability [..., K-1, C, C] of candidate c of guess k + 1 behind
+        candidate p of guess k, entry [k, p, c].
+
+        rows [..., K, D] are what the head reads, without a bias. index i64[..., K, C] are the
+        candidates' rows of the tables, log_prob f32[..., K, C] their log-probabilities without a
+        bias.
+        """
+        a = F.embedding(index[..., :-1, :], self.read_VR)
+        if self.read_hidden is not None:
+            # a product of rank 3, as the quantised forms want it
+            added = rows[..., 1:, :].to(a.dtype).unsqueeze(0) @ self.read_hidden
+            a = silu(a + added.squeeze(0).unsqueeze(-2))
+        behind = index[..., 1:, :]
+        if self.has_own_heads:
+            K = index.shape[-2]
+            first = torch.arange(K - 1, device=index.device) * len(self.read_VR)
+            behind = behind + first[:, None]
+        b = F.embedding(behind, self.write_VR)
+        return conditioned_log_probs(log_prob[..., 1:, :], (a @ b.transpose(-1, -2)).float())
+
+
+def silu(x: Tensor) -> Tensor:
+    """Returns SiLU(x), in operators that have kernels everywhere."""
+    return x * torch.sigmoid(x)
+
+
+def conditioned_log_probs(log_prob: Tensor, bias: Tensor) -> Tensor:
+    """Returns log P(c|p) f32[..., C, C] of the module docstring, from the log-probabilities
+    f32[..., C] of the candidates kept and their bias f32[..., C, C], entry [p, c].
+
+    The tail, what the candidates leave of q, is one more candidate without a bias.
+    """
+    # rounding may bring the sum of all candidates above 1
+    tail = torch.log((1 - log_prob.exp().sum(-1, keepdim=True)).clamp(min=1e-9))
+    C = log_prob.shape[-1]
+    tail = tail.unsqueeze(-2).expand(*log_prob.shape[:-1], C, 1)
+    biased = log_prob.unsqueeze(-2) + bias
+    return torch.log_softmax(torch.cat((biased, tail), -1), -1)[..., :C]

@@ -190,19 +190,23 @@ class Drafter(DrafterBase):
         normed = F.rms_norm(chunks.float(), (D,), None, eps) * self.input_norm
         return normed.flatten(-2) @ self.fc
 
-    def mask_rows(self, feature: Tensor | None, anchor_BA: Tensor) -> Tensor:
+    def mask_rows(self, embedding: Tensor, feature: Tensor | None, anchor_BA: Tensor) -> Tensor:
         """Returns the layers' input of mask rows, [B, A, K, D].
 
-        Their groups are anchored at the real rows anchor_BA i64 of feature [B, T-1, F].
+        Their groups are anchored at the real rows anchor_BA i64 of embedding [B, T-1, D] and
+        feature [B, T-1, F].
         """
         shape = (*anchor_BA.shape, self.config.num_masks, -1)
+        row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
+        tokens = self.mask_embed
+        if self.config.mask_reads_token:  # row t carries token t + 1, the group's root
+            tokens = embedding[row_B1, anchor_BA][:, :, None] + self.mask_embed
         if feature is None or self.config.mask_feature == "zero":
             width = self.num_features * self.dims.hidden_size
-            zeros = self.mask_embed.new_zeros(self.config.num_masks, width)
-            return self.input_rows(self.mask_embed, zeros).expand(shape)
-        row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
+            zeros = self.mask_embed.new_zeros(*tokens.shape[:-1], width)
+            return self.input_rows(tokens, zeros).expand(shape)
         anchors = feature[row_B1, anchor_BA][:, :, None]
-        return self.input_rows(self.mask_embed.expand(shape), anchors.expand(shape))
+        return self.input_rows(tokens.expand(shape), anchors.expand(shape))
 
     def output_rows(self, hidden: Tensor) -> Tensor:
         """Returns what the shared head reads, [..., D]: the normed row (medusa) or the predicted
@@ -223,7 +227,7 @@ class Drafter(DrafterBase):
         feature = None if batch.feature_BTF is None else batch.feature_BTF[:, :-1]
         real = self.input_rows(embedding, feature)
         R = real.shape[1]
-        masks = self.mask_rows(feature, anchor_BA)
+        masks = self.mask_rows(embedding, feature, anchor_BA)
         cos, sin = self.cos, self.sin
         position_BAK = anchor_BA[..., None] + torch.arange(1, K + 1, device=real.device)
         group_KK = torch.ones(K, K, dtype=torch.bool, device=real.device).tril()
@@ -340,17 +344,31 @@ class Drafter(DrafterBase):
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the top guesses at every real row: token ids i64 and log-probabilities f32, both
-        [B, T-1, K+1, top_k]."""
+        [B, T-1, K+1, top_k]. None is conditioned on the guess before it."""
+        return self.top_guesses(self._all_rows(batch), self.output_rows, top_k)
+
+    @torch.no_grad()
+    def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        rows = self._all_rows(batch)
+        ids, log_probs = self.top_guesses(rows, self.output_rows, top_k)
+        return ids, log_probs, self.pairs(rows, self.output_rows, ids, log_probs)
+
+    def _all_rows(self, batch: Batch) -> Tensor:
+        """Returns the hidden rows of all guesses at every real row, [B, T-1, K+1, D]."""
         B, T = batch.token_BT.shape
         anchor_BA = torch.arange(T - 1, device=batch.token_BT.device).expand(B, T - 1)
         real, masks = self.hidden_rows(batch, anchor_BA)
-        rows = torch.cat((real[:, :, None], masks), dim=2)
-        return self.top_guesses(rows, self.output_rows, top_k)
+        return torch.cat((real[:, :, None], masks), dim=2)
 
     # ---- export ----------------------------------------------------------------------------------
 
     def runtime_config(self) -> dict[str, Any]:
         """Returns what the proposer reads: see `spec_runtime/proposers/heads.py`."""
+        added: dict[str, Any] = {}
+        if self.config.markov_rank:
+            added["markov_rank"] = self.config.markov_rank
+        if self.config.mask_reads_token:
+            added["mask_reads_token"] = True
         return {
             "inputs": self.config.inputs,
             "mask_feature": self.config.mask_feature,
@@ -360,6 +378,7 @@ class Drafter(DrafterBase):
             "taps": list(self.config.taps),
             "style": self.config.style,
             "top_k": self.config.top_k,
+            **added,
         }
 
     def export(
@@ -367,9 +386,12 @@ class Drafter(DrafterBase):
     ) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
 
-        Its inputs are input_ids i64[1,N] (mask k is id mask_token_base + k − 1), features
-        f32[1,N,F] (not with inputs = "tokens"), position_ids, mask, logit_rows i64[M] and the
-        caches; its outputs guess_ids i64[M,C], guess_log_probs f32[M,C] and the caches.
+        Its inputs are input_ids i64[1,N], features f32[1,N,F] (not with inputs = "tokens"),
+        position_ids, mask, logit_rows i64[M] and the caches; its outputs guess_ids i64[M,C],
+        guess_log_probs f32[M,C] and the caches. With V = mask_token_base mask k has the id
+        V + k − 1, and with `mask_reads_token` the id k · V + root token. With a `markov_rank` there
+        is the output pair_log_probs f32[K,C,C] over the first K+1 rows of logits, see
+        `CandidateTables`.
         """
         config = replace(target, num_layers=self.config.layers, taps=())
         inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
@@ -378,17 +400,23 @@ class Drafter(DrafterBase):
             num_rows = inputs[0].example.shape[1]
             inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, width), {1: "N"}))
         caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-        outputs = ["guess_ids", "guess_log_probs", *caches]
+        pairs = ["pair_log_probs"] if self.markov is not None else []
+        outputs = ["guess_ids", "guess_log_probs", *pairs, *caches]
         return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "parallelspec")}
 
 
 class _DrafterGraph(nn.Module):
     """The graph "drafter": one chain of rows over a cache, top-k guesses out."""
 
+    mask_KD: Tensor
+
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__()
         self.drafter = drafter
         self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
+        self.tables = drafter.candidate_tables()
+        # row 0 is what real rows add to their token, nothing
+        self.register_buffer("mask_KD", F.pad(drafter.mask_embed.detach(), (0, 0, 1, 0)))
         if drafter.num_features:
             # the gains are folded into fc, so that one operator norms all chunks
             self.fc = decoder.Projection(
@@ -400,12 +428,8 @@ class _DrafterGraph(nn.Module):
         drafter = self.drafter
         feature, inputs = (inputs[0], inputs[1:]) if drafter.num_features else (None, inputs)
         position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
-        V, D = drafter.embed_VD.shape
-        real = F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
-        x = real
-        if drafter.config.num_masks:
-            masked = F.embedding((input_ids - V).clamp(min=0), drafter.mask_embed)
-            x = torch.where((input_ids >= V)[..., None], masked, real)
+        D = drafter.dims.hidden_size
+        x = self._tokens(input_ids)
         if feature is not None:
             chunks = torch.cat((feature, x), -1).view(1, -1, drafter.num_features + 1, D)
             x = self.fc(self.unit_norm(chunks).view(1, -1, (drafter.num_features + 1) * D))
@@ -418,4 +442,36 @@ class _DrafterGraph(nn.Module):
             caches += (k, v)
         rows_MD = drafter.output_rows(x.index_select(1, logit_rows)).view(-1, D)
         logits_MV = F.linear(rows_MD, drafter.head_VD)
-        return (*drafter.top_tokens(logits_MV, drafter.config.top_k), *caches)
+        index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, drafter.config.top_k)
+        outputs = [drafter.draft_token_ids[index_MC], log_prob_MC]
+        if self.tables is not None:
+            # The pairs have a fixed shape, which axes of logit rows cannot give. A run of the
+            # prompt has fewer rows, and the last one repeated: nobody reads its guesses.
+            K = drafter.config.num_masks
+            outputs.append(
+                self.tables(
+                    *(
+                        torch.cat((x, x[-1:].expand(K, -1)))[: K + 1]
+                        for x in (rows_MD, index_MC, log_prob_MC)
+                    )
+                )
+            )
+        return (*outputs, *caches)
+
+    def _tokens(self, input_ids: Tensor) -> Tensor:
+        """Returns the token chunk [1, N, D] of real and mask rows."""
+        drafter = self.drafter
+        V, K = len(drafter.embed_VD), drafter.config.num_masks
+        if not K:
+            return F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
+        if drafter.config.mask_reads_token:
+            # ONNX's Div of integers; torch's own would be traced as one of float32
+            whole = torch.tensor(V)
+            k = torch.onnx.ops.symbolic(
+                "Div", (input_ids, whole), dtype=torch.int64, shape=input_ids.shape
+            )
+            token = F.embedding(input_ids - k * V, drafter.embed_VD)
+            return token + F.embedding(k, self.mask_KD)
+        real = F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
+        masked = F.embedding((input_ids - V).clamp(min=0), drafter.mask_embed)
+        return torch.where((input_ids >= V)[..., None], masked, real)
