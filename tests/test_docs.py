@@ -153,7 +153,7 @@ DECODED = {
     "plain_verify_ms": 10.0,
     "speedup": 0.75,
 }
-VARIANT = {"variant": "two", "top1_K": [0.5, 0.25], "top5_K": [0.75, 0.5]}
+VARIANT: dict[str, object] = {"variant": "two", "top1_K": [0.5, 0.25], "top5_K": [0.75, 0.5]}
 VARIANT |= {"accepted_length": 1.5, "parameters": 4_900_000, "ece_K": [0.011, 0.02]}
 VARIANT |= {"tokens_per_second": 1234.0, "hours": 2.5, "decoding": {"8 nodes": DECODED}}
 ROWS = [
