@@ -11,10 +11,10 @@ up to t and its own path:
 
 with p_{t+1} the target's distribution (`soft_weight` = 1), and uniform noise on the features that
 are read. Features are regressed at every answer token, also at those outside the draft vocabulary,
-which have no label: the layer goes on from such features too. As in EAGLE only the first guess is trained. `ttt_steps` > 1 unrolls the drafter on its
-own features and adds the later guesses' losses, weighted by decay^k. Unlike EAGLE's own, the layer
-has an input norm, because it starts from the target's last layer. EAGLE-2 has the same weights; the
-runtime grows its tree by path probability.
+which have no label: the layer goes on from such features too. As in EAGLE only the first guess is
+trained. `ttt_steps` > 1 unrolls the drafter on its own features and adds the later guesses' losses,
+weighted by decay^k. Unlike EAGLE's own, the layer has an input norm, because it starts from the
+target's last layer. EAGLE-2 has the same weights; the runtime grows its tree by path probability.
 """
 
 from __future__ import annotations
