@@ -15,6 +15,7 @@ from torch import Tensor
 from spec_export.drafters.layers import Batch
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import grow
+from spec_runtime.trees.guesses import Guesses
 
 VALIDATION_BUDGET = Budget(max_nodes=16)
 VALIDATION_TOKENS = 40_000  # bounds the time that one validation takes
@@ -100,7 +101,7 @@ def simulate(
     committed = steps = 0
     while position < end:
         t = position - 1  # the row with the feature of t and token t+1, the root
-        tree = grow(int(token_T[position]), ids_RKC[t], log_prob_RKC[t], budget)
+        tree = grow(int(token_T[position]), Guesses(ids_RKC[t], log_prob_RKC[t]), budget)
         accepted = len(tree.follow(token_T[position + 1 : end + 1].tolist()))
         advance = min(accepted + 1, end - position)
         committed, steps, position = committed + advance, steps + 1, position + advance
