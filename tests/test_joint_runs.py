@@ -27,7 +27,9 @@ TINY = ("drafter.top_k=5", "export.draft_vocab=80", "data.validation_fraction=0.
 TINY = (*TINY, "train.precision=fp32", "train.warmup=1")
 
 
-@pytest.mark.parametrize("study", ["medusa2", "semi_autoregressive"])
+@pytest.mark.parametrize(
+    "study", ["medusa2", pytest.param("semi_autoregressive", marks=pytest.mark.slow)]
+)
 def test_a_study_from_end_to_end(
     study: str,
     workshop: Workshop,
@@ -59,8 +61,7 @@ def test_a_study_from_end_to_end(
         assert row["target_modified"] == manifest.target.target_modified == (label == joint)
         assert row["drafting"]["overall"]["prompts"] == 2
         assert 1 <= row["drafting"]["overall"]["accepted_length"] < 6
-        # a random target knows little; 98 tokens
-        assert 20 < row["prose"]["perplexity"] < 500
+        assert row["prose"]["perplexity"] > 20  # a random target knows nothing
         assert 0 < row["held_out"]["tokens"] < row["prose"]["tokens"]
     prose = [found["stages"][label]["prose"]["perplexity"] for label in (first, joint)]
     assert prose[0] != prose[1]
@@ -81,6 +82,22 @@ def test_a_study_from_end_to_end(
     plan = recipe.load(stage.recipe, [*settings, "train.max_steps=3"])
     with pytest.raises(ValueError, match="holds a run with other settings: name another --out"):
         joint_runs.trained(stage, plan, settings, joint, out)
+
+
+def test_the_two_recipes_for_vicuna_follow_each_other(workshop: Workshop, tmp_path: Path) -> None:
+    """Two steps each on the tiny target, the second from the heads of the first."""
+    workshop.drafter("medusa")  # writes the rows
+    settings = [f"data.path={workshop.folder}/data.jsonl", f"target.model={workshop.llama()}"]
+    settings += ["drafter.top_k=5", "data.validation_fraction=0.2", "train.max_steps=2"]
+    vicuna = joint_runs.RECIPES.parent / "vicuna-7b"
+    heads = train.run(vicuna / "medusa2_heads.toml", settings, tmp_path / "heads")
+    joint = train.run(vicuna / "medusa2.toml", settings, tmp_path / "joint", init=heads)
+    first, second = (recipe.load(vicuna / f"{name}.toml") for name in ("medusa2_heads", "medusa2"))
+    assert first.drafter == second.drafter
+    assert second.joint is not None
+    assert second.train.lr == 4 * second.joint.backbone_lr  # the paper's ratio
+    assert checkpoint.load_drafter(joint).provenance["init"]["earlier"]["steps"] == 2
+    assert (tmp_path / "joint" / "target" / "config.json").is_file()
 
 
 def test_perplexity_is_that_of_the_targets_own_model(workshop: Workshop) -> None:
