@@ -23,8 +23,13 @@ from spec_export.training import run as train
 from spec_runtime import bundle as bundles
 
 # What the tiny target cannot take of the demo's recipes.
-TINY = ("drafter.top_k=5", "export.draft_vocab=80", "data.validation_fraction=0.2")
-TINY = (*TINY, "train.precision=fp32", "train.warmup=1")
+TINY = (
+    "drafter.top_k=5",
+    "export.draft_vocab=80",
+    "data.validation_fraction=0.2",
+    "train.precision=fp32",
+    "train.warmup=1",
+)
 
 
 @pytest.mark.parametrize(
