@@ -103,7 +103,7 @@ def main(words: list[str] | None = None) -> None:
     prompts = read_prompts(arguments.prompts, per_category=arguments.per_category)
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows = first_rows(arguments.data, arguments.rows, arguments.out / "rows.jsonl")
-    common = [f"data.path={json.dumps(str(rows.resolve()))}", *arguments.set]
+    common = [f"data.path={json.dumps(str(rows))}", *arguments.set]
     if arguments.steps is not None:
         common.append(f"train.max_steps={arguments.steps}")
 
