@@ -207,9 +207,9 @@ class JointSection:
     """[joint]: trains the target too, through a LoRA adapter; see joint.py.
 
     Without this section the target is frozen. `backbone_lr` is the adapter's learning rate,
-    `train.lr` the drafter's. The adapter rests for the first `drafter_only_steps`. `drafter_ramp =
-    "sine"` raises the drafter's weight to `drafter_weight` over the whole run. `layer_dropout` is
-    the probability with which a sequence skips the target's last layer.
+    `train.lr` the drafter's; warm-up and schedule scale both. `drafter_ramp = "sine"` raises the
+    drafter's weight to `drafter_weight` over the whole run. `layer_dropout` is the probability with
+    which a sequence skips the target's last layer.
     """
 
     lora_rank: int = 32
@@ -220,7 +220,6 @@ class JointSection:
     backbone_weight: float = 1.0
     drafter_weight: float = 0.2
     drafter_ramp: Literal["none", "sine"] = "none"
-    drafter_only_steps: int = 0
     layer_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -234,10 +233,10 @@ class JointSection:
             _require(
                 getattr(self, name) > 0, f"[joint] {name} is {getattr(self, name)}, expected > 0"
             )
-        for name in ("backbone_weight", "drafter_only_steps"):
-            _require(
-                getattr(self, name) >= 0, f"[joint] {name} is {getattr(self, name)}, expected >= 0"
-            )
+        _require(
+            self.backbone_weight >= 0,
+            f"[joint] backbone_weight is {self.backbone_weight}, expected >= 0",
+        )
 
 
 @dataclass(frozen=True)
