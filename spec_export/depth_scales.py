@@ -83,7 +83,7 @@ def fit_one(log_prob_PC: np.ndarray, hit_PC: np.ndarray) -> tuple[float, float]:
             low, high = (low, middle) if is_above else (middle, high)
         q_M = np.exp(slope * wrong_M + low)
         loss = -(slope * right_H.sum() + low * len(right_H)) - np.log1p(-q_M).sum()
-        return low, float(loss)
+        return float(low), float(loss)
 
     slope = math.exp(_lowest(lambda x: best(math.exp(x))[1], *map(math.log, SLOPES)))
     return slope, best(slope)[0]
