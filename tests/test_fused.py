@@ -43,7 +43,6 @@ CONDITIONED = "parallelspec+pairs"
 everywhere = pytest.mark.parametrize("device", ["cpu", "cuda"])
 # At fp32, those for "cuda" read whole buffers (attention "full_buffer").
 FORMS = (("cpu", None), ("cuda", None), ("cuda", "fp32"))
-in_every_form = pytest.mark.parametrize(("device", "precision"), FORMS)
 
 
 @pytest.fixture(scope="session")
