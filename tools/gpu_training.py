@@ -40,8 +40,10 @@ from spec_runtime.files import write_atomically
 
 TOOLS = Path(__file__).resolve().parent
 RECIPES = TOOLS.parent / "recipes" / "smollm2-135m"
-OTHERS = ("eagle", "hydra", "amphista", "medusa", "redrafter", "semi_autoregressive")
-OTHERS += ("skip_layer", "draft_model")
+OTHERS = (
+    *("eagle", "hydra", "amphista", "medusa", "redrafter", "semi_autoregressive"),
+    *("skip_layer", "draft_model"),
+)
 SHARD_BYTES, MAX_SHARDS = 15 << 20, 4  # of one call
 STOP_SECONDS = 30  # what a training takes to write its checkpoint and end
 SENT = ("drafter/config.json", "drafter/drafter.safetensors", "effort.json", "curves.csv")
