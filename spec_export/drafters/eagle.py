@@ -35,7 +35,9 @@ from spec_export.drafters.layers import (
     TargetEnds,
     as_traceable,
     fusion,
+    noisy_features,
     rotate,
+    tokens_ahead,
 )
 from spec_export.drafters.losses import IGNORED, feature_regression, head_cross_entropy
 from spec_export.graphs.trace import GraphInput, export, step_inputs
@@ -142,8 +144,10 @@ class Drafter(DrafterBase):
         config, feature_BTD = self.config, batch.feature_BTF
         assert feature_BTD is not None, "EAGLE reads features"
         label_BRK = self.labels(batch, config.ttt_steps)
-        is_answer_BRK = _answers(batch, config.ttt_steps)
-        levels = self.rollout(batch, self._noisy(feature_BTD, batch, generator), config.ttt_steps)
+        is_answer_BRK = tokens_ahead(batch.loss_BT, config.ttt_steps, False)
+        noisy_BTD = noisy_features(batch, config.feature_noise, generator)
+        assert noisy_BTD is not None
+        levels = self.rollout(batch, noisy_BTD, config.ttt_steps)
         total, correct, count = feature_BTD.new_zeros((), dtype=torch.float32), [], []
         for k, predicted in enumerate(levels):
             b, t = is_answer_BRK[..., k].nonzero(as_tuple=True)
@@ -153,22 +157,13 @@ class Drafter(DrafterBase):
             keep_R = label_R != IGNORED
             rows, feature_RD, label_R = rows[keep_R], feature_RD[keep_R], label_R[keep_R]
             head_VD, weight_R = self.head_VD.to(rows.dtype), _equal_weights(rows)
-            loss, top_R = head_cross_entropy(
+            loss, is_top_R = head_cross_entropy(
                 rows, head_VD, label_R, weight_R, feature_RD, config.soft_weight
             )
             total = total + config.decay**k * (config.w_cls * loss + config.w_reg * distance)
-            correct.append((top_R == label_R).sum())
+            correct.append(is_top_R.sum())
             count.append(keep_R.sum())
         return total, {"correct_K": torch.stack(correct), "count_K": torch.stack(count)}
-
-    def _noisy(
-        self, feature_BTD: Tensor, batch: Batch, generator: torch.Generator | None
-    ) -> Tensor:
-        if not self.config.feature_noise:
-            return feature_BTD
-        noise = torch.rand(feature_BTD.shape, generator=generator).to(feature_BTD.device) - 0.5
-        scale_B = self.config.feature_noise * 512 / batch.length_B.to(noise.device)
-        return feature_BTD + (noise * scale_B[:, None, None]).to(feature_BTD.dtype)
 
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
@@ -205,12 +200,6 @@ class Drafter(DrafterBase):
         caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
         outputs = ["guess_ids", "guess_log_probs", "hidden", *caches]
         return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "eagle")}
-
-
-def _answers(batch: Batch, num_guesses: int) -> Tensor:
-    """Returns where guess k of row t, token t + 2 + k, is an answer's token: bool[B, T-1, K]."""
-    ahead_BT = F.pad(batch.loss_BT, (0, num_guesses))[:, 2:]
-    return ahead_BT.unfold(1, num_guesses, 1)[:, : batch.loss_BT.shape[1] - 1]
 
 
 def _equal_weights(rows_RD: Tensor) -> Tensor:

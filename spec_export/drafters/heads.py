@@ -105,7 +105,7 @@ class HeadsDrafter(DrafterBase):
             teacher_RD = target_RF[:, : self.dims.hidden_size].to(rows_RD.dtype)
             weight_R = weight.expand(len(label_R))
             if self.output_heads:
-                part, top_R = trained_head_cross_entropy(
+                part, is_top_R = trained_head_cross_entropy(
                     rows_RD,
                     self.output_heads[k],
                     label_R,
@@ -115,11 +115,11 @@ class HeadsDrafter(DrafterBase):
                     self.soft_weight,
                 )
             else:
-                part, top_R = head_cross_entropy(
+                part, is_top_R = head_cross_entropy(
                     rows_RD, head_VD, label_R, weight_R, teacher_RD, self.soft_weight
                 )
             loss = loss + part
-            correct_K[k] = (top_R == label_R).sum()
+            correct_K[k] = is_top_R.sum()
         return loss, {"correct_K": correct_K, "count_K": count_K}
 
     @torch.no_grad()

@@ -140,8 +140,7 @@ class DrafterBase(nn.Module):
         [[7, 8], [8, −100], [−100, −100]].
         """
         label_BT = torch.where(batch.loss_BT, self.draft_index_V[batch.token_BT], IGNORED)
-        ahead_BT = F.pad(label_BT, (0, num_guesses), value=IGNORED)[:, 2:]
-        return ahead_BT.unfold(1, num_guesses, 1)[:, : label_BT.shape[1] - 1]
+        return tokens_ahead(label_BT, num_guesses, IGNORED)
 
     def add_markov_bias(self, rank: int, reads_hidden: bool = False) -> None:
         """Gives the drafter a bias of this rank (see `markov.py`); none for rank 0."""
@@ -231,6 +230,26 @@ class DrafterBase(nn.Module):
             log_probs.append(values)
         shape = (*rows.shape[:-1], top_k)
         return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
+
+
+def tokens_ahead(values_BT: Tensor, num_guesses: int, fill: int) -> Tensor:
+    """Returns the values [B, T-1, K] of the tokens that are guessed: guess k of row t is token
+    t + 2 + k. Past the end they are `fill`."""
+    ahead_BT = F.pad(values_BT, (0, num_guesses), value=fill)[:, 2:]
+    return ahead_BT.unfold(1, num_guesses, 1)[:, : values_BT.shape[1] - 1]
+
+
+def noisy_features(
+    batch: Batch, noise: float, generator: torch.Generator | None = None
+) -> Tensor | None:
+    """Returns the batch's features with uniform noise in ± noise / 2 · 512 / sequence length, as
+    EAGLE has; the features themselves for noise 0."""
+    feature_BTF = batch.feature_BTF
+    if not noise or feature_BTF is None:
+        return feature_BTF
+    drawn = torch.rand(feature_BTF.shape, generator=generator).to(feature_BTF.device) - 0.5
+    scale_B = noise * 512 / batch.length_B.to(drawn.device)
+    return feature_BTF + (drawn * scale_B[:, None, None]).to(feature_BTF.dtype)
 
 
 def fusion(num_inputs: int, width: int) -> nn.Parameter:

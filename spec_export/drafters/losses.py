@@ -5,7 +5,8 @@ p is the target's distribution, q the drafter's; R counts rows with a label.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100  # label of a row that carries no loss
 CHUNK_ROWS = 256  # logits of a chunk stay in cache: 256 rows of an 8 k vocabulary are 8 MB
+LOSSES = ("ce", "tv", "lk")
 
 
 def position_weights(count: int, decay: float) -> Tensor:
@@ -21,12 +23,61 @@ def position_weights(count: int, decay: float) -> Tensor:
     return decay ** torch.arange(count, dtype=torch.float32)
 
 
-class _HeadCrossEntropy(torch.autograd.Function):
-    """Computes `head_cross_entropy` and its gradient chunk by chunk in the forward pass.
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one row through a head, from q, its label y and the target's p.
+
+        ce: −(1−s) log q(y) − s Σ_v p(v) log q(v),                s = soft_weight
+        tv: w · ½ Σ_v |p(v) − q(v)| + (1−w) · ce,                 w = tv_weight
+        lk: −log Σ_v min(p(v), q(v))
+
+    Σ_v min(p(v), q(v)) is the probability that speculative sampling accepts a guess drawn from q,
+    and ½ Σ_v |p − q| that it does not. "lk" is the negative logarithm of the first.
+    """
+
+    loss: str = "ce"
+    soft_weight: float = 0.0
+    tv_weight: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise ValueError(f"got loss {self.loss!r}, expected one of {', '.join(LOSSES)}")
+        if not 0 <= self.tv_weight <= 1 or not 0 <= self.soft_weight <= 1:
+            raise ValueError(
+                f"got tv_weight {self.tv_weight} and soft_weight {self.soft_weight}, expected "
+                "numbers in [0, 1]"
+            )
+
+    @property
+    def cross_entropy_share(self) -> float:
+        """Returns the factor of the cross-entropy in the loss."""
+        return {"ce": 1.0, "tv": 1 - self.tv_weight, "lk": 0.0}[self.loss]
+
+    @property
+    def needs_target(self) -> bool:
+        """Returns whether the loss reads p."""
+        return self.loss != "ce" or self.soft_weight > 0
+
+
+class HeadLosses(NamedTuple):
+    """Each row's loss f32[R], and without a gradient: q(y) f32[R], and whether no token has a
+    higher logit than the label, bool[R]."""
+
+    loss_R: Tensor
+    label_probability_R: Tensor
+    is_top_R: Tensor
+
+
+class _HeadLosses(torch.autograd.Function):
+    """Computes `head_losses` and their gradients chunk by chunk in the forward pass.
 
     The logits are in the processor's cache then: to keep [R, V] logits for a backward pass would
-    cost more than both matrix products. With s = soft_weight, the gradient at row r's logits is
-    weight_r · (q_r − s · p_r − (1 − s) · onehot(label_r)).
+    cost more than both matrix products. At a row's logits the gradients are
+
+        ce: q − s · p − (1 − s) · onehot(y)
+        tv and lk: c · q · (Σ_v a_v q_v − a),    a_v = 1 where q_v < p_v and 0 elsewhere,
+
+    with c = 1 for ½ Σ|p − q|, and c = 1 / Σ min(p, q) for lk.
     """
 
     @staticmethod
@@ -35,38 +86,110 @@ class _HeadCrossEntropy(torch.autograd.Function):
         hidden_RD: Tensor,
         head_VD: Tensor,
         label_R: Tensor,
-        weight_R: Tensor,
-        teacher_RD: Tensor | None,
-        soft_weight: float,
-    ) -> tuple[Tensor, Tensor]:
+        objective: Objective,
+        target_ND: Tensor | None,
+        target_index_R: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         gradient_RD = torch.empty_like(hidden_RD)
-        guess_R = torch.empty_like(label_R)
-        loss = hidden_RD.new_zeros((), dtype=torch.float32)
+        loss_R, probability_R = (
+            hidden_RD.new_empty(len(hidden_RD), dtype=torch.float32) for _ in range(2)
+        )
+        is_top_R = torch.empty_like(label_R, dtype=torch.bool)
         for start in range(0, len(hidden_RD), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
-            label, weight = label_R[rows, None], weight_R[rows, None].float()
             logits = (hidden_RD[rows] @ head_VD.T).float()
-            guess_R[rows] = logits.argmax(-1)
-            log_z = logits.logsumexp(-1, keepdim=True)
-            loss += (1 - soft_weight) * ((log_z - logits.gather(1, label)) * weight).sum()
-            gradient = torch.exp(logits - log_z)
-            if teacher_RD is not None:
-                p = torch.softmax((teacher_RD[rows] @ head_VD.T).float(), -1)
-                loss += (
-                    soft_weight
-                    * ((log_z[:, 0] - torch.linalg.vecdot(p, logits)) * weight[:, 0]).sum()
+            p = None
+            if target_ND is not None and target_index_R is not None:
+                # neighbours often share a target position, whose p is made once
+                position, inverse = torch.unique_consecutive(
+                    target_index_R[rows], return_inverse=True
                 )
-                gradient.sub_(p, alpha=soft_weight)
-            gradient.scatter_add_(1, label, torch.full_like(log_z, soft_weight - 1))
-            gradient_RD[rows] = gradient.mul_(weight).to(head_VD.dtype) @ head_VD
+                p = torch.softmax((target_ND[position] @ head_VD.T).float(), -1)
+                p = p if len(p) == len(logits) else p[inverse]
+            loss_R[rows], probability_R[rows], is_top_R[rows], gradient = _chunk(
+                logits, label_R[rows, None], objective, p
+            )
+            gradient_RD[rows] = gradient.to(head_VD.dtype) @ head_VD
         ctx.save_for_backward(gradient_RD)
-        ctx.mark_non_differentiable(guess_R)
-        return loss, guess_R
+        ctx.mark_non_differentiable(probability_R, is_top_R)
+        return loss_R, probability_R, is_top_R
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_RD,) = ctx.saved_tensors
-        return gradient_RD * upstream[0].to(gradient_RD.dtype), None, None, None, None, None
+        scaled_RD = gradient_RD * upstream[0][:, None].to(gradient_RD.dtype)
+        return scaled_RD, None, None, None, None, None
+
+
+def _chunk(
+    logits: Tensor, label: Tensor, objective: Objective, p: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the losses, q of the labels, whether these are on top, and the gradients at the
+    logits, from logits f32[C, V], labels i64[C, 1] and p f32[C, V]."""
+    q = torch.softmax(logits, -1)
+    top = logits.amax(-1, keepdim=True)
+    log_z = top - q.amax(-1, keepdim=True).log()  # three times as fast as logsumexp
+    of_label = logits.gather(1, label)
+    label_q, is_top = (of_label - log_z).exp(), of_label == top
+    soft, share = objective.soft_weight, objective.cross_entropy_share
+    loss = share * (1 - soft) * (log_z - of_label)
+    overlap_gradient = None
+    if objective.loss != "ce":
+        assert p is not None
+        overlap_loss, overlap_gradient = _overlap(q, p, objective)
+        loss += overlap_loss
+    gradient = q if share == 1 else q.mul_(share)
+    if share * soft:
+        assert p is not None
+        loss += share * soft * (log_z - torch.linalg.vecdot(p, logits)[:, None])
+        gradient.sub_(p, alpha=share * soft)
+    gradient.scatter_add_(1, label, torch.full_like(log_z, share * (soft - 1)))
+    if overlap_gradient is not None:
+        gradient += overlap_gradient
+    return loss[:, 0], label_q[:, 0], is_top[:, 0], gradient
+
+
+def _overlap(q: Tensor, p: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Returns the part of losses "tv" and "lk" that reads Σ min(p, q), f32[C, 1], and its gradient
+    at the logits, f32[C, V]."""
+    accepted = torch.minimum(p, q).sum(-1, keepdim=True)
+    is_below = q < p
+    below = torch.where(is_below, q, 0).sum(-1, keepdim=True)
+    gradient = torch.where(is_below, below - 1, below).mul_(q)
+    if objective.loss == "tv":
+        return objective.tv_weight * (1 - accepted), gradient.mul_(objective.tv_weight)
+    accepted = accepted.clamp(min=torch.finfo(accepted.dtype).tiny)
+    return -accepted.log(), gradient.div_(accepted)
+
+
+def head_losses(
+    hidden_RD: Tensor,
+    head_VD: Tensor,
+    label_R: Tensor,
+    objective: Objective,
+    target_ND: Tensor | None = None,
+    target_index_R: Tensor | None = None,
+) -> HeadLosses:
+    """Returns the losses of rows through a frozen head, q = softmax(hidden · headᵀ).
+
+    No gradient reaches head or target. hidden_RD, head_VD and target_ND have one dtype; label_R is
+    i64 without IGNORED. target_ND are the target's features at N positions, and the p of row r is
+    softmax(target · headᵀ) of position target_index_R[r], i64. Rows of one position should be
+    neighbours, because p is made once for them. Raises ValueError if the objective needs the target
+    and there is none.
+    """
+    if not objective.needs_target:
+        target_ND = target_index_R = None
+    elif target_ND is None or target_index_R is None:
+        raise ValueError(
+            f"got loss {objective.loss!r} with soft_weight {objective.soft_weight} without the "
+            "target's features, expected features: losses tv and lk and soft labels need them"
+        )
+    else:
+        target_ND = target_ND.detach()
+    return HeadLosses(
+        *_HeadLosses.apply(hidden_RD, head_VD, label_R, objective, target_ND, target_index_R)
+    )
 
 
 def head_cross_entropy(
@@ -77,7 +200,7 @@ def head_cross_entropy(
     teacher_RD: Tensor | None = None,
     soft_weight: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the cross-entropy through a frozen head, and its guesses.
+    """Returns the cross-entropy through a frozen head, and which labels are the drafter's guess.
 
         loss = Σ_r weight_r · [ −(1−s) log q_r(label_r) − s Σ_v p_r(v) log q_r(v) ],
 
@@ -85,16 +208,18 @@ def head_cross_entropy(
     head, weights or teacher.
 
     hidden_RD, head_VD and teacher_RD have one dtype; label_R is i64 without IGNORED, weight_R f32.
-    The results are the loss, an f32 scalar, and the argmax of q, i64[R]. Raises ValueError on a
-    soft_weight without teacher_RD.
+    The results are the loss, an f32 scalar, and bool[R]: whether no token has a higher logit than
+    the label. Raises ValueError on a soft_weight without teacher_RD.
     """
-    if soft_weight and teacher_RD is None:
-        raise ValueError("got a soft_weight without the target's features: soft labels need them")
-    teacher = teacher_RD.detach() if soft_weight and teacher_RD is not None else None
-    loss, guess_R = _HeadCrossEntropy.apply(
-        hidden_RD, head_VD, label_R, weight_R, teacher, soft_weight
-    )
-    return loss, guess_R
+    index_R = torch.arange(len(hidden_RD), device=hidden_RD.device)
+    objective = Objective(soft_weight=soft_weight)
+    losses = head_losses(hidden_RD, head_VD, label_R, objective, teacher_RD, index_R)
+    return (losses.loss_R * weight_R.detach()).sum(), losses.is_top_R
+
+
+def is_top_token(logits_RV: Tensor, label_R: Tensor) -> Tensor:
+    """Returns whether no token of a row has a higher logit than its label, bool[R]."""
+    return logits_RV.gather(1, label_R[:, None])[:, 0] == logits_RV.amax(-1)
 
 
 def trained_head_cross_entropy(
@@ -118,16 +243,17 @@ def trained_head_cross_entropy(
         if soft_weight:
             p = torch.softmax(F.linear(teacher_RD[rows].detach(), teacher_VD).float(), -1)
             losses_R = losses_R + soft_weight * F.cross_entropy(logits, p, reduction="none")
-        return (losses_R * weight_R[rows]).sum(), logits.argmax(-1)
+        return (losses_R * weight_R[rows]).sum(), is_top_token(logits.detach(), label_R[rows])
 
-    loss, guess_R = hidden_RD.new_zeros((), dtype=torch.float32), torch.empty_like(label_R)
+    loss = hidden_RD.new_zeros((), dtype=torch.float32)
+    is_top_R = torch.empty_like(label_R, dtype=torch.bool)
     # Chunks are larger than CHUNK_ROWS, because each one adds a [V, D] gradient. There is always
     # one, so that the head has a gradient even if there are no rows.
     for start in range(0, max(len(hidden_RD), 1), 4 * CHUNK_ROWS):
         rows = slice(start, start + 4 * CHUNK_ROWS)
-        part, guess_R[rows] = checkpoint(chunk, rows, use_reentrant=False)
+        part, is_top_R[rows] = checkpoint(chunk, rows, use_reentrant=False)
         loss = loss + part
-    return loss, guess_R
+    return loss, is_top_R
 
 
 def feature_regression(predicted_RD: Tensor, feature_RD: Tensor, weight_R: Tensor) -> Tensor:

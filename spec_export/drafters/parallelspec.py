@@ -34,12 +34,16 @@ from spec_export.drafters.layers import (
     TargetEnds,
     as_traceable,
     fusion,
+    noisy_features,
     rotate,
+    tokens_ahead,
 )
 from spec_export.drafters.losses import (
     IGNORED,
+    LOSSES,
+    Objective,
     feature_regression,
-    head_cross_entropy,
+    head_losses,
     position_weights,
 )
 from spec_export.drafters.markov import require_rank
@@ -48,7 +52,6 @@ from spec_export.graphs.trace import GraphInput, export, step_inputs
 STYLES = ("medusa", "eagle")
 INPUTS = ("tokens", "features+tokens")
 MASK_FEATURES = ("zero", "anchor")
-LOSSES = ("ce", "tv", "lk")
 DEPTH_WEIGHTS = ("decay", "reach")
 
 
@@ -64,18 +67,21 @@ class Config:
     The other fields leave the paper's form where they are not their defaults:
 
     - `markov_rank` r > 0 adds a bias of rank r through which a guess reads the guess before it (see
-      `markov.py`). With `markov_reads_hidden` the bias depends on the guess's own row too.
+      `markov.py`). With `markov_reads_hidden` the bias depends on the guess's own row too. In
+      training the guess before is the true token; the share `markov_drop` of the rows reads none,
+      so that the unconditioned rows, which choose the candidates, learn too.
     - `mask_reads_token`: mask rows read the embedding of the root beside their own.
     - `loss`: "ce" is the paper's cross-entropy. "tv" is `tv_weight` times the total variation
       distance between the target's distribution and the drafter's, and 1 − `tv_weight` times the
-      cross-entropy. "lk" is the logarithm of the share of guesses that sampling would accept.
-    - `depth_weights`: λ_k is decay^k ("decay"), or follows from how often the guesses before guess
-      k are all right ("reach").
+      cross-entropy. "lk" is the negative logarithm of the probability that sampling accepts.
+      Both need the target's features (see `losses.Objective`).
+    - `depth_weights`: λ_k is decay^k ("decay"), or of each group the probability that the drafter
+      gives to its guesses before guess k being all right ("reach").
     - `prompt_weight`: the weight of rows that predict a prompt's tokens; answers' rows weigh 1.
     - `depth_keep`: the share of groups that keep mask k + 1 among those that keep mask k in a
       training step, so that deeper guesses cost less.
-    - `feature_noise`: in training each feature gets uniform noise in ±`feature_noise`, as EAGLE's
-      does. Style "eagle" alone reads it.
+    - `feature_noise`: noise on the features that are read in training, as EAGLE has (see
+      `noisy_features`). Style "eagle" alone reads it.
     """
 
     num_masks: int = 4
@@ -92,6 +98,7 @@ class Config:
     anchor_fraction: float = 1.0
     markov_rank: int = 0
     markov_reads_hidden: bool = False
+    markov_drop: float = 0.0
     mask_reads_token: bool = False
     loss: str = "ce"
     tv_weight: float = 0.9
@@ -136,7 +143,38 @@ class Config:
                 f"got feature_noise {self.feature_noise} with style {self.style!r}, expected 0: "
                 "noise is a part of style 'eagle'"
             )
+        if not 0 <= self.markov_drop < 1 or (self.markov_drop and not self.markov_rank):
+            raise ValueError(
+                f"got markov_drop {self.markov_drop} with markov_rank {self.markov_rank}, expected "
+                "a share in [0, 1), and 0 without a bias"
+            )
         require_rank(self.markov_rank, self.markov_reads_hidden, self.num_masks + 1)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The R rows that train in a step, in the order of the target positions that guess their label.
+
+    Row r is guess k_R of the group anchored at real row t_R of sequence b_R, and stands at index_R
+    of all real rows and then all mask rows; i64[R] each.
+    """
+
+    b_R: Tensor
+    t_R: Tensor
+    k_R: Tensor
+    index_R: Tensor
+
+    def only(self, chosen: Tensor) -> _Rows:
+        """Returns the rows `chosen`, bool[R] or indices i64."""
+        return _Rows(self.b_R[chosen], self.t_R[chosen], self.k_R[chosen], self.index_R[chosen])
+
+    def target_position(self, batch: Batch) -> Tensor:
+        """Returns the position b · T + t + 1 + k whose feature predicts the row's label, i64[R]."""
+        return self.b_R * batch.token_BT.shape[1] + self.t_R + 1 + self.k_R
+
+    def of_token_ahead(self, values_BT: Tensor) -> Tensor:
+        """Returns the values [R] of the tokens that the rows guess."""
+        return values_BT[self.b_R, self.t_R + 2 + self.k_R]
 
 
 class Drafter(DrafterBase):
@@ -280,53 +318,140 @@ class Drafter(DrafterBase):
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the mean loss of a batch, f32 scalar, and each guess's top-1 hits `correct_K` and
-        labelled rows `count_K`, i64[K+1].
+        """Returns the mean loss of a batch, f32 scalar, and the answers' top-1 hits `correct_K` and
+        labelled rows `count_K` of each guess, i64[K+1].
 
-        Positions without a label (past the end, a prompt token, or a token outside the draft
-        vocabulary) are ignored. Groups are anchored at a random `anchor_fraction` of the labelled
-        rows; every real row stays.
+        Positions without a label (past the end, a prompt's token unless it has a weight, or a token
+        outside the draft vocabulary) are ignored; style "eagle" regresses the features of tokens
+        outside the draft vocabulary too. Groups are anchored at a random `anchor_fraction` of the
+        rows that train; every real row stays.
         """
-        config = self.config
-        K, D = config.num_masks, self.dims.hidden_size
-        label_BRK = self.labels(batch, K + 1)
-        has_label_BR = label_BRK[..., 0] != IGNORED
-        anchor_BA, is_anchor_BA = self._choose_anchors(has_label_BR, generator)
-        real, masks = self.hidden_rows(batch, anchor_BA)
-
-        at_real = has_label_BR.nonzero(as_tuple=True)
-        at_group = is_anchor_BA.nonzero(as_tuple=True)
-        group_row = (at_group[0], anchor_BA[at_group])
-        rows = torch.cat((real[at_real], masks[at_group].flatten(0, 1)))
-        label_R = torch.cat((label_BRK[at_real][:, 0], label_BRK[group_row][:, 1:].flatten()))
-        guess_K = torch.arange(1, K + 1, device=real.device)
-        guess_R = torch.cat((torch.zeros_like(at_real[0]), guess_K.repeat(len(at_group[0]))))
-        # the target's own row for that guess: guess k of row t is what position t+1+k predicts
-        target_b = torch.cat((at_real[0], at_group[0].repeat_interleave(K)))
-        target_t = torch.cat((at_real[1], group_row[1].repeat_interleave(K))) + 1 + guess_R
-        keep = label_R != IGNORED
-        rows, label_R, guess_R = rows[keep], label_R[keep], guess_R[keep]
-        target_b, target_t = target_b[keep], target_t[keep]
-
-        count_K = torch.bincount(guess_R, minlength=K + 1)
-        decay = config.decay if config.style == "medusa" else 1.0
-        lambda_K = position_weights(K + 1, decay).to(count_K.device)
-        weight_R = (lambda_K / count_K.clamp(min=1))[guess_R]
-        out = self.output_rows(rows)
-        head_VD = self.head_VD.to(out.dtype)
-        teacher_RD = None
-        if batch.feature_BTF is not None:
-            teacher_RD = batch.feature_BTF[target_b, target_t, :D].to(out.dtype)
-        loss, top_R = head_cross_entropy(
-            out, head_VD, label_R, weight_R, teacher_RD, config.soft_weight
-        )
+        config, num_guesses = self.config, self.config.num_masks + 1
+        learns_BT = _learns(batch, config.prompt_weight)
+        label_BRK = self.labels(replace(batch, loss_BT=learns_BT), num_guesses)
+        trains_BRK = label_BRK != IGNORED
         if config.style == "eagle":
-            assert teacher_RD is not None
+            trains_BRK = tokens_ahead(learns_BT, num_guesses, False)
+        anchor_BA, is_anchor_BA = self._choose_anchors(trains_BRK[..., 0], generator)
+        seen = replace(batch, feature_BTF=noisy_features(batch, config.feature_noise, generator))
+        real, masks = self.hidden_rows(seen, anchor_BA)
+        rows = self._training_rows(trains_BRK, anchor_BA, is_anchor_BA, generator)
+        hidden = torch.cat((real.flatten(0, 1), masks.flatten(0, 2)))
+        out = self.output_rows(hidden.index_select(0, rows.index_R))
+        return self._loss_of_rows(batch, label_BRK, rows, out, generator)
+
+    def _loss_of_rows(
+        self,
+        batch: Batch,
+        label_BRK: Tensor,
+        rows: _Rows,
+        out: Tensor,
+        generator: torch.Generator | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns what `loss` does from the rows that train and what the head reads of them, `out`
+        [R, D]."""
+        config, K = self.config, self.config.num_masks
+        label_R = label_BRK[rows.b_R, rows.t_R, rows.k_R]
+        every, every_out, labelled_R = rows, out, label_R != IGNORED
+        if config.style == "eagle":
+            rows, out, label_R = rows.only(labelled_R), out[labelled_R], label_R[labelled_R]
+        target_ND = None
+        if batch.feature_BTF is not None:
+            target_ND = batch.feature_BTF.flatten(0, 1)[:, : self.dims.hidden_size].to(out.dtype)
+        losses = head_losses(
+            self.condition(out, self._previous_tokens(batch, rows, generator)),
+            self.head_VD.to(out.dtype),
+            label_R,
+            Objective(config.loss, config.soft_weight, config.tv_weight),
+            target_ND,
+            rows.target_position(batch),
+        )
+        factor_BRK = self._depth_weights(label_BRK.shape, rows, losses.label_probability_R)
+        weight_R = self._mean_weights(batch, rows, factor_BRK)
+        loss = (losses.loss_R * weight_R).sum()
+        if config.style == "eagle":
+            assert target_ND is not None
             loss = config.w_cls * loss + config.w_reg * feature_regression(
-                out, teacher_RD, weight_R
+                every_out,
+                target_ND[every.target_position(batch)],
+                self._mean_weights(batch, every, factor_BRK),
             )
-        correct_K = torch.zeros_like(count_K).index_add_(0, guess_R, (top_R == label_R).long())
+        of_answer_R = rows.of_token_ahead(batch.loss_BT)
+        count_K = torch.bincount(rows.k_R[of_answer_R], minlength=K + 1)
+        hit_R = (losses.is_top_R & of_answer_R).long()
+        correct_K = torch.zeros_like(count_K).index_add_(0, rows.k_R, hit_R)
         return loss, {"correct_K": correct_K, "count_K": count_K}
+
+    def _training_rows(
+        self,
+        trains_BRK: Tensor,
+        anchor_BA: Tensor,
+        is_anchor_BA: Tensor,
+        generator: torch.Generator | None,
+    ) -> _Rows:
+        """Returns the real rows that train, and the mask rows of the groups anchored at anchor_BA
+        that train and are kept in this step.
+
+        trains_BRK bool[B, T-1, K+1] says which guesses of a real row's group have something to
+        learn.
+        """
+        B, R, _ = trains_BRK.shape
+        A, K = anchor_BA.shape[1], self.config.num_masks
+        row_B1 = torch.arange(B, device=anchor_BA.device)[:, None]
+        of_mask_BAK = trains_BRK[row_B1, anchor_BA][..., 1:] & is_anchor_BA[..., None]
+        if self.config.depth_keep < 1 and K > 1:
+            stays = torch.rand((B, A, K - 1), generator=generator) < self.config.depth_keep
+            stays = F.pad(stays, (1, 0), value=True).long().cumprod(-1).bool()
+            of_mask_BAK = of_mask_BAK & stays.to(of_mask_BAK.device)
+        b, t = trains_BRK[..., 0].nonzero(as_tuple=True)
+        mask_b, a, j = of_mask_BAK.nonzero(as_tuple=True)
+        rows = _Rows(
+            torch.cat((b, mask_b)),
+            torch.cat((t, anchor_BA[mask_b, a])),
+            torch.cat((torch.zeros_like(t), j + 1)),
+            torch.cat((b * R + t, B * R + (mask_b * A + a) * K + j)),
+        )
+        order = (rows.b_R * (R + K) + rows.t_R + rows.k_R).argsort(stable=True)
+        return rows.only(order)
+
+    def _previous_tokens(
+        self, batch: Batch, rows: _Rows, generator: torch.Generator | None
+    ) -> Tensor:
+        """Returns the true token before each row's label, i64[R]: IGNORED for guess 0, and for the
+        share `markov_drop` of the others."""
+        token_R = batch.token_BT.flatten()[rows.target_position(batch)]
+        has_none_R = rows.k_R == 0
+        if self.config.markov_drop:
+            drawn_R = torch.rand(len(token_R), generator=generator).to(token_R.device)
+            has_none_R = has_none_R | (drawn_R < self.config.markov_drop)
+        return torch.where(has_none_R, IGNORED, token_R)
+
+    def _depth_weights(
+        self, shape: tuple[int, ...], rows: _Rows, label_probability_R: Tensor
+    ) -> Tensor:
+        """Returns λ_k of all guesses, f32[B, T-1, K+1] or [K+1].
+
+        With depth_weights = "reach" λ_k of a group is Π_{j<k} q_j(y_j), how likely the drafter says
+        that all guesses before guess k are right; a guess without a label counts as wrong.
+        """
+        if self.config.depth_weights == "decay":
+            decay = self.config.decay if self.config.style == "medusa" else 1.0
+            return position_weights(shape[-1], decay).to(rows.k_R.device)
+        right_BRK = label_probability_R.new_zeros(shape)
+        right_BRK[rows.b_R, rows.t_R, rows.k_R] = label_probability_R
+        return F.pad(right_BRK.cumprod(-1), (1, -1), value=1.0)
+
+    def _mean_weights(self, batch: Batch, rows: _Rows, factor: Tensor) -> Tensor:
+        """Returns the factor of each row's loss, f32[R].
+
+        The loss of a guess is the mean over its rows, in which a prompt's rows count as
+        `prompt_weight`, times the guess's `factor` f32[K+1] or [B, T-1, K+1].
+        """
+        prompt_weight = torch.tensor(self.config.prompt_weight, device=rows.k_R.device)
+        weight_R = torch.where(rows.of_token_ahead(batch.loss_BT), 1.0, prompt_weight)
+        sum_K = weight_R.new_zeros(self.config.num_masks + 1).index_add_(0, rows.k_R, weight_R)
+        factor_R = factor[rows.k_R] if factor.ndim == 1 else factor[rows.b_R, rows.t_R, rows.k_R]
+        return factor_R / sum_K[rows.k_R] * weight_R
 
     def _choose_anchors(
         self, has_label_BR: Tensor, generator: torch.Generator | None
@@ -403,6 +528,14 @@ class Drafter(DrafterBase):
         pairs = ["pair_log_probs"] if self.markov is not None else []
         outputs = ["guess_ids", "guess_log_probs", *pairs, *caches]
         return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "parallelspec")}
+
+
+def _learns(batch: Batch, prompt_weight: float) -> Tensor:
+    """Returns which tokens train, bool[B, T]: the answers', and with a weight the prompts'."""
+    if not prompt_weight:
+        return batch.loss_BT
+    position_T = torch.arange(batch.loss_BT.shape[1], device=batch.loss_BT.device)
+    return position_T < batch.length_B[:, None].to(position_T.device)
 
 
 class _DrafterGraph(nn.Module):

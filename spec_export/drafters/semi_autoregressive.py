@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spec_export.drafters.heads import HEADS
 from spec_export.drafters.layers import DecoderLayer, TargetEnds, rotate
+from spec_export.drafters.losses import is_top_token
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
 
 KINDS = ("fixed_attention", "lstm", "rnn", "transformer")
@@ -247,15 +248,15 @@ class Drafter(SequentialDrafter):
     ) -> tuple[Tensor, Tensor]:
         if self.config.head == "shared":
             return super().head_loss(rows, label_R, weight_R, teacher_RD)
-        loss, tops = rows.new_zeros((), dtype=torch.float32), []
+        loss, is_top = rows.new_zeros((), dtype=torch.float32), []
         parts = (x.split(CHUNK_ROWS) for x in (rows, label_R, weight_R))
         for part in zip(*parts, strict=True):
             chunk_loss, top = checkpoint(self._chunk_loss, *part, use_reentrant=False)
             loss = loss + chunk_loss
-            tops.append(top)
-        return loss, torch.cat(tops)
+            is_top.append(top)
+        return loss, torch.cat(is_top)
 
     def _chunk_loss(self, rows: Tensor, label_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.logits(rows).float()
         losses = F.cross_entropy(logits, label_R, reduction="none")
-        return (losses * weight_R).sum(), logits.argmax(-1)
+        return (losses * weight_R).sum(), is_top_token(logits.detach(), label_R)

@@ -108,7 +108,8 @@ class SequentialDrafter(DrafterBase):
     def head_loss(
         self, rows: Tensor, label_R: Tensor, weight_R: Tensor, teacher_RD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns loss and guesses of rows [R, D]; see losses.head_cross_entropy."""
+        """Returns the loss of rows [R, D] and whether their labels are on top; see
+        losses.head_cross_entropy."""
         teacher_RD, head_VD = teacher_RD.to(rows.dtype), self.head_VD.to(rows.dtype)
         return head_cross_entropy(
             rows, head_VD, label_R, weight_R, teacher_RD, self.config.soft_weight
@@ -156,8 +157,8 @@ class SequentialDrafter(DrafterBase):
         # the target's own row for that guess: guess k of row t is what position t+1+k predicts
         teacher = batch.feature_BTF[b[row], t[row] + 1 + k, : self.dims.hidden_size]
         weight = (1 / count_K.clamp(min=1))[k]
-        loss, top = self.head_loss(rows_RK[row, k], label, weight, teacher)
-        correct_K = torch.zeros_like(count_K).index_add_(0, k, (top == label).long())
+        loss, is_top = self.head_loss(rows_RK[row, k], label, weight, teacher)
+        correct_K = torch.zeros_like(count_K).index_add_(0, k, is_top.long())
         return loss, {"correct_K": correct_K, "count_K": count_K}
 
     @torch.no_grad()

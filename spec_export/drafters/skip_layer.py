@@ -137,7 +137,7 @@ class Drafter(DrafterBase):
         for layer, share in self.exit_shares().items():
             rows_ND = self.head_rows(exits[layer][keep_BR])
             weight_N = torch.full_like(label_N, share / max(len(label_N), 1), dtype=torch.float32)
-            part, top_N = head_cross_entropy(
+            part, is_top_N = head_cross_entropy(
                 rows_ND,
                 self.head_VD.to(rows_ND.dtype),
                 label_N,
@@ -146,7 +146,7 @@ class Drafter(DrafterBase):
                 self.config.soft_weight,
             )
             loss = loss + part
-            hits.append(top_N == label_N)
+            hits.append(is_top_N)
         hit_BR = torch.zeros_like(keep_BR)
         hit_BR[keep_BR] = hits[0]  # those of exit E
         starts = range(self.config.num_guesses)

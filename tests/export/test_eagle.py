@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from spec_export import target
 from spec_export.decoder import Backbone
 from spec_export.drafters.eagle import Config, Drafter
-from spec_export.drafters.layers import Batch, rotate
+from spec_export.drafters.layers import Batch, noisy_features, rotate
 from spec_export.graphs.slots import to_slots
 
 TOLERANCE = 1e-4
@@ -207,7 +207,9 @@ def test_noise_is_seeded_and_as_large_as_eagles(backbone: Backbone) -> None:
     losses = [drafter.loss(batch, torch.Generator().manual_seed(s))[0].item() for s in (0, 0, 1)]
     assert losses[0] == losses[1] != losses[2]
     assert torch.equal(batch.feature_BTF, before)
-    noise = drafter._noisy(before, batch, torch.Generator().manual_seed(0)) - before
+    noisy = noisy_features(batch, drafter.config.feature_noise, torch.Generator().manual_seed(0))
+    assert noisy is not None
+    noise = noisy - before
     for b, length in ((0, 40), (1, 20)):
         half = 0.1 * 512 / length
         assert 0.98 * half < float(noise[b].abs().max()) <= half * 1.001

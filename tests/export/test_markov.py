@@ -184,10 +184,10 @@ def test_of_a_few_candidates_pairs_are_the_formula(backbone: Backbone, name: str
 # ---- training ----
 
 
-@pytest.mark.parametrize("name", ["medusa", "medusa, own heads", "amphista"])
-def test_the_loss_of_heads_conditions_on_the_true_token_before(
-    backbone: Backbone, name: str
-) -> None:
+@pytest.mark.parametrize(
+    "name", ["parallelspec", "parallelspec, row", "medusa", "medusa, own heads", "amphista"]
+)
+def test_the_loss_conditions_on_the_true_token_before(backbone: Backbone, name: str) -> None:
     """Guess k of row t is about token t + 2 + k and reads token t + 1 + k, but for guess 0."""
     soft: dict[str, Any] = {"lambda_soft": 0.0} if name == "amphista" else {"decay": 1.0}
     drafter, batch = make_drafter(backbone, name, **soft), make_batch((7,))

@@ -239,31 +239,52 @@ def reference_loss(drafter: Drafter, batch: Batch) -> tuple[Tensor, list[int], l
     ids = drafter.draft_token_ids.tolist()
     tokens, answer = batch.token_BT[0].tolist(), batch.loss_BT[0].tolist()
     assert batch.feature_BTF is not None
-    label = [ids.index(x) if a and x in ids else None for x, a in zip(tokens, answer, strict=True)]
+    weight = [1.0 if a else config.prompt_weight for a in answer]
+    label = [ids.index(x) if x in ids else None for x in tokens]
     anchors = torch.arange(len(tokens) - 1)[None]
     real, masks = drafter.hidden_rows(batch, anchors)
     rows = drafter.output_rows(torch.cat((real[0, :, None], masks[0]), dim=1))  # [R, K+1, D]
     total, correct_K, count_K = torch.zeros(()), [0] * (K + 1), [0] * (K + 1)
+    reach_R = [1.0] * len(tokens)
     for k in range(K + 1):
-        losses = []
+        losses, weights, distances, all_weights = [], [], [], []
         for t in range(len(tokens) - 2 - k):
-            wanted = label[t + 2 + k]
-            if label[t + 2] is None or wanted is None:
+            own, first, decay = label[t + 2 + k], label[t + 2], config.decay**k
+            may_train = weight[t + 2] > 0 and (first is not None or config.style == "eagle")
+            reach, reach_R[t] = reach_R[t], 0.0
+            lambda_k = reach if config.depth_weights == "reach" else decay
+            if config.style == "eagle" and config.depth_weights == "decay":
+                lambda_k = 1.0
+            if not may_train or not weight[t + 2 + k]:
                 continue
-            log_q_V = torch.log_softmax(rows[t, k] @ drafter.head_VD.T, -1)
             feature_D = batch.feature_BTF[0, t + 1 + k, :D]
+            distances.append(lambda_k * weight[t + 2 + k] * F.smooth_l1_loss(rows[t, k], feature_D))
+            all_weights.append(weight[t + 2 + k])
+            if own is None:
+                continue
+            row = rows[t, k]
+            if k:
+                row = drafter.condition(row, batch.token_BT[0, t + 1 + k])
+            log_q_V = torch.log_softmax(row @ drafter.head_VD.T, -1)
             p_V = torch.softmax(feature_D @ drafter.head_VD.T, -1)
             soft = config.soft_weight
-            loss = -(1 - soft) * log_q_V[wanted] - soft * (p_V * log_q_V).sum()
-            if config.style == "eagle":
-                distance = F.smooth_l1_loss(rows[t, k], feature_D)
-                loss = config.w_cls * loss + config.w_reg * distance
-            losses.append(loss)
-            correct_K[k] += int(log_q_V.argmax() == wanted)
-        count_K[k] = len(losses)
-        if losses:
-            decay = config.decay if config.style == "medusa" else 1.0
-            total = total + decay**k * torch.stack(losses).mean()
+            loss = -(1 - soft) * log_q_V[own] - soft * (p_V * log_q_V).sum()
+            if config.loss == "tv":
+                distance = (p_V - log_q_V.exp()).abs().sum() / 2
+                loss = config.tv_weight * distance + (1 - config.tv_weight) * loss
+            if config.loss == "lk":
+                loss = -torch.minimum(p_V, log_q_V.exp()).sum().log()
+            losses.append(lambda_k * weight[t + 2 + k] * loss)
+            weights.append(weight[t + 2 + k])
+            reach_R[t] = reach * log_q_V[own].exp().item()
+            if answer[t + 2 + k]:
+                correct_K[k] += int(log_q_V.argmax() == own)
+                count_K[k] += 1
+        part = torch.stack(losses).sum() / sum(weights)
+        if config.style == "eagle":
+            distance = torch.stack(distances).sum() / sum(all_weights)
+            part = config.w_cls * part + config.w_reg * distance
+        total = total + part
     return total, correct_K, count_K
 
 
@@ -275,6 +296,16 @@ def reference_loss(drafter: Drafter, batch: Batch) -> tuple[Tensor, list[int], l
         {"style": "medusa", "inputs": "tokens", "decay": 0.5},
         {"style": "eagle", "w_reg": 0.7, "w_cls": 0.2},
         {"style": "eagle", "soft_weight": 1.0, "num_masks": 0},
+        {"loss": "tv", "soft_weight": 0.5},
+        {"loss": "tv", "tv_weight": 0.3, "style": "eagle"},
+        {"loss": "lk", "mask_feature": "anchor"},
+        {"depth_weights": "reach", "num_masks": 3},
+        {"depth_weights": "reach", "style": "eagle", "w_cls": 1.0},
+        {"prompt_weight": 0.3, "soft_weight": 0.5},
+        {"prompt_weight": 1.5, "style": "eagle"},
+        {"markov_rank": 6},
+        {"markov_rank": 6, "markov_reads_hidden": True, "style": "eagle", "loss": "tv"},
+        {"markov_rank": 6, "loss": "lk", "depth_weights": "reach", "prompt_weight": 0.5},
     ],
 )
 def test_the_loss_and_its_gradient_are_the_formulas(
@@ -284,11 +315,78 @@ def test_the_loss_and_its_gradient_are_the_formulas(
     drafter = make_drafter(backbone, vocabulary, **({"num_masks": 2} | options))
     batch = make_batch(drafter, (14,))
     batch.loss_BT[0, :3] = False
+    batch.loss_BT[0, 6] = False  # as a user's turn between two answers
     with torch.no_grad():  # make some guesses right
         ids, _ = drafter.guesses(batch, 1)
         batch.token_BT[0, 13] = ids[0, 11, 0, 0]
+    assert any(x % 5 == 0 for x in batch.token_BT[0, 3:].tolist())  # some have no label
     empty = () if drafter.config.num_masks else ("mask_embed",)
     check_loss_and_gradient(drafter, batch, reference_loss, empty=empty)
+
+
+def test_losses_that_read_the_target_need_its_features(backbone: Backbone) -> None:
+    drafter = make_drafter(backbone, inputs="tokens", loss="tv")
+    batch = dataclasses.replace(make_batch(drafter), feature_BTF=None)
+    with pytest.raises(ValueError, match=r"got loss 'tv' .* without the target's features"):
+        drafter.loss(batch)
+
+
+def loss_of(drafter: Drafter, batch: Batch, seed: int) -> tuple[float, list[int]]:
+    loss, counts = drafter.loss(batch, torch.Generator().manual_seed(seed))
+    return loss.item(), counts["count_K"].tolist()
+
+
+def test_groups_thin_out_with_depth(backbone: Backbone) -> None:
+    """About half of all groups keep mask 2, and half of these mask 3."""
+    drafter = make_drafter(backbone, num_masks=3, depth_keep=0.5)
+    batch = make_batch(drafter, (50,) * 8)
+    loss, count_K = loss_of(drafter, batch, 0)
+    assert count_K[:2] == [8 * 48, 8 * 47]
+    assert count_K[2] == pytest.approx(8 * 46 / 2, abs=40)
+    assert count_K[3] == pytest.approx(8 * 45 / 4, abs=40)
+    assert (loss, count_K) == loss_of(drafter, batch, 0)
+    assert count_K != loss_of(drafter, batch, 1)[1]
+    drafter.config = dataclasses.replace(drafter.config, depth_keep=1.0)
+    assert loss_of(drafter, batch, 0)[1] == [8 * 48, 8 * 47, 8 * 46, 8 * 45]
+
+
+def test_a_dropped_token_leaves_the_row_without_a_bias(backbone: Backbone) -> None:
+    drafter = make_drafter(backbone, num_masks=2, markov_rank=8, markov_drop=0.5)
+    batch = make_batch(drafter, (30,))
+    drawn = loss_of(drafter, batch, 0)
+    assert drawn == loss_of(drafter, batch, 0)
+    assert drawn != loss_of(drafter, batch, 1)
+    drafter.config = dataclasses.replace(drafter.config, markov_drop=0.999999)
+    none = loss_of(drafter, batch, 0)
+    drafter.config = dataclasses.replace(drafter.config, markov_drop=0.0)
+    every = loss_of(drafter, batch, 0)
+    drafter.markov = None
+    assert none == loss_of(drafter, batch, 0)
+    assert len({drawn[0], every[0], none[0]}) == 3
+
+
+def test_noise_is_eagles_and_the_targets_own_features_stay(backbone: Backbone) -> None:
+    """Rows read features within ± noise / 2 · 512 / length; those that are regressed have none."""
+    drafter = make_drafter(backbone, style="eagle", num_masks=1, feature_noise=0.2)
+    batch = make_batch(drafter, (20, 10))
+    assert loss_of(drafter, batch, 0) == loss_of(drafter, batch, 0)
+    noisy = loss_of(drafter, batch, 0)
+    assert noisy != loss_of(drafter, batch, 1)
+    hidden_rows, read = drafter.hidden_rows, []
+
+    def without_noise(seen: Batch, anchor_BA: Tensor) -> tuple[Tensor, Tensor]:
+        read.append(seen.feature_BTF)
+        return hidden_rows(batch, anchor_BA)
+
+    drafter.hidden_rows = without_noise  # type: ignore[method-assign, assignment]
+    clean = loss_of(drafter, batch, 0)
+    for b, length in enumerate((20, 10)):
+        bound = 0.1 * 512 / length
+        apart_TF = (read[0][b] - batch.feature_BTF[b]).abs()  # type: ignore[index]
+        assert 0.95 * bound < apart_TF.max() <= bound * 1.0001
+    drafter.hidden_rows = hidden_rows  # type: ignore[method-assign]
+    drafter.config = dataclasses.replace(drafter.config, feature_noise=0.0)
+    assert clean == loss_of(drafter, batch, 0) != noisy
 
 
 def test_anchors_are_a_seeded_part_of_the_labelled_rows(backbone: Backbone) -> None:
@@ -416,6 +514,8 @@ def test_what_the_proposer_is_told(backbone: Backbone) -> None:
         ({"depth_weights": "flat"}, "got depth_weights 'flat', expected one of decay, reach"),
         ({"tv_weight": 1.5}, r"got tv_weight 1.5 .* in \[0, 1\]"),
         ({"depth_keep": 0.0}, r"depth_keep 0.0, expected .* in \(0, 1\]"),
+        ({"markov_drop": 1.0, "markov_rank": 4}, "got markov_drop 1.0 with markov_rank 4"),
+        ({"markov_drop": 0.1}, "got markov_drop 0.1 with markov_rank 0, expected"),
         ({"prompt_weight": -1.0}, "got prompt_weight -1.0 .* expected neither negative"),
         ({"feature_noise": 0.1}, "got feature_noise 0.1 with style 'medusa', expected 0"),
     ],
@@ -430,7 +530,14 @@ def test_a_config_saved_before_these_fields_is_the_papers_form() -> None:
     """As the first shipped drafter's did."""
     saved = load_drafter(str(SHIPPED))
     added = {
-        *("markov_rank", "markov_reads_hidden", "mask_reads_token", "loss", "tv_weight"),
+        *(
+            "markov_rank",
+            "markov_reads_hidden",
+            "markov_drop",
+            "mask_reads_token",
+            "loss",
+            "tv_weight",
+        ),
         *("depth_weights", "prompt_weight", "depth_keep", "feature_noise"),
     }
     fields = {name: value for name, value in saved.config.items() if name not in added}
@@ -438,6 +545,7 @@ def test_a_config_saved_before_these_fields_is_the_papers_form() -> None:
     assert {name: getattr(config, name) for name in added} == {
         "markov_rank": 0,
         "markov_reads_hidden": False,
+        "markov_drop": 0.0,
         "mask_reads_token": False,
         "loss": "ce",
         "tv_weight": 0.9,
