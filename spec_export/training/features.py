@@ -120,8 +120,9 @@ def build(
 
     A stopped build goes on, and a finished cache that holds more taps is taken as it is.
     `fingerprint` is the target's (`target.fingerprint`). `progress(done, total)` is called with
-    token counts. Raises ValueError if the folder was made from other data, target or taps, if
-    another process writes to it, and if the disk is too small.
+    token counts: first with what an earlier build has done, then after each block. Raises
+    ValueError if the folder was made from other data, target or taps, if another process writes to
+    it, and if the disk is too small.
     """
     width = model.config.hidden_size
     wanted = _facts(examples, width, fingerprint, taps)
@@ -210,7 +211,7 @@ def _build(
     feature_TF = _load(feature_file, "r+")
     if feature_TF.shape != (int(offset[-1]), about.num_features):
         raise _damaged(folder, f"feature_TF.npy has shape {feature_TF.shape}")
-    if progress and about.sequences_done:
+    if progress:
         progress(int(offset[about.sequences_done]), int(offset[-1]))
     for start in range(about.sequences_done, len(examples), BLOCK):
         block = range(start, min(start + BLOCK, len(examples)))
