@@ -47,7 +47,8 @@ class DataSection:
     `path` stays as written in the recipe, so that provenance names no machine; `Recipe.data_paths`
     resolves it. `max_length` cuts sequences, in tokens. `sources` keeps only rows whose "source" is
     listed; "" stands for rows that have none. `allow_other_target` takes answers although another
-    model than the target wrote them.
+    model than the target wrote them. `tap_store = "fp8"` stores the target's taps in half the
+    space; see tap_codes.py.
     """
 
     path: str | tuple[str, ...]
@@ -55,6 +56,7 @@ class DataSection:
     validation_fraction: float = 0.02
     sources: tuple[str, ...] | None = None
     allow_other_target: bool = added_later(False)
+    tap_store: Literal["bf16", "fp8"] = added_later("bf16")
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "[data] path is empty, expected one file or a list of files")

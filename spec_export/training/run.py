@@ -132,12 +132,14 @@ def _new_trainer(
     taps = tuple(config.taps)
     if accelerator.is_main_process:
         model = model.to(accelerator.device, torch.bfloat16)
-        _build_features(cache, training, held_out, model, fingerprint, taps)
+        store = plan.data.tap_store
+        _build_features(cache, training, held_out, model, fingerprint, taps, store)
         if wants_shards:
             console.print("FSDP: nothing to shard, a frozen target is not there in training")
     else:
         width = model.config.hidden_size
-        features.wait(cache, training + held_out, width, fingerprint, taps)
+        examples, store = training + held_out, plan.data.tap_store
+        features.wait(cache, examples, width, fingerprint, taps, store)
     accelerator.wait_for_everyone()
     del model  # training reads stored features: the target's memory is free again
     job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator, tensorboard)
@@ -212,17 +214,19 @@ def _build_features(
     model: Any,
     fingerprint: str,
     taps: tuple[int, ...],
+    store: features.TapStore,
 ) -> None:
     """Computes the features of all examples with the target `model` and stores them."""
     examples = training + held_out
-    size = features.size_estimate(examples, model.config.hidden_size * (1 + len(taps)))
+    size = features.size_estimate(examples, model.config.hidden_size, len(taps), store)
     console.print(
         f"{len(training)} sequences to train on, {len(held_out)} held out; features take "
         f"{shown(size)} in {folder}, where {free_space(folder)} are free",
         soft_wrap=True,
     )
     with Progress(console=console) as bar:
-        features.build(folder, examples, model, fingerprint, taps, _FeatureProgress(bar))
+        progress = _FeatureProgress(bar)
+        features.build(folder, examples, model, fingerprint, taps, progress, store)
 
 
 class _FeatureProgress:
