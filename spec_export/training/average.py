@@ -36,7 +36,7 @@ class WeightAverage:
         """Takes in the weights as optimiser step `step`, counted from 0, has left them."""
         assert not self._is_in_use, "the average would be averaged"
         decay = min(self.decay, (1 + step) / (10 + step))
-        weights = [*self._weights.values()]
+        weights = [weight.detach() for weight in self._weights.values()]
         torch._foreach_lerp_([*self.tensors.values()], weights, 1 - decay)
 
     @contextmanager

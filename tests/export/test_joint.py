@@ -365,7 +365,7 @@ def test_two_processes_train_as_one_with_twice_the_batches(
         out = tmp_path / str(processes)
         launch = ["torch.distributed.run", "--nproc-per-node", "2", "-m"] * (processes == 2)
         options = [f"train.grad_accumulation={2 // processes}"]
-        options += ["train.batch_tokens=150", "joint.backbone_loss=distill"]
+        options += ["train.batch_tokens=150", "joint.backbone_loss=distill", "train.ema=0.9"]
         sets = [word for option in options for word in ("--set", option)]
         environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
         environment |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}
