@@ -158,7 +158,7 @@ def test_variants_learn_from_equal_rows_and_decode_once(
     assert opened == ["one", "two"]
     results = json.loads((tmp_path / "results" / "a.json").read_text())
     cache = FeatureCache(tmp_path / "cache")
-    assert cache.feature_TF.shape[1] == 2 * 64  # the final feature and a tap
+    assert cache.sequence(0)[2].shape[1] == 2 * 64  # the final feature and a tap
     num_batches = len(epoch_batches(cache.length_N, 512, 0, 0))
     budget = results["token_rows"]
     assert budget == {"token_rows": 600, "rows_per_step": cache.loss_T.sum() / num_batches}

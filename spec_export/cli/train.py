@@ -34,8 +34,15 @@ def command(
     init: Annotated[
         Path | None, typer.Option("--init", help="Start from this drafter's weights")
     ] = None,
+    tensorboard: Annotated[
+        bool,
+        typer.Option(
+            "--tensorboard",
+            help="Write TensorBoard events into tensorboard/ of --out (extra: tensorboard)",
+        ),
+    ] = False,
 ) -> None:
     """Train a drafter and write its checkpoints, its curves and its accuracy per position."""
     from spec_export.training import run as train
 
-    train.run(recipe, set_ or [], out, resume, cache, init)
+    train.run(recipe, set_ or [], out, resume, cache, init, tensorboard)

@@ -38,6 +38,7 @@ HEADER, DRAFTER_HEADER = "checkpoint.json", "config.json"
 PACKAGES = ("specsplit", "torch", "transformers", "safetensors", "numpy")
 DRAFT_TOKEN_IDS = "draft_token_ids"
 STATES = "states.pt"
+AVERAGE = "average.safetensors"  # only of a run that averages its weights
 _STEP = re.compile(rf"{STEP_PREFIX}\d{{8,15}}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -123,6 +124,7 @@ def save(
     progress: Mapping[str, Any],
     provenance: Mapping[str, Any],
     keep: int,
+    average: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Writes the checkpoint `folder/step-00000123` and returns its path.
 
@@ -134,6 +136,7 @@ def save(
         module: the module whose tensors are worth keeping (no frozen target).
         progress: JSON values that the training loop needs to go on, such as its curve.
         provenance: see `collect_provenance`.
+        average: the averaged weights by name, None in a run without; `module` has the raw ones.
     """
     folder = Path(folder)
     final = folder / folder_name(step)
@@ -147,7 +150,9 @@ def save(
         tensors = _detached(module.state_dict())
         with _os_errors():
             safetensors.torch.save_file(tensors, temporary / "model.safetensors")
-            torch.save(states, temporary / "states.pt")
+            torch.save(states, temporary / STATES)
+            if average is not None:
+                safetensors.torch.save_file(_detached(average), temporary / AVERAGE)
         return {
             "step": step,
             "progress": _json_value(progress),
@@ -194,15 +199,22 @@ def latest(folder: str | Path) -> Path | None:
     return None
 
 
-def load(path: str | Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Checkpoint:
-    """Restores what `save` wrote into `module`, `optimizer` and torch's random states.
+def load(
+    path: str | Path,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Mapping[str, torch.Tensor] | None = None,
+) -> Checkpoint:
+    """Restores what `save` wrote into `module`, `optimizer`, `average` and torch's random states.
 
-    Raises CheckpointError on missing, altered or truncated files, and on tensors or an optimiser's
-    state that do not fit.
+    Raises CheckpointError on missing, altered or truncated files, on tensors or an optimiser's
+    state that do not fit, and if `average` is wanted and the checkpoint has none.
     """
     path = Path(path)
     header, tensors, states = _read_checkpoint(path)
     _load_strictly(module, tensors, str(path))
+    if average is not None:
+        _load_average(average, path, header)
     _load_optimizer(optimizer, states.optimizer, path / STATES)
     try:
         torch.set_rng_state(states.torch_rng)
@@ -248,6 +260,26 @@ def _read_checkpoint(path: Path) -> tuple[_CheckpointHeader, dict[str, torch.Ten
         reason = brief(error, 200)
         raise CheckpointError(f"cannot read {path / STATES}: {reason}") from error
     return header, tensors, from_mapping(_States, states, str(path / STATES), CheckpointError)
+
+
+def _load_average(
+    average: Mapping[str, torch.Tensor], path: Path, header: _CheckpointHeader
+) -> None:
+    """Copies a checkpoint's averaged weights into `average`; raises CheckpointError if they do not
+    fit or are not there."""
+    if AVERAGE not in header.files:
+        raise CheckpointError(
+            f"{path} has no averaged weights, expected those of train.ema: name another --out, or "
+            "set train.ema to 0"
+        )
+    tensors = _read_tensors(path / AVERAGE)
+    _compare(
+        {key: list(tensor.shape) for key, tensor in tensors.items()},
+        {key: list(tensor.shape) for key, tensor in average.items()},
+        str(path / AVERAGE),
+    )
+    for name, tensor in average.items():
+        tensor.copy_(tensors[name])
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any, where: Path) -> None:

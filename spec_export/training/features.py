@@ -8,6 +8,11 @@ The feature cache is a folder of flat arrays, one row a token, sequences back to
     feature_TF.npy  bfloat16 bit patterns as u16: features after the final norm, then each tap
     cache.json      what the cache was made from, and how many sequences are done
 
+With `tap_store = "fp8"` the taps have files of their own and take half the space, see tap_codes.py:
+
+    tap_TF.npy           u8, the codes of each tap; feature_TF.npy is the final feature alone
+    tap_exponent_TN.npy  i8, one a tap
+
 An interrupted build goes on from the last whole block of sequences.
 """
 
@@ -29,13 +34,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spec_export.training import disk
+from spec_export.training import disk, tap_codes
 from spec_export.training.data import Example
 from spec_runtime.files import locked, write_atomically
-from spec_runtime.mapping import from_mapping, parse_json
+from spec_runtime.mapping import added_later, from_mapping, parse_json, to_json
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # padded tokens of one forward pass
 BLOCK = 256  # sequences between two progress marks
+TapStore = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,27 @@ class CacheFacts:
     data: str
     num_features: int
     sequences_done: int = 0
+    tap_store: Literal["bf16", "fp8"] = added_later("bf16")
+
+    @property
+    def width(self) -> int:
+        """Returns D, the numbers of the final feature and of each tap."""
+        return self.num_features // (1 + len(self.taps))
+
+    def columns(self) -> dict[str, tuple[type[np.generic], int]]:
+        """Returns type and number of columns of the arrays with the features, by name."""
+        if self.tap_store == "bf16":
+            return {"feature_TF": (np.uint16, self.num_features)}
+        return {
+            "feature_TF": (np.uint16, self.width),
+            "tap_TF": (np.uint8, self.width * len(self.taps)),
+            "tap_exponent_TN": (np.int8, len(self.taps)),
+        }
+
+    def bytes_per_token(self) -> int:
+        """Returns the bytes of one token's row in all arrays."""
+        features = (np.dtype(dtype).itemsize * n for dtype, n in self.columns().values())
+        return sum(features) + 5  # token and loss mask
 
 
 class FeatureCache:
@@ -68,19 +95,16 @@ class FeatureCache:
                 f"{self.num_sequences} sequences, expected all: run the same command "
                 "again, it goes on from there"
             )
-        self.token_T, self.loss_T, self.feature_TF = (
-            _load(folder / f"{name}.npy") for name in ("token_T", "loss_T", "feature_TF")
-        )
-        rows = {len(array) for array in (self.token_T, self.loss_T, self.feature_TF)}
-        if rows != {int(self.offset[-1])} or self.feature_TF.shape[1:] != (about.num_features,):
+        self.token_T, self.loss_T = (_load(folder / f"{x}.npy") for x in ("token_T", "loss_T"))
+        self._features = _load_features(folder, about, int(self.offset[-1]), "r")
+        if {len(self.token_T), len(self.loss_T)} != {int(self.offset[-1])}:
             raise _damaged(folder, "its arrays differ in length")
         held = list(about.taps)
         wanted = held if taps is None else list(taps)
         if not set(wanted) <= set(held):
             raise ValueError(f"got feature cache {folder} with taps {held}, expected {wanted}")
-        width = self.feature_TF.shape[1] // (1 + len(held))
-        parts = [0, *(1 + held.index(tap) for tap in wanted)]
-        self._columns = np.arange(self.feature_TF.shape[1]).reshape(-1, width)[parts].ravel()
+        self._about = about
+        self._taps = [held.index(tap) for tap in wanted]
         self._is_whole = wanted == held
 
     @property
@@ -96,16 +120,31 @@ class FeatureCache:
         """Returns token i64[T], loss bool[T] and feature bf16[T, F] of sequence i."""
         rows = slice(self.offset[i], self.offset[i + 1])
         token = torch.from_numpy(self.token_T[rows].astype(np.int64))
-        stored = np.array(self.feature_TF[rows])
-        if not self._is_whole:
-            stored = stored[:, self._columns]
-        feature = torch.from_numpy(stored).view(torch.bfloat16)
-        return token, torch.from_numpy(self.loss_T[rows].copy()), feature
+        return token, torch.from_numpy(self.loss_T[rows].copy()), self._feature(rows)
+
+    def _feature(self, rows: slice) -> Tensor:
+        """Returns the final feature and the wanted taps of these rows, bf16[T, F]."""
+        stored = {name: torch.from_numpy(x[rows].copy()) for name, x in self._features.items()}
+        feature = stored["feature_TF"].view(torch.bfloat16)
+        if self._about.tap_store == "fp8":
+            code_TND = stored["tap_TF"].unflatten(1, (-1, self._about.width))[:, self._taps]
+            tap_TND = tap_codes.unpack(code_TND, stored["tap_exponent_TN"][:, self._taps])
+            return torch.cat([feature, tap_TND.flatten(1)], dim=1)
+        if self._is_whole:
+            return feature
+        parts = [0, *(1 + i for i in self._taps)]
+        return feature.unflatten(1, (-1, self._about.width))[:, parts].flatten(1)
 
 
-def size_estimate(examples: Sequence[Example], num_features: int) -> int:
-    """Returns the bytes that the cache of these examples takes on disk; `num_features` is F."""
-    return sum(len(e.token_T) for e in examples) * (2 * num_features + 5)
+def size_estimate(
+    examples: Sequence[Example], width: int, num_taps: int, tap_store: TapStore = "bf16"
+) -> int:
+    """Returns the bytes that the cache of these examples takes on disk.
+
+    `width` is the target's hidden size.
+    """
+    taps = tuple(range(num_taps))
+    return _bytes(examples, CacheFacts("", taps, "", width * (1 + num_taps), 0, tap_store))
 
 
 def build(
@@ -115,16 +154,18 @@ def build(
     fingerprint: str,
     taps: Sequence[int],
     progress: Any = None,
+    tap_store: TapStore = "bf16",
 ) -> FeatureCache:
     """Runs a (bf16) transformers target over every example and stores its features.
 
     A stopped build goes on, and a finished cache that holds more taps is taken as it is.
     `fingerprint` is the target's (`target.fingerprint`). `progress(done, total)` is called with
-    token counts. Raises ValueError if the folder was made from other data, target or taps, if
-    another process writes to it, and if the disk is too small.
+    token counts: first with what an earlier build has done, then after each block. Raises
+    ValueError if the folder was made from other data, target or taps, if another process writes to
+    it, and if the disk is too small.
     """
     width = model.config.hidden_size
-    wanted = _facts(examples, width, fingerprint, taps)
+    wanted = _facts(examples, width, fingerprint, taps, tap_store)
     if not _is_complete(folder, wanted, width, len(examples)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder):
@@ -136,7 +177,12 @@ def build(
 
 
 def wait(
-    folder: Path, examples: Sequence[Example], width: int, fingerprint: str, taps: Sequence[int]
+    folder: Path,
+    examples: Sequence[Example],
+    width: int,
+    fingerprint: str,
+    taps: Sequence[int],
+    tap_store: TapStore = "bf16",
 ) -> None:
     """Waits until another process has built the cache that `build` would build.
 
@@ -144,7 +190,7 @@ def wait(
     `width` is the target's hidden size. Raises ValueError if the folder was made from other data,
     target or taps.
     """
-    wanted = _facts(examples, width, fingerprint, taps)
+    wanted = _facts(examples, width, fingerprint, taps, tap_store)
     while not _is_complete(folder, wanted, width, len(examples)):
         time.sleep(0.5)
 
@@ -157,10 +203,21 @@ def _is_complete(folder: Path, wanted: CacheFacts, width: int, num_sequences: in
 
 
 def _facts(
-    examples: Sequence[Example], width: int, fingerprint: str, taps: Sequence[int]
+    examples: Sequence[Example],
+    width: int,
+    fingerprint: str,
+    taps: Sequence[int],
+    tap_store: TapStore,
 ) -> CacheFacts:
     """Returns the facts of a cache of which nothing is done yet."""
-    return CacheFacts(fingerprint, tuple(taps), _digest(examples), width * (1 + len(taps)))
+    num_features = width * (1 + len(taps))
+    return CacheFacts(
+        fingerprint,
+        tuple(taps),
+        _digest(examples),
+        num_features,
+        tap_store=tap_store if taps else "bf16",
+    )
 
 
 def _matching(folder: Path, wanted: CacheFacts, width: int) -> CacheFacts:
@@ -169,13 +226,15 @@ def _matching(folder: Path, wanted: CacheFacts, width: int) -> CacheFacts:
     Raises ValueError, which says what differs, if it is made from something else.
     """
     found = _read_facts(folder)
+    if not wanted.taps:
+        wanted = dataclasses.replace(wanted, tap_store=found.tap_store)
     if set(wanted.taps) <= set(found.taps):
         wanted = dataclasses.replace(
             wanted, taps=found.taps, num_features=width * (1 + len(found.taps))
         )
     differing = [
         f"{name} {_shown(getattr(found, name))} instead of {_shown(getattr(wanted, name))}"
-        for name in ("target", "data", "taps", "num_features")
+        for name in ("target", "data", "taps", "num_features", "tap_store")
         if getattr(found, name) != getattr(wanted, name)
     ]
     if differing:
@@ -203,22 +262,22 @@ def _build(
         about = _matching(folder, about, model.config.hidden_size)
     else:
         _create(folder, examples, about)
-    feature_file = folder / "feature_TF.npy"
     with disk.writing(f"features of {_need(examples, about)}", folder):
-        _allocate(feature_file)
+        for name in about.columns():
+            _allocate(folder / f"{name}.npy")
     offset = _load(folder / "offset.npy", memory_map=False)
-    feature_TF = _load(feature_file, "r+")
-    if feature_TF.shape != (int(offset[-1]), about.num_features):
-        raise _damaged(folder, f"feature_TF.npy has shape {feature_TF.shape}")
-    if progress and about.sequences_done:
+    stored = _load_features(folder, about, int(offset[-1]), "r+")
+    if progress:
         progress(int(offset[about.sequences_done]), int(offset[-1]))
     for start in range(about.sequences_done, len(examples), BLOCK):
         block = range(start, min(start + BLOCK, len(examples)))
         for indices in _batches(block, examples, BATCH_TOKENS[model.device.type]):
             rows = _forward([examples[i].token_T for i in indices], model, about.taps)
             for i, row in zip(indices, rows, strict=True):
-                feature_TF[offset[i] : offset[i + 1]] = row
-        feature_TF.flush()
+                for name, part in _encoded(row, about).items():
+                    stored[name][offset[i] : offset[i + 1]] = part
+        for array in stored.values():
+            array.flush()
         about = dataclasses.replace(about, sequences_done=block.stop)
         with disk.writing("cache.json", folder):
             _write_facts(folder, about)
@@ -235,30 +294,46 @@ def _digest(examples: Sequence[Example]) -> str:
 
 
 def _need(examples: Sequence[Example], about: CacheFacts) -> str:
-    return disk.shown(size_estimate(examples, about.num_features))
+    return disk.shown(_bytes(examples, about))
+
+
+def _bytes(examples: Sequence[Example], about: CacheFacts) -> int:
+    return sum(len(e.token_T) for e in examples) * about.bytes_per_token()
+
+
+def _encoded(bits_TF: np.ndarray, about: CacheFacts) -> dict[str, np.ndarray]:
+    """Returns features, bfloat16 bit patterns u16[T, F], as the cache's arrays hold them."""
+    if about.tap_store == "bf16":
+        return {"feature_TF": bits_TF}
+    tap_TF = torch.from_numpy(bits_TF[:, about.width :]).view(torch.bfloat16)
+    code_TND, exponent_TN = tap_codes.pack(tap_TF.unflatten(1, (-1, about.width)))
+    return {
+        "feature_TF": bits_TF[:, : about.width],
+        "tap_TF": code_TND.flatten(1).numpy(),
+        "tap_exponent_TN": exponent_TN.numpy(),
+    }
 
 
 def _create(folder: Path, examples: Sequence[Example], about: CacheFacts) -> None:
     """Writes a cache without features yet; raises ValueError if the disk is too small for it."""
     folder.mkdir(parents=True, exist_ok=True)
-    need, free = size_estimate(examples, about.num_features), shutil.disk_usage(folder).free
+    need, free = _bytes(examples, about), shutil.disk_usage(folder).free
     if need > free:
         raise ValueError(
             f"the feature cache needs {need / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free: "
-            "use less data"
+            "use less data, or fewer taps, or store them with data.tap_store = fp8"
         )
     offset = np.cumsum([0] + [len(e.token_T) for e in examples], dtype=np.int64)
-    shape = (int(offset[-1]), about.num_features)
     with disk.writing(f"features of {_need(examples, about)}", folder):
         np.save(folder / "offset.npy", offset)
         token_T = np.concatenate([e.token_T for e in examples])
         loss_T = np.concatenate([e.loss_T for e in examples])
         np.save(folder / "token_T.npy", token_T.astype(np.int32))
         np.save(folder / "loss_T.npy", loss_T.astype(bool))
-        np.lib.format.open_memmap(
-            folder / "feature_TF.npy", mode="w+", dtype=np.uint16, shape=shape
-        ).flush()
-        _allocate(folder / "feature_TF.npy")
+        for name, (dtype, num_columns) in about.columns().items():
+            path, shape = folder / f"{name}.npy", (int(offset[-1]), num_columns)
+            np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape).flush()
+            _allocate(path)
         _write_facts(folder, about)
 
 
@@ -284,7 +359,19 @@ def _read_facts(folder: Path) -> CacheFacts:
 
 
 def _write_facts(folder: Path, about: CacheFacts) -> None:
-    write_atomically(folder / "cache.json", json.dumps(dataclasses.asdict(about), indent=1))
+    write_atomically(folder / "cache.json", json.dumps(to_json(about), indent=1))
+
+
+def _load_features(
+    folder: Path, about: CacheFacts, num_rows: int, mode: Literal["r", "r+"]
+) -> dict[str, Any]:
+    """Returns the arrays with the features by name; raises ValueError if one is damaged."""
+    arrays = {name: _load(folder / f"{name}.npy", mode) for name in about.columns()}
+    for name, (dtype, num_columns) in about.columns().items():
+        found = arrays[name]
+        if found.shape != (num_rows, num_columns) or found.dtype != dtype:
+            raise _damaged(folder, f"{name}.npy has shape {found.shape} and type {found.dtype}")
+    return arrays
 
 
 def _load(path: Path, mode: Literal["r", "r+"] = "r", memory_map: bool = True) -> Any:

@@ -251,7 +251,7 @@ class JointTrainer(Trainer):
         part.adapter = nn.ParameterList(adapter)
         return part
 
-    def export(self) -> Path:
+    def write_results(self) -> Path:
         """Writes the merged target into `target/`, and the drafter, which names it, beside it.
 
         The drafter is written even if the target cannot be. Returns the drafter's folder. Raises
@@ -261,7 +261,7 @@ class JointTrainer(Trainer):
             if self.accelerator.is_main_process:
                 self._save_merged_target()
         finally:
-            folder = super().export()
+            folder = super().write_results()
         return folder
 
     def _save_merged_target(self) -> None:

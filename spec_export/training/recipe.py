@@ -47,7 +47,8 @@ class DataSection:
     `path` stays as written in the recipe, so that provenance names no machine; `Recipe.data_paths`
     resolves it. `max_length` cuts sequences, in tokens. `sources` keeps only rows whose "source" is
     listed; "" stands for rows that have none. `allow_other_target` takes answers although another
-    model than the target wrote them.
+    model than the target wrote them. `tap_store = "fp8"` stores the target's taps in half the
+    space; see tap_codes.py.
     """
 
     path: str | tuple[str, ...]
@@ -55,6 +56,7 @@ class DataSection:
     validation_fraction: float = 0.02
     sources: tuple[str, ...] | None = None
     allow_other_target: bool = added_later(False)
+    tap_store: Literal["bf16", "fp8"] = added_later("bf16")
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "[data] path is empty, expected one file or a list of files")
@@ -74,7 +76,9 @@ class TrainSection:
     Training ends at `epochs`, `max_steps` or `max_minutes`, whichever comes first; the learning
     rate's schedule ends there too. `batch_tokens` counts the tokens of one micro-batch; an
     optimiser step takes `grad_accumulation` micro-batches. `warmup` is a number of optimiser steps
-    (an integer) or a share of all of them (a fraction below 1).
+    (an integer) or a share of all of them (a fraction below 1). `ema` is the decay per optimiser
+    step of an exponential moving average of the weights, which is then validated and exported in
+    their place; 0 means none. See average.py.
     """
 
     batch_tokens: int = 8192
@@ -94,6 +98,7 @@ class TrainSection:
     validate_every: int = 200
     checkpoint_every: int = 200
     keep_checkpoints: int = 2
+    ema: float = added_later(0.0)
 
     def __post_init__(self) -> None:
         counts = ("batch_tokens", "grad_accumulation", "log_every", "validate_every")
@@ -120,6 +125,7 @@ class TrainSection:
             self.warmup >= 0 and (isinstance(self.warmup, int) or self.warmup < 1),
             f"[train] warmup is {self.warmup}, expected an integer (steps) or a fraction below 1",
         )
+        _require(0 <= self.ema < 1, f"[train] ema is {self.ema}, expected 0 <= x < 1")
         self._check_end()
 
     def _check_end(self) -> None:

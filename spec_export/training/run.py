@@ -7,6 +7,7 @@ With a frozen target its features are computed once and stored, then the drafter
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,9 @@ from spec_export import drafters, target
 from spec_export.decoder import Backbone
 from spec_export.training import checkpoint, data, features, recipe
 from spec_export.training.allocator import keep_big_blocks
-from spec_export.training.disk import shown
+from spec_export.training.disk import free_space, shown
+from spec_export.training.events import require_tensorboard
+from spec_export.training.pace import expected_end
 from spec_export.training.resume import require_checkpoint
 from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob, console
 from spec_runtime import files
@@ -36,6 +39,7 @@ def run(
     resume: bool = False,
     cache: Path | None = None,
     init: Path | None = None,
+    tensorboard: bool = False,
 ) -> Path:
     """Trains as the recipe says and returns the drafter's folder (`drafter.safetensors`,
     `config.json`); the curves lie beside it.
@@ -43,11 +47,14 @@ def run(
     out: the folder for checkpoints and drafter (runs/<recipe's stem> by default); cache: the
     feature cache (out/features); init: a drafter of the same shape to start from, or the run that
     made it. If it learnt an output head of its own, its draft vocabulary is taken over too.
+    tensorboard: write TensorBoard events into `out`/tensorboard.
     Raises ValueError on a bad recipe, bad data or a bad checkpoint, if the answers are of another
     target, if `out` holds a run already and `resume` is not set, if it holds none and `resume` is
-    set, and if the training diverges.
+    set, if the training diverges, and if TensorBoard is wanted and not installed.
     """
     keep_big_blocks()
+    if tensorboard:
+        require_tensorboard()
     plan = recipe.load(recipe_path, overrides or [])
     out = out or Path("runs") / recipe_path.stem
     module = drafters.load(plan.drafter_name)
@@ -61,7 +68,8 @@ def run(
             raise ValueError(
                 f"{out} already holds a training run: pass --resume to go on, or another --out"
             )
-        trainer = _new_trainer(plan, module, config, source, out, cache or out / "features", init)
+        cache = cache or out / "features"
+        trainer = _new_trainer(plan, module, config, source, out, cache, init, tensorboard)
         if newest is not None:
             trainer.resume(newest)
         trainer.train()
@@ -95,6 +103,7 @@ def _new_trainer(
     out: Path,
     cache: Path,
     init: Path | None,
+    tensorboard: bool,
 ) -> Trainer:
     """Returns the trainer that the recipe asks for, at its first step; builds the feature cache."""
     fingerprint = target.fingerprint(source)
@@ -118,20 +127,22 @@ def _new_trainer(
         from spec_export.training.joint import JointTrainer  # imports peft, which takes a while
 
         provenance["target_modified"] = True
-        job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator)
+        job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator, tensorboard)
         return JointTrainer(job, model, tokenizer, training + held_out, wants_shards)
     taps = tuple(config.taps)
     if accelerator.is_main_process:
         model = model.to(accelerator.device, torch.bfloat16)
-        _build_features(cache, training, held_out, model, fingerprint, taps)
+        store = plan.data.tap_store
+        _build_features(cache, training, held_out, model, fingerprint, taps, store)
         if wants_shards:
             console.print("FSDP: nothing to shard, a frozen target is not there in training")
     else:
         width = model.config.hidden_size
-        features.wait(cache, training + held_out, width, fingerprint, taps)
+        examples, store = training + held_out, plan.data.tap_store
+        features.wait(cache, examples, width, fingerprint, taps, store)
     accelerator.wait_for_everyone()
     del model  # training reads stored features: the target's memory is free again
-    job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator)
+    job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator, tensorboard)
     return Trainer(job, features.FeatureCache(cache, taps))
 
 
@@ -203,21 +214,42 @@ def _build_features(
     model: Any,
     fingerprint: str,
     taps: tuple[int, ...],
+    store: features.TapStore,
 ) -> None:
     """Computes the features of all examples with the target `model` and stores them."""
     examples = training + held_out
-    size = features.size_estimate(examples, model.config.hidden_size * (1 + len(taps)))
+    size = features.size_estimate(examples, model.config.hidden_size, len(taps), store)
     console.print(
-        f"{len(training)} sequences to train on, {len(held_out)} held out; "
-        f"features take {shown(size)}"
+        f"{len(training)} sequences to train on, {len(held_out)} held out; features take "
+        f"{shown(size)} in {folder}, where {free_space(folder)} are free",
+        soft_wrap=True,
     )
-    with Progress(console=console) as progress:
-        bar = progress.add_task("features")
-        features.build(
-            folder,
-            examples,
-            model,
-            fingerprint,
-            taps,
-            lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+    with Progress(console=console) as bar:
+        progress = _FeatureProgress(bar)
+        features.build(folder, examples, model, fingerprint, taps, progress, store)
+
+
+class _FeatureProgress:
+    """Shows how far the features are, and when they will be done.
+
+    The bar is for terminals. Lines, which a log keeps too, come after the first block, whose speed
+    tells how long all will take, and after each further tenth.
+    """
+
+    def __init__(self, bar: Progress) -> None:
+        self.bar, self.task = bar, bar.add_task("features")
+        self.started = time.monotonic()
+        self.already: int | None = None  # tokens that an earlier build has done
+        self.next_line = 0.0  # the share from which on there is a line again
+
+    def __call__(self, done: int, total: int) -> None:
+        """Takes in that `done` of `total` tokens are stored, see `features.build`."""
+        self.bar.update(self.task, completed=done, total=total)
+        if self.already is None:
+            self.already = done
+            return
+        if done == total or done / total < self.next_line:
+            return
+        self.next_line = (10 * done // total + 1) / 10
+        seconds = (time.monotonic() - self.started) * (total - done) / (done - self.already)
+        self.bar.console.print(f"features: {done / total:.0%}, {expected_end(seconds)}")

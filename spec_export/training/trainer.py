@@ -21,6 +21,9 @@ from torch import Tensor
 
 from spec_export.drafters.layers import Batch
 from spec_export.training import batches, checkpoint, curves, disk, interruption, recipe, resume
+from spec_export.training.average import WeightAverage
+from spec_export.training.events import EventWriter
+from spec_export.training.pace import Pace, expected_end, validations_left
 from spec_export.training.validate import (
     VALIDATION_BUDGET,
     Validation,
@@ -32,6 +35,7 @@ from spec_runtime.files import remove_folder
 
 console = Console(stderr=True)
 CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run: the newest steps, the best one
+EVENTS = "tensorboard"  # the folder of a run's TensorBoard events
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class TrainingJob:
 
     The first `num_training` sequences train, the rest validates. `out` is the folder for
     checkpoints, curves and the drafter, `provenance` the facts that are saved with it.
+    `writes_events` asks for TensorBoard events beside them.
     """
 
     plan: recipe.Recipe
@@ -48,6 +53,7 @@ class TrainingJob:
     out: Path
     provenance: dict[str, Any]
     accelerator: Accelerator
+    writes_events: bool = False
 
 
 class Trainer:
@@ -77,7 +83,13 @@ class Trainer:
         self.step = 0
         self.curve: curves.Curve = []
         self.sums = curves.TrainingSums()
+        self.average: WeightAverage | None = None
+        if self.settings.ema:
+            self.average = WeightAverage(self.saved_state(), self.settings.ema)
+        self._events: EventWriter | None = None
         self._tokens, self._seconds = 0, 0.0  # learnt from, and spent in this process's steps
+        self._pace, self._time_share = Pace(), 0.0
+        self._last_step: dict[str, float] = {}  # learning rate and gradient norm of the last step
         self._states_before_step: _RandomStates | None = None  # None between two steps
 
     # ---- what is trained -------------------------------------------------------------------------
@@ -118,11 +130,16 @@ class Trainer:
         """
         share = batches.padding_share(self.sequences.length_N, self.epoch_batches(0))
         self.print_line(f"batches: {share:.1%} padding")
+        if self.job.writes_events and self.accelerator.is_main_process:
+            self._events = EventWriter(self.out / EVENTS, self.step)
         try:
             self._train()
         except (KeyboardInterrupt, SystemExit):
             self._save_interrupted()
             raise
+        finally:
+            if self._events is not None:
+                self._events.close()
 
     def _train(self) -> None:
         """Runs the loop of `train`."""
@@ -131,11 +148,12 @@ class Trainer:
         if self.step:
             self._report(is_last)  # unless the run was stopped after it had reported this step
         while not is_last:
-            time_share = self.time_share(started)
+            self._time_share = self.time_share(started)
             before = time.monotonic()
-            self._tokens += self._optimizer_step(time_share)
-            self._seconds += time.monotonic() - before
-            is_last = self.step == self.total_steps or time_share >= 1
+            self._tokens += self._optimizer_step(self._time_share)
+            self._pace.step_seconds.append(time.monotonic() - before)
+            self._seconds += self._pace.step_seconds[-1]
+            is_last = self.step == self.total_steps or self._time_share >= 1
             self._report(is_last)
             if self.step % self.settings.checkpoint_every == 0 or is_last:
                 self._require_finite_weights()
@@ -150,12 +168,15 @@ class Trainer:
         known = {key for row in self.curve if row["step"] == self.step for key in row}
         is_due = self.step % settings.log_every == 0 or is_last
         if is_due and self.sums.steps and "loss" not in known:
-            self._log_training(self._tokens / max(self._seconds, 1e-9))
-        has_held_out = self.job.num_training < self.sequences.num_sequences
-        is_due = has_held_out and (self.step % settings.validate_every == 0 or is_last)
+            self._log_training(self._tokens / max(self._seconds, 1e-9), is_last)
+        is_due = self.has_held_out and (self.step % settings.validate_every == 0 or is_last)
         if is_due and "accepted_length" not in known:
             self._require_finite_weights()
-            self._log_validation(self.validate())
+            before = time.monotonic()
+            with self.averaged_weights():
+                result = self.validate()
+            self._pace.validation_seconds = time.monotonic() - before
+            self._log_validation(result)
         best = self._best_row()
         is_best = is_due and best is not None and best["step"] == self.step
         # A run that was stopped in between has the row already and not the checkpoint.
@@ -178,9 +199,12 @@ class Trainer:
             parameters["lr"] = parameters["base_lr"] * factor
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
         self._require_finite_step(sum(loss for loss, _ in results), float(norm))
+        self._last_step = {"lr": self.settings.lr * factor, "gradient_norm": float(norm)}
         with interruption.delayed():  # a checkpoint is of a whole step
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            if self.average is not None:
+                self.average.update(self.step)
             for loss, counts in results:
                 self.sums.add(loss, counts)
             self.step += 1
@@ -276,7 +300,16 @@ class Trainer:
             )
         return ids, log_probs, pairs
 
-    def _log_training(self, tokens_per_second: float) -> None:
+    @property
+    def has_held_out(self) -> bool:
+        """Returns whether there are sequences to validate on."""
+        return self.job.num_training < self.sequences.num_sequences
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the drafter has its averaged weights, if the run has some."""
+        return contextlib.nullcontext() if self.average is None else self.average.in_use()
+
+    def _log_training(self, tokens_per_second: float, is_last: bool) -> None:
         """Adds a line to the curve from the sums of all processes, and prints it."""
         sums, num_guesses = self.sums, len(self.sums.correct_K)
         own = torch.tensor([sums.loss, *sums.correct_K, *sums.count_K], dtype=torch.float64)
@@ -287,13 +320,31 @@ class Trainer:
             for hit, count in zip(counts[:num_guesses], counts[num_guesses:], strict=True)
         ]
         row: dict[str, float] = {"step": self.step, "loss": loss}
-        self.curve.append(row | {f"train_top1_{k}": a for k, a in enumerate(accuracy)})
+        row |= {f"train_top1_{k}": a for k, a in enumerate(accuracy)}
+        self.curve.append(row)
+        if self._events is not None:
+            speed = {"tokens_per_second": tokens_per_second} if self._seconds else {}
+            self._events.add("train", row | self._last_step | speed)
         shown = " ".join(f"{a:.3f}" for a in accuracy)
         of_all = "" if self.settings.ends_by_time_alone else f"/{self.total_steps}"
         self.print_line(
             f"step {self.step}{of_all} loss {loss:.3f} top-1 {shown} {tokens_per_second:.0f} tok/s"
+            f"{'' if is_last else self._expected_end()}"
         )
         self.sums = curves.TrainingSums()
+
+    def _expected_end(self) -> str:
+        """Returns ", 41 min left, ends 14:32", or nothing before this process's first step."""
+        validations = 0
+        if self.has_held_out:
+            every = self.settings.validate_every
+            # this step's own is still to come
+            validations = validations_left(self.step - 1, self.total_steps, every)
+        time_left = None
+        if self.settings.max_minutes is not None:
+            time_left = (1 - self._time_share) * 60 * self.settings.max_minutes
+        seconds = self._pace.seconds_left(self.total_steps - self.step, validations, time_left)
+        return "" if seconds is None else f", {expected_end(seconds)}"
 
     def _log_validation(self, result: Validation) -> None:
         """Adds a line to the curve, prints it, and writes the curve."""
@@ -307,6 +358,8 @@ class Trainer:
             f"validation: top-1 {top1} | top-5 {top5} | accepted length "
             f"{result.accepted_length:.3f} ({VALIDATION_BUDGET.max_nodes} nodes)"
         )
+        if self._events is not None:
+            self._events.add("validation", row)
         self._write_curve()
 
     def print_line(self, line: str) -> None:
@@ -341,6 +394,8 @@ class Trainer:
         tensors = [*module.state_dict().values()]
         for values in self.optimizer.state_dict()["state"].values():
             tensors += [value for value in values.values() if isinstance(value, Tensor)]
+        average = None if self.average is None else self.average.tensors
+        tensors += [*(average or {}).values()]
         size = disk.shown(sum(tensor.nbytes for tensor in tensors))
         with disk.writing(f"a checkpoint of {size}", self.out):
             checkpoint.save(
@@ -353,6 +408,7 @@ class Trainer:
                 ),
                 provenance=self.job.provenance,
                 keep=keep,
+                average=average,
             )
 
     def _save_interrupted(self) -> None:
@@ -366,6 +422,8 @@ class Trainer:
         if checkpoint.latest(self.out / CHECKPOINTS) != path:
             if self._states_before_step is not None:
                 self._states_before_step.restore()
+            if self.average is not None:
+                self.average.put_back()
             self._require_finite_weights()
             self.save_checkpoint()
         self.print_line(
@@ -378,7 +436,7 @@ class Trainer:
         Raises ValueError if it belongs to a run with another recipe, more steps or another number
         of processes.
         """
-        state = checkpoint.load(newest, self.saved_state(), self.optimizer)
+        state = self._load(newest)
         changed = resume.changed_keys(state, self.job.provenance["recipe"])
         progress = resume.progress_of(state)
         resume.require_same_processes(newest, progress.processes, self.accelerator.num_processes)
@@ -399,7 +457,17 @@ class Trainer:
                 if path.name > checkpoint.folder_name(self.step):  # made again from here on
                     remove_folder(path)
 
+    def _load(self, path: Path) -> checkpoint.Checkpoint:
+        """Restores weights, average, optimiser and random states from a checkpoint."""
+        average = None if self.average is None else self.average.tensors
+        return checkpoint.load(path, self.saved_state(), self.optimizer, average)
+
     def export(self) -> Path:
+        """Writes the drafter with its averaged weights, if it has some, and returns its folder."""
+        with self.averaged_weights():
+            return self.write_results()
+
+    def write_results(self) -> Path:
         """Writes the drafter as it is now beside its curves, and returns its folder."""
         folder = self.out / "drafter"
         if not self.accelerator.is_main_process:
@@ -436,7 +504,7 @@ class Trainer:
             if not path.is_dir():
                 self.print_line(f"exporting step {last}, the last: {path} is not there")
                 return
-            self.step = checkpoint.load(path, self.saved_state(), self.optimizer).step
+            self.step = self._load(path).step
         self.print_line(
             f"exporting step {self.step} of {last}, with the best validation: accepted length "
             f"{best['accepted_length']:.3f}"

@@ -61,6 +61,23 @@ def test_resumed_training_equals_uninterrupted(tmp_path: Path) -> None:
     assert found.provenance == {"who": "test"}
 
 
+def test_averaged_weights_lie_beside_the_raw_ones(tmp_path: Path) -> None:
+    run = Run(0)
+    weights = {name: weight.detach().clone() for name, weight in run.module.named_parameters()}
+    average = {name: weight + 1 for name, weight in weights.items()}
+    path = run.save(tmp_path, average=average)
+    into = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    checkpoint.load(path, run.module, run.optimizer, into)
+    assert all(torch.equal(into[name], average[name]) for name in average)
+    assert all(torch.equal(w, weights[name]) for name, w in run.module.named_parameters())
+    del into["0.bias"]
+    into["2.bias"] = torch.zeros(3)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(path, run.module, run.optimizer, into)
+    assert "average.safetensors: tensors do not fit: unexpected 0.bias" in str(caught.value)
+    assert "2.bias is [2], expected [3]" in str(caught.value)
+
+
 def test_keeps_the_newest_and_leaves_nothing_temporary(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "none") is None
     run = Run(0)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_gguf import write_gguf
 from tiny_target import save_llama
 from torch import Tensor
@@ -298,10 +299,12 @@ def test_the_drafters_weight_rises_as_a_sine(
     assert weights == sorted(weights)
 
 
+@pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_an_interrupted_joint_run_ends_as_an_uninterrupted_one(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ema: float
 ) -> None:
-    train.run(path, [], tmp_path / "whole")
+    options = [f"train.ema={ema}"]
+    train.run(path, options, tmp_path / "whole")
     save = Trainer.save_checkpoint
 
     def interrupted(self: Trainer) -> None:
@@ -311,13 +314,31 @@ def test_an_interrupted_joint_run_ends_as_an_uninterrupted_one(
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "save_checkpoint", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            train.run(path, [], tmp_path / "part")
-    train.run(path, [], tmp_path / "part", resume=True)
+            train.run(path, options, tmp_path / "part")
+    train.run(path, options, tmp_path / "part", resume=True)
     curves: list[Any] = [(tmp_path / name / "curves.csv").read_text() for name in ("whole", "part")]
     assert curves[0] == curves[1]
     for name in ("target/model.safetensors", "drafter/drafter.safetensors"):
         a, b = ((tmp_path / run / name).read_bytes() for run in ("whole", "part"))
         assert a == b, name
+
+
+def test_drafter_and_adapter_are_exported_with_their_averages(path: Path, tmp_path: Path) -> None:
+    train.run(path, [], tmp_path / "raw")
+    train.run(path, ["train.ema=0.9"], tmp_path / "averaged")
+    last = Path("checkpoints", "step-00000006")
+    raw, same = (
+        load_file(tmp_path / run / last / "model.safetensors") for run in ("raw", "averaged")
+    )
+    assert all(torch.equal(raw[name], same[name]) for name in raw)
+    average = load_file(tmp_path / "averaged" / last / "average.safetensors")
+    assert {name.split(".")[0] for name in average} == {"drafter", "adapter"}
+    merged = [
+        target.load(target.resolve(str(tmp_path / run / "target")))[0]
+        for run in ("raw", "averaged")
+    ]
+    pairs = zip(*(model.parameters() for model in merged), strict=True)
+    assert sum(not torch.equal(a, b) for a, b in pairs) == 28  # the seven products of four layers
 
 
 def test_the_two_rates_are_their_own(
@@ -344,7 +365,7 @@ def test_two_processes_train_as_one_with_twice_the_batches(
         out = tmp_path / str(processes)
         launch = ["torch.distributed.run", "--nproc-per-node", "2", "-m"] * (processes == 2)
         options = [f"train.grad_accumulation={2 // processes}"]
-        options += ["train.batch_tokens=150", "joint.backbone_loss=distill"]
+        options += ["train.batch_tokens=150", "joint.backbone_loss=distill", "train.ema=0.9"]
         sets = [word for option in options for word in ("--set", option)]
         environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
         environment |= {"ACCELERATE_USE_FSDP": "true"} if sharded else {}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import types
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +22,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_target import save_llama
 
 from spec_export import target
-from spec_export.training import batches, checkpoint, features, interruption, validate
+from spec_export.cli import main
+from spec_export.training import (
+    batches,
+    checkpoint,
+    features,
+    interruption,
+    pace,
+    tap_codes,
+    validate,
+)
 from spec_export.training import run as train
+from spec_export.training.average import WeightAverage
 from spec_export.training.data import Example
+from spec_export.training.events import EventWriter
+from spec_export.training.pace import Pace
 from spec_export.training.trainer import Trainer
 from spec_runtime.trees.budget import Budget
 
@@ -92,6 +108,12 @@ def curve(out: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def stored(out: Path, step: int, file: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of one file of a step's checkpoint."""
+    folder = out / "checkpoints" / checkpoint.folder_name(step)
+    return load_file(folder / f"{file}.safetensors")
+
+
 def test_a_run_leaves_a_drafter_and_its_curves(finished: Path) -> None:
     saved = checkpoint.load_drafter(finished / "drafter")
     assert saved.name == "parallelspec"
@@ -125,6 +147,7 @@ def test_two_processes_train_as_one_with_twice_the_batches(recipe: Path, tmp_pat
         out = tmp_path / f"{processes}"
         launch = ["torch.distributed.run", "--nproc-per-node", "2", "-m"] * (processes == 2)
         options = f"train.grad_accumulation={2 // processes} drafter.anchor_fraction=1.0".split()
+        options.append("train.ema=0.9")
         sets = [word for option in (*options, "train.log_every=1") for word in ("--set", option)]
         folders = ["--out", str(out), "--cache", str(recipe.parent / "run" / "features")]
         subprocess.run(
@@ -136,6 +159,9 @@ def test_two_processes_train_as_one_with_twice_the_batches(recipe: Path, tmp_pat
         losses[processes] = [float(row["loss"]) for row in curve(out) if row["loss"]]
     assert len(losses[1]) >= 3
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)
+    one, two = (stored(tmp_path / n, 7, "average") for n in "12")
+    # Adam's first steps follow a gradient's sign, which rounding may turn where it is tiny
+    assert all((one[name] - two[name]).norm() <= 0.01 * one[name].norm() for name in one)
 
 
 def test_training_starts_from_another_drafter(recipe: Path, finished: Path, tmp_path: Path) -> None:
@@ -350,6 +376,9 @@ def model(recipe: Path) -> Any:
     return target.load(target.resolve(str(recipe.parent / "llama")))[0]
 
 
+NARROW_FILES = ("token_T", "loss_T", "feature_TF", "tap_TF", "tap_exponent_TN")
+
+
 def some_examples(count: int = 7) -> list[Example]:
     rng = np.random.default_rng(1)
     lengths = rng.integers(3, 20, count)
@@ -364,10 +393,10 @@ def test_the_cache_holds_every_sequences_features(model: Any, tmp_path: Path) ->
     cache = features.build(tmp_path, examples, model, "t", (1,), lambda *x: seen.append(x))
     assert cache.num_sequences == len(examples)
     total = sum(cache.length_N)
-    assert seen == [(total, total)]
+    assert seen == [(0, total), (total, total)]
     files = [tmp_path / name for name in ("token_T.npy", "loss_T.npy", "feature_TF.npy")]
     on_disk = sum(file.stat().st_size - 128 for file in files)  # less their headers
-    assert on_disk == features.size_estimate(examples, 64)
+    assert on_disk == features.size_estimate(examples, 32, 1)
     for i, example in enumerate(examples):
         token_T, loss_T, feature_TF = cache.sequence(i)
         assert np.array_equal(token_T.numpy(), example.token_T)
@@ -379,19 +408,77 @@ def test_the_cache_holds_every_sequences_features(model: Any, tmp_path: Path) ->
         torch.testing.assert_close(feature_TF.float(), expected, rtol=2**-8, atol=1e-5)
 
 
-def test_a_stopped_build_goes_on(
+def test_packed_taps_are_within_six_percent() -> None:
+    """But for numbers that are tiny beside the row's greatest; powers of two are exact."""
+    torch.manual_seed(0)
+    tap_TND = torch.randn(50, 2, 64) * torch.logspace(-30, 30, 50)[:, None, None]
+    tap_TND[0, 1], tap_TND[1, 0, 0] = 0, 3e38
+    tap_TND[2, 0, :3] = torch.tensor([4096.0, 0.5, -0.25])
+    tap_TND = tap_TND.bfloat16()
+    code_TND, exponent_TN = tap_codes.pack(tap_TND)
+    assert (code_TND.dtype, exponent_TN.dtype) == (torch.uint8, torch.int8)
+    got, tap = tap_codes.unpack(code_TND, exponent_TN), tap_TND.double()
+    assert got.dtype == torch.bfloat16
+    greatest = tap.abs().amax(-1, keepdim=True)
+    assert bool(((got.double() - tap).abs() <= tap.abs() / 17 + greatest * 2**-18).all())
+    is_small = tap.abs() < greatest * 2**-14
+    assert is_small.float().mean() < 0.1
+    error = ((got.double() - tap).abs() / tap.abs())[~is_small & (tap != 0)]
+    assert 0.02 < error.max() < 0.06
+    assert got[2, 0, :3].tolist() == [4096.0, 0.5, -0.25]
+
+
+def test_narrow_taps_take_a_byte_a_number(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The final feature is the same bit for bit, the taps are what their codes stand for."""
+    examples = some_examples()
+    wide = features.build(tmp_path / "wide", examples, model, "t", (0, 1))
+    narrow = features.build(tmp_path / "narrow", examples, model, "t", (0, 1), None, "fp8")
+    for i in range(len(examples)):
+        before, after = wide.sequence(i)[2], narrow.sequence(i)[2]
+        assert torch.equal(after[:, :32], before[:, :32])
+        taps = tap_codes.unpack(*tap_codes.pack(before[:, 32:].unflatten(1, (2, 32))))
+        assert torch.equal(after[:, 32:], taps.flatten(1))
+        one = features.FeatureCache(tmp_path / "narrow", (1,)).sequence(i)[2]
+        assert torch.equal(one, torch.cat([after[:, :32], after[:, 64:]], 1))
+        none = features.build(tmp_path / "narrow", examples, model, "t", ()).sequence(i)[2]
+        assert torch.equal(none, before[:, :32])
+    files = [tmp_path / "narrow" / f"{name}.npy" for name in NARROW_FILES]
+    on_disk = sum(np.load(file).nbytes for file in files)
+    assert on_disk == features.size_estimate(examples, 32, 2, "fp8")
+    assert on_disk == sum(len(e.token_T) for e in examples) * (2 * 32 + 2 * 33 + 5)
+    with pytest.raises(ValueError, match="tap_store fp8 instead of bf16"):
+        features.build(tmp_path / "narrow", examples, model, "t", (1,))
+    np.save(files[-1], np.zeros((3, 2), np.int8))
+    with pytest.raises(ValueError, match=r"damaged \(tap_exponent_TN.npy has shape \(3, 2\)"):
+        features.FeatureCache(tmp_path / "narrow")
+
+
+def test_a_drafter_trains_on_narrow_taps(recipe: Path, tmp_path: Path) -> None:
+    train.run(recipe, ["data.tap_store=fp8", "train.max_steps=2"], tmp_path)
+    assert checkpoint.load_drafter(tmp_path / "drafter").config["taps"] == [1]
+    assert (tmp_path / "features" / "tap_TF.npy").is_file()
+
+
+@pytest.mark.parametrize(("taps", "store"), [((), "bf16"), ((1,), "fp8")])
+def test_a_stopped_build_goes_on(
+    model: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    taps: tuple[int, ...],
+    store: features.TapStore,
 ) -> None:
     monkeypatch.setattr(features, "BLOCK", 2)
     examples = some_examples()
-    whole = features.build(tmp_path / "whole", examples, model, "t", ())
+    whole = features.build(tmp_path / "whole", examples, model, "t", taps, None, store)
 
     def stop(done: int, total: int) -> None:
         if done > total // 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        features.build(tmp_path / "part", examples, model, "t", (), stop)
+        features.build(tmp_path / "part", examples, model, "t", taps, stop, store)
     done = json.loads((tmp_path / "part" / "cache.json").read_text())["sequences_done"]
     assert 0 < done < len(examples)
     with pytest.raises(ValueError, match=f"with {done} of 7 sequences, expected all"):
@@ -403,10 +490,11 @@ def test_a_stopped_build_goes_on(
         return forward(tokens, *arguments)
 
     monkeypatch.setattr(features, "_forward", counted)
-    resumed = features.build(tmp_path / "part", examples, model, "t", ())
+    resumed = features.build(tmp_path / "part", examples, model, "t", taps, None, store)
     assert sum(computed) == len(examples) - done
-    assert np.array_equal(resumed.feature_TF, whole.feature_TF)
-    assert resumed.feature_TF.any(axis=1).all()
+    for i in range(len(examples)):
+        assert torch.equal(resumed.sequence(i)[2], whole.sequence(i)[2])
+        assert resumed.sequence(i)[2].any(dim=1).all()
 
 
 def test_a_cache_of_something_else_is_refused(model: Any, tmp_path: Path) -> None:
@@ -485,6 +573,19 @@ def test_a_drafter_with_nan_is_neither_saved_nor_built(
 
 
 # ---- two at once ----
+
+
+def fail_at_call(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """Returns a function that raises KeyboardInterrupt when it is called that often."""
+    calls: list[int] = []
+
+    def failing(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return function(*given)
+
+    return failing
 
 
 def test_two_runs_cannot_write_one_folder(
@@ -819,13 +920,111 @@ def test_signals_wait_for_the_end_of_a_step(number: signal.Signals) -> None:
         signal.signal(number, before)
 
 
+# ---- averaged weights ----
+
+
+def test_the_average_forgets_the_beginning_and_changes_places() -> None:
+    """Weights 1, then 11 and 21: 0.1·1 + 0.9·11 = 10, then 2/11·10 + 9/11·21 = 19."""
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.weight.data.fill_(1)
+    average = WeightAverage(module, 0.9)
+    for step, weight in enumerate((11.0, 21.0)):
+        module.weight.data.fill_(weight)
+        average.update(step)
+    assert average.tensors["weight"].item() == pytest.approx(19)
+    with average.in_use():
+        assert module.weight.item() == pytest.approx(19)
+        assert average.tensors["weight"].item() == 21
+    assert module.weight.item() == 21
+    average.put_back()  # does nothing: they are back
+    assert module.weight.item() == 21
+    module.weight.data.fill_(29)
+    average.update(1000)
+    assert average.tensors["weight"].item() == pytest.approx(0.9 * 19 + 0.1 * 29)
+
+
+@pytest.fixture(scope="module")
+def averaged(recipe: Path, finished: Path) -> Path:
+    """The folder of the run `finished` with averaged weights, which nothing interrupted."""
+    out = recipe.parent / "averaged"
+    train.run(recipe, ["train.ema=0.9"], out, cache=finished / "features")
+    return out
+
+
+def test_averaged_weights_are_exported_and_train_nothing(finished: Path, averaged: Path) -> None:
+    raw, average = stored(averaged, 7, "model"), stored(averaged, 7, "average")
+    of_plain_run = stored(finished, 7, "model")
+    assert all(torch.equal(raw[name], of_plain_run[name]) for name in raw)
+    exported = checkpoint.load_drafter(averaged / "drafter").state
+    assert all(torch.equal(exported[n], average[n].bfloat16().float()) for n in average)
+    assert all(not torch.equal(raw[name], average[name]) for name in average)
+    before = stored(averaged, 6, "average")
+    decay = 7 / 16  # of the step counted as 6
+    for name, tensor in average.items():
+        expected = decay * before[name] + (1 - decay) * raw[name]
+        torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-7)
+    lengths = [[row["accepted_length"] for row in curve(out)] for out in (finished, averaged)]
+    assert lengths[0] != lengths[1], "the averaged weights are validated"
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "step"),
+    [
+        ("_backward", 4, 1),  # between the two micro-batches of step 2
+        ("_backward", 11, 5),
+        ("_guesses", 1, 3),  # in a validation, while the average is in use
+        ("_write_curve", 2, 6),
+        ("write_results", 1, 7),
+    ],
+)
+def test_an_interrupted_run_goes_on_with_its_averaged_weights(
+    recipe: Path,
+    finished: Path,
+    averaged: Path,
+    tmp_path: Path,
+    name: str,
+    call: int,
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit."""
+    options, cache = ["train.ema=0.9"], finished / "features"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, name, stop_in(name, call, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(recipe, options, tmp_path, cache=cache)
+    newest = checkpoint.latest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.name == checkpoint.folder_name(step)
+    train.run(recipe, options, tmp_path, True, cache)
+    assert curve(tmp_path) == curve(averaged)
+    for file in (
+        "drafter/drafter.safetensors",
+        "checkpoints/step-00000007/model.safetensors",
+        "checkpoints/step-00000007/average.safetensors",
+    ):
+        assert (tmp_path / file).read_bytes() == (averaged / file).read_bytes(), file
+
+
+def test_a_run_goes_on_averaging_or_not(recipe: Path, finished: Path, averaged: Path) -> None:
+    cache = finished / "features"
+    with pytest.raises(ValueError, match=r"has no averaged weights, expected those of train\.ema"):
+        train.run(recipe, ["train.ema=0.9"], finished, True, cache)
+    with pytest.raises(ValueError, match=r"another recipe \(train\.ema was 0\.9, is absent\)"):
+        train.run(recipe, [], averaged, True, cache)
+    with pytest.raises(ValueError, match=r"\[train\] ema is 1\.0, expected 0 <= x < 1"):
+        train.run(recipe, ["train.ema=1"], averaged, True, cache)
+
+
 # ---- the best step ----
 
 
+@pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_the_best_step_is_kept_and_exported(
     recipe: Path,
     finished: Path,
     tmp_path: Path,
+    ema: float,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -838,7 +1037,7 @@ def test_the_best_step_is_kept_and_exported(
         return validate.Validation((0.5,), (0.5,), next(lengths), (0.1,))
 
     monkeypatch.setattr(Trainer, "validate", measured)
-    folder = train.run(recipe, out=tmp_path, cache=finished / "features")
+    folder = train.run(recipe, [f"train.ema={ema}"], tmp_path, cache=finished / "features")
     saved = checkpoint.load_drafter(folder)
     assert saved.provenance["steps"] == 3
     assert saved.provenance["validation"]["accepted_length"] == 2.5
@@ -874,6 +1073,163 @@ def test_a_run_by_time_names_no_number_of_steps(
     train.run(by_time, ["train.log_every=1"], tmp_path, cache=finished / "features")
     steps = [line.split(" loss")[0] for line in lines if line.startswith("step ")]
     assert steps == ["step 1", "step 2"]
+
+
+def test_the_expected_end_counts_steps_validations_and_the_time_limit() -> None:
+    steps = Pace()
+    assert steps.seconds_left(10, 2, None) is None
+    steps.step_seconds.extend([1.0, 3.0])
+    assert steps.seconds_left(10, 2, None) == 20, "no validation was measured yet"
+    steps.validation_seconds = 5.0
+    assert steps.seconds_left(10, 2, None) == 30
+    assert steps.seconds_left(10, 2, 12.0) == 17
+    assert steps.seconds_left(10, 0, 12.0) == 12
+    assert steps.seconds_left(1, 1, 1000.0) == 7
+    assert [pace.validations_left(step, 7, 3) for step in range(8)] == [3, 3, 3, 2, 2, 2, 1, 0]
+    assert [pace.validations_left(step, 6, 3) for step in (2, 3, 5, 6)] == [2, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (30, "under 1 min left, ends 21:31"),
+        (41 * 60, "41 min left, ends 22:11"),
+        (300 * 60, "300 min left, ends Mar 05 02:30"),
+    ],
+)
+def test_the_expected_end_names_the_time_of_day(seconds: float, expected: str) -> None:
+    now = datetime.datetime(2026, 3, 4, 21, 30, 45)
+    assert pace.expected_end(seconds, now) == expected
+
+
+def test_each_line_but_the_last_says_when_the_run_ends(
+    recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the steps 1 and 2 of 3; both validate, and so does the last."""
+    lines: list[str] = []
+    asked: list[tuple[int, int, float | None]] = []
+
+    def seconds_left(self: Pace, *given: Any) -> float:
+        asked.append(given)
+        return 60.0 * given[0]
+
+    monkeypatch.setattr(Pace, "seconds_left", seconds_left)
+    monkeypatch.setattr(Trainer, "print_line", lambda trainer, line: lines.append(line))
+    options = [f"train.{key}" for key in ("max_steps=3", "log_every=1", "validate_every=1")]
+    train.run(recipe, options, tmp_path, cache=finished / "features")
+    said = [line.split(" tok/s")[1] for line in lines if line.startswith("step ")]
+    assert [text.split(" ends ")[0] for text in said] == [", 2 min left,", ", 1 min left,", ""]
+    assert asked == [(2, 3, None), (1, 2, None)]
+
+
+def test_the_features_say_when_they_are_done(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With blocks of two sequences, of which a build that was stopped has done one or two."""
+    monkeypatch.setattr(features, "BLOCK", 2)
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "_forward", fail_at_call(features._forward, 3))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(recipe, ["train.max_steps=1"], out)
+    said = capsys.readouterr().err
+    assert re.search(r"features take \d+\.\d .B in .*features, where \d.* are free\n", said)
+    assert len(re.findall(r"features: \d+%, under 1 min left, ends ", said)) >= 1
+    train.run(recipe, ["train.max_steps=1"], out)
+    shares = [int(x) for x in re.findall(r"features: (\d+)%", capsys.readouterr().err)]
+    assert len(shares) >= 2
+    assert shares == sorted(set(shares))
+    assert len(shares) <= 10
+
+
+# ---- TensorBoard ----
+
+Points = dict[tuple[str, int], list[float]]
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> Points:
+    """Replaces TensorBoard's writer; returns what a reader sees, by tag and step."""
+    points: Points = {}
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            assert Path(folder).name == "tensorboard"
+            for key in [key for key in points if key[1] >= purge_step]:
+                del points[key]
+
+        def add_scalar(self, tag: str, value: float, step: int) -> None:
+            points.setdefault((tag, step), []).append(value)
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    monkeypatch.setattr(module, "SummaryWriter", SummaryWriter, raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return points
+
+
+def test_events_are_the_curve_also_of_a_resumed_run(
+    recipe: Path, finished: Path, tmp_path: Path, events: Points, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is killed after step 5, of which it has logged everything, and goes on from step 4.
+
+    Steps 5 and on are written twice, and a reader sees the second time alone.
+    """
+    options, cache = ["train.log_every=1"], finished / "features"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_save_interrupted", lambda trainer: None)
+        patch.setattr(Trainer, "_optimizer_step", stop_in("_optimizer_step", 6, SystemExit(1)))
+        with pytest.raises(SystemExit):
+            train.run(recipe, options, tmp_path, cache=cache, tensorboard=True)
+    assert ("train/loss", 5) in events
+    train.run(recipe, options, tmp_path, True, cache, tensorboard=True)
+    assert all(len(values) == 1 for values in events.values())
+    steps = {tag: sorted(step for t, step in events if t == tag) for tag, _ in events}
+    every = [*range(1, 8)]
+    for name in ("loss", "lr", "gradient_norm", "tokens_per_second", "top1_0", "top1_2"):
+        assert steps[f"train/{name}"] == every, name
+    for name in ("accepted_length", "top1_0", "top5_2", "ece_1"):
+        assert steps[f"validation/{name}"] == [3, 6, 7], name
+    rows = [row for row in curve(tmp_path) if row["loss"]]
+    assert [events["train/loss", k][0] for k in every] == [float(row["loss"]) for row in rows]
+    assert max(events["train/lr", k][0] for k in every) == 3e-3
+
+
+def test_real_event_files_have_each_point_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, losses in ((0, (3.0, 2.0, 1.5)), (2, (1.0,))):
+        writer = EventWriter(tmp_path, first)
+        for step, loss in enumerate(losses, first + 1):
+            writer.add("train", {"step": step, "loss": loss, "train_top1_0": 0.5})
+        writer.close()
+    reader = EventAccumulator(str(tmp_path))
+    reader.Reload()
+    assert [(e.step, e.value) for e in reader.Scalars("train/loss")] == [(1, 3), (2, 2), (3, 1)]
+    assert len(reader.Scalars("train/top1_0")) == 3
+
+
+def test_missing_tensorboard_is_one_line_before_anything_is_written(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    out = tmp_path / "run"
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(recipe), "--tensorboard", "--out", str(out)])
+    assert ended.value.code == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "TensorBoard is not installed: pip install 'specsplit[tensorboard]'" in said
+    assert not out.exists()
 
 
 def test_a_finished_cache_is_shown_as_finished(model: Any, tmp_path: Path) -> None:

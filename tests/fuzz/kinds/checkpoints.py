@@ -22,7 +22,7 @@ def cases() -> SearchStrategy[Any]:
             {
                 "what": what,
                 "damage": mutations.damages(),
-                "file": st.integers(0, 1),
+                "file": st.integers(0, 2),
                 "rehash": st.booleans(),
             }
         ),
@@ -43,12 +43,20 @@ def open_kind(folder: Path) -> Run:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     module(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+    average = {name: weight.detach().clone() for name, weight in module.named_parameters()}
     wholes = {
         "drafter": checkpoint.save_drafter(
             folder / "drafter", module.state_dict(), "medusa", {"x": 1}, {"date": "today"}, None
         ),
         "training": checkpoint.save(
-            folder / "run", 3, module, optimizer, progress={"curve": []}, provenance={}, keep=1
+            folder / "run",
+            3,
+            module,
+            optimizer,
+            progress={"curve": []},
+            provenance={},
+            keep=1,
+            average=average,
         ),
     }
     right = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -66,7 +74,7 @@ def open_kind(folder: Path) -> Run:
                 found = checkpoint.latest(place.parent)
                 if found != place:
                     raise ValueError(f"got {found}, expected a checkpoint")
-                checkpoint.load(place, module, optimizer)
+                checkpoint.load(place, module, optimizer, average)
         if is_altered:
             raise Wrong("an altered file has passed though its hash differs")
 

@@ -1,0 +1,53 @@
+"""Predicts when a training run ends, from its last steps and its last validation."""
+
+from __future__ import annotations
+
+import datetime
+from collections import deque
+from dataclasses import dataclass, field
+
+RECENT_STEPS = 100
+
+
+@dataclass
+class Pace:
+    """The seconds that this process's last steps and its last validation have taken."""
+
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    validation_seconds: float = 0.0  # before the first one its time is not known, nor counted
+
+    def seconds_left(
+        self, num_steps: int, num_validations: int, time_left: float | None
+    ) -> float | None:
+        """Returns the seconds that so many steps and validations will take, None before a step.
+
+        `time_left` is what is left of the run's time, after which it validates once more; None
+        means that it has no such limit. 10 steps of 2 s and 2 validations of 5 s take 30 s, or 17 s
+        where 12 s are left.
+        """
+        if not self.step_seconds:
+            return None
+        by_steps = num_steps * sum(self.step_seconds) / len(self.step_seconds)
+        by_steps += num_validations * self.validation_seconds
+        if time_left is None:
+            return by_steps
+        last_validation = self.validation_seconds if num_validations else 0.0
+        return min(by_steps, max(0.0, time_left) + last_validation)
+
+
+def validations_left(step: int, total_steps: int, every: int) -> int:
+    """Returns how many validations follow after step `step`; the last step always has one.
+
+    With one every 3 steps, 7 steps in all have three, at 3, 6 and 7.
+    """
+    regular = total_steps // every - step // every
+    return regular + (total_steps % every > 0 and step < total_steps)
+
+
+def expected_end(seconds_left: float, now: datetime.datetime | None = None) -> str:
+    """Returns "41 min left, ends 14:32"; the day is named if it is not today's."""
+    now = now or datetime.datetime.now()
+    end = now + datetime.timedelta(seconds=seconds_left)
+    time_of_day = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%b %d %H:%M}"
+    left = f"{seconds_left / 60:.0f}" if seconds_left >= 60 else "under 1"
+    return f"{left} min left, ends {time_of_day}"
