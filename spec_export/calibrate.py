@@ -275,8 +275,9 @@ def summarise(seen: Sequence[Answer | GuessedAnswer]) -> dict[str, Any]:
     scaling: dict[str, Any] = {}
     guessed = [each for each in seen if isinstance(each, GuessedAnswer) and each.seen]
     if guessed:
-        trials = [trial for each in guessed for trial in each.trials()]
-        scales, errors = depth_scales.fit(depth_scales.by_guess(trials))
+        scales, errors = depth_scales.fit(
+            [depth_scales.by_guess(each.trials()) for each in guessed]
+        )
         scaling = {"depth_scales": scales, "ece": errors}
     answers = [each for each in seen if isinstance(each, Answer)]
     answers += [each.answer(scaling["depth_scales"]) for each in guessed]

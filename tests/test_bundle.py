@@ -201,6 +201,10 @@ def test_find_takes_the_newest_and_no_half_built_one(folder: Path) -> None:
         (("drafters", 0, "config"), {"top_k": "x"}, "config key top_k 'x', expected an integer"),
         (("drafters", 0, "config"), {"inputs": []}, "config key inputs .*, expected a text"),
         (("drafters", 0, "config"), {"parameters": "1"}, "config key parameters '1', expected"),
+        (("drafters", 0, "config"), {"markov_rank": "8"}, "got config key markov_rank '8', "),
+        (("drafters", 0, "config"), {"markov_rank": -1}, "got config key markov_rank -1, "),
+        (("drafters", 0, "config"), {"mask_reads_token": 1}, "mask_reads_token 1, expected true"),
+        (("drafters", 0, "config"), {"mask_reads_token": "no"}, "mask_reads_token 'no', expected"),
         (("drafters", 0, "trees"), {"max_nodes": "8"}, "got trees key max_nodes '8', expected"),
         (("drafters", 0, "trees"), {"max_nodes": 0}, "got trees key max_nodes 0, expected"),
         (("drafters", 0, "trees"), {"min_probability": "x"}, "trees key min_probability 'x', "),
@@ -226,6 +230,44 @@ def test_every_field_is_checked_before_it_is_used(
         bundle.read(folder)
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 600
+
+
+CALIBRATION = {
+    "prompts": 1,
+    "positions": 1,
+    "accuracy": [[0.5]],
+    "reliability": [[0.5, 0.5, 1]],
+    "accepted_length": {"2": 1.5},
+    "depth_scales": [[0.9, -0.1]],
+    "ece": [[0.1, 0.05]],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"depth_scales": 1}, "got depth_scales 1, expected a slope above 0 and an offset"),
+        ({"depth_scales": []}, "got depth_scales .*, expected a slope"),
+        ({"depth_scales": [[0, 0]]}, "got depth_scales .*, expected a slope"),
+        ({"depth_scales": [[1, 0, 2]]}, "got depth_scales .*, expected a slope"),
+        ({"depth_scales": [[1, "0"]]}, "got depth_scales .*, expected a slope"),
+        ({"depth_scales": [[1, 1e9]]}, "got depth_scales .*, expected a slope"),
+        ({"depth_scales": [[1, 0], [1, 0]]}, "got ece .* after for each guess"),
+        ({"ece": []}, "got ece .*, expected an error before and one after for each guess"),
+        ({"ece": [[0.1]]}, "got ece .*, expected an error before"),
+    ],
+)
+def test_scales_are_checked_before_they_are_used(
+    folder: Path, changes: dict[str, Any], message: str | None
+) -> None:
+    edit(folder, "drafters", 0, "calibration", value=CALIBRATION | changes)
+    if message is None:
+        assert bundle.read(folder).manifest.drafters[0].calibration == CALIBRATION
+        return
+    with pytest.raises(BundleError, match=message) as raised:
+        bundle.read(folder)
+    assert "\n" not in str(raised.value)
 
 
 def test_equal_names_of_tensors(folder: Path) -> None:

@@ -23,13 +23,16 @@ from contract import (
     check_int8,
     check_no_token_changes,
 )
-from workshop import FluentWorkshop
+from workshop import FluentWorkshop, drafter_name
 
 import spec_runtime
 from spec_export import drafters
 from spec_runtime.engine import Engine
 
 trained = pytest.mark.parametrize("name", drafters.trainable())
+# Where the guesses themselves count, also masks that read the root's token.
+VARIANTS = [*drafters.trainable(), "parallelspec+pairs"]
+in_every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_drafter = pytest.mark.parametrize(
     "name", [*drafters.trainable(), "prompt_lookup", "lookahead"]
 )
@@ -37,25 +40,26 @@ every_drafter = pytest.mark.parametrize(
 
 @pytest.fixture
 def engine(fluent: FluentWorkshop, name: str) -> Engine:
-    bundle = fluent.bundle(name if name in drafters.trainable() else drafters.trainable()[0])
-    lookup = False if name in drafters.trainable() else None  # the drafter by itself
-    return spec_runtime.load(bundle, name, threads=1, lookup=lookup)
+    is_trained = drafter_name(name) in drafters.trainable()
+    bundle = fluent.bundle(name if is_trained else drafters.trainable()[0])
+    lookup = False if is_trained else None  # the drafter by itself
+    return spec_runtime.load(bundle, drafter_name(name), threads=1, lookup=lookup)
 
 
-@every_drafter
+@pytest.mark.parametrize("name", [*VARIANTS, "prompt_lookup", "lookahead"])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_drafter_changes_no_token(engine: Engine, name: str, sampling: dict[str, Any]) -> None:
     check_no_token_changes(engine, sampling)
 
 
-@trained
+@in_every_variant
 def test_the_runtime_guesses_as_pytorch_does(
     fluent: FluentWorkshop, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_guesses_are_pytorchs(fluent, engine, name, monkeypatch)
 
 
-@trained
+@in_every_variant
 def test_int8_emits_the_argmax_of_the_row_that_verified_it(
     fluent: FluentWorkshop, name: str
 ) -> None:

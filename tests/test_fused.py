@@ -84,8 +84,11 @@ def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
 in_every_form_and_conditioned = pytest.mark.parametrize(
     ("name", "device", "precision"),
     [
-        *((name, *form) for name in FUSABLE for form in FORMS),
-        (CONDITIONED, "cpu", None),
+        (name, *form)
+        for name in (*FUSABLE, CONDITIONED)
+        for form in FORMS
+        # in whole buffers Amphista has ParallelSpec's rows, but no masks
+        if (name, form) != ("amphista", FORMS[2])
     ],
 )
 

@@ -11,9 +11,12 @@ it is. With `reads_hidden` a(p) = SiLU(W_A · E_p + W_h · h): the bias depends 
 
 When drafting, guess k's candidates p are known only after the run. So the graph gives the
 log-probability of every candidate c behind every p. Tokens that are no candidates are taken to have
-no bias, which makes the sum over the vocabulary a sum over the candidates:
+the average bias, which makes the sum over the vocabulary a sum over the candidates:
 
     P(c|p) = q_c e^b(p,c) / (Σ_kept q_c' e^b(p,c') + 1 − Σ_kept q_c')
+
+with b(p, ·) *centred*: its mean over the draft vocabulary is subtracted. Training cannot see that
+mean, for a softmax does not change when all its logits rise alike, so it may be of any size.
 """
 
 from __future__ import annotations
@@ -74,7 +77,8 @@ class CandidateTables(nn.Module):
     vocabulary's size.
 
     W_A · E and H · W_B are made once for the draft vocabulary's tokens, f32[Vd, r] each, so that a
-    pair of candidates is a product of two of their rows. `embed_VD` and `head_VD` hold the rows of
+    pair of candidates is a product of two of their rows. From H · W_B its mean row is subtracted,
+    by guess where heads differ, which centres every bias. `embed_VD` and `head_VD` hold the rows of
     the draft vocabulary; head_VD may also be the heads of guesses 1 … K − 1 one below the other,
     f32[(K − 1)·Vd, D], where each guess has a head of its own. Graphs are traced from this module.
     """
@@ -87,7 +91,9 @@ class CandidateTables(nn.Module):
         self.has_own_heads = len(head_VD) > len(embed_VD)
         write = bias.write.detach()
         self.register_buffer("read_VR", embed_VD.to(write.dtype) @ bias.read.detach())
-        self.register_buffer("write_VR", head_VD.detach().to(write.dtype) @ write.t())
+        write_VR = head_VD.detach().to(write.dtype) @ write.t()
+        of_guess = write_VR.unflatten(0, (-1, len(embed_VD)))
+        self.register_buffer("write_VR", (of_guess - of_guess.mean(1, keepdim=True)).flatten(0, 1))
         self.read_hidden = bias.read_hidden
 
     def forward(self, rows: Tensor, index: Tensor, log_prob: Tensor) -> Tensor:
@@ -119,9 +125,9 @@ def silu(x: Tensor) -> Tensor:
 
 def conditioned_log_probs(log_prob: Tensor, bias: Tensor) -> Tensor:
     """Returns log P(c|p) f32[..., C, C] of the module docstring, from the log-probabilities
-    f32[..., C] of the candidates kept and their bias f32[..., C, C], entry [p, c].
+    f32[..., C] of the candidates kept and their centred bias f32[..., C, C], entry [p, c].
 
-    The tail, what the candidates leave of q, is one more candidate without a bias.
+    The tail, what the candidates leave of q, is one more candidate, of bias 0.
     """
     # rounding may bring the sum of all candidates above 1
     tail = torch.log((1 - log_prob.exp().sum(-1, keepdim=True)).clamp(min=1e-9))

@@ -40,17 +40,22 @@ class GuessReader:
         that its config promises, or if its calibration is that of another number of guesses."""
         has_pairs = info.config.get("markov_rank", 0) > 0
         scales = (info.calibration or {}).get("depth_scales")
-        if not has_pairs and scales is None:
+        if has_pairs or scales is not None:
+            require_config(info, ("num_guesses",), ("drafter",))
+        if "num_guesses" not in info.config:
             return cls()
-        num_guesses = require_config(info, ("num_guesses",), ("drafter",)).config["num_guesses"]
+        num_guesses = info.config["num_guesses"]
+        _require_guesses(info, num_guesses)
         if has_pairs:
             _require_pairs(info, num_guesses)
-        if scales is not None and len(scales) != num_guesses:
+        if scales is None:
+            return cls(has_pairs)
+        if len(scales) != num_guesses:
             raise BundleError(
                 f"drafter {info.name!r}: got depth_scales of {len(scales)} guesses, expected "
                 f"{num_guesses}; run spec-export calibrate again"
             )
-        return cls(has_pairs, None if scales is None else np.array(scales, np.float64))
+        return cls(has_pairs, np.array(scales, np.float64))
 
     @property
     def outputs(self) -> list[str]:
@@ -69,9 +74,31 @@ class GuessReader:
         return grow(token, guesses, budget)
 
 
+def _require_guesses(info: DrafterInfo, num_guesses: int) -> None:
+    """Raises BundleError unless the drafter's graph gives so many guesses, as far as the manifest
+    says: a free axis has a row for the last token and one for each mask."""
+    shapes = _output_shapes(info)
+    shape = shapes.get("guess_ids", (num_guesses, 0))
+    num_rows = shape[0] if len(shape) == 2 else 0
+    if isinstance(num_rows, str):
+        num_rows = 1 + info.config.get("num_masks", 0)
+    if num_rows != num_guesses:
+        raise BundleError(
+            f"drafter {info.name!r}: got guess_ids as {list(shape)!r:.60} and num_masks "
+            f"{info.config.get('num_masks', 0)} for num_guesses {num_guesses}, expected a row for "
+            "each guess; build the bundle again"
+        )
+    log_probs = shapes.get("guess_log_probs", shape)
+    if log_probs != shapes.get("guess_ids", log_probs):
+        raise BundleError(
+            f"drafter {info.name!r}: got guess_log_probs as {list(log_probs)!r:.60}, expected "
+            f"{list(shape)!r:.60} as guess_ids; build the bundle again"
+        )
+
+
 def _require_pairs(info: DrafterInfo, num_guesses: int) -> None:
     """Raises BundleError unless the drafter's graph has pairs that fit its candidates."""
-    shapes = {spec.name: spec.shape for spec in info.graphs["drafter"].outputs}
+    shapes = _output_shapes(info)
     candidates = shapes.get("guess_ids", ())[1:]
     expected = (num_guesses - 1, *candidates, *candidates)
     got = shapes.get("pair_log_probs")
@@ -81,6 +108,10 @@ def _require_pairs(info: DrafterInfo, num_guesses: int) -> None:
             f"pair_log_probs for markov_rank {info.config['markov_rank']}, expected "
             f"{list(expected)!r:.60}; build the bundle again"
         )
+
+
+def _output_shapes(info: DrafterInfo) -> dict[str, tuple[int | str, ...]]:
+    return {spec.name: spec.shape for spec in info.graphs["drafter"].outputs}
 
 
 class OnePassProposer:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spec_export import depth_scales
+from spec_export.depth_scales import Trials
 from spec_runtime.trees.guesses import Guesses
 
 
@@ -19,22 +20,72 @@ def drawn(slope: float, offset: float, num: int = 6000) -> tuple[np.ndarray, np.
     return log_prob_PC, at_P[:, None] == np.arange(3)
 
 
+def answers(slope: float, offset: float, num: int = 6000) -> list[list[Trials]]:
+    """Returns the trials of `drawn` as those of twelve answers' only guess."""
+    log_prob_PC, hit_PC = drawn(slope, offset, num)
+    parts = zip(np.array_split(log_prob_PC, 12), np.array_split(hit_PC, 12), strict=True)
+    return [[part] for part in parts]
+
+
 @pytest.mark.parametrize(("slope", "offset"), [(1.0, -0.1), (1.6, -0.2), (0.7, -1.0)])
 def test_the_scale_that_made_the_hits_is_found(slope: float, offset: float) -> None:
-    log_prob_PC, hit_PC = drawn(slope, offset)
-    assert depth_scales.fit_one(log_prob_PC, hit_PC) == pytest.approx((slope, offset), abs=0.08)
-    (scale,), ((before, after),) = depth_scales.fit([(log_prob_PC, hit_PC)])
+    got = depth_scales.fit_one(*drawn(slope, offset), prior=1)
+    assert got == pytest.approx((slope, offset), abs=0.08)
+    (scale,), ((before, after),) = depth_scales.fit(answers(slope, offset, 60_000))
     assert scale == pytest.approx([slope, offset], abs=0.08)
     assert after < 0.02
     if slope != 1:
         assert before > 3 * after
 
 
-def test_too_little_is_no_reason_to_change() -> None:
-    log_prob_PC, hit_PC = drawn(0.7, -1.0, 20)
-    assert depth_scales.fit_one(log_prob_PC, hit_PC) == (1.0, 0.0)
-    assert depth_scales.fit_one(log_prob_PC[:0], hit_PC[:0]) == (1.0, 0.0)
-    assert depth_scales.calibration_error(log_prob_PC[:0], hit_PC[:0]) == 0
+def test_the_fit_is_the_likeliest_with_the_prior() -> None:
+    """The gradient of L and of the prior's L, the latter over positions as the drafter says."""
+    log_prob_PC, hit_PC = drawn(1.6, -0.2, 400)
+    slope, offset = depth_scales.fit_one(log_prob_PC, hit_PC, prior=100)
+    assert 1.0 < slope < 1.6
+
+    def loss(slope: float, offset: float) -> float:
+        z_PC, q_PC = slope * log_prob_PC + offset, np.exp(log_prob_PC)
+        right, wrong = z_PC, np.log(1 - np.exp(z_PC))
+        seen = np.where(hit_PC, right, wrong).sum()
+        return -seen - 100 / 400 * (q_PC * right + (1 - q_PC) * wrong).sum()
+
+    nearby = [loss(slope + s, offset + o) for s in (-0.01, 0, 0.01) for o in (-0.01, 0, 0.01)]
+    assert min(nearby) == nearby[4]
+
+
+def test_the_fewer_positions_the_less_is_changed() -> None:
+    fits = [depth_scales.fit_one(*drawn(0.7, -1.0, num)) for num in (20_000, 500, 20)]
+    offsets = [offset for _, offset in fits]
+    assert offsets == sorted(offsets)
+    assert fits[-1] == pytest.approx((1.0, 0.0), abs=0.05)
+    assert depth_scales.fit_one(np.zeros((0, 3)), np.zeros((0, 3), np.bool_)) == (1.0, 0.0)
+    assert depth_scales.calibration_error(np.zeros((0, 3)), np.zeros((0, 3), np.bool_)) == 0
+
+
+def test_what_does_not_help_on_answers_left_out_is_not_applied() -> None:
+    """Each answer is wrong in its own way: even ones are always right, odd ones never."""
+    log_prob_PC = np.log(np.tile([0.5, 0.3], (500, 1)))
+    seen = [[(log_prob_PC, np.tile([i % 2 == 0, False], (500, 1)))] for i in range(2)]
+    both = zip(*(answer[0] for answer in seen), strict=True)
+    assert depth_scales.fit_one(*map(np.concatenate, both)) != (1.0, 0.0)
+    assert depth_scales.fit(seen) == ([[1.0, 0.0]], [[0.0, 0.0]])
+    # a single answer leaves nothing to judge a fit by; nor does a guess that was never reached
+    assert depth_scales.fit(seen[:1]) == ([[1.0, 0.0]], [[0.5, 0.5]])
+    nothing = (log_prob_PC[:0], np.zeros((0, 2), np.bool_))
+    assert depth_scales.fit([[nothing], [nothing]]) == ([[1.0, 0.0]], [[0.0, 0.0]])
+
+
+def test_the_error_after_is_that_of_answers_left_out() -> None:
+    """By hand, two answers: each is scaled by what was fitted to the other one."""
+    seen = [answers(1.6, -0.2, 12_000)[i] for i in (0, 1)]
+    _, ((_, after),) = depth_scales.fit(seen)
+    scaled = [
+        depth_scales.scaled(seen[i][0][0], *depth_scales.fit_one(*seen[1 - i][0])) for i in (0, 1)
+    ]
+    hits = np.concatenate([answer[0][1] for answer in seen])
+    expected = depth_scales.calibration_error(np.concatenate(scaled), hits)
+    assert after == pytest.approx(expected, abs=1e-5)
 
 
 def test_calibration_error_by_hand() -> None:

@@ -25,7 +25,7 @@ from spec_export.decoder import Backbone
 from spec_export.drafters import amphista, medusa, parallelspec
 from spec_export.drafters.layers import Batch
 from spec_export.drafters.losses import IGNORED
-from spec_export.drafters.markov import conditioned_log_probs
+from spec_export.drafters.markov import CandidateTables, MarkovBias, conditioned_log_probs
 from spec_export.graphs.half import narrow
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.slots import to_slots
@@ -174,11 +174,32 @@ def test_of_a_few_candidates_pairs_are_the_formula(backbone: Backbone, name: str
         for t, k, p in [(0, 1, 0), (3, DRAFTERS[name][2] - 1, 2)]:
             row = rows[t, k]
             own = getattr(drafter, "output_heads", None)
-            head_CD = (own[k] if own else drafter.head_VD)[drafter.draft_index_V[ids[0, t, k]]]
-            b_C = head_CD @ (drafter.condition(row, ids[0, t, k - 1, p]) - row)
+            head_VD = own[k] if own else drafter.head_VD
+            b_V = head_VD @ (drafter.condition(row, ids[0, t, k - 1, p]) - row)
+            b_C = (b_V - b_V.mean())[drafter.draft_index_V[ids[0, t, k]]]
             q_C = log_probs[0, t, k].exp()
             expected = q_C * b_C.exp() / ((q_C * b_C.exp()).sum() + 1 - q_C.sum())
             torch.testing.assert_close(pairs[0, t, k - 1, p], expected.log(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_a_constant_on_all_biases_changes_nothing(backbone: Backbone, num_heads: int) -> None:
+    """The constant is each head's own, and as large as the biases."""
+    torch.manual_seed(0)
+    embed_VD = torch.randn(40, D)
+    bias = MarkovBias(RANK, False, embed_VD)
+    torch.nn.init.normal_(bias.write)
+    head_VD, moved = torch.randn(num_heads, 40, D), torch.randn(num_heads, 1, D)
+    rows, index = torch.randn(3, D), torch.arange(15).view(3, 5)
+    log_prob = torch.log(torch.rand(3, 5) / 5)
+    shifted = head_VD + moved
+    assert (moved @ bias.write.T).abs().mean() > 1
+    with torch.no_grad():
+        expected, got = (
+            CandidateTables(bias, embed_VD, head.flatten(0, 1))(rows, index, log_prob)
+            for head in (head_VD, shifted)
+        )
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
 
 
 # ---- training ----

@@ -35,8 +35,9 @@ draft_vocab = 80
 OPTIONS = {
     "parallelspec": 'taps = [1]\nmask_feature = "anchor"',
     # guesses conditioned in pairs, and masks that read the root's token
-    "parallelspec+pairs": 'taps = [1]\nmask_feature = "anchor"\nmarkov_rank = 8\n'
-    "mask_reads_token = true",
+    "parallelspec+pairs": 'taps = [1]\nmask_feature = "anchor"\nmarkov_rank = 32\n'
+    "markov_reads_hidden = true\nmask_reads_token = true",
+    "medusa": "markov_rank = 32",
     "hydra": "prefix_layer = true",
     "skip_layer": "layers = 1",
     "draft_model": "hidden_size = 64\nintermediate_size = 96\nlayers = 2\nnum_heads = 4",

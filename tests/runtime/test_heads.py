@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from toy_backend import ToyDrafter, ToyTarget
 from toy_engine import make_engine, make_proposer, random_prompt
 
+from spec_runtime.bundle import BundleError, DrafterInfo, Graph, TensorSpec
 from spec_runtime.kv import SlotCache
 from spec_runtime.proposers import rows
-from spec_runtime.proposers.heads import OnePassProposer
+from spec_runtime.proposers.heads import GuessReader, OnePassProposer
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
@@ -173,3 +175,73 @@ def test_its_guesses_are_mostly_right_on_a_peaked_target(with_features: bool) ->
     engine = make_engine("parallelspec", peak=9.0, noise=4.5, with_features=with_features)
     result = engine.generate(random_prompt(0), max_new_tokens=100, ignore_eos=True)
     assert result.stats.accepted_length > 3.5  # of at most 5: 3 masks, 4 guesses, the bonus
+
+
+# ---- what a manifest promises of the graph
+
+
+def drafter_entry(
+    outputs: dict[str, tuple[int | str, ...]], scales: int | None = None, **config: Any
+) -> DrafterInfo:
+    """Returns the entry of a drafter whose graph has these outputs, with scales of so many
+    guesses."""
+    specs = tuple(TensorSpec(name, "float32", shape) for name, shape in outputs.items())
+    calibration = None
+    if scales is not None:
+        calibration = {
+            "prompts": 1,
+            "positions": 1,
+            "accuracy": [[0.5]],
+            "reliability": [[0.5, 0.5, 1]],
+            "accepted_length": {"2": 1.5},
+            "depth_scales": [[0.9, -0.1]] * scales,
+            "ece": [[0.1, 0.05]] * scales,
+        }
+    graph = Graph("drafter.onnx", "slots", (), specs)
+    return DrafterInfo("x", config, {"drafter": graph}, None, calibration, {}, None)
+
+
+GUESSES: dict[str, tuple[int | str, ...]] = {"guess_ids": (3, 5), "guess_log_probs": (3, 5)}
+FREE: dict[str, tuple[int | str, ...]] = {"guess_ids": ("M", 5), "guess_log_probs": ("M", 5)}
+PAIRS: dict[str, tuple[int | str, ...]] = {"pair_log_probs": (2, 5, 5)}
+
+
+def test_guesses_pairs_and_scales_that_fit_are_read() -> None:
+    plain = GuessReader.open(drafter_entry(GUESSES, num_guesses=3))
+    assert (plain.has_pairs, plain.scale_K2) == (False, None)
+    assert not GuessReader.open(drafter_entry({}, num_masks=3)).has_pairs
+    for outputs, masks in ((GUESSES, {}), (FREE, {"num_masks": 2})):
+        entry = drafter_entry(outputs | PAIRS, 3, num_guesses=3, markov_rank=8, **masks)
+        reader = GuessReader.open(entry)
+        assert reader.outputs == ["guess_ids", "guess_log_probs", "pair_log_probs"]
+        assert reader.scale_K2 is not None
+        assert reader.scale_K2.tolist() == [[0.9, -0.1]] * 3
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        (drafter_entry(GUESSES, num_guesses=4), r"got guess_ids as \[3, 5\] and num_masks 0 "),
+        (drafter_entry(FREE, num_guesses=3, num_masks=3), r"as \['M', 5\] and num_masks 3 for"),
+        (drafter_entry({"guess_ids": (3,)}, num_guesses=3), r"got guess_ids as \[3\] and num_"),
+        (
+            drafter_entry(GUESSES | {"guess_log_probs": (3, 4)}, num_guesses=3),
+            r"got guess_log_probs as \[3, 4\], expected \[3, 5\]",
+        ),
+        (
+            drafter_entry(GUESSES, num_guesses=3, markov_rank=8),
+            r"got no output pair_log_probs for markov_rank 8, expected \[2, 5, 5\]",
+        ),
+        (
+            drafter_entry(GUESSES | {"pair_log_probs": (3, 5, 5)}, num_guesses=3, markov_rank=8),
+            r"got \[3, 5, 5\] as pair_log_probs for markov_rank 8, expected \[2, 5, 5\]",
+        ),
+        (drafter_entry(GUESSES | PAIRS, markov_rank=8), "expected num_guesses and drafter"),
+        (drafter_entry(GUESSES, 4, num_guesses=3), "got depth_scales of 4 guesses, expected 3"),
+        (drafter_entry(GUESSES, 3), "expected num_guesses and drafter"),
+    ],
+)  # fmt: skip
+def test_a_graph_that_does_not_keep_the_promise_is_one_line(entry: DrafterInfo, why: str) -> None:
+    with pytest.raises(BundleError, match=why) as raised:
+        GuessReader.open(entry)
+    assert "\n" not in str(raised.value)
