@@ -31,6 +31,7 @@ from spec_runtime.fused import FusedSteps  # noqa: E402
 from spec_runtime.step import Step  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
 from spec_runtime.trees.grow import grow  # noqa: E402
+from spec_runtime.trees.guesses import Guesses  # noqa: E402
 from spec_runtime.trees.tree import TokenTree  # noqa: E402
 from spec_runtime.untrusted.onnx_file import read_outline  # noqa: E402
 
@@ -408,7 +409,7 @@ def test_superset_has_every_path_a_tree_can_have() -> None:
             log_prob_KC = np.log(np.sort(rng.dirichlet(np.ones(candidates + 2), guesses))[:, ::-1])
             log_prob_KC = log_prob_KC[:, :candidates].astype(np.float32)
             token_KC = np.arange(candidates)[None].repeat(guesses, 0)
-            tree = grow(0, token_KC, log_prob_KC, Budget(max_nodes=nodes))
+            tree = grow(0, Guesses(token_KC, log_prob_KC), Budget(max_nodes=nodes))
             for node in range(1, tree.num_nodes):
                 assert tuple(tree.token_N[tree.path(node)[1:]].tolist()) in paths
 

@@ -35,6 +35,7 @@ from spec_export.drafters.layers import (
     as_traceable,
     fusion,
 )
+from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 STAGES = {"none": 0, "one": 1, "two": 2}
@@ -48,6 +49,9 @@ class Config:
     `position_table` false, `staged` "one" (one SAL for all heads) or "none" (the heads read h_t,
     without sampled token and taps), and `sampled_token` false. Two `attention_layers` make the
     paper's variant alpha. `taps` are target layers that fc1 reads beside h_t.
+
+    Ours: `markov_rank` r > 0 adds a bias of rank r through which a guess reads the guess before it
+    (see `markov.py`); with `markov_reads_hidden` it depends on the guess's own row too.
     """
 
     num_heads: int = 4
@@ -62,6 +66,8 @@ class Config:
     top_k: int = 10
     lambda_soft: float = 1.0
     lambda_hard: float = 1.0
+    markov_rank: int = 0
+    markov_reads_hidden: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("heads", HEADS), ("staged", tuple(STAGES))):
@@ -83,6 +89,7 @@ class Config:
                 f"got lambda_soft {self.lambda_soft} and lambda_hard {self.lambda_hard}, expected "
                 "none negative and one positive"
             )
+        require_rank(self.markov_rank, self.markov_reads_hidden, self.num_heads)
 
 
 class Mixer(nn.Module):
@@ -234,6 +241,7 @@ class Drafter(HeadsDrafter):
             "mask_token_base": len(self.embed_VD),
             "taps": list(self.config.taps),
             "top_k": self.config.top_k,
+            **({"markov_rank": self.config.markov_rank} if self.config.markov_rank else {}),
         }
 
     def export(
@@ -243,10 +251,10 @@ class Drafter(HeadsDrafter):
 
         Its inputs are input_ids i64[1,N], features f32[1,N,F], position_ids, mask, logit_rows
         i64[M] and the caches; its outputs guess_ids i64[K,C] and guess_log_probs f32[K,C] of the
-        last logit row, and the caches. The stateless graph reads only features f32[1,D] of the last
-        committed position.
+        last logit row, with a `markov_rank` pair_log_probs f32[K-1,C,C], and the caches. The
+        stateless graph reads only features f32[1,D] of the last committed position.
         """
-        outputs, width = ["guess_ids", "guess_log_probs"], self.dims.hidden_size
+        outputs, width = self.output_names(), self.dims.hidden_size
         if self.config.staged == "none":
             features = GraphInput("features", torch.zeros(1, width), {})
             return {"drafter": export(_StatelessGraph(self), [features], outputs, "amphista")}
@@ -264,7 +272,7 @@ class _DrafterGraph(nn.Module):
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__()
-        self.drafter = drafter
+        self.drafter, self.tables = drafter, drafter.candidate_tables()
         self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
 
     def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
@@ -281,8 +289,7 @@ class _DrafterGraph(nn.Module):
             stage = [x]
             rows.append(x.index_select(1, logit_rows[-1:]))
             caches += (k, v)
-        ids, log_probs = drafter.best(drafter.exchange(rows), drafter.config.top_k)
-        return (ids[0], log_probs[0], *caches)
+        return (*drafter.graph_outputs(drafter.exchange(rows), self.tables), *caches)
 
 
 class _StatelessGraph(nn.Module):
@@ -290,9 +297,8 @@ class _StatelessGraph(nn.Module):
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
-        self.drafter = drafter
+        self.drafter, self.tables = drafter, drafter.candidate_tables()
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor) -> tuple[Tensor, ...]:
         drafter = self.drafter
-        ids, log_probs = drafter.best(drafter.exchange([features[None]]), drafter.config.top_k)
-        return ids[0], log_probs[0]
+        return tuple(drafter.graph_outputs(drafter.exchange([features[None]]), self.tables))

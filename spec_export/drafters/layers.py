@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from spec_export import decoder
 from spec_export.drafters.losses import IGNORED
+from spec_export.drafters.markov import CandidateTables, MarkovBias
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class DrafterBase(nn.Module):
     head_VD: Tensor
     cos: Tensor
     sin: Tensor
+    markov: MarkovBias | None
 
     def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
         super().__init__()
@@ -105,6 +107,7 @@ class DrafterBase(nn.Module):
         }
         for name, tensor in borrowed.items():
             self.register_buffer(name, tensor, persistent=False)
+        self.markov = None
         # the root mean square of a final feature, which the target's last norm gives it
         self.feature_scale = ends.final_norm_D.float().square().mean().sqrt().item()
 
@@ -125,14 +128,78 @@ class DrafterBase(nn.Module):
         ahead_BT = F.pad(label_BT, (0, num_guesses), value=IGNORED)[:, 2:]
         return ahead_BT.unfold(1, num_guesses, 1)[:, : label_BT.shape[1] - 1]
 
+    def add_markov_bias(self, rank: int, reads_hidden: bool = False) -> None:
+        """Gives the drafter a bias of this rank (see `markov.py`); none for rank 0."""
+        if rank:
+            self.markov = MarkovBias(rank, reads_hidden, self.embed_VD)
+
+    def condition(self, rows: Tensor, previous_token: Tensor) -> Tensor:
+        """Returns the rows [..., D] that the head reads behind the guess before, whose true token
+        is previous_token i64[...]; unchanged without a bias.
+
+        A row whose previous token is IGNORED, as guess 0 has none, stays as it is.
+        """
+        if self.markov is None:
+            return rows
+        conditioned: Tensor = self.markov(rows, previous_token, self.embed_VD)
+        return conditioned
+
     def top_tokens(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the best tokens of logits [..., Vd]: ids i64 and log-probabilities f32, both
         [..., top_k].
 
         The ids are the target's. Graphs are traced from this very function.
         """
+        index, log_probs = self.top_draft_tokens(logits, top_k)
+        return self.draft_token_ids[index], log_probs
+
+    def top_draft_tokens(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+        """Returns what `top_tokens` does, with rows of head_VD in place of the target's ids."""
         top = torch.log_softmax(logits.float(), -1).topk(top_k, dim=-1)
-        return self.draft_token_ids[top.indices], top.values
+        return top.indices, top.values
+
+    def candidate_tables(self) -> CandidateTables | None:
+        """Returns the module that conditions candidates on those of the guess before, None without
+        a bias. It holds the bias as trained so far."""
+        if self.markov is None:
+            return None
+        return CandidateTables(
+            self.markov, self.embed_VD[self.draft_token_ids], self.heads_behind_others()
+        )
+
+    def heads_behind_others(self) -> Tensor:
+        """Returns the head of all guesses behind another one, [Vd, D], or the heads of guess 1, 2 …
+        one below the other, [(K-1)·Vd, D]."""
+        return self.head_VD
+
+    @torch.no_grad()
+    def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns the drafter's `guesses`, token ids and log-probabilities [B, T-1, K, C], and of a
+        drafter with a bias the log-probability f32[B, T-1, K-1, C, C] of candidate c of guess k + 1
+        behind candidate p of guess k, entry [k, p, c]."""
+        ids, log_probs = self.guesses(batch, top_k)  # type: ignore[operator]
+        return ids, log_probs, None
+
+    @torch.no_grad()
+    def pairs(
+        self,
+        rows: Tensor,
+        output_rows: Callable[[Tensor], Tensor],
+        ids: Tensor,
+        log_probs: Tensor,
+    ) -> Tensor | None:
+        """Returns the pairs of `guesses_with_pairs` from hidden rows [B, T-1, K, D] and their top
+        guesses [B, T-1, K, C]; None without a bias."""
+        tables = self.candidate_tables()
+        if tables is None:
+            return None
+        parts = [
+            tables(output_rows(rows_NKD), self.draft_index_V[ids_NKC], log_prob_NKC)
+            for rows_NKD, ids_NKC, log_prob_NKC in zip(
+                *(x.flatten(0, 1).split(1024) for x in (rows, ids, log_probs)), strict=True
+            )
+        ]
+        return torch.cat(parts).unflatten(0, rows.shape[:2])
 
     @torch.no_grad()
     def top_guesses(

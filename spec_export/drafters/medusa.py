@@ -21,6 +21,7 @@ from spec_export import decoder
 from spec_export.drafters.heads import HEADS, HeadsDrafter
 from spec_export.drafters.layers import Batch, TargetEnds
 from spec_export.drafters.losses import position_weights
+from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export
 
 
@@ -31,6 +32,9 @@ class Config:
     There are `num_heads` K heads of `num_layers` residual blocks. `heads` is "shared" (the target's
     LM head) or "own" (a trained copy for each). They read the final feature alone: `taps` stays
     empty. `soft_weight` is the share of the target's distribution in the labels.
+
+    Ours: `markov_rank` r > 0 adds a bias of rank r through which a guess reads the guess before it
+    (see `markov.py`); with `markov_reads_hidden` it depends on the guess's own row too.
     """
 
     num_heads: int = 4
@@ -40,6 +44,8 @@ class Config:
     top_k: int = 10
     decay: float = 0.8
     soft_weight: float = 0.0
+    markov_rank: int = 0
+    markov_reads_hidden: bool = False
 
     def __post_init__(self) -> None:
         if self.heads not in HEADS:
@@ -53,6 +59,7 @@ class Config:
             )
         if not 0 <= self.soft_weight <= 1:
             raise ValueError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
+        require_rank(self.markov_rank, self.markov_reads_hidden, self.num_heads)
 
 
 class Drafter(HeadsDrafter):
@@ -82,9 +89,14 @@ class Drafter(HeadsDrafter):
         return torch.stack([block(hidden_ND) for block in self.blocks], dim=-2)
 
     def runtime_config(self) -> dict[str, Any]:
-        """Returns what the manifest says; the proposer needs none of it."""
+        """Returns what the manifest says; the proposer reads no more than `markov_rank`."""
         config = self.config
-        return {"num_guesses": config.num_heads, "taps": list(config.taps), "top_k": config.top_k}
+        return {
+            "num_guesses": config.num_heads,
+            "taps": list(config.taps),
+            "top_k": config.top_k,
+            **({"markov_rank": config.markov_rank} if config.markov_rank else {}),
+        }
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
@@ -92,11 +104,12 @@ class Drafter(HeadsDrafter):
         """Returns the stateless graph "drafter".
 
         Its input is features f32[1, D] of the last committed position; its outputs are guess_ids
-        i64[K, C] and guess_log_probs f32[K, C].
+        i64[K, C] and guess_log_probs f32[K, C], and with a `markov_rank` pair_log_probs
+        f32[K-1, C, C].
         """
         features = GraphInput("features", torch.zeros(1, self.dims.hidden_size), {})
-        outputs = ["guess_ids", "guess_log_probs"]
-        return {"drafter": export(_DrafterGraph(self), [features], outputs, "medusa")}
+        graph = _DrafterGraph(self)
+        return {"drafter": export(graph, [features], self.output_names(), "medusa")}
 
 
 class _DrafterGraph(nn.Module):
@@ -104,10 +117,9 @@ class _DrafterGraph(nn.Module):
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
-        self.drafter = drafter
+        self.drafter, self.tables = drafter, drafter.candidate_tables()
 
-    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, features: Tensor) -> tuple[Tensor, ...]:
         # products of rank 3, as the quantised forms want them
         rows_1KD = self.drafter.blocks_of(features[None])[0]
-        ids, log_probs = self.drafter.best(rows_1KD, self.drafter.config.top_k)
-        return ids[0], log_probs[0]
+        return tuple(self.drafter.graph_outputs(rows_1KD, self.tables))

@@ -42,11 +42,14 @@ from spec_export.drafters.losses import (
     head_cross_entropy,
     position_weights,
 )
+from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 STYLES = ("medusa", "eagle")
 INPUTS = ("tokens", "features+tokens")
 MASK_FEATURES = ("zero", "anchor")
+LOSSES = ("ce", "tv", "lk")
+DEPTH_WEIGHTS = ("decay", "reach")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,22 @@ class Config:
     feature. `mask_feature` is what mask rows read in place of a feature: "zero", nothing, or
     "anchor", the feature of their group's real row, with which the drafter learns sooner.
     `anchor_fraction` is the share of labelled rows that get a group in a training step.
+
+    The other fields leave the paper's form where they are not their defaults:
+
+    - `markov_rank` r > 0 adds a bias of rank r through which a guess reads the guess before it (see
+      `markov.py`). With `markov_reads_hidden` the bias depends on the guess's own row too.
+    - `mask_reads_token`: mask rows read the embedding of the root beside their own.
+    - `loss`: "ce" is the paper's cross-entropy. "tv" is `tv_weight` times the total variation
+      distance between the target's distribution and the drafter's, and 1 − `tv_weight` times the
+      cross-entropy. "lk" is the logarithm of the share of guesses that sampling would accept.
+    - `depth_weights`: λ_k is decay^k ("decay"), or follows from how often the guesses before guess
+      k are all right ("reach").
+    - `prompt_weight`: the weight of rows that predict a prompt's tokens; answers' rows weigh 1.
+    - `depth_keep`: the share of groups that keep mask k + 1 among those that keep mask k in a
+      training step, so that deeper guesses cost less.
+    - `feature_noise`: in training each feature gets uniform noise in ±`feature_noise`, as EAGLE's
+      does. Style "eagle" alone reads it.
     """
 
     num_masks: int = 4
@@ -71,17 +90,26 @@ class Config:
     w_reg: float = 1.0
     w_cls: float = 0.1
     anchor_fraction: float = 1.0
+    markov_rank: int = 0
+    markov_reads_hidden: bool = False
+    mask_reads_token: bool = False
+    loss: str = "ce"
+    tv_weight: float = 0.9
+    depth_weights: str = "decay"
+    prompt_weight: float = 0.0
+    depth_keep: float = 1.0
+    feature_noise: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.style not in STYLES:
-            raise ValueError(f"got style {self.style!r}, expected one of {', '.join(STYLES)}")
-        if self.inputs not in INPUTS:
-            raise ValueError(f"got inputs {self.inputs!r}, expected one of {', '.join(INPUTS)}")
-        if self.mask_feature not in MASK_FEATURES:
-            raise ValueError(
-                f"got mask_feature {self.mask_feature!r}, expected one of "
-                f"{', '.join(MASK_FEATURES)}"
-            )
+        for name, value, known in (
+            ("style", self.style, STYLES),
+            ("inputs", self.inputs, INPUTS),
+            ("mask_feature", self.mask_feature, MASK_FEATURES),
+            ("loss", self.loss, LOSSES),
+            ("depth_weights", self.depth_weights, DEPTH_WEIGHTS),
+        ):
+            if value not in known:
+                raise ValueError(f"got {name} {value!r}, expected one of {', '.join(known)}")
         if self.style == "eagle" and self.inputs == "tokens":
             raise ValueError("style 'eagle' regresses features: set inputs = \"features+tokens\"")
         if self.inputs == "tokens" and self.taps:
@@ -93,6 +121,22 @@ class Config:
             )
         if not 0 < self.anchor_fraction <= 1 or not 0 <= self.soft_weight <= 1:
             raise ValueError("anchor_fraction must lie in (0, 1], soft_weight in [0, 1]")
+        if not 0 <= self.tv_weight <= 1 or not 0 < self.depth_keep <= 1:
+            raise ValueError(
+                f"got tv_weight {self.tv_weight} and depth_keep {self.depth_keep}, expected "
+                "numbers in [0, 1] and in (0, 1]"
+            )
+        if self.prompt_weight < 0 or self.feature_noise < 0:
+            raise ValueError(
+                f"got prompt_weight {self.prompt_weight} and feature_noise {self.feature_noise}, "
+                "expected neither negative"
+            )
+        if self.feature_noise and self.style != "eagle":
+            raise ValueError(
+                f"got feature_noise {self.feature_noise} with style {self.style!r}, expected 0: "
+                "noise is a part of style 'eagle'"
+            )
+        require_rank(self.markov_rank, self.markov_reads_hidden, self.num_masks + 1)
 
 
 class Drafter(DrafterBase):
@@ -131,6 +175,7 @@ class Drafter(DrafterBase):
             norm_D = torch.full((D,), self.feature_scale)
         if config.style == "medusa":
             self.final_norm = nn.Parameter(norm_D)
+        self.add_markov_bias(config.markov_rank, config.markov_reads_hidden)
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -145,19 +190,23 @@ class Drafter(DrafterBase):
         normed = F.rms_norm(chunks.float(), (D,), None, eps) * self.input_norm
         return normed.flatten(-2) @ self.fc
 
-    def mask_rows(self, feature: Tensor | None, anchor_BA: Tensor) -> Tensor:
+    def mask_rows(self, embedding: Tensor, feature: Tensor | None, anchor_BA: Tensor) -> Tensor:
         """Returns the layers' input of mask rows, [B, A, K, D].
 
-        Their groups are anchored at the real rows anchor_BA i64 of feature [B, T-1, F].
+        Their groups are anchored at the real rows anchor_BA i64 of embedding [B, T-1, D] and
+        feature [B, T-1, F].
         """
         shape = (*anchor_BA.shape, self.config.num_masks, -1)
+        row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
+        tokens: Tensor = self.mask_embed
+        if self.config.mask_reads_token:  # row t carries token t + 1, the group's root
+            tokens = embedding[row_B1, anchor_BA][:, :, None] + self.mask_embed
         if feature is None or self.config.mask_feature == "zero":
             width = self.num_features * self.dims.hidden_size
-            zeros = self.mask_embed.new_zeros(self.config.num_masks, width)
-            return self.input_rows(self.mask_embed, zeros).expand(shape)
-        row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
+            zeros = self.mask_embed.new_zeros(*tokens.shape[:-1], width)
+            return self.input_rows(tokens, zeros).expand(shape)
         anchors = feature[row_B1, anchor_BA][:, :, None]
-        return self.input_rows(self.mask_embed.expand(shape), anchors.expand(shape))
+        return self.input_rows(tokens.expand(shape), anchors.expand(shape))
 
     def output_rows(self, hidden: Tensor) -> Tensor:
         """Returns what the shared head reads, [..., D]: the normed row (medusa) or the predicted
@@ -178,7 +227,7 @@ class Drafter(DrafterBase):
         feature = None if batch.feature_BTF is None else batch.feature_BTF[:, :-1]
         real = self.input_rows(embedding, feature)
         R = real.shape[1]
-        masks = self.mask_rows(feature, anchor_BA)
+        masks = self.mask_rows(embedding, feature, anchor_BA)
         cos, sin = self.cos, self.sin
         position_BAK = anchor_BA[..., None] + torch.arange(1, K + 1, device=real.device)
         group_KK = torch.ones(K, K, dtype=torch.bool, device=real.device).tril()
@@ -295,17 +344,31 @@ class Drafter(DrafterBase):
     @torch.no_grad()
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the top guesses at every real row: token ids i64 and log-probabilities f32, both
-        [B, T-1, K+1, top_k]."""
+        [B, T-1, K+1, top_k]. None is conditioned on the guess before it."""
+        return self.top_guesses(self._all_rows(batch), self.output_rows, top_k)
+
+    @torch.no_grad()
+    def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        rows = self._all_rows(batch)
+        ids, log_probs = self.top_guesses(rows, self.output_rows, top_k)
+        return ids, log_probs, self.pairs(rows, self.output_rows, ids, log_probs)
+
+    def _all_rows(self, batch: Batch) -> Tensor:
+        """Returns the hidden rows of all guesses at every real row, [B, T-1, K+1, D]."""
         B, T = batch.token_BT.shape
         anchor_BA = torch.arange(T - 1, device=batch.token_BT.device).expand(B, T - 1)
         real, masks = self.hidden_rows(batch, anchor_BA)
-        rows = torch.cat((real[:, :, None], masks), dim=2)
-        return self.top_guesses(rows, self.output_rows, top_k)
+        return torch.cat((real[:, :, None], masks), dim=2)
 
     # ---- export ----------------------------------------------------------------------------------
 
     def runtime_config(self) -> dict[str, Any]:
         """Returns what the proposer reads: see `spec_runtime/proposers/heads.py`."""
+        added: dict[str, Any] = {}
+        if self.config.markov_rank:
+            added["markov_rank"] = self.config.markov_rank
+        if self.config.mask_reads_token:
+            added["mask_reads_token"] = True
         return {
             "inputs": self.config.inputs,
             "mask_feature": self.config.mask_feature,
@@ -315,6 +378,7 @@ class Drafter(DrafterBase):
             "taps": list(self.config.taps),
             "style": self.config.style,
             "top_k": self.config.top_k,
+            **added,
         }
 
     def export(
@@ -322,9 +386,12 @@ class Drafter(DrafterBase):
     ) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form.
 
-        Its inputs are input_ids i64[1,N] (mask k is id mask_token_base + k − 1), features
-        f32[1,N,F] (not with inputs = "tokens"), position_ids, mask, logit_rows i64[M] and the
-        caches; its outputs guess_ids i64[M,C], guess_log_probs f32[M,C] and the caches.
+        Its inputs are input_ids i64[1,N], features f32[1,N,F] (not with inputs = "tokens"),
+        position_ids, mask, logit_rows i64[M] and the caches; its outputs guess_ids i64[M,C],
+        guess_log_probs f32[M,C] and the caches. With V = mask_token_base mask k has the id
+        V + k − 1, and with `mask_reads_token` the id k · V + root token. With a `markov_rank` there
+        is the output pair_log_probs f32[K,C,C] over the first K+1 rows of logits, see
+        `CandidateTables`.
         """
         config = replace(target, num_layers=self.config.layers, taps=())
         inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
@@ -333,17 +400,23 @@ class Drafter(DrafterBase):
             num_rows = inputs[0].example.shape[1]
             inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, width), {1: "N"}))
         caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-        outputs = ["guess_ids", "guess_log_probs", *caches]
+        pairs = ["pair_log_probs"] if self.markov is not None else []
+        outputs = ["guess_ids", "guess_log_probs", *pairs, *caches]
         return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "parallelspec")}
 
 
 class _DrafterGraph(nn.Module):
     """The graph "drafter": one chain of rows over a cache, top-k guesses out."""
 
+    mask_KD: Tensor
+
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__()
         self.drafter = drafter
         self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
+        self.tables = drafter.candidate_tables()
+        # row 0 is what real rows add to their token, nothing
+        self.register_buffer("mask_KD", F.pad(drafter.mask_embed.detach(), (0, 0, 1, 0)))
         if drafter.num_features:
             # the gains are folded into fc, so that one operator norms all chunks
             self.fc = decoder.Projection(
@@ -355,12 +428,8 @@ class _DrafterGraph(nn.Module):
         drafter = self.drafter
         feature, inputs = (inputs[0], inputs[1:]) if drafter.num_features else (None, inputs)
         position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
-        V, D = drafter.embed_VD.shape
-        real = F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
-        x = real
-        if drafter.config.num_masks:
-            masked = F.embedding((input_ids - V).clamp(min=0), drafter.mask_embed)
-            x = torch.where((input_ids >= V)[..., None], masked, real)
+        D = drafter.dims.hidden_size
+        x = self._tokens(input_ids)
         if feature is not None:
             chunks = torch.cat((feature, x), -1).view(1, -1, drafter.num_features + 1, D)
             x = self.fc(self.unit_norm(chunks).view(1, -1, (drafter.num_features + 1) * D))
@@ -373,4 +442,36 @@ class _DrafterGraph(nn.Module):
             caches += (k, v)
         rows_MD = drafter.output_rows(x.index_select(1, logit_rows)).view(-1, D)
         logits_MV = F.linear(rows_MD, drafter.head_VD)
-        return (*drafter.top_tokens(logits_MV, drafter.config.top_k), *caches)
+        index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, drafter.config.top_k)
+        outputs = [drafter.draft_token_ids[index_MC], log_prob_MC]
+        if self.tables is not None:
+            # The pairs have a fixed shape, which axes of logit rows cannot give. A run of the
+            # prompt has fewer rows, and the last one repeated: nobody reads its guesses.
+            K = drafter.config.num_masks
+            outputs.append(
+                self.tables(
+                    *(
+                        torch.cat((x, x[-1:].expand(K, -1)))[: K + 1]
+                        for x in (rows_MD, index_MC, log_prob_MC)
+                    )
+                )
+            )
+        return (*outputs, *caches)
+
+    def _tokens(self, input_ids: Tensor) -> Tensor:
+        """Returns the token chunk [1, N, D] of real and mask rows."""
+        drafter = self.drafter
+        V, K = len(drafter.embed_VD), drafter.config.num_masks
+        if not K:
+            return F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
+        if drafter.config.mask_reads_token:
+            # ONNX's Div of integers; torch's own would be traced as one of float32
+            whole = torch.tensor(V)
+            k = torch.onnx.ops.symbolic(
+                "Div", (input_ids, whole), dtype=torch.int64, shape=input_ids.shape
+            )
+            token = F.embedding(input_ids - k * V, drafter.embed_VD)
+            return token + F.embedding(k, self.mask_KD)
+        real = F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
+        masked = F.embedding((input_ids - V).clamp(min=0), drafter.mask_embed)
+        return torch.where((input_ids >= V)[..., None], masked, real)

@@ -65,7 +65,8 @@ def to_half(model: ir.Model, dtype: ir.DataType) -> ir.Model:
         follows = node.op_type not in NARROW and any(value in wide for value in node.inputs)
         is_wide = node.op_type in WIDE or follows
         wanted = ir.DataType.FLOAT if is_wide else dtype
-        wide.update(node.outputs if is_wide else ())
+        # not the indices that TopK finds, which may choose rows of a narrow table
+        wide.update(v for v in node.outputs if is_wide and v.dtype == ir.DataType.FLOAT)
         for i, value in enumerate(node.inputs):
             if value is not None and value.dtype in (ir.DataType.FLOAT, dtype):
                 node.replace_input_with(i, as_type(value, wanted, nodes[0]))

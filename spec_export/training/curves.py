@@ -10,7 +10,8 @@ from torch import Tensor
 
 from spec_export.training.validate import VALIDATION_BUDGET
 
-# One row has "step" and either "loss" and train_top1_k, or "accepted_length", top1_k and top5_k.
+# One row has "step" and either "loss" and train_top1_k, or "accepted_length", top1_k, top5_k and
+# ece_k, the expected calibration error.
 Curve = list[dict[str, float]]
 
 

@@ -267,10 +267,12 @@ class Trainer:
         groups = batches.by_length(held_out, length_N, self.settings.batch_tokens)
         return validate((self.batch(indices) for indices in groups), self._guesses)
 
-    def _guesses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _guesses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         with self._autocast():
-            ids, log_probs = self.drafter.guesses(batch, self.drafter.config.top_k)
-        return ids, log_probs
+            ids, log_probs, pairs = self.drafter.guesses_with_pairs(
+                batch, self.drafter.config.top_k
+            )
+        return ids, log_probs, pairs
 
     def _log_training(self, tokens_per_second: float) -> None:
         """Adds a line to the curve from the sums of all processes, and prints it."""
@@ -296,6 +298,7 @@ class Trainer:
         row: dict[str, float] = {"step": self.step, "accepted_length": result.accepted_length}
         row |= {f"top1_{k}": accuracy for k, accuracy in enumerate(result.top1_K)}
         row |= {f"top5_{k}": accuracy for k, accuracy in enumerate(result.top5_K)}
+        row |= {f"ece_{k}": error for k, error in enumerate(result.ece_K)}
         self.curve.append(row)
         top1, top5 = (" ".join(f"{a:.3f}" for a in x) for x in (result.top1_K, result.top5_K))
         self.print_line(

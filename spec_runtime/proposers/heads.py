@@ -18,6 +18,7 @@ from spec_runtime.step import Step
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import grow
+from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
 
@@ -75,7 +76,8 @@ class OnePassProposer:
         if budget.is_root_only:
             return TokenTree.root(token)
         guesses = self._rows.run(["guess_ids", "guess_log_probs"], self._mask_ids)
-        return grow(token, guesses["guess_ids"], guesses["guess_log_probs"], budget)
+        found = Guesses(guesses["guess_ids"], guesses["guess_log_probs"])
+        return grow(token, found, budget)
 
     def commit(self, step: Step) -> None:
         self._rows.commit(step)
@@ -125,7 +127,8 @@ class LastFeatureProposer:
         if budget.is_root_only:
             return TokenTree.root(token)
         guesses = self._last.run(["guess_ids", "guess_log_probs"])
-        return grow(token, guesses["guess_ids"], guesses["guess_log_probs"], budget)
+        found = Guesses(guesses["guess_ids"], guesses["guess_log_probs"])
+        return grow(token, found, budget)
 
     def commit(self, step: Step) -> None:
         self._last.commit(step)

@@ -11,6 +11,7 @@ import numpy as np
 
 from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown, RankPath, Static
+from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import Draws, TokenTree
 
 
@@ -54,36 +55,28 @@ Expand = Callable[[TreeBuilder, int], tuple[np.ndarray, np.ndarray]]  # see grow
 _Guess = tuple[float, int, int, int]
 
 
-def grow(
-    root_token: int, token_KC: np.ndarray, log_prob_KC: np.ndarray, budget: Budget
-) -> TokenTree:
-    """Returns the tree of K independent guesses that `budget` asks for.
+def grow(root_token: int, guesses: Guesses, budget: Budget) -> TokenTree:
+    """Returns the tree of a one-pass drafter's guesses that `budget` asks for.
 
-    Row k of `token_KC` i64[K, C] holds the candidates at depth k + 1, best first, with their
-    `log_prob_KC` f32[K, C]. A path's probability is the product over its depths. Nodes of a grown
-    tree come in order of falling probability, which also puts parents first.
+    A path's probability is the product over its depths, each candidate's conditioned on its own
+    parent if the guesses are pairs. Nodes of a grown tree come in order of falling probability,
+    which also puts parents first.
 
-    Example: candidates [[7, 8], [9, 6]] of probability [[.6, .3], [.5, .1]] and 4 nodes give
-    7 (.6), then 8 (.3) or 7-9 (.3); the one found first wins the tie.
+    Example: independent candidates [[7, 8], [9, 6]] of probability [[.6, .3], [.5, .1]] and 4 nodes
+    give 7 (.6), then 8 (.3) or 7-9 (.3); the one found first wins the tie.
     """
     growth = budget.growth
     if isinstance(growth, Grown):
-        max_depth = _max_depth(budget, len(token_KC))
-        path_log_prob, tree = _best_products(
-            root_token,
-            token_KC[:max_depth],
-            log_prob_KC[:max_depth],
-            budget.max_nodes,
-            growth.log_floor,
-        )
-        return _paying(tree.build(path_log_prob), growth)
+        best = _best_products if guesses.pair_KCC is None else _best_conditioned
+        max_depth = _max_depth(budget, len(guesses))
+        tree = best(root_token, guesses, max_depth, budget.max_nodes, growth.log_floor)
+        return _paying(tree, growth)
     level = itertools.count()
 
     def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
-        k = [next(level)] * (len(nodes) - first)
-        return token_KC[k], log_prob_KC[k]
+        return guesses.behind(next(level), nodes.tokens[first:])
 
-    return grow_by_levels(root_token, expand, budget, len(token_KC), max_width=budget.max_nodes)
+    return grow_by_levels(root_token, expand, budget, len(guesses), max_width=budget.max_nodes)
 
 
 def grow_by_levels(
@@ -114,19 +107,18 @@ def _max_depth(budget: Budget, num_levels: int) -> int:
 
 
 def _best_products(
-    root_token: int, token_KC: np.ndarray, log_prob_KC: np.ndarray, max_nodes: int, floor: float
-) -> tuple[list[float], TreeBuilder]:
-    """Returns the log-probability of the path to each node, and the nodes: those of the likeliest
-    paths, none below `floor`.
+    root_token: int, guesses: Guesses, max_depth: int, max_nodes: int, floor: float
+) -> TokenTree:
+    """Returns the likeliest paths of independent guesses, none below `floor`, likeliest first.
 
     Only the next sibling and the first child of a node taken can be the best of what is left, so
     a heap holds no more than these.
     """
     tree, path_log_prob = TreeBuilder(root_token), [0.0]
-    if len(token_KC) == 0:
-        return path_log_prob, tree
-    token, log_prob = token_KC.tolist(), log_prob_KC.tolist()
-    num_levels, num_candidates = token_KC.shape
+    if max_depth == 0:
+        return tree.build(path_log_prob)
+    token, log_prob = guesses.token_KC.tolist(), guesses.log_prob_KC.tolist()
+    num_candidates = len(token[0])
     # an entry: (-log probability, ticket, depth index, rank, parent node, parent log probability)
     heap = [(-log_prob[0][0], 0, 0, 0, 0, 0.0)]
     ticket = 0
@@ -141,10 +133,52 @@ def _best_products(
             sibling = -(parent_log_prob + log_prob[k][rank + 1])
             ticket += 1
             heapq.heappush(heap, (sibling, ticket, k, rank + 1, parent, parent_log_prob))
-        if k + 1 < num_levels:
+        if k + 1 < max_depth:
             ticket += 1
             heapq.heappush(heap, (cost - log_prob[k + 1][0], ticket, k + 1, 0, node, -cost))
-    return path_log_prob, tree
+    return tree.build(path_log_prob)
+
+
+def _best_conditioned(
+    root_token: int, guesses: Guesses, max_depth: int, max_nodes: int, floor: float
+) -> TokenTree:
+    """Returns the likeliest paths of guesses conditioned in pairs, none below `floor`, likeliest
+    first.
+
+    No child is likelier than its parent, so the best paths of all depths are found exactly if each
+    depth keeps as many as there are nodes to take.
+    """
+    width = max_nodes - 1
+    if max_depth == 0 or width == 0:
+        return TokenTree.root(root_token)
+    assert guesses.pair_KCC is not None
+    num_candidates = guesses.token_KC.shape[1]
+    rank_W = np.arange(min(width, num_candidates))
+    cost_W = -guesses.log_prob_KC[0, : len(rank_W)].astype(np.float64)
+    costs, tokens = [cost_W], [guesses.token_KC[0, : len(rank_W)]]
+    parents = [np.full(len(rank_W), -1)]  # of each path the index of the one before its last node
+    first = 0
+    for k in range(1, max_depth):
+        pair_WC = np.minimum(guesses.pair_KCC[k - 1][rank_W], 0.0)
+        cost_P = (cost_W[:, None] - pair_WC).reshape(-1)
+        best_W = cost_P.argpartition(width)[:width] if len(cost_P) > width else slice(None)
+        parent_W, rank_W = np.divmod(np.arange(len(cost_P))[best_W], num_candidates)
+        parents.append(parent_W + first)
+        first += len(cost_W)
+        cost_W = cost_P[best_W]
+        costs.append(cost_W)
+        tokens.append(guesses.token_KC[k][rank_W])
+    cost_P = np.concatenate(costs)
+    order_W = cost_P.argsort(kind="stable")[:width]  # stable: of equals the parent comes first
+    cost_W = cost_P[order_W]
+    order_W = order_W[(cost_W <= -floor) & (cost_W < math.inf)]
+    node_P = np.zeros(len(cost_P) + 1, np.int64)  # the last entry, at -1, is the root
+    node_P[order_W] = np.arange(1, len(order_W) + 1)
+    return TokenTree(
+        np.concatenate([[root_token], np.concatenate(tokens)[order_W]]),
+        np.concatenate([[0], node_P[np.concatenate(parents)[order_W]]]),
+        np.concatenate([[0.0], -cost_P[order_W]]),
+    )
 
 
 def _grow_best(

@@ -21,6 +21,7 @@ import numpy as np
 from spec_runtime.bundle import BundleError, DrafterInfo
 from spec_runtime.trees.budget import Budget, RankPath
 from spec_runtime.trees.grow import grow
+from spec_runtime.trees.guesses import Guesses
 
 Accuracy = Sequence[Sequence[float]]  # [k][r]: at depth k + 1, of rank r
 
@@ -74,7 +75,7 @@ def searched(accuracy: Accuracy, num_nodes: int) -> tuple[RankPath, ...]:
     rank_KC = np.argsort(-accuracy_KC, axis=1, kind="stable")
     with np.errstate(divide="ignore"):
         log_KC = np.log(np.take_along_axis(accuracy_KC, rank_KC, axis=1))
-    tree = grow(0, rank_KC, log_KC, Budget(num_nodes))  # its tokens are ranks
+    tree = grow(0, Guesses(rank_KC, log_KC), Budget(num_nodes))  # its tokens are ranks
     nodes = range(1, tree.num_nodes)
     return tuple(tuple(tree.token_N[tree.path(node)[1:]].tolist()) for node in nodes)
 

@@ -25,6 +25,7 @@ from spec_runtime.stats import Stats
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
+from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
 NUM_LEVELS, NUM_CANDIDATES = 3, 4
@@ -66,7 +67,7 @@ class Scripted(PlainProposer):
         assert token == self.answer[self.position], "out of step"
         if not self.is_sequential:
             ids, log_probs = zip(*(self.guess(k, (), True) for k in range(NUM_LEVELS)), strict=True)
-            return grow(token, np.stack(ids), np.stack(log_probs), budget)
+            return grow(token, Guesses(np.stack(ids), np.stack(log_probs)), budget)
 
         def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
             tree, guesses = nodes.build(), []

@@ -7,6 +7,7 @@ other orders of summation (measures about 1e-6; a wrong row or position moves th
 from __future__ import annotations
 
 import dataclasses
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
 from spec_export.drafters.parallelspec import Config, Drafter
 from spec_export.graphs.slots import to_slots
+from spec_export.training.checkpoint import load_drafter
+from spec_export.training.recipe import build_config
 
 TOLERANCE = 1e-4
 D = HEADS * HEAD_DIM
 TRIMMED = torch.arange(1, VOCAB, 2)
+SHIPPED = resources.files("spec_export") / "assets/drafters/smollm2-135m-instruct/parallelspec"
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +88,21 @@ VISIBLE = """
 """
 
 
-@pytest.mark.parametrize("mask_feature", ["zero", "anchor"])
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        (1, {}),
+        (2, {}),
+        (1, {"mask_feature": "anchor"}),
+        (2, {"mask_feature": "anchor"}),
+        (2, {"mask_reads_token": True}),
+    ],
+)
 def test_a_group_sees_the_rows_up_to_its_anchor_and_its_own_masks(
-    backbone: Backbone, layers: int, mask_feature: str
+    backbone: Backbone, layers: int, options: dict[str, Any]
 ) -> None:
-    drafter = make_drafter(backbone, num_masks=3, layers=layers, mask_feature=mask_feature)
+    """The paper's causal block: a mask sees no later mask, and no real row behind the anchor."""
+    drafter = make_drafter(backbone, num_masks=3, layers=layers, **options)
     batch, anchor = make_batch(drafter, (7,)), torch.tensor([[2]])
     with torch.no_grad():
         before = drafter.hidden_rows(batch, anchor)[1][0, 0]
@@ -143,6 +156,62 @@ def test_padding_does_not_matter(backbone: Backbone) -> None:
     )
     padded, alone = drafter.guesses(batch, 5)[1][1, :4], drafter.guesses(short, 5)[1][0]
     torch.testing.assert_close(padded, alone, rtol=0, atol=1e-5)
+
+
+def reference_hidden(drafter: Drafter, batch: Batch, t: int) -> Tensor:
+    """The last hidden states [K, D] of the group anchored at real row t of one sequence, in a
+    drafter of one layer: every row's input by its definition, every query's attention by itself."""
+    config, layer, dims = drafter.config, drafter.layers[0], drafter.dims
+    assert batch.feature_BTF is not None
+    token_T, feature_TF = batch.token_BT[0], batch.feature_BTF[0]
+
+    def row(token_chunk: Tensor, feature: Tensor) -> Tensor:
+        chunks = torch.stack([*feature.split(D), token_chunk])
+        normed = chunks * torch.rsqrt(chunks.square().mean(-1, keepdim=True) + dims.norm_eps)
+        return (normed * drafter.input_norm).flatten() @ drafter.fc
+
+    inputs = [row(drafter.embed_VD[token_T[s + 1]], feature_TF[s]) for s in range(t + 1)]
+    positions = list(range(t + 1))
+    for k in range(config.num_masks):
+        chunk = drafter.mask_embed[k]
+        if config.mask_reads_token:
+            chunk = drafter.embed_VD[token_T[t + 1]] + chunk
+        is_anchor = config.mask_feature == "anchor"
+        inputs.append(row(chunk, feature_TF[t] if is_anchor else torch.zeros_like(feature_TF[t])))
+        positions.append(t + 1 + k)
+    q, k_, v = layer.project_qkv(torch.stack(inputs))
+    half = dims.head_dim // 2
+
+    def turned(x: Tensor, position: int) -> Tensor:
+        a, b, cos, sin = x[:half], x[half:], drafter.cos[position], drafter.sin[position]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin))
+
+    outputs = []
+    for i in range(t + 1, len(inputs)):  # rows are in order, so a mask sees all before it
+        mixed = []
+        for head in range(dims.num_heads):
+            group = head // (dims.num_heads // dims.num_kv_heads)
+            keys = torch.stack([turned(k_[j, group], positions[j]) for j in range(i + 1)])
+            scores = keys @ turned(q[i, head], positions[i]) * dims.head_dim**-0.5
+            mixed.append(torch.softmax(scores, -1) @ v[: i + 1, group])
+        outputs.append(layer.finish(inputs[i], torch.cat(mixed)))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("mask_reads_token", [False, True])
+@pytest.mark.parametrize("mask_feature", ["zero", "anchor"])
+def test_mask_rows_are_their_definition(
+    backbone: Backbone, mask_feature: str, mask_reads_token: bool
+) -> None:
+    drafter = make_drafter(
+        backbone, num_masks=3, mask_feature=mask_feature, mask_reads_token=mask_reads_token
+    )
+    batch = make_batch(drafter, (9,))
+    with torch.no_grad():
+        masks = drafter.hidden_rows(batch, torch.tensor([[5, 0]]))[1][0]
+        for group, t in zip(masks, (5, 0), strict=True):
+            expected = reference_hidden(drafter, batch, t)
+            torch.testing.assert_close(group, expected, rtol=0, atol=1e-4)
 
 
 # ---- labels and losses ----
@@ -260,6 +329,8 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "eagle, two layers, tap": {"style": "eagle", "layers": 2, "taps": (1,)},
     "no masks": {"num_masks": 0},
     "masks with the anchor's feature": {"mask_feature": "anchor", "taps": (1,)},
+    "masks with the root token": {"mask_reads_token": True, "mask_feature": "anchor"},
+    "tokens only, masks with the root token": {"mask_reads_token": True, "inputs": "tokens"},
 }
 
 
@@ -283,7 +354,10 @@ def check_graph(drafter: Drafter, runner: Runner) -> None:
     every_id, every_log_prob = drafter.guesses(batch, len(drafter.draft_token_ids))
     token_T, feature_TF, t = batch.token_BT[0].numpy(), batch.feature_BTF[0].numpy(), 0
     for c in (7, 1, 3, 1, 6, 5):
-        rows = np.concatenate([token_T[t + 1 : t + 1 + c], VOCAB + np.arange(K)])
+        mask_ids = VOCAB + np.arange(K)
+        if drafter.config.mask_reads_token:
+            mask_ids = np.arange(1, K + 1) * VOCAB + token_T[t + c]
+        rows = np.concatenate([token_T[t + 1 : t + 1 + c], mask_ids])
         more = {}
         if drafter.num_features:
             behind_KF = feature_TF[[t + c - 1] * K]
@@ -317,6 +391,9 @@ def test_what_the_proposer_is_told(backbone: Backbone) -> None:
         "style": "medusa",
         "top_k": 7,
     }
+    other = make_drafter(backbone, mask_reads_token=True, markov_rank=4).runtime_config()
+    assert other["mask_reads_token"] is True
+    assert other["markov_rank"] == 4
 
 
 # ---- config ----
@@ -335,9 +412,37 @@ def test_what_the_proposer_is_told(backbone: Backbone) -> None:
         ({"top_k": 0}, "top_k >= 1"),
         ({"anchor_fraction": 0.0}, r"anchor_fraction must lie in \(0, 1\]"),
         ({"soft_weight": 1.5}, r"soft_weight in \[0, 1\]"),
+        ({"loss": "kl"}, "got loss 'kl', expected one of ce, tv, lk"),
+        ({"depth_weights": "flat"}, "got depth_weights 'flat', expected one of decay, reach"),
+        ({"tv_weight": 1.5}, r"got tv_weight 1.5 .* in \[0, 1\]"),
+        ({"depth_keep": 0.0}, r"depth_keep 0.0, expected .* in \(0, 1\]"),
+        ({"prompt_weight": -1.0}, "got prompt_weight -1.0 .* expected neither negative"),
+        ({"feature_noise": 0.1}, "got feature_noise 0.1 with style 'medusa', expected 0"),
     ],
 )
 def test_config_errors(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Config(**fields)
     assert dataclasses.replace(Config(), layers=2).layers == 2
+
+
+def test_a_config_saved_before_these_fields_is_the_papers_form() -> None:
+    """As the first shipped drafter's did."""
+    saved = load_drafter(str(SHIPPED))
+    added = {
+        *("markov_rank", "markov_reads_hidden", "mask_reads_token", "loss", "tv_weight"),
+        *("depth_weights", "prompt_weight", "depth_keep", "feature_noise"),
+    }
+    fields = {name: value for name, value in saved.config.items() if name not in added}
+    config = build_config(Config, fields, "config.json")
+    assert {name: getattr(config, name) for name in added} == {
+        "markov_rank": 0,
+        "markov_reads_hidden": False,
+        "mask_reads_token": False,
+        "loss": "ce",
+        "tv_weight": 0.9,
+        "depth_weights": "decay",
+        "prompt_weight": 0.0,
+        "depth_keep": 1.0,
+        "feature_noise": 0.0,
+    }

@@ -304,6 +304,44 @@ def test_guess_accuracy_counts_answer_tokens() -> None:
     assert validate.guess_accuracy(TOKENS[:2], ANSWER[:2], ids[:1])[2].tolist() == [0, 0, 0]
 
 
+def conditioned() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ids, log q [5, 2, 2] and pairs [5, 1, 2, 2]: row 1 (root 6) guesses 7 or 50, then 50 or 8,
+    which is likelier only behind 7."""
+    ids, log_probs = guesses({1: [True]}, 2)
+    ids[1, 1] = [WRONG, 8]
+    pairs = np.log(np.broadcast_to([[0.1, 0.8], [0.7, 0.2]], (5, 1, 2, 2)))
+    return ids, log_probs, pairs
+
+
+def test_conditioned_guesses_are_measured_behind_the_true_token() -> None:
+    ids, log_probs, pairs = conditioned()
+    assert validate.guess_accuracy(TOKENS, ANSWER, ids)[0].tolist() == [1, 0]
+    behind, log_behind = validate.behind_truth(TOKENS, ids, log_probs, pairs)
+    assert behind[1].tolist() == [[7, 51], [8, WRONG]]
+    assert np.allclose(np.exp(log_behind[1]), [[0.6, 0.3], [0.8, 0.1]])
+    # where the true token is no candidate, q stays
+    assert behind[2].tolist() == ids[2].tolist()
+    assert np.array_equal(log_behind[2], log_probs[2])
+    assert validate.guess_accuracy(TOKENS, ANSWER, behind)[0].tolist() == [1, 1]
+
+
+def test_the_conditioned_tree_is_simulated() -> None:
+    """With two nodes the second one is 8 behind 7 (.48), not the 50 that q prefers there."""
+    ids, log_probs, pairs = conditioned()
+    assert validate.simulate(TOKENS, ANSWER, ids, log_probs, Budget(3)) == (3, 2)
+    assert validate.simulate(TOKENS, ANSWER, ids, log_probs, Budget(3), pairs) == (3, 1)
+
+
+def test_the_calibration_error_is_by_bins() -> None:
+    """Guess 0 says 0.6 four times and is right twice; one of 0.95 is wrong in another sequence."""
+    ids, log_probs = guesses({0: [True], 1: [True]}, 1)
+    calibration = validate.Calibration()
+    calibration.add(TOKENS, ANSWER, ids, log_probs)
+    assert calibration.errors() == pytest.approx((0.1,))
+    calibration.add(TOKENS[:3], ANSWER[:3], np.full((2, 1, 1), WRONG), np.log([[[0.95]]] * 2))
+    assert calibration.errors() == pytest.approx(((4 * 0.1 + 0.95) / 5,))
+
+
 # ---- the feature cache ----
 
 
@@ -797,7 +835,7 @@ def test_the_best_step_is_kept_and_exported(
 
     def measured(trainer: Trainer) -> validate.Validation:
         weights.append({name: t.clone() for name, t in trainer.drafter.state_dict().items()})
-        return validate.Validation((0.5,), (0.5,), next(lengths))
+        return validate.Validation((0.5,), (0.5,), next(lengths), (0.1,))
 
     monkeypatch.setattr(Trainer, "validate", measured)
     folder = train.run(recipe, out=tmp_path, cache=finished / "features")

@@ -10,6 +10,7 @@ import pytest
 
 from spec_runtime.trees.budget import Budget, Drawn, Grown, Static
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels, merge
+from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
 IDS, PROBABILITIES = np.array([7, 8, 9]), np.array([0.4, 0.2, 0.1])  # the best of more
@@ -97,7 +98,7 @@ def test_shape(widths: tuple[int, ...], budget: Budget, expected: list[int]) -> 
     assert len(spy.levels) == len(expected) - 1
     # the same from one pass
     token_KC = np.array([IDS + 10 * k for k in (1, 2, 3)])
-    assert sizes(grow(1, token_KC, np.full((3, 3), -1.5), budget)) == expected
+    assert sizes(grow(1, Guesses(token_KC, np.full((3, 3), -1.5)), budget)) == expected
     for node in range(tree.num_nodes):
         drawn = tree.draws.get(node)
         order = () if drawn is None else drawn.order

@@ -7,6 +7,7 @@ enumeration of the first four tokens. Rules known to be biased fail the same tes
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step
 from spec_runtime.trees.budget import Budget, Drawn
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
+from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import Draws, TokenTree
 
 V, C = 4, 3  # tokens; candidates of the drafter
@@ -35,14 +37,14 @@ class Toy:
 
     vocab_size, run_seconds, wants_features = V, 0.0, False
 
-    def __init__(self, is_one_pass: bool = False, spread: float = 1.0) -> None:
+    def __init__(self, kind: str = "by levels", spread: float = 1.0) -> None:
         rng = np.random.default_rng(5)
         self.logits_VVV = rng.normal(0, 1.3, (V, V, V)).astype(np.float32)
         self.guess_VVV = 0.5 * self.logits_VVV + rng.normal(0, 1, (V, V, V)).astype(np.float32)
         if spread != 1:  # logits as large as real ones, and so close to each other
             self.logits_VVV = (20 + spread * self.logits_VVV).astype(np.float32)
             self.guess_VVV = spread * self.guess_VVV.astype(np.float64)
-        self.is_one_pass = is_one_pass
+        self.kind = kind  # by levels | one pass | pairs
         self._candidates = functools.cache(self._best_guesses)
         self.text: list[int] = []
         self.tree: TokenTree | None = None
@@ -80,10 +82,11 @@ class Toy:
         pass
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        if self.is_one_pass:  # its guesses at depth 2 and 3 do not know that at depth 1
+        if self.kind != "by levels":  # guesses at depth 2 and 3 do not know that at depth 1
             rows = [self._candidates(self.text[-1], token, shift) for shift in range(3)]
-            ids, log_probs = zip(*rows, strict=True)
-            return grow(token, np.array(ids), np.array(log_probs), budget)
+            ids, log_probs = map(np.array, zip(*rows, strict=True))
+            pairs = self._pairs(ids) if self.kind == "pairs" else None
+            return grow(token, Guesses(ids, log_probs, pairs), budget)
 
         def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
             rows = []
@@ -100,6 +103,12 @@ class Toy:
         guess_V = self.guess_VVV[a, (b + shift) % V].astype(np.float64)
         ids = np.argsort(-guess_V)[:C]
         return ids, (guess_V - np.log(np.exp(guess_V).sum()))[ids]
+
+    def _pairs(self, id_KC: np.ndarray) -> np.ndarray:
+        """The drafter's softmax behind each candidate, of those at the next depth."""
+        guess_VV = self.guess_VVV[self.text[-1]].astype(np.float64)
+        guess_VV = guess_VV - np.log(np.exp(guess_VV).sum(1, keepdims=True))
+        return np.stack([guess_VV[a][:, b] for a, b in itertools.pairwise(id_KC)])
 
 
 def tokens_of(
@@ -153,10 +162,10 @@ def law(params: SamplingParams, spread: float = 1.0) -> np.ndarray:
 
 
 def excess(
-    params: dict[str, Any], budget: Budget, is_one_pass: bool = False, spread: float = 1.0
+    params: dict[str, Any], budget: Budget, kind: str = "by levels", spread: float = 1.0
 ) -> float:
     """Chi-square of the sampled first tokens, less its quantile at alpha: above 0 is a refusal."""
-    toy, p = Toy(is_one_pass, spread), law(SamplingParams(**params), spread)
+    toy, p = Toy(kind, spread), law(SamplingParams(**params), spread)
     count = np.zeros(len(p))
     for seed in range(NUM_SAMPLES):
         tokens = tokens_of(toy, SamplingParams(**params, seed=seed), budget)
@@ -236,7 +245,12 @@ def test_output_follows_the_processed_distribution(rule: str) -> None:
 def test_a_tree_cut_by_its_budget_is_still_exact(max_nodes: int) -> None:
     """One-pass guesses; equal draws leave room, so that the tree's size hangs on what is drawn."""
     params, _ = case("with_replacement", "deep", {"temperature": 1.0})
-    assert excess(params, Budget(max_nodes), is_one_pass=True) < 0
+    assert excess(params, Budget(max_nodes), "one pass") < 0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_output_follows_the_target_behind_guesses_in_pairs(rule: str) -> None:
+    assert excess(*case(rule, "deep", {"temperature": 1.0}), "pairs") < 0
 
 
 def best_instead_of_drawn(
@@ -289,14 +303,14 @@ def test_longest_beam_wins_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("shape", GIVEN)
-@pytest.mark.parametrize("is_one_pass", [False, True])
+@pytest.mark.parametrize("kind", ["by levels", "one pass", "pairs"])
 @pytest.mark.parametrize("processing", [{"temperature": 1.0}, PROCESSED, {**PROCESSED, "seed": 7}])
 def test_a_seed_gives_the_tokens_of_plain_decoding(
-    shape: str, is_one_pass: bool, processing: dict[str, Any]
+    shape: str, kind: str, processing: dict[str, Any]
 ) -> None:
     for seed in range(40):
         params = SamplingParams(**{"seed": seed, **processing})
-        toy = Toy(is_one_pass)
+        toy = Toy(kind)
         plain = tokens_of(toy, params, Budget(1), 24)
         assert tokens_of(toy, params, GIVEN[shape], 24) == plain
 

@@ -10,6 +10,7 @@ from small_trees import Table, grid, paths, tree_of
 
 from spec_runtime.trees.budget import AlongTruth, Budget, Grown, Static
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels, merge
+from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree, ancestors, depths
 
 # 5 ─┬─ 7 ─┬─ 9 ── 4
@@ -74,7 +75,7 @@ def test_parents_come_first(parents: list[int]) -> None:
 def test_grow_takes_paths_by_probability() -> None:
     token_KC = np.array([[7, 8, 9], [4, 5, 6]])
     probability_KC = np.array([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1]])
-    tree = grow(1, token_KC, np.log(probability_KC), Budget(max_nodes=6))
+    tree = grow(1, Guesses(token_KC, np.log(probability_KC)), Budget(max_nodes=6))
     # .6, .42, .3, .21, .12
     assert paths(tree) == [[7], [7, 4], [8], [8, 4], [7, 5]]
 
@@ -86,7 +87,7 @@ def test_grow_against_brute_force(seed: int) -> None:
     probability = np.sort(rng.dirichlet(np.ones(width + 1), depth)[:, :width])[:, ::-1]
     tokens = np.stack([rng.permutation(20)[:width] for _ in range(depth)])
     floor, size = float(rng.uniform(0, 0.1)), int(rng.integers(1, 30))
-    tree = grow(0, tokens, np.log(probability), Budget(size, growth=Grown(floor)))
+    tree = grow(0, Guesses(tokens, np.log(probability)), Budget(size, growth=Grown(floor)))
     everything = {
         tuple(int(tokens[d, r]) for d, r in enumerate(ranks)): float(
             np.prod([probability[d, r] for d, r in enumerate(ranks)])
@@ -103,10 +104,11 @@ def test_grow_against_brute_force(seed: int) -> None:
 def test_grow_respects_depth_and_impossible_candidates() -> None:
     token_KC = np.array([[7, 8], [4, 5]])
     log_prob_KC = np.array([[0.0, -np.inf], [-0.1, -3.0]])
-    assert paths(grow(1, token_KC, log_prob_KC, Budget(9, max_depth=1))) == [[7]]
-    assert paths(grow(1, token_KC, log_prob_KC, Budget(9))) == [[7], [7, 4], [7, 5]]
-    assert grow(1, token_KC, log_prob_KC, Budget(9, max_depth=0)).num_nodes == 1
-    assert grow(1, token_KC, log_prob_KC, Budget(1)).num_nodes == 1
+    guesses = Guesses(token_KC, log_prob_KC)
+    assert paths(grow(1, guesses, Budget(9, max_depth=1))) == [[7]]
+    assert paths(grow(1, guesses, Budget(9))) == [[7], [7, 4], [7, 5]]
+    assert grow(1, guesses, Budget(9, max_depth=0)).num_nodes == 1
+    assert grow(1, guesses, Budget(1)).num_nodes == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -187,11 +189,12 @@ def test_a_static_tree_has_exactly_its_paths() -> None:
     token_KC = np.array([[7, 8, 9], [4, 5, 6], [1, 2, 3]])
     log_prob_KC = np.log(np.array([[0.9, 0.05, 0.0], [0.7, 0.2, 0.1], [1.0, 0.0, 0.0]]) + 1e-30)
     budget = Budget(7, growth=Static(STATIC))
-    tree = grow(0, token_KC, log_prob_KC, budget)
+    guesses = Guesses(token_KC, log_prob_KC)
+    tree = grow(0, guesses, budget)
     assert paths(tree) == [[7], [8], [7, 4], [7, 6], [8, 4], [7, 6, 2]]
-    assert paths(grow(0, token_KC, log_prob_KC, budget.within(2))) == paths(tree)[:5]
-    assert paths(grow(0, token_KC[:1], log_prob_KC[:1], budget)) == [[7], [8]]
-    assert grow(0, token_KC, log_prob_KC, budget.within(0)).num_nodes == 1
+    assert paths(grow(0, guesses, budget.within(2))) == paths(tree)[:5]
+    assert paths(grow(0, Guesses(token_KC[:1], log_prob_KC[:1]), budget)) == [[7], [8]]
+    assert grow(0, guesses, budget.within(0)).num_nodes == 1
 
 
 def test_a_static_tree_level_by_level() -> None:
@@ -237,7 +240,7 @@ def test_grown_trees_know_their_probabilities_and_begin_with_the_smaller_ones(se
 
     def both(size: int) -> list[TokenTree]:
         by_levels = grow_by_levels(1, Table(seed).expand, Budget(size), 4, max_width=3)
-        return [grow(1, token_KC, log_prob_KC, Budget(size)), by_levels]
+        return [grow(1, Guesses(token_KC, log_prob_KC), Budget(size)), by_levels]
 
     everything = table.everything(4)
     independent = {
@@ -258,7 +261,8 @@ def test_grown_trees_know_their_probabilities_and_begin_with_the_smaller_ones(se
 def test_along_the_truth_all_candidates_are_there() -> None:
     token_KC = np.array([[7, 8, 9], [4, 5, 6], [1, 2, 3]])
     log_prob_KC = np.log(np.array([[0.6, 0.3, 0.1], [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]]))
-    tree = grow(0, token_KC, log_prob_KC, Budget(2, growth=AlongTruth((8, 4, 3))))
+    guesses = Guesses(token_KC, log_prob_KC)
+    tree = grow(0, guesses, Budget(2, growth=AlongTruth((8, 4, 3))))
     first = [[7], [8], [9]]
     second, third = [[8, x] for x in (4, 5, 6)], [[8, 4, x] for x in (1, 2, 3)]
     assert paths(tree) == [*first, *second, *third]
@@ -271,14 +275,11 @@ def test_along_the_truth_all_candidates_are_there() -> None:
         ((8,), first),
         ((), []),
     ]:
-        assert (
-            paths(grow(0, token_KC, log_prob_KC, Budget(2, growth=AlongTruth(truth)))) == expected
-        )
+        assert paths(grow(0, guesses, Budget(2, growth=AlongTruth(truth)))) == expected
     shallow = Budget(2, max_depth=2, growth=AlongTruth((8, 4, 3)))
-    assert paths(grow(0, token_KC, log_prob_KC, shallow)) == [*first, *second]
-    assert (
-        paths(grow(0, token_KC[:1], log_prob_KC[:1], Budget(2, growth=AlongTruth((8, 4))))) == first
-    )
+    assert paths(grow(0, guesses, shallow)) == [*first, *second]
+    shallow = Budget(2, growth=AlongTruth((8, 4)))
+    assert paths(grow(0, Guesses(token_KC[:1], log_prob_KC[:1]), shallow)) == first
 
 
 def test_along_the_truth_each_level_expands_its_token_alone() -> None:

@@ -49,6 +49,7 @@ from spec_runtime.step import Step
 from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.grow import grow, grow_by_levels
+from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
 KEY = Key("0" * 64, "some cpu", 2, "int8", "parallelspec")
@@ -82,7 +83,7 @@ def test_a_grown_tree_is_the_best_of_all_trees(seed: int) -> None:
     probability = np.sort(rng.dirichlet(np.ones(3), 2)[:, :2])[:, ::-1]
     tokens = np.array([[7, 8], [4, 5]])
     step_ms = random_times(rng, 7)
-    tree = grow(1, tokens, np.log(probability), Budget(7, growth=Grown(step_ms=step_ms)))
+    tree = grow(1, Guesses(tokens, np.log(probability)), Budget(7, growth=Grown(step_ms=step_ms)))
     ranks = [(0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)]
     worth = {
         path: float(np.prod([probability[d, r] for d, r in enumerate(path)])) for path in ranks
@@ -100,21 +101,21 @@ def test_a_grown_tree_is_the_best_of_all_trees(seed: int) -> None:
 
 
 def test_times_decide_how_many_nodes() -> None:
-    tokens, log_prob = np.array([[7, 8, 9]]), np.log(np.array([[0.5, 0.2, 0.1]]))
+    guesses = Guesses(np.array([[7, 8, 9]]), np.log(np.array([[0.5, 0.2, 0.1]])))
 
     def size(*step_ms: float) -> int:
-        return grow(1, tokens, log_prob, Budget(4, growth=Grown(step_ms=step_ms))).num_nodes
+        return grow(1, guesses, Budget(4, growth=Grown(step_ms=step_ms))).num_nodes
 
     assert size(10, 10, 10, 10) == 4
     assert size(10, 16, 17, 18) == 1, "half a token for six tenths of a step"
     assert size(10, 12, 15, 15.5) == 2
     assert size(10, 16, 16, 16) == 4, "a step that its first node alone does not pay"
     doubted = Grown(step_ms=(10, 12, 13, 14), reliability=((0.2, 0.02), (0.5, 0.3)))
-    assert grow(1, tokens, log_prob, Budget(4, growth=doubted)).num_nodes == 2
+    assert grow(1, guesses, Budget(4, growth=doubted)).num_nodes == 2
     trusted = replace(doubted, reliability=())
-    assert grow(1, tokens, log_prob, Budget(4, growth=trusted)).num_nodes == 3
+    assert grow(1, guesses, Budget(4, growth=trusted)).num_nodes == 3
     static = Budget(4, growth=Static(((0,), (1,), (2,))))
-    assert grow(1, tokens, log_prob, static).num_nodes == 4, "a static tree stays as it is"
+    assert grow(1, guesses, static).num_nodes == 4, "a static tree stays as it is"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -175,10 +176,10 @@ def test_the_least_probability_leaves_out_only_what_never_pays(seed: int) -> Non
     assert isinstance(budget.growth, Grown)
     assert budget.growth.min_probability > 0
     log_prob_KC = np.log(np.sort(rng.dirichlet(np.ones(9), 3), axis=1)[:, ::-1])
-    token_KC = np.tile(np.arange(9), (3, 1))
-    kept = grow(0, token_KC, log_prob_KC, budget)
+    guesses = Guesses(np.tile(np.arange(9), (3, 1)), log_prob_KC)
+    kept = grow(0, guesses, budget)
     unbounded = replace(budget, growth=replace(budget.growth, min_probability=0))
-    assert paths(kept) == paths(grow(0, token_KC, log_prob_KC, unbounded))
+    assert paths(kept) == paths(grow(0, guesses, unbounded))
 
 
 def test_step_times_are_validated() -> None:
@@ -537,7 +538,8 @@ class Guesser(Script):
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         self.budgets.append(budget)
-        tree = grow(token, np.array([[7, 8]] * 4), np.log([[0.5, 0.25]] * 4), budget)
+        guesses = Guesses(np.array([[7, 8]] * 4), np.log([[0.5, 0.25]] * 4))
+        tree = grow(token, guesses, budget)
         self.sizes.append(tree.num_nodes)
         return tree
 
