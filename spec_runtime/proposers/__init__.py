@@ -15,7 +15,7 @@ from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.feature import FeatureProposer
 from spec_runtime.proposers.heads import LastFeatureProposer, OnePassProposer, open_by_form
 from spec_runtime.proposers.lookahead import NUM_NODES, LookaheadProposer
-from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.proposers.lookup import LookupProposer, PublishedLookupProposer
 from spec_runtime.proposers.sequential import SequentialProposer
 from spec_runtime.proposers.skip_layer import SkipLayerProposer
 from spec_runtime.target import Target
@@ -27,6 +27,7 @@ ProposerFactory = Callable[[Bundle, DrafterInfo | None, Runtime, Target], Propos
 PROPOSERS: dict[str, ProposerFactory] = {
     "none": lambda bundle, info, runtime, target: PlainProposer(),
     "prompt_lookup": lambda bundle, info, runtime, target: LookupProposer(),
+    "prompt_lookup:published": lambda bundle, info, runtime, target: PublishedLookupProposer(),
     "lookahead": lambda bundle, info, runtime, target: LookaheadProposer(),
     "parallelspec": OnePassProposer.open,
     "eagle": FeatureProposer.open,
@@ -40,5 +41,7 @@ PROPOSERS: dict[str, ProposerFactory] = {
 }
 # These need no trained drafter, so every bundle has them.
 BUILT_IN = ("prompt_lookup", "lookahead", "none")
+# Forms of them as their papers have them, to compare with; they go by name only.
+VARIANTS = ("prompt_lookup:published",)
 # The nodes of their trees, where the default budget is too small.
 BUILT_IN_NODES = {"lookahead": NUM_NODES}

@@ -27,13 +27,8 @@ class Match(NamedTuple):
 NO_MATCH = Match(0, 0)
 
 
-class Follower(NamedTuple):
-    """A token that followed a substring: how often, where last, and the state behind it."""
-
-    count: int
-    last: int  # the number of tokens up to the end of the last occurrence
-    token: int
-    state: int
+# A token that followed a substring: how often, after how many tokens of the text last, and itself.
+Follower = tuple[int, int, int]
 
 
 class _Change(NamedTuple):
@@ -100,13 +95,11 @@ class SuffixAutomaton:
         """Returns the tokens that followed `match`, the most frequent first, of equally frequent
         ones the newest."""
         count, last = self._count, self._last
-        found = [
-            Follower(count[state], last[state], token, state)
-            for token, state in self._next[match.state].items()
-        ]
-        if len(found) > 1:
-            found.sort(reverse=True)
-        return found
+        followers = self._next[match.state].items()
+        if len(followers) == 1:
+            [(token, state)] = followers
+            return [(count[state], last[state], token)]
+        return sorted([(count[to], last[to], token) for token, to in followers], reverse=True)
 
     def _add(self, token: int) -> None:
         next_, link, length = self._next, self._link, self._length

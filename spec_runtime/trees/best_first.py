@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from spec_runtime.trees import payoff
-from spec_runtime.trees.budget import Budget, Grown
+from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder
 from spec_runtime.trees.tree import TokenTree
 
@@ -41,9 +40,9 @@ def grow_best_first(
     while True:
         if depth < max_depth and len(tree) < budget.max_nodes:
             for token, probability in children(place):
-                if path * probability >= min_probability and path * probability > 0.0:
-                    entry = (-path * probability, ticket, depth + 1, node, place, token)
-                    heapq.heappush(heap, entry)
+                worth = path * probability
+                if worth >= min_probability and worth > 0.0:
+                    heapq.heappush(heap, (-worth, ticket, depth + 1, node, place, token))
                     ticket += 1
         if not heap or len(tree) >= budget.max_nodes:
             return tree.build(log_prob)
@@ -51,18 +50,3 @@ def grow_best_first(
         node, path = tree.add(parent, token), -cost
         log_prob.append(math.log(path))
         place = enter(place, token)
-
-
-def cut_to_paying(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenTree:
-    """Cuts the tree where more nodes do not pay by the growth's times, if it has any.
-
-    Nodes must be in order of falling probability, so that the best tree is one of the prefixes;
-    `num_levels` of drafting were run.
-    """
-    if not growth.step_ms or tree.num_nodes == 1:
-        return tree
-    assert tree.log_prob_N is not None, "a tree without probabilities"
-    worth_N = payoff.probabilities(tree.log_prob_N[1:], growth.reliability)
-    extra_ms = (num_levels - 1) * growth.level_ms
-    n, _ = payoff.best_size(worth_N, growth.step_ms, extra_ms)
-    return TokenTree(tree.token_N[:n], tree.parent_N[:n], tree.log_prob_N[:n])
