@@ -20,8 +20,9 @@ from spec_runtime.trees.budget import AlongTruth, Budget, Grown
 from spec_runtime.trees.grow import cut_to_paying, merge
 from spec_runtime.trees.tree import TokenTree
 
-# A single matching token says less than any drafter.
-_MIN_LENGTH = 2
+# The last nodes of a static tree are about so likely; lookup takes their places, so that its own
+# have to be likelier.
+_LEAST_SHARED = 0.1
 
 
 class MergedProposer(ProposerWrapper):
@@ -82,7 +83,12 @@ class MergedProposer(ProposerWrapper):
         index = self._index
         share = Budget(min(self.lookup_nodes + 1, budget.max_nodes), max_depth=budget.max_depth)
         found = grow_best_first(
-            int(drafted.token_N[0]), index.end(), self._continuations, index.advance, share
+            int(drafted.token_N[0]),
+            index.end(),
+            index.continuations,
+            index.advance,
+            share,
+            _LEAST_SHARED,
         )
         return merge(found, drafted, budget.max_nodes)
 
@@ -91,14 +97,17 @@ class MergedProposer(ProposerWrapper):
 
         The drafter's probabilities count as much as its reliability says.
         """
+        index = self._index
         log_prob_N = np.zeros(1) if drafted.log_prob_N is None else drafted.log_prob_N
         points = growth.reliability
         worth = [1.0, *payoff.probabilities(log_prob_N[1:], points).tolist()]
         floor = float(payoff.probabilities([growth.log_floor], points)[0])
+        if drafted.num_nodes == budget.max_nodes:  # no node below the drafter's last can enter
+            floor = max(floor, worth[-1])
 
-        def children(place: tuple[int | None, Place]) -> Iterable[tuple[int, float]]:
+        def children(place: tuple[int | None, Place], least: float) -> Iterable[tuple[int, float]]:
             node, here = place
-            found = dict(self._continuations(here))
+            found = dict(index.continuations(here, least))
             if node is not None and worth[node] > 0:
                 for child in drafted.children(node):
                     token, own = int(drafted.token_N[child]), worth[child] / worth[node]
@@ -108,12 +117,9 @@ class MergedProposer(ProposerWrapper):
         def enter(place: tuple[int | None, Place], token: int) -> tuple[int | None, Place]:
             node, here = place
             child = None if node is None else drafted.child(node, token)
-            return child, self._index.advance(here, token)
+            return child, index.advance(here, token)
 
-        root = (0, self._index.end())
+        root = (0, index.end())
         tree = grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, floor)
         priced = Grown(step_ms=growth.step_ms, level_ms=growth.level_ms)  # worths, not predictions
         return cut_to_paying(tree, priced, max(1, int(drafted.depth_N.max())))
-
-    def _continuations(self, place: Place) -> list[tuple[int, float]]:
-        return self._index.continuations(place, _MIN_LENGTH)

@@ -21,16 +21,16 @@ Place = TypeVar("Place")  # what the caller knows of a node
 def grow_best_first(
     root_token: int,
     root: Place,
-    children: Callable[[Place], Iterable[tuple[int, float]]],
+    children: Callable[[Place, float], Iterable[tuple[int, float]]],
     enter: Callable[[Place, int], Place],
     budget: Budget,
     min_probability: float = 0.0,
 ) -> TokenTree:
     """Returns the likeliest paths, none of a probability below `min_probability`.
 
-    `children(place)` gives different tokens, each with its probability behind that place, and
-    `enter(place, token)` the place of such a child. Nodes come in order of falling probability; of
-    equal ones the first that was found comes first.
+    `children(place, least)` gives different tokens, each with its probability behind that place;
+    those below `least` may be missing. `enter(place, token)` gives the place of such a child. Nodes
+    come in order of falling probability; of equal ones the first that was found comes first.
     """
     tree, log_prob = TreeBuilder(root_token), [0.0]
     max_depth = math.inf if budget.max_depth is None else budget.max_depth
@@ -39,7 +39,7 @@ def grow_best_first(
     ticket, node, depth, place, path = 0, 0, 0, root, 1.0
     while True:
         if depth < max_depth and len(tree) < budget.max_nodes:
-            for token, probability in children(place):
+            for token, probability in children(place, min_probability / path):
                 worth = path * probability
                 if worth >= min_probability and worth > 0.0:
                     heapq.heappush(heap, (-worth, ticket, depth + 1, node, place, token))
