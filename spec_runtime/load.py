@@ -193,7 +193,8 @@ class DrafterOpener:
         if name not in (*self._known, *VARIANTS):
             raise ValueError(_unknown(name, self._known))
         target = self._target
-        if name not in PROPOSERS:
+        factories = PROPOSERS | VARIANTS
+        if name not in factories:
             raise ValueError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
@@ -204,7 +205,7 @@ class DrafterOpener:
         if memory and name == "prompt_lookup":
             proposer = LookupProposer(memory)
         else:
-            proposer = PROPOSERS[name](self._bundle, entry, self._options.runtime, target)
+            proposer = factories[name](self._bundle, entry, self._options.runtime, target)
         if entry is None:
             if lookup:
                 raise ValueError(f"got lookup with drafter {name}, expected a trained one")

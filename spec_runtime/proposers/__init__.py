@@ -27,7 +27,6 @@ ProposerFactory = Callable[[Bundle, DrafterInfo | None, Runtime, Target], Propos
 PROPOSERS: dict[str, ProposerFactory] = {
     "none": lambda bundle, info, runtime, target: PlainProposer(),
     "prompt_lookup": lambda bundle, info, runtime, target: LookupProposer(),
-    "prompt_lookup:published": lambda bundle, info, runtime, target: PublishedLookupProposer(),
     "lookahead": lambda bundle, info, runtime, target: LookaheadProposer(),
     "parallelspec": OnePassProposer.open,
     "eagle": FeatureProposer.open,
@@ -41,7 +40,9 @@ PROPOSERS: dict[str, ProposerFactory] = {
 }
 # These need no trained drafter, so every bundle has them.
 BUILT_IN = ("prompt_lookup", "lookahead", "none")
-# Forms of them as their papers have them, to compare with; they go by name only.
-VARIANTS = ("prompt_lookup:published",)
 # The nodes of their trees, where the default budget is too small.
 BUILT_IN_NODES = {"lookahead": NUM_NODES}
+# Forms of them as their papers have them, to compare with; no list of drafters shows these.
+VARIANTS: dict[str, ProposerFactory] = {
+    "prompt_lookup:published": lambda bundle, info, runtime, target: PublishedLookupProposer(),
+}

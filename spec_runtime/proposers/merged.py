@@ -119,7 +119,7 @@ class MergedProposer(ProposerWrapper):
             child = None if node is None else drafted.child(node, token)
             return child, index.advance(here, token)
 
-        root = (0, index.end())
+        root: tuple[int | None, Place] = (0, index.end())
         tree = grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, floor)
         priced = Grown(step_ms=growth.step_ms, level_ms=growth.level_ms)  # worths, not predictions
         return cut_to_paying(tree, priced, max(1, int(drafted.depth_N.max())))

@@ -132,7 +132,8 @@ class SuffixAutomaton:
     def _counted(self, whole: int) -> tuple[int, ...]:
         """Counts the text's end in the states of its suffixes; returns where they were last."""
         link, count, last = self._link, self._count, self._last
-        lasts, end, state = [], len(self._changes) + 1, whole
+        lasts: list[int] = []
+        end, state = len(self._changes) + 1, whole
         while state > 0 and len(lasts) < self._max_counted:
             lasts.append(last[state])
             count[state] += 1
