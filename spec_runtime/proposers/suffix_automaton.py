@@ -95,11 +95,11 @@ class SuffixAutomaton:
         """Returns the tokens that followed `match`, the most frequent first, of equally frequent
         ones the newest."""
         count, last = self._count, self._last
-        followers = self._next[match.state].items()
-        if len(followers) == 1:
-            [(token, state)] = followers
-            return [(count[state], last[state], token)]
-        return sorted([(count[to], last[to], token) for token, to in followers], reverse=True)
+        next_ = self._next[match.state]
+        found = [(count[state], last[state], token) for token, state in next_.items()]
+        if len(found) > 1:
+            found.sort(reverse=True)
+        return found
 
     def _add(self, token: int) -> None:
         next_, link, length = self._next, self._link, self._length

@@ -29,7 +29,7 @@ class Estimates(NamedTuple):
 #     P = 1 / (1 + exp(-(a + b log k + c log(n - k + 1) + d [it followed last])))
 #
 # with a row (a, b, c, d) for matches from each length on. One table is for the longest match, the
-# other for its shorter suffixes, where n and P are about tokens that did not follow a longer match.
+# other for a shorter suffix, where n and P are about tokens that did not follow a longer match.
 # Fitted by tools/fit_lookup.py on greedy answers of the demo target to 3,000 prompts (1,500 of the
 # training seeds, 1,500 that it sampled itself), none of them of an evaluation. On rows kept apart
 # estimates of .24, .53, .86 and .97 came true .26, .54, .86 and .98 of the time. Behind drafted
@@ -51,14 +51,14 @@ LONGEST = Estimates(
 SHORTER = Estimates(
     lengths=(1, 2, 3, 5),
     rows=(
-        (-2.42, 0.56, -0.05, 0.59),
-        (-2.17, 0.91, -0.23, 1.02),
-        (-1.78, 0.97, -0.37, 1.18),
-        (-1.51, 1.74, -0.74, 1.39),
+        (-2.36, 0.65, -0.10, 0.56),
+        (-2.18, 0.97, -0.24, 1.08),
+        (-1.75, 0.97, -0.38, 1.19),
+        (-1.53, 1.70, -0.72, 1.46),
     ),
 )
-MAX_LEVELS = 3  # the longest match and two shorter ones,
-_LEAST_LEFT = 0.1  # which are looked at only while so much probability is left for them
+MAX_LEVELS = 2  # the longest match and a shorter one,
+_LEAST_LEFT = 0.25  # which is looked at only if so much probability is left for it
 MAX_FOLLOWERS = 4  # of each match, the most frequent
 _SEPARATOR = -1  # between answers in the memory; no token
 _REREAD = 64  # tokens that are read again to find where the text's end is in the memory
@@ -128,35 +128,36 @@ class TextIndex:
     def continuations(self, place: Place, least: float = 0.0) -> list[tuple[int, float]]:
         """Returns tokens that followed before, each with the estimated probability that it follows.
 
-        The longest match comes first, then its suffixes for what it leaves over; tokens whose
+        The longest match comes first, then a suffix of it for what it leaves over; tokens whose
         probability is below `least` may be missing. Within a match the most frequent come first,
         of these the newest.
         """
         found: dict[int, float] = {}
-        seen: set[int] = {_SEPARATOR}
         matches, left, table = list(place), 1.0, LONGEST
         least = max(least, _LEAST_LEFT)
+        seen: set[int] | None = None  # tokens that followed a longer match
         for _ in range(MAX_LEVELS):
             at = 0 if len(matches) == 1 else _longest(matches)
             match, automaton = matches[at], self._automata[at]
             if match.length == 0 or left < least:
                 break
+            followers = automaton.followers(match)
             matches[at] = automaton.shorter(match)
-            fresh = [each for each in automaton.followers(match) if each[2] not in seen]
-            if not fresh:
+            if seen:
+                followers = [each for each in followers if each[2] not in seen]
+            if not followers:
                 continue
-            total, newest = 0, 0
-            for count, last, token in fresh:
-                total += count
-                newest = max(newest, last)
-                seen.add(token)
+            total = sum([count for count, _, _ in followers])
+            newest = max([last for _, last, _ in followers])
             row = table.rows[bisect_right(table.lengths, match.length) - 1]
             share = 0.0
-            for count, last, token in fresh[:MAX_FOLLOWERS]:
+            for count, last, token in followers[:MAX_FOLLOWERS]:
                 probability = _estimate(row, count, total, last == newest)
                 share += probability
                 found[token] = left * probability
             left, table = left * max(0.0, 1.0 - share), SHORTER
+            seen = (seen or set()).union([token for _, _, token in followers])
+        found.pop(_SEPARATOR, None)
         return list(found.items())
 
     def _reread(self) -> None:
