@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +14,18 @@ import pytest
 pytest.importorskip("torch")
 
 import ablations
+from variant_bundles import VariantBundles
 from workshop import Workshop
 
-from spec_export import drafters
+from spec_export import drafters, make_bundle
+from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
+from spec_export.training.batches import epoch_batches
+from spec_export.training.features import FeatureCache
 from spec_export.training.trainer import Trainer
+from spec_runtime import bundle as bundles
+from spec_runtime.measure import bench
 
 
 @pytest.fixture
@@ -119,6 +128,103 @@ def test_a_variant_cut_short_gets_its_whole_time_again(
                 ablations.main(rest)
         assert ablations.main(rest) == 0
     assert first_steps == [0, 1, 0, 0]
+
+
+def test_variants_learn_from_equal_rows_and_decode_once(
+    words: list[str],
+    workshop: Workshop,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variants = {label: (f"drafter.num_masks={k}",) for k, label in enumerate(("one", "two"), 1)}
+    monkeypatch.setitem(ablations.STUDIES, "num_masks", ablations.Study(Path("x"), variants))
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"say {text}", "category": text} for text in ("abc", "xyz")]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = [*words, "--token-rows", "600", "--prompts", str(prompts), "--nodes", "2", "4"]
+    words += ["--max-new-tokens", "8", "--set", "drafter.taps=[1]"]
+    opened = []
+
+    @contextmanager
+    def bundle(_: VariantBundles, drafter: Path) -> Iterator[Path]:
+        """Gives a bundle made before, since tracing takes seconds."""
+        opened.append(drafter.parent.name)
+        yield workshop.bundle("parallelspec")
+
+    monkeypatch.setattr(VariantBundles, "bundle", bundle)
+    code, lines = run("num_masks", words, capsys)
+    assert code == 0
+    assert opened == ["one", "two"]
+    results = json.loads((tmp_path / "results" / "a.json").read_text())
+    cache = FeatureCache(tmp_path / "cache")
+    assert cache.feature_TF.shape[1] == 2 * 64  # the final feature and a tap
+    num_batches = len(epoch_batches(cache.length_N, 512, 0, 0))
+    budget = results["token_rows"]
+    assert budget == {"token_rows": 600, "rows_per_step": cache.loss_T.sum() / num_batches}
+    assert results["steps"] == round(600 / budget["rows_per_step"]) > 1
+    for row in results["variants"]:
+        assert row["steps"] == results["steps"]
+        assert row["token_rows"] == row["steps"] * budget["rows_per_step"]
+        assert row["tokens_per_second"] * row["hours"] * 3600 == pytest.approx(row["token_rows"])
+        assert list(row["decoding"]) == ["2 nodes", "4 nodes"]
+        for size, found in row["decoding"].items():
+            assert list(found["categories"]) == ["abc", "xyz"]
+            assert (found["prompts"], found["identical"]) == (2, 1.0)
+            assert 1 <= found["accepted_length"] <= found["nodes"] <= int(size[0])
+            parts = [part["tokens"] for part in found["categories"].values()]
+            assert found["tokens"] == sum(parts)
+    assert "decoding, 4 nodes" in lines[0]
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("done again")
+
+    monkeypatch.setattr(train, "run", never)
+    monkeypatch.setattr(bench, "run", never)
+    assert run("num_masks", words, capsys) == (0, lines)
+    with pytest.raises(SystemExit):
+        ablations.main(["num_masks", *words, "--token-rows", "700"])
+    assert "holds runs of 600 token rows, got 700" in capsys.readouterr().err
+
+
+def test_a_variant_is_bundled_on_the_target_of_the_first(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same drafter gives the same files, and the target's are links."""
+    built = []
+
+    def build(options: BuildOptions) -> Path:
+        assert options.out is not None
+        built.append(list(options.drafter_checkpoints))
+        return Path(shutil.copytree(workshop.bundle("parallelspec"), options.out))
+
+    monkeypatch.setattr(make_bundle, "build", build)
+    drafter = workshop.drafter("parallelspec")
+    variants = VariantBundles(tmp_path, str(workshop.llama()), "fp32")
+    with variants.bundle(drafter) as folder:
+        found = bundles.read(folder)
+        base = bundles.read(tmp_path / "target-fp32-1", verify=False)
+        assert found.manifest == base.manifest
+        for name in found.manifest.files:
+            is_own = name.startswith("drafters/")
+            assert (folder / name).samefile(base.path / name) != is_own, name
+    assert built == [[drafter]]
+    assert [path.name for path in tmp_path.iterdir()] == ["target-fp32-1"]
+
+
+def test_combinations_are_named_on_the_command_line() -> None:
+    known = {"baseline": ()}
+    text = "both: drafter.layers=2,drafter.taps=[1, 2],drafter.loss=tv"
+    both = ("drafter.layers=2", "drafter.taps=[1, 2]", "drafter.loss=tv")
+    assert ablations.chosen(known, [text], None) == {"baseline": (), "both": both}
+    assert ablations.chosen(known, [text], ["both"]) == {"both": both}
+    for added, only, message in (
+        (["layers=2"], None, "expected 'LABEL: KEY=VALUE,KEY=VALUE'"),
+        (["baseline: drafter.layers=2"], None, "got --variant 'baseline' twice"),
+        ([], ["both"], "got --only 'both', expected some of baseline"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ablations.chosen(known, added, only)
 
 
 @pytest.mark.parametrize("study", ablations.STUDIES)

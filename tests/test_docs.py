@@ -140,8 +140,80 @@ def test_what_bench_writes_today_can_be_rendered(
 def test_every_chart_is_drawn() -> None:
     pytest.importorskip("matplotlib")
     charts = tool("docs/charts.py")
-    for name in charts.CHARTS:
+    assert "guesses-by-drafter.svg" in charts.drawable()
+    for name in charts.drawable():
         assert ElementTree.fromstring(charts.draw(name)).tag.endswith("svg"), name
+
+
+DECODED = {
+    "accepted_length": 1.25,
+    "nodes": 7.5,
+    "draft_ms": 1.5,
+    "verify_ms": 12.5,
+    "plain_verify_ms": 10.0,
+    "speedup": 0.75,
+}
+VARIANT: dict[str, object] = {"variant": "two", "top1_K": [0.5, 0.25], "top5_K": [0.75, 0.5]}
+VARIANT |= {"accepted_length": 1.5, "parameters": 4_900_000, "ece_K": [0.011, 0.02]}
+VARIANT |= {"tokens_per_second": 1234.0, "hours": 2.5, "decoding": {"8 nodes": DECODED}}
+ROWS = [
+    {"drafter": name, "temperature": t, "size": size, **DECODED}
+    for name in ("parallelspec", "medusa")
+    for t, size in ((0.0, 8), (0.7, 64))
+]
+SECTIONS = {
+    "options": (
+        figures.OPTIONS,
+        {"nodes": 16, "token_rows": {"token_rows": 3e6}, "variants": [VARIANT, {"error": "x"}]},
+        "| two | 0.50 / 0.75 | 0.25 / 0.50 | 1.1% 2.0% | 1.50 | 1.25 | 4.9 M | 1,234 | 2.5 |",
+    ),
+    "masks": (
+        figures.BY_MASKS,
+        {"variants": [VARIANT]},
+        "| two | 8 nodes | 1.25 | 1.5 | 12.5 | 0.75 |",
+    ),
+    "temperatures": (
+        figures.TEMPERATURES,
+        {"rows": ROWS},
+        "| [`medusa`](../drafters/medusa.md) | 1.25 | 0.75 | 1.25 | 0.75 |",
+    ),
+    "nodes": (figures.BY_NODES, {"rows": ROWS}, "| *verify, ms* | 12.5 |  |"),
+}
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_section_is_there_once_it_is_measured(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its figures it is left out, heading and all."""
+    file, data, line = SECTIONS[name]
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    figures.load.cache_clear()
+    try:
+        if name == "masks":  # whose file is there without them
+            (tmp_path / f"{file}.json").write_text(json.dumps({"variants": []}))
+        assert figures.render(f"section {name}") == figures.LEFT_OUT
+        figures.load.cache_clear()
+        (tmp_path / f"{file}.json").write_text(json.dumps(data))
+        text = figures.render(f"section {name}")
+        assert text.startswith("\n\n## ")
+        assert line in text.splitlines()
+        assert f"Measured: `results/{file}.json`" in text
+    finally:
+        figures.load.cache_clear()
+
+
+def test_a_chart_is_drawn_once_it_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    charts = tool("docs/charts.py")
+    monkeypatch.setattr(charts, "RESULTS", tmp_path)
+    for name, file in charts.AWAITED.items():
+        assert name not in charts.drawable()
+        (tmp_path / f"{file}.json").write_text(json.dumps({"rows": ROWS}))
+        assert ElementTree.fromstring(charts.draw(name)).tag.endswith("svg")
+        assert name in charts.drawable()
 
 
 # ---- README and pages

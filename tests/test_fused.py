@@ -19,7 +19,7 @@ pytest.importorskip("onnxruntime")
 
 from contract import PROMPTS, check_acceptance  # noqa: E402
 from fake_clock import FakeClock  # noqa: E402
-from workshop import FluentWorkshop  # noqa: E402
+from workshop import FluentWorkshop, drafter_name  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_export import make_bundle  # noqa: E402
@@ -37,13 +37,12 @@ from spec_runtime.untrusted.onnx_file import read_outline  # noqa: E402
 
 FUSABLE = ("parallelspec", "amphista", "medusa")
 fusable = pytest.mark.parametrize("name", FUSABLE)
+CONDITIONED = "parallelspec+pairs"
 # Built for "cuda", the bundle is in fp16 and has banks (spec_export/graphs/banks.py). Both run on
 # the CPU.
 everywhere = pytest.mark.parametrize("device", ["cpu", "cuda"])
 # At fp32, those for "cuda" read whole buffers (attention "full_buffer").
-in_every_form = pytest.mark.parametrize(
-    ("device", "precision"), [("cpu", None), ("cuda", None), ("cuda", "fp32")]
-)
+FORMS = (("cpu", None), ("cuda", None), ("cuda", "fp32"))
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +54,7 @@ def bundles(fluent: FluentWorkshop) -> Any:
         return make_bundle.build(
             BuildOptions(
                 str(fluent.llama()),
-                [name],
+                [drafter_name(name)],
                 [fluent.drafter(name)],
                 precision,
                 max_length=160,
@@ -73,7 +72,7 @@ def bundles(fluent: FluentWorkshop) -> Any:
 
 
 def load(path: Path, name: str, **options: Any) -> Engine:
-    return spec_runtime.load(path, name, threads=1, fused=True, **options)
+    return spec_runtime.load(path, drafter_name(name), threads=1, fused=True, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +81,16 @@ def small_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "MIN_MASK", 32)
 
 
-@fusable
-@in_every_form
+in_every_form_and_conditioned = pytest.mark.parametrize(
+    ("name", "device", "precision"),
+    [
+        *((name, *form) for name in FUSABLE for form in FORMS),
+        (CONDITIONED, "cpu", None),
+    ],
+)
+
+
+@in_every_form_and_conditioned
 def test_the_fused_step_changes_no_token(
     bundles: Any, name: str, device: str, precision: str | None
 ) -> None:
@@ -103,8 +110,7 @@ def test_the_fused_step_changes_no_token(
     check_acceptance(steps)
 
 
-@fusable
-@in_every_form
+@in_every_form_and_conditioned
 def test_the_trees_are_those_the_host_grows(
     bundles: Any, name: str, device: str, precision: str | None
 ) -> None:
@@ -115,7 +121,7 @@ def test_the_trees_are_those_the_host_grows(
     engine = load(bundles(name, precision, device), name)
     assert isinstance(engine.fused, FusedSteps)
     host = spec_runtime.load(
-        bundles(name, precision, device), name, threads=1, lookup=False, fused=False
+        bundles(name, precision, device), drafter_name(name), threads=1, lookup=False, fused=False
     )
     host = host.with_budget(Budget(max_nodes=engine.fused.num_nodes))
     trees: list[TokenTree] = []

@@ -2,39 +2,62 @@
 
     python tools/ablations.py num_masks --data answers.jsonl --cache FOLDER --out runs/num_masks \\
         --minutes-each 20
-    python tools/ablations.py amphista --data answers.jsonl --cache FOLDER --out runs/amphista \\
-        --steps 450 --set train.warmup=50
-    python tools/ablations.py semi_autoregressive --data answers.jsonl --cache FOLDER \\
-        --out runs/semi_autoregressive --steps 450 --set train.warmup=50
+    python tools/ablations.py parallelspec_options --data answers.jsonl --cache FOLDER \\
+        --out runs/options --token-rows 3e6 --prompts spec_bench.jsonl --bundles bundles/options \\
+        --json ablation-parallelspec-options.json
+    python tools/ablations.py parallelspec_options --data answers.jsonl --cache FOLDER \\
+        --out runs/two-best --token-rows 1e7 --only "Markov, rank 256" "all that pay" \\
+        --variant "all that pay: drafter.markov_rank=256,drafter.mask_reads_token=true"
 
-num_masks: ParallelSpec with 1 to 6 masks. amphista: the drafter and the five ablations of its
-paper. semi_autoregressive: the networks h_q of its paper.
+num_masks: ParallelSpec with 1 to 6 masks. parallelspec_options: what ParallelSpec can have besides
+its paper's form. amphista: the drafter and the five ablations of its paper. semi_autoregressive:
+the networks h_q of its paper. --variant adds combinations.
 
-The first variant builds the feature cache, which takes no variant's time. A cache with num_masks'
-taps, such as tools/train_drafters.py makes, serves all studies. A variant that has finished under
---out with the same settings is not trained again. A variant that fails is reported and left out,
-and the exit code is 1. The table goes to the standard output; --json writes it to a file, with
-everything else that was measured.
+The feature cache takes no variant's time: with --token-rows, and where variants differ in taps, two
+steps of the variant with most taps build it; otherwise the first variant does. A cache with
+num_masks' taps, such as tools/train_drafters.py makes, serves all studies but the one of options.
+A variant that has finished under --out with the same settings is not trained again, and one that
+was stopped goes on (but with --minutes-each, which starts it anew). A variant that fails is
+reported and left out, and the exit code is 1. The table goes to the standard output; --json writes
+it to a file, with everything else that was measured, after each variant.
+
+With --prompts each trained variant then decodes them with trees of each size in --nodes, without
+prompt lookup. That goes on where it was stopped, too. --bundles keeps the target's bundle.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import sys
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from decoding import Ledger, Task, decode, sizes
+from training_runs import (
+    BUDGET,
+    Place,
+    RowBudget,
+    build_cache,
+    measured,
+    row_budget,
+    row_count,
+    taps_of,
+    trained,
+)
+from variant_bundles import VariantBundles
+
+import spec_runtime
+from spec_export.graphs.quantize import PRECISIONS
 from spec_export.training import checkpoint, recipe
-from spec_export.training import run as train
 from spec_export.training.validate import VALIDATION_BUDGET
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.files import require_writable, sha256, write_atomically
 from spec_runtime.measure import provenance
+from spec_runtime.measure.prompts import read_prompts
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
 
@@ -63,6 +86,25 @@ STUDIES = {
         RECIPES / "parallelspec.toml",
         {f"num_masks = {masks}": (f"drafter.num_masks={masks}",) for masks in range(1, 7)},
     ),
+    "parallelspec_options": Study(
+        RECIPES / "parallelspec.toml",
+        {
+            "baseline": (),
+            "token in mask rows": ("drafter.mask_reads_token=true",),
+            "Markov, rank 64": ("drafter.markov_rank=64",),
+            "Markov, rank 256": ("drafter.markov_rank=256",),
+            "Markov, rank 256, reads hidden": (
+                "drafter.markov_rank=256",
+                "drafter.markov_reads_hidden=true",
+            ),
+            "two layers": ("drafter.layers=2",),
+            "five taps": ("drafter.taps=[5, 10, 15, 20, 25]",),
+            "loss tv": ("drafter.loss=tv",),
+            "loss lk": ("drafter.loss=lk",),
+            "depth weights by reach": ("drafter.depth_weights=reach",),
+            "prompts' rows": ("drafter.prompt_weight=0.5",),
+        },
+    ),
     "semi_autoregressive": Study(
         RECIPES / "semi_autoregressive.toml",
         {
@@ -82,8 +124,75 @@ STUDIES = {
 }
 
 
+@dataclass(frozen=True)
+class Decoder:
+    """Decodes the task with each trained variant, with trees of each size."""
+
+    bundles: VariantBundles
+    task: Task
+    nodes: Sequence[int]
+
+    def figures(self, drafter: Path) -> dict[str, dict[str, Any]]:
+        """Returns the figures by name of size, "8 nodes"; decodes what is not there yet."""
+        weights = {"drafter": sha256(drafter / "drafter.safetensors")}
+        settings = {**self.task.settings, **weights, "precision": self.bundles.precision}
+        ledger = Ledger(drafter.parent / "decoding.json", settings)
+        names = {count: f"{count} nodes" for count in self.nodes}
+        if ledger.lacks(names.values(), self.task):
+            with self.bundles.bundle(drafter) as folder:
+                engine = spec_runtime.load(folder, verify=False, lookup=False, profile=False)
+                engines = {names[count]: each for count, each in sizes(engine, self.nodes).items()}
+                decode(engines, self.task, ledger)
+        return {name: ledger.figures(name) for name in names.values()}
+
+
 def main(words: list[str] | None = None) -> int:
     """Runs the study that the command line names; returns 1 if a variant failed."""
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    if arguments.json:
+        require_writable(arguments.json)
+    study = STUDIES[arguments.study]
+    path = arguments.recipe or study.recipe
+    place = Place(arguments.data, arguments.cache, arguments.out)
+    try:
+        variants = chosen(study.variants, arguments.variant, arguments.only)
+        plan = recipe.load(path, [*place.overrides, *arguments.set, *_end(arguments, None)])
+        decoder = _decoder(arguments, plan.model)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if not arguments.data.is_file():
+        parser.error(f"got --data {arguments.data}, expected a file of chat rows")
+    try:
+        _build_cache_if_needed(arguments, path, variants, place)
+        budget = None
+        if arguments.token_rows is not None:
+            budget = row_budget(arguments.token_rows, plan, place.out, place.cache)
+    except ValueError as error:
+        parser.error(str(error))
+
+    common = [*place.overrides, *arguments.set, *_end(arguments, budget)]
+    rows: list[dict[str, Any]] = []
+    for label, overrides in variants.items():
+        folder = _folder(place, label)
+        print(f"{label}: {folder}", file=sys.stderr, flush=True)
+        row: dict[str, Any] = {"variant": label, "overrides": list(overrides)}
+        try:
+            drafter = trained(path, [*common, *overrides], folder, place.cache)
+            row |= measured(drafter, None if budget is None else budget.rows_per_step)
+            if decoder is not None:
+                row["decoding"] = decoder.figures(drafter)
+        except Exception as error:
+            traceback.print_exc()
+            row["error"] = f"{type(error).__name__}: {error}"
+        rows.append(row)
+        if arguments.json:
+            write_json(arguments, path, budget, decoder, rows)
+    print(table(rows))
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -93,86 +202,96 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="one run a variant goes here")
     budget = parser.add_mutually_exclusive_group(required=True)
     budget.add_argument("--steps", type=int, help="optimiser steps a variant")
+    budget.add_argument(
+        "--token-rows", type=row_count, help="answer tokens that a variant learns from"
+    )
     budget.add_argument("--minutes-each", type=float, help="at most; the recipe's steps end it too")
     parser.add_argument("--set", action="append", default=[], help="overrides for all variants")
+    parser.add_argument("--variant", action="append", default=[], metavar="'LABEL: KEY=VALUE,…'")
+    parser.add_argument("--only", nargs="+", metavar="LABEL", help="these variants alone")
     parser.add_argument("--recipe", type=Path, help="another recipe of the same drafter")
     parser.add_argument("--json", type=Path, help="write the results here too")
-    arguments = parser.parse_args(words)
-    if arguments.json:
-        require_writable(arguments.json)
-    study = STUDIES[arguments.study]
-    path = arguments.recipe or study.recipe
-    common = [f"data.path={json.dumps(str(arguments.data.resolve()))}", *arguments.set]
+    decoding = parser.add_argument_group("decoding with each variant")
+    decoding.add_argument("--prompts", type=Path, help="Spec-Bench's questions")
+    decoding.add_argument("--bundles", type=Path, help="where bundles are built (--out/bundles)")
+    decoding.add_argument("--per-category", type=int, default=10)
+    decoding.add_argument("--max-new-tokens", type=int, default=128)
+    decoding.add_argument("--nodes", type=int, nargs="+", default=(8, 16))
+    decoding.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    return parser
+
+
+def chosen(
+    variants: Mapping[str, tuple[str, ...]], added: Sequence[str], only: Sequence[str] | None
+) -> dict[str, tuple[str, ...]]:
+    """Returns the study's variants and those added on the command line, or `only` some of them.
+
+    "both: drafter.layers=2,drafter.taps=[1, 2]" adds the variant "both" with two overrides. Raises
+    ValueError for a label that is there already, one that is not, and a text of another form.
+    """
+    every = dict(variants)
+    for text in added:
+        label, colon, overrides = (part.strip() for part in text.partition(":"))
+        how = tuple(part.strip() for part in re.split(r",(?=\s*\w+\.\w+\s*=)", overrides))
+        if not colon or not label or not all("=" in part for part in how):
+            raise ValueError(f"got --variant {text!r}, expected 'LABEL: KEY=VALUE,KEY=VALUE'")
+        if label in every:
+            raise ValueError(f"got --variant {label!r} twice, expected another label")
+        every[label] = how
+    unknown = [label for label in only or () if label not in every]
+    if unknown:
+        raise ValueError(f"got --only {unknown[0]!r}, expected some of {', '.join(every)}")
+    return {label: every[label] for label in only or every}
+
+
+def _end(arguments: argparse.Namespace, budget: RowBudget | None) -> list[str]:
+    """Returns the overrides that end a run; None where token rows are not counted in steps yet."""
+    if budget is not None:
+        return [f"train.max_steps={budget.steps}"]
     if arguments.steps is not None:
-        common.append(f"train.max_steps={arguments.steps}")
-    else:
-        common.append(f"train.max_minutes={arguments.minutes_each}")
-    try:
-        recipe.load(path, common)
-    except ValueError as error:
-        parser.error(str(error))
-    if not arguments.data.is_file():
-        parser.error(f"got --data {arguments.data}, expected a file of chat rows")
-
-    rows: list[dict[str, Any]] = []
-    for label, overrides in study.variants.items():
-        folder = arguments.out / re.sub(r"\W+", "-", label)
-        print(f"{label}: {folder}", file=sys.stderr, flush=True)
-        row: dict[str, Any] = {"variant": label, "overrides": list(overrides)}
-        try:
-            row |= measured(trained(path, [*common, *overrides], folder, arguments.cache))
-        except Exception as error:
-            traceback.print_exc()
-            row["error"] = f"{type(error).__name__}: {error}"
-        rows.append(row)
-        if arguments.json:
-            write_json(arguments, path, rows)
-    print(table(rows))
-    return 1 if any("error" in row for row in rows) else 0
+        return [f"train.max_steps={arguments.steps}"]
+    if arguments.minutes_each is not None:
+        return [f"train.max_minutes={arguments.minutes_each}"]
+    return []
 
 
-def trained(path: Path, overrides: list[str], folder: Path, cache: Path) -> Path:
-    """Returns the drafter's folder; trains it unless it is there with the same settings."""
-    plan = recipe.load(path, overrides)
-    drafter = folder / "drafter"
-    if drafter.exists():
-        if checkpoint.load_drafter(drafter).provenance["recipe"] != plan.as_dict():
-            raise ValueError(f"{folder} holds a run with other settings: name another --out")
-        return drafter
-    if plan.train.max_minutes is not None:
-        # a resumed run starts its time anew, and would get more of it than the other variants
-        checkpoint.clear(folder / "checkpoints")
-    resume = checkpoint.latest(folder / "checkpoints") is not None
-    return train.run(path, overrides, folder, resume=resume, cache=cache)
+def _decoder(arguments: argparse.Namespace, model: str | None) -> Decoder | None:
+    if arguments.prompts is None:
+        return None
+    prompts = read_prompts(arguments.prompts, per_category=arguments.per_category)
+    folder = arguments.bundles or arguments.out / "bundles"
+    bundles = VariantBundles(folder, model, arguments.precision)
+    return Decoder(bundles, Task(prompts, arguments.max_new_tokens, {}), arguments.nodes)
 
 
-def measured(drafter: Path) -> dict[str, Any]:
-    """Returns a finished drafter's size and validation, from its own config.json."""
-    about = json.loads((drafter / "config.json").read_text())
-    tensors = {k: v for k, v in about["tensors"].items() if k != checkpoint.DRAFT_TOKEN_IDS}
-    found = about["provenance"]["validation"]
-    if found is None:
-        raise ValueError(f"{drafter} was not validated: hold back some rows of the data")
-    return {
-        "parameters": sum(math.prod(shape) for _, *shape in tensors.values()),
-        "steps": about["provenance"]["steps"],
-        "accepted_length": found["accepted_length"],
-        "top1_K": by_guess(found, "top1"),
-        "top5_K": by_guess(found, "top5"),
-    }
+def _build_cache_if_needed(
+    arguments: argparse.Namespace,
+    path: Path,
+    variants: Mapping[str, tuple[str, ...]],
+    place: Place,
+) -> None:
+    """Builds the cache by the variant with most taps, unless the first run builds it as well or
+    every variant has finished."""
+    taps = {how: taps_of(path, [*arguments.set, *how]) for how in variants.values()}
+    finished = [(_folder(place, label) / "drafter").exists() for label in variants]
+    counts_rows = arguments.token_rows is not None and not (place.out / BUDGET).is_file()
+    if counts_rows or (len(set(taps.values())) > 1 and not all(finished)):
+        most = max(taps, key=lambda how: len(taps[how]))
+        build_cache(path, [*arguments.set, *most], place)
 
 
-def by_guess(found: dict[str, float], name: str) -> list[float]:
-    count = sum(key.startswith(f"{name}_") for key in found)
-    return [found[f"{name}_{k}"] for k in range(count)]
+def _folder(place: Place, label: str) -> Path:
+    return place.out / re.sub(r"\W+", "-", label)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns a Markdown table; guesses are numbered from 1, the token behind the root."""
     num_guesses = max((len(row.get("top1_K", ())) for row in rows), default=0)
     nodes = VALIDATION_BUDGET.max_nodes
+    sizes = list(dict.fromkeys(size for row in rows for size in row.get("decoding", ())))
     top1 = [f"top-1, guess {k}" if k == 1 else str(k) for k in range(1, num_guesses + 1)]
-    head = ["variant", *top1, f"accepted length, {nodes} nodes", "parameters", "steps"]
+    head = ["variant", *top1, f"accepted length, {nodes} nodes"]
+    head += [f"decoding, {size}" for size in sizes] + ["parameters", "steps"]
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
         if "error" in row:
@@ -185,6 +304,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 *accuracy,
                 *["-"] * (num_guesses - len(accuracy)),
                 f"{row['accepted_length']:.3f}",
+                *(f"{row['decoding'][size]['accepted_length']:.3f}" for size in sizes),
                 f"{row['parameters'] / 1e6:.2f} M",
                 str(row["steps"]),
             ]
@@ -192,15 +312,27 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def write_json(arguments: argparse.Namespace, path: Path, rows: list[dict[str, Any]]) -> None:
+def write_json(
+    arguments: argparse.Namespace,
+    path: Path,
+    budget: RowBudget | None,
+    decoder: Decoder | None,
+    rows: list[dict[str, Any]],
+) -> None:
     result = checkpoint.collect_provenance(
         study=arguments.study,
         recipe=path.name,
-        steps=arguments.steps,
+        steps=arguments.steps if budget is None else budget.steps,
         minutes_each=arguments.minutes_each,
+        token_rows=None if budget is None else asdict(budget),
         nodes=VALIDATION_BUDGET.max_nodes,
+        max_new_tokens=None if decoder is None else decoder.task.max_new_tokens,
         variants=rows,
-        provenance=provenance.collect(packages=("torch", "transformers")),
+        provenance=provenance.collect(
+            packages=("torch", "transformers"),
+            prompts_file=arguments.prompts,
+            prompts=None if decoder is None else decoder.task.prompts,
+        ),
     )
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(arguments.json, json.dumps(result, indent=1) + "\n")

@@ -10,6 +10,8 @@ there). NAME is one of
     FILE PATH FORMAT    one value: `bench-fp32 overall.speedup .2f` is results/bench-fp32.json's
                         overall.speedup with two decimals
     TABLE [ARGUMENT]    one of the tables of this file, such as `sweep int8`
+    section NAME        a heading, its table and where the figures come from; nothing at all as
+                        long as the figures have not been measured
 
 With --check nothing is written: the exit code is 1 if a block is not what its JSON says. Figures
 are never typed by hand, so that a new measurement needs this command and no editing.
@@ -33,7 +35,11 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
-AWAITED = ("lookup-fp32",)  # new measurements, which a page may be ahead of
+OPTIONS, TEMPERATURES = "ablation-parallelspec-options", "drafters-temperatures"
+BY_NODES, BY_MASKS = "drafters-nodes", "ablation-num-masks"
+# new measurements, which a page may be ahead of
+AWAITED = ("lookup-fp32", OPTIONS, TEMPERATURES, BY_NODES)
+LEFT_OUT = "\n\n"  # what stands for a section whose figures are not there
 NOT_MEASURED = "\n\n*Not measured yet.*\n\n"
 CONTENDERS = {
     "plain": "plain decoding",
@@ -305,6 +311,157 @@ def ablation(study: str) -> str:
     return table(head, rows)
 
 
+# ---- sections that a page has once they are measured
+
+
+def section(name: str) -> str:
+    """One of `SECTIONS`, or nothing where its JSON file is not there or lacks its figures."""
+    if name not in SECTIONS:
+        raise FigureError(f"got section {name!r}, expected one of {', '.join(SECTIONS)}")
+    return SECTIONS[name]()
+
+
+def framed(heading: str, words: str, body: str, file: str) -> str:
+    """Returns a section: heading, words, tables or figures, and where they come from."""
+    return f"\n\n## {heading}\n\n{words}\n{body}\nMeasured: {source(file)}\n\n"
+
+
+def options_study() -> str:
+    """ParallelSpec's options at one budget: guesses, calibration, lengths, size and speed."""
+    if not measured(OPTIONS):
+        return LEFT_OUT
+    data = load(OPTIONS)
+    variants = [each for each in value(data, "variants", OPTIONS) if "error" not in each]
+    count = max(len(each["top1_K"]) for each in variants)
+    sizes = list(dict.fromkeys(size for each in variants for size in each.get("decoding", ())))
+    rows = []
+    for each in variants:
+        pairs = zip(each["top1_K"], each["top5_K"], strict=True)
+        guesses = [f"{best:.2f} / {five:.2f}" for best, five in pairs]
+        decoding = each.get("decoding", {})
+        errors = each.get("ece_K")
+        lengths = [decoding.get(size, {}).get("accepted_length") for size in sizes]
+        rows.append(
+            [
+                each["variant"],
+                *guesses,
+                *[""] * (count - len(guesses)),
+                "" if errors is None else " ".join(f"{error:.1%}" for error in errors),
+                f"{each['accepted_length']:.2f}",
+                *(number(length, ".2f") for length in lengths),
+                millions(each["parameters"]),
+                number(each.get("tokens_per_second"), ",.0f"),
+                number(each.get("hours"), ".1f"),
+            ]
+        )
+    head = ["variant", *(f"guess {k + 1}" for k in range(count)), "calibration error by guess"]
+    head += [f"simulated, {data['nodes']} nodes", *(f"decoding, {size}" for size in sizes)]
+    words = (
+        f"Each variant learnt from {data['token_rows']['token_rows'] / 1e6:.3g} M token rows of "
+        "the same data in one run with the same seed. A guess has the share of answers that are "
+        "the best guess, and that are among the best five. *Simulated* is the accepted length on "
+        "held-out answers; *decoding* that on Spec-Bench, without prompt lookup."
+    )
+    body = table([*head, "parameters", "training tokens/s", "hours"], rows)
+    return framed("ParallelSpec: options", words, body, OPTIONS)
+
+
+def masks_speed() -> str:
+    """ParallelSpec with 1 to 6 masks in decoding: accepted length and speed-up by tree size."""
+    data = load(BY_MASKS)
+    variants = [each for each in value(data, "variants", BY_MASKS) if "decoding" in each]
+    if not variants:
+        return LEFT_OUT
+    rows = []
+    for each in variants:
+        for size, found in each["decoding"].items():
+            rows.append(
+                [
+                    each["variant"],
+                    size,
+                    f"{found['accepted_length']:.2f}",
+                    f"{found['draft_ms']:.1f}",
+                    f"{found['verify_ms']:.1f}",
+                    f"{found['speedup']:.2f}",
+                ]
+            )
+    head = ["variant", "trees", "accepted length", "draft ms", "verify ms", "speed-up"]
+    words = "The same drafters decode Spec-Bench's prompts, without prompt lookup."
+    return framed("ParallelSpec: what a mask is worth in speed", words, table(head, rows), BY_MASKS)
+
+
+def by_drafter(file: str, key: str) -> dict[str, dict[Any, dict[str, Any]]]:
+    """Returns the rows of tools/compare_drafters.py by drafter and by `key`."""
+    found: dict[str, dict[Any, dict[str, Any]]] = {}
+    for row in value(load(file), "rows", file):
+        found.setdefault(row["drafter"], {})[row[key]] = row
+    return found
+
+
+def drafters_temperatures() -> str:
+    """All drafters at each temperature: accepted length and speed-up."""
+    if not measured(TEMPERATURES):
+        return LEFT_OUT
+    found = by_drafter(TEMPERATURES, "temperature")
+    temperatures = list(dict.fromkeys(t for rows in found.values() for t in rows))
+    cells = []
+    for name, rows in found.items():
+        pairs = [
+            (number(row.get("accepted_length"), ".2f"), number(row.get("speedup"), ".2f"))
+            for row in (rows.get(t, {}) for t in temperatures)
+        ]
+        cells.append([f"[`{name}`](../drafters/{name}.md)", *(x for pair in pairs for x in pair)])
+    head = ["drafter"]
+    for t in temperatures:
+        head += [f"T = {t:g}: accepted length", "speed-up"]
+    words = (
+        "Above temperature 0 the target's tokens are drawn (target sampling), so that the text "
+        "keeps the target's distribution. Each speed-up is over plain decoding at that temperature."
+    )
+    return framed("By temperature", words, table(head, cells), TEMPERATURES)
+
+
+def drafters_nodes() -> str:
+    """All drafters with trees of each size: accepted length, and what verifying them takes."""
+    if not measured(BY_NODES):
+        return LEFT_OUT
+    found = by_drafter(BY_NODES, "size")
+    sizes = list(dict.fromkeys(n for rows in found.values() for n in rows))
+    cells = [
+        [
+            f"[`{name}`](../drafters/{name}.md)",
+            *(number(rows.get(n, {}).get("accepted_length"), ".2f") for n in sizes),
+        ]
+        for name, rows in found.items()
+    ]
+    verify = {n: [rows[n]["verify_ms"] for rows in found.values() if fills(rows, n)] for n in sizes}
+    costs = [f"{sum(ms) / len(ms):.1f}" if ms else "" for ms in verify.values()]
+    plain = [row["plain_verify_ms"] for rows in found.values() for row in rows.values()]
+    head = ["drafter", *(f"{n} nodes" for n in sizes)]
+    words = (
+        "Accepted length with grown trees of so many nodes, root included. The last row is what "
+        "the target takes to verify such a tree, on average over the drafters whose trees have "
+        f"that size; a plain pass takes {sum(plain) / len(plain):.1f} ms. Where it rises faster "
+        "than the accepted length, a larger tree does not pay."
+    )
+    body = table(head, [*cells, ["*verify, ms*", *costs]])
+    picture = "\n![Accepted length and verify time by nodes](../images/accepted-by-nodes.svg)\n"
+    return framed("By nodes", words, body + picture, BY_NODES)
+
+
+def fills(rows: dict[int, dict[str, Any]], nodes: int) -> bool:
+    """Says whether the trees have nearly the size allowed: lookups draft only what they find."""
+    return nodes in rows and rows[nodes]["nodes"] > 0.8 * nodes
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "options": options_study,
+    "masks": masks_speed,
+    "temperatures": drafters_temperatures,
+    "nodes": drafters_nodes,
+}
+
+
 def compare(file: str) -> str:
     """Several drafters of one run side by side, such as one with and without lookup."""
     if not measured(file):
@@ -524,6 +681,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "drafter": drafter,
     "accuracy": accuracy,
     "compare": compare,
+    "section": section,
     "acceptance": acceptance,
     "sweep": sweep,
     "ablation": ablation,

@@ -1,85 +1,84 @@
 """Trains several drafters on one feature cache, one after the other, on a CPU or a GPU.
 
-    python tools/train_drafters.py --data answers.jsonl --out runs/all recipes/smollm2-135m/*.toml
+    python tools/train_drafters.py --data answers.jsonl --out runs/all --token-rows 3e6 \\
+        recipes/smollm2-135m/*.toml
 
---data replaces each recipe's data. The minutes of --minutes that are left when the features are
-there are shared equally. A drafter that fails is reported and skipped. Every recipe's run is under
---out, and `results.json` there has each one's validation or error. --shards DIR copies the finished
-drafters to DIR in files of at most 15 MiB (join them with cat), for machines that return no larger
-files.
+--data replaces each recipe's data. With --token-rows every drafter learns from so many answer
+tokens, and the same command goes on where it was stopped. With --minutes the time that is left when
+the features are there is shared equally. A drafter that fails is reported and skipped, and the exit
+code is 1. Every recipe's run is under --out, and `results.json` there has each one's validation or
+error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import traceback
 from pathlib import Path
 
+from training_runs import Place, build_cache, measured, row_budget, row_count, taps_of, trained
+
 from spec_export.training import recipe
-from spec_export.training import run as train
 from spec_runtime.files import write_atomically
 from spec_runtime.measure import provenance
 
-SHARD_BYTES = 15 << 20
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(words: list[str] | None = None) -> int:
+    """Trains as the command line says; returns 1 if a drafter failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipes", nargs="+", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, required=True, help="for all drafters together")
+    parser.add_argument("--cache", type=Path, help="the feature cache (--out/features)")
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--minutes", type=float, help="for all drafters together")
+    budget.add_argument("--token-rows", type=row_count, help="answer tokens a drafter learns from")
     parser.add_argument(
         "--loading", type=float, default=0.3, help="minutes a drafter's start takes"
     )
     parser.add_argument("--set", action="append", default=[], dest="overrides")
-    parser.add_argument("--shards", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
+    if not arguments.data.is_file():
+        parser.error(f"got --data {arguments.data}, expected a file of chat rows")
     # the recipe with the most taps comes first: its feature cache serves the others
-    recipes = sorted(arguments.recipes, key=num_taps, reverse=True)
-    overrides = [f"data.path={json.dumps(str(arguments.data.resolve()))}", *arguments.overrides]
-    deadline = time.monotonic() + 60 * arguments.minutes
-    cache = arguments.out / "features"
-    # two steps of the first recipe build the cache, so that it takes no drafter's time
-    train.run(
-        recipes[0], [*overrides, "train.max_steps=2"], arguments.out / "first-steps", cache=cache
-    )
+    recipes = sorted(arguments.recipes, key=lambda path: len(taps_of(path)), reverse=True)
+    place = Place(arguments.data, arguments.cache or arguments.out / "features", arguments.out)
+    deadline = time.monotonic() + 60 * (arguments.minutes or 0)
+    build_cache(recipes[0], arguments.overrides, place)
     about = provenance.collect(packages=("torch", "transformers"))
     results: dict[str, object] = {"provenance": about}
+    failed = False
     for i, path in enumerate(recipes):
-        begin = time.monotonic()
-        minutes = max(0.1, (deadline - begin) / 60 / (len(recipes) - i) - arguments.loading)
-        limit = f"train.max_minutes={minutes:.2f}"
+        begin, folder = time.monotonic(), place.out / path.stem
+        common = [*place.overrides, *arguments.overrides]
         try:
-            folder = train.run(path, [*overrides, limit], arguments.out / path.stem, cache=cache)
-            config = json.loads((folder / "config.json").read_text())
-            results[path.stem] = config["provenance"]["validation"]
-            if arguments.shards:
-                shard(folder, arguments.shards, path.stem)
+            rows_per_step = None
+            if arguments.token_rows is not None:
+                plan = recipe.load(path, common)
+                rows = row_budget(arguments.token_rows, plan, folder, place.cache)
+                rows_per_step = rows.rows_per_step
+                limit = f"train.max_steps={rows.steps}"
+            else:
+                minutes = (deadline - begin) / 60 / (len(recipes) - i) - arguments.loading
+                limit = f"train.max_minutes={max(0.1, minutes):.2f}"
+            drafter = trained(path, [*common, limit], folder, place.cache)
+            config = json.loads((drafter / "config.json").read_text())
+            validation = config["provenance"]["validation"]
+            results[path.stem] = validation and {**validation, **measured(drafter, rows_per_step)}
         except Exception:
             traceback.print_exc()
+            failed = True
             results[path.stem] = traceback.format_exc(limit=0).splitlines()[-1]
         print(f"{path.stem}: {(time.monotonic() - begin) / 60:.1f} minutes", flush=True)
         write_atomically(arguments.out / "results.json", json.dumps(results, indent=1))
     print(json.dumps(results, indent=1))
-
-
-def num_taps(path: Path) -> int:
-    """Returns how many target layers the recipe's drafter reads beside the final feature."""
-    return len(recipe.load(path).drafter_fields.get("taps", ()))
-
-
-def shard(drafter: Path, folder: Path, name: str) -> None:
-    """Copies a drafter's files to `folder` in parts of at most `SHARD_BYTES`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(drafter.iterdir()):
-        content = file.read_bytes()
-        for part, begin in enumerate(range(0, len(content), SHARD_BYTES)):
-            target = folder / f"{name}.{file.name}.{part}"
-            target.write_bytes(content[begin : begin + SHARD_BYTES])
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

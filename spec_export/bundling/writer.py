@@ -15,6 +15,7 @@ from spec_export.graphs.half import narrow
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.slots import to_slots
 from spec_runtime.bundle import DrafterInfo, Graph, TensorSpec, fused_name
+from spec_runtime.proposers.heads import mask_input_ids
 
 
 class GraphWriter:
@@ -62,13 +63,15 @@ class GraphWriter:
         """
         drafter, config = info.graphs["drafter"], info.config
         num_masks, base = config.get("num_masks", 0), config.get("mask_token_base", 0)
+        reads_token = config.get("mask_reads_token", False)
         model = fuse(
             ir.load(self.folder / target.file),
             ir.load(self.folder / drafter.file),
             num_nodes=info.trees["max_nodes"],
             taps=config.get("taps", ()),
-            mask_ids=range(base, base + num_masks),
+            mask_ids=mask_input_ids(base, num_masks, reads_token),
             repeat_feature=config.get("mask_feature") == "anchor",
+            mask_reads_token=reads_token,
         )
         file = f"target/{fused_name(info.name)}.onnx"
         graph = save_graph(model, "slots", self.folder, file, (target, drafter))

@@ -23,6 +23,9 @@ def command(
             "--num-prompts", help="Number of answers to write", show_default="the file's, or 1000"
         ),
     ] = None,
+    turns: Annotated[
+        int, typer.Option("--turns", help="User messages of a conversation, given or sampled")
+    ] = 1,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", help="Longest answer, in tokens")
     ] = 256,
@@ -30,9 +33,9 @@ def command(
         int, typer.Option("--max-prompt-tokens", help="Longest sampled prompt, in tokens")
     ] = 128,
     temperature: Annotated[
-        float,
-        typer.Option("--temperature", help="Temperature the answers are sampled at; 0 is greedy"),
-    ] = 0.0,
+        str,
+        typer.Option("--temperature", help="Temperature of the answers, 0 is greedy; or several"),
+    ] = "0",
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of the sampled prompts and answers")
     ] = 0,
@@ -65,7 +68,8 @@ def command(
             num_prompts=num_prompts,
             max_new_tokens=max_new_tokens,
             max_prompt_tokens=max_prompt_tokens,
-            temperature=temperature,
+            turns=turns,
+            temperature=_temperatures(temperature),
             seed=seed,
             batch_size=batch_size,
             engine=engine,
@@ -79,3 +83,14 @@ def command(
         f"{result.out}: {result.rows} rows, {result.answer_tokens} answer tokens, "
         f"by {result.engine}{rate}{skipped}"
     )
+
+
+def _temperatures(text: str) -> float | tuple[float, ...]:
+    """Returns the number, or the numbers between commas."""
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"got {text!r}, expected a number, or several like 0,0.7,1", param_hint="--temperature"
+        ) from None
+    return values[0] if len(values) == 1 else values

@@ -1,14 +1,14 @@
 """Lets the target answer prompts and writes the answers down, to train drafters on them.
 
 Prompts come from a file, or from the target itself, which samples them behind the chat template's
-user prefix. Rows {"prompt": ids, "response": ids}, as `data.read` takes them, are appended batch by
-batch. A second file beside them, the sidecar, records the last whole batch, so that an interrupted
-run goes on where it was and ends with the same file. The engines in engines.py generate the tokens.
+user prefix. Rows {"prompt": ids, "response": ids}, or {"turns": […]} with several such pairs, as
+`data.read` takes them, are appended batch by batch. A second file beside them, the sidecar, records
+the last whole batch, so that an interrupted run goes on where it was and ends with the same file.
+conversations.py makes the rows of a batch; the engines in engines.py generate the tokens.
 """
 
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -21,73 +21,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from spec_export import target
-from spec_export.distill.engines import (
-    ENGINES,
-    PRECISIONS,
-    AnswerEngine,
-    GenerationParams,
-    choose,
-    open_engine,
-)
+from spec_export.distill.config import DistillConfig, DistillError
+from spec_export.distill.conversations import Distiller, PromptIds, num_answer_tokens
+from spec_export.distill.engines import choose, open_engine
 from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
 from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.files import locked, sha256, write_atomically
 from spec_runtime.mapping import from_mapping, parse_json
 
-# Prompts are sampled from the target's own distribution, without its improbable tail.
-PROMPT_TEMPERATURE = 1.0
-PROMPT_TOP_K = 100
 # A target that has ended no prompt in so many batches in a row is given up.
 MAX_EMPTY_BATCHES = 20
-
-
-class DistillError(ValueError):
-    """Prompts, settings or files that cannot be used."""
-
-
-@dataclass(frozen=True)
-class DistillConfig:
-    """The settings of one distillation run.
-
-    Attributes:
-        model: the target as `target.resolve` takes it; None means the demo.
-        out: the JSON Lines file to write; its sidecar is `<out>.state.json`.
-        prompts: JSON Lines of {"prompt": text or ids} with an optional "source"; None lets the
-            target sample its own. Prompts that the context has no room for are skipped.
-        num_prompts: rows to write; None means the whole prompts file, or 1000 sampled ones.
-        max_new_tokens: tokens of the longest answer, end token included.
-        max_prompt_tokens: tokens of the longest sampled prompt; longer ones are left out.
-        temperature: the answers' sampling temperature; 0 is greedy.
-        batch_size: prompts that the engine gets at once; an interruption loses at most these.
-        resume: go on with `out` if it exists already; without it that is an error.
-    """
-
-    model: str | None
-    out: Path
-    prompts: Path | None = None
-    num_prompts: int | None = None
-    max_new_tokens: int = 256
-    max_prompt_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
-    batch_size: int = 64
-    engine: str = "auto"
-    precision: str = "fp32"
-    resume: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_new_tokens", "max_prompt_tokens", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise DistillError(f"{name} is {value}, expected at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise DistillError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
-        if self.engine not in ENGINES:
-            raise DistillError(f"engine is {self.engine!r}, expected one of {', '.join(ENGINES)}")
-        if self.precision not in PRECISIONS:
-            known = ", ".join(PRECISIONS)
-            raise DistillError(f"precision is {self.precision!r}, expected one of {known}")
 
 
 @dataclass(frozen=True)
@@ -105,15 +49,6 @@ class DistillResult:
     new_tokens: int
     seconds: float
     skipped: int = 0
-
-
-@dataclass(frozen=True)
-class _PromptIds:
-    """A prompt's token ids, without the chat template's, and the source that its row named."""
-
-    ids: list[int]
-    source: str | None = None
-    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -194,13 +129,13 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
             Text(visible(f"loading {source.name} ({engine_name}, {config.precision})"))
         ):
             engine = open_engine(engine_name, source, config.precision, config.batch_size)
-        distiller = _Distiller(config, engine, tokenizer, source, affixes, room, given)
+        distiller = Distiller(config, engine, tokenizer, source, room, given)
         result = _write(config, console, distiller, state, goal)
     return replace(result, skipped=num_skipped)
 
 
 def _write(
-    config: DistillConfig, console: Console, distiller: "_Distiller", state: _Sidecar, goal: int
+    config: DistillConfig, console: Console, distiller: Distiller, state: _Sidecar, goal: int
 ) -> DistillResult:
     """Appends batches to `config.out` until it has `goal` rows."""
     start = time.perf_counter()
@@ -220,7 +155,7 @@ def _write(
                     f"the target ended no prompt within {config.max_prompt_tokens} tokens in "
                     f"{num_empty} batches: raise max_prompt_tokens, or give prompts"
                 )
-            tokens = sum(len(row["response"]) for row in kept)
+            tokens = sum(num_answer_tokens(row) for row in kept)
             rows, answer_tokens = rows + len(kept), answer_tokens + tokens
             num_new += tokens
             with disk.writing("answers", config.out.parent):
@@ -242,113 +177,41 @@ def _say(console: Console, line: str) -> None:
     console.print(visible(line), soft_wrap=True)
 
 
-class _Distiller:
-    """Makes the prompts and answers of a batch; a batch depends on its number alone."""
-
-    def __init__(
-        self,
-        config: DistillConfig,
-        engine: AnswerEngine,
-        tokenizer: Any,
-        source: target.Source,
-        affixes: tuple[list[int], list[int]],
-        room: int,
-        given: list[_PromptIds] | None,
-    ) -> None:
-        self.config = config
-        self.engine = engine
-        self.room = room
-        self.given = given
-        self.prefix, self.suffix = affixes
-        self.end_ids = _end_ids(source, tokenizer)
-        self.special_ids = set(tokenizer.all_special_ids) | set(self.end_ids)
-        if given is None and not self.prefix:
-            raise DistillError(
-                f"{source.name} has no chat template to sample prompts behind, give a prompts file"
-            )
-
-    def batch(self, number: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
-        """Returns the first `limit` rows of batch `number`, and whether these are all its rows.
-
-        A last batch that the file does not fill is never whole: the file may grow.
-        """
-        if self.given is None:
-            prompts = self._sampled(number)
-            whole = len(prompts) <= limit
-        else:
-            size = self.config.batch_size
-            prompts = self.given[number * size : (number + 1) * size]
-            whole = size == len(prompts) <= limit
-        prompts = prompts[:limit]
-        if not prompts:
-            return [], whole
-        inputs = [self.prefix + prompt.ids + self.suffix for prompt in prompts]
-        answers = self.engine.generate(
-            inputs,
-            GenerationParams(
-                max_new_tokens=self.config.max_new_tokens,
-                temperature=self.config.temperature,
-                top_k=0,
-                seed=_seed(self.config.seed, number, "answers"),
-                end_ids=self.end_ids,
-            ),
-        )
-        rows = [
-            {
-                "prompt": prompt.ids,
-                "response": answer,
-                **({} if prompt.source is None else {"source": prompt.source}),
-            }
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
-        return rows, whole
-
-    def _sampled(self, number: int) -> list[_PromptIds]:
-        """Returns user messages that the target makes up.
-
-        Messages that it does not end, that have special tokens inside or that leave no room for an
-        answer are left out.
-        """
-        params = GenerationParams(
-            max_new_tokens=min(self.config.max_prompt_tokens, self.room + 1),
-            temperature=PROMPT_TEMPERATURE,
-            top_k=PROMPT_TOP_K,
-            seed=_seed(self.config.seed, number, "prompts"),
-            end_ids=self.end_ids,
-        )
-        drawn = self.engine.generate([self.prefix] * self.config.batch_size, params)
-        return [
-            _PromptIds(ids[:-1])
-            for ids in drawn
-            if 1 < len(ids) <= self.room + 1  # with the end token
-            and ids[-1] in self.end_ids
-            and not self.special_ids & set(ids[:-1])
-        ]
-
-
-def _read_prompts(path: Path, tokenizer: Any) -> list[_PromptIds]:
+def _read_prompts(path: Path, tokenizer: Any) -> list[PromptIds]:
     """Returns a file's prompts, text tokenised; raises DistillError on a row without one."""
     prompts = []
     for where, row in data.read_rows(path):
-        prompt, source = row.get("prompt"), row.get("source")
-        if isinstance(prompt, str):
-            prompt = data.encode(tokenizer, prompt, where)
-        valid = isinstance(prompt, list) and all(
-            type(i) is int and 0 <= i < len(tokenizer) for i in prompt
-        )
-        if not prompt or not valid:
-            raise DistillError(f'{where}: expected "prompt": a text or token ids, not empty')
+        source, turns = row.get("source"), row.get("turns")
+        if turns is None:
+            turns = [row.get("prompt")]
+        elif "prompt" in row or not isinstance(turns, list) or not turns:
+            raise DistillError(
+                f'{where}: expected "turns": a list of all user messages, without "prompt"'
+            )
+        messages = [_message(message, tokenizer, where) for message in turns]
         if source is not None and not isinstance(source, str):
             raise DistillError(f'{where}: "source" is {source!r:.60}, expected a string')
-        prompts.append(_PromptIds(prompt, source, where))
+        prompts.append(PromptIds(messages[0], source, where, tuple(messages[1:])))
     if not prompts:
         raise DistillError(f"{path} holds no prompts")
     return prompts
 
 
+def _message(message: Any, tokenizer: Any, where: str) -> list[int]:
+    """Returns a user message's token ids; raises DistillError if there are none."""
+    if isinstance(message, str):
+        message = data.encode(tokenizer, message, where)
+    valid = isinstance(message, list) and all(
+        type(i) is int and 0 <= i < len(tokenizer) for i in message
+    )
+    if not message or not valid:
+        raise DistillError(f'{where}: expected "prompt": a text or token ids, not empty')
+    return list(message)
+
+
 def _fitting(
-    prompts: list[_PromptIds], room: int, config: DistillConfig, console: Console
-) -> list[_PromptIds]:
+    prompts: list[PromptIds], room: int, config: DistillConfig, console: Console
+) -> list[PromptIds]:
     """Returns the prompts of at most `room` tokens, and says how many are skipped.
 
     Raises DistillError if none is left.
@@ -384,23 +247,6 @@ def _room(context: int, affixes: tuple[list[int], list[int]], config: DistillCon
     return context - around
 
 
-def _end_ids(source: target.Source, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the ids that end an answer: the tokenizer's, then the generation config's."""
-    ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    config = target.load_generation_config(source)
-    more = None if config is None else config.eos_token_id
-    ids += more if isinstance(more, list) else [] if more is None else [more]
-    if not ids:
-        raise DistillError(f"{source.name} has no end-of-text token, expected one")
-    return tuple(dict.fromkeys(ids))
-
-
-def _seed(seed: int, batch: int, purpose: str) -> int:
-    """Returns a seed of 31 bits for one batch; nothing carries over from the batch before."""
-    digest = hashlib.blake2b(f"{seed} {batch} {purpose}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 # ---- the sidecar ----
 
 
@@ -410,6 +256,8 @@ def _settings(config: DistillConfig, source: target.Source, engine: str) -> dict
     for name in ("out", "num_prompts", "resume", "model"):
         del settings[name]
     settings |= {"target": source.name, "engine": engine, "prompts": None}
+    if isinstance(config.temperature, tuple):
+        settings["temperature"] = list(config.temperature)  # as JSON gives it back
     settings["fingerprint"] = target.fingerprint(source)
     if config.prompts is not None:
         settings["prompts"] = sha256(config.prompts)
@@ -421,7 +269,7 @@ def _sidecar_path(out: Path) -> Path:
 
 
 def _open_sidecar(
-    config: DistillConfig, settings: dict[str, Any], given: list[_PromptIds] | None
+    config: DistillConfig, settings: dict[str, Any], given: list[PromptIds] | None
 ) -> _Sidecar:
     """Returns the sidecar to go on from, a new one if there is no file yet.
 
@@ -439,10 +287,11 @@ def _open_sidecar(
         raise DistillError(
             f"cannot go on with {config.out}: no usable {path.name} ({error}), remove both"
         ) from error
+    earlier = {"turns": 1, **state.settings}  # an older version asked once
     changed = [
         f"{name} was {was!r:.60}, got {value!r:.60}"
         for name, value in settings.items()
-        if name != "prompts" and (was := state.settings.get(name, value)) != value
+        if name != "prompts" and (was := earlier.get(name, value)) != value
     ]
     state, other_prompts = _with_same_prompts(state, settings["prompts"], given)
     changed += other_prompts
@@ -459,7 +308,7 @@ def _open_sidecar(
 
 
 def _with_same_prompts(
-    state: _Sidecar, digest: str | None, given: list[_PromptIds] | None
+    state: _Sidecar, digest: str | None, given: list[PromptIds] | None
 ) -> tuple[_Sidecar, list[str]]:
     """Returns the sidecar, and what is wrong with the prompts file whose SHA-256 is `digest`.
 
@@ -483,7 +332,7 @@ def _with_same_prompts(
 class _Digest:
     """The SHA-256 of the first prompts of a file, which grows with the rows that are written."""
 
-    def __init__(self, given: Sequence[_PromptIds] | None, rows: int) -> None:
+    def __init__(self, given: Sequence[PromptIds] | None, rows: int) -> None:
         self._given, self._rows, self._sha256 = given, 0, hashlib.sha256()
         self.up_to(rows)
 
@@ -495,7 +344,8 @@ class _Digest:
         if self._given is None:
             return None
         for prompt in self._given[self._rows : rows]:
-            self._sha256.update(json.dumps([prompt.ids, prompt.source]).encode() + b"\n")
+            parts = [prompt.ids, prompt.source, *prompt.more]
+            self._sha256.update(json.dumps(parts).encode() + b"\n")
         self._rows = rows
         return self._sha256.hexdigest()
 

@@ -6,7 +6,7 @@ Each engine is a thin adapter over a library's own batching, from token ids to t
 import importlib.util
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,14 +28,19 @@ class EngineError(ValueError):
 class GenerationParams:
     """The way to continue a batch of prompts.
 
-    `top_k` 0 means all tokens; `seed` matters only if temperature > 0.
+    `temperature` is one for all prompts, or one for each. `top_k` 0 means all tokens; `seed`
+    matters only if temperature > 0.
     """
 
     max_new_tokens: int
-    temperature: float
+    temperature: float | tuple[float, ...]
     top_k: int
     seed: int
     end_ids: tuple[int, ...]
+
+    def temperature_of(self, row: int) -> float:
+        """Returns the temperature of one prompt of the batch."""
+        return self.temperature[row] if isinstance(self.temperature, tuple) else self.temperature
 
 
 class AnswerEngine(Protocol):
@@ -105,9 +110,24 @@ class TransformersEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: GenerationParams
     ) -> list[list[int]]:
+        """Returns the new tokens; prompts of one temperature are generated together."""
+        rows_of: dict[float, list[int]] = {}
+        for row in range(len(prompts)):
+            rows_of.setdefault(params.temperature_of(row), []).append(row)
+        answers: dict[int, list[int]] = {}
+        for temperature, rows in rows_of.items():
+            alike = replace(params, temperature=temperature)
+            answers |= zip(rows, self._together([prompts[r] for r in rows], alike), strict=True)
+        return [answers[row] for row in range(len(prompts))]
+
+    def _together(
+        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+    ) -> list[list[int]]:
+        """Returns the new tokens of prompts that have one temperature."""
         import torch
         import transformers
 
+        temperature = params.temperature_of(0)
         width = max(len(prompt) for prompt in prompts)
         ids_BT = np.full((len(prompts), width), params.end_ids[0], dtype=np.int64)
         mask_BT = np.zeros_like(ids_BT)
@@ -115,10 +135,10 @@ class TransformersEngine:
             ids_BT[row, width - len(prompt) :] = prompt
             mask_BT[row, width - len(prompt) :] = 1
         sampling: dict[str, Any] = {"do_sample": False}
-        if params.temperature > 0:
+        if temperature > 0:
             sampling = {
                 "do_sample": True,
-                "temperature": params.temperature,
+                "temperature": temperature,
                 "top_k": params.top_k,
                 "top_p": 1.0,
             }
@@ -198,9 +218,10 @@ class OpenVINOEngine:
             config = openvino_genai.GenerationConfig()
             config.max_new_tokens = params.max_new_tokens
             config.stop_token_ids = set(params.end_ids)
-            config.do_sample = params.temperature > 0
-            if params.temperature > 0:
-                config.temperature = params.temperature
+            temperature = params.temperature_of(row)
+            config.do_sample = temperature > 0
+            if temperature > 0:
+                config.temperature = temperature
                 # Every request has its own generator: one seed for all gives equal answers.
                 config.rng_seed = params.seed + row
                 if params.top_k:
@@ -240,7 +261,7 @@ class VLLMEngine:
         sampling = [
             vllm.SamplingParams(
                 max_tokens=params.max_new_tokens,
-                temperature=params.temperature,
+                temperature=params.temperature_of(row),
                 top_k=params.top_k or -1,
                 seed=params.seed + row,
                 stop_token_ids=list(params.end_ids),

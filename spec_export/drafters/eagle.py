@@ -10,10 +10,11 @@ up to t and its own path:
     L = w_reg · SmoothL1(f̂_{t+1}, f_{t+1}) + w_cls · CE(p_{t+1}, softmax(LM_head(f̂_{t+1})))
 
 with p_{t+1} the target's distribution (`soft_weight` = 1), and uniform noise on the features that
-are read. As in EAGLE only the first guess is trained. `ttt_steps` > 1 unrolls the drafter on its
-own features and adds the later guesses' losses, weighted by decay^k. Unlike EAGLE's own, the layer
-has an input norm, because it starts from the target's last layer. EAGLE-2 has the same weights; the
-runtime grows its tree by path probability.
+are read. Features are regressed at every answer token, also at those outside the draft vocabulary,
+which have no label: the layer goes on from such features too. As in EAGLE only the first guess is
+trained. `ttt_steps` > 1 unrolls the drafter on its own features and adds the later guesses' losses,
+weighted by decay^k. Unlike EAGLE's own, the layer has an input norm, because it starts from the
+target's last layer. EAGLE-2 has the same weights; the runtime grows its tree by path probability.
 """
 
 from __future__ import annotations
@@ -135,27 +136,29 @@ class Drafter(DrafterBase):
         """Returns the mean loss of a batch, f32 scalar, and each trained guess's top-1 hits
         `correct_K` and labelled rows `count_K`, i64[K].
 
-        Rows without a label (past the end, a prompt token, or a token outside the draft vocabulary)
-        are ignored.
+        The regression is a mean over all rows whose guess is an answer token; the cross-entropy is
+        one over those of them whose token is in the draft vocabulary.
         """
         config, feature_BTD = self.config, batch.feature_BTF
         assert feature_BTD is not None, "EAGLE reads features"
         label_BRK = self.labels(batch, config.ttt_steps)
+        is_answer_BRK = _answers(batch, config.ttt_steps)
         levels = self.rollout(batch, self._noisy(feature_BTD, batch, generator), config.ttt_steps)
         total, correct, count = feature_BTD.new_zeros((), dtype=torch.float32), [], []
         for k, predicted in enumerate(levels):
-            b, t = (label_BRK[..., k] != IGNORED).nonzero(as_tuple=True)
-            rows, label_R = predicted[b, t], label_BRK[b, t, k]
-            weight_R = torch.full(label_R.shape, config.decay**k / max(len(b), 1), device=b.device)
-            teacher_RD = feature_BTD[b, t + 1 + k].to(rows.dtype)
-            head_VD = self.head_VD.to(rows.dtype)
+            b, t = is_answer_BRK[..., k].nonzero(as_tuple=True)
+            rows, feature_RD = predicted[b, t], feature_BTD[b, t + 1 + k].to(predicted.dtype)
+            distance = feature_regression(rows, feature_RD, _equal_weights(rows))
+            label_R = label_BRK[b, t, k]
+            keep_R = label_R != IGNORED
+            rows, feature_RD, label_R = rows[keep_R], feature_RD[keep_R], label_R[keep_R]
+            head_VD, weight_R = self.head_VD.to(rows.dtype), _equal_weights(rows)
             loss, top_R = head_cross_entropy(
-                rows, head_VD, label_R, weight_R, teacher_RD, config.soft_weight
+                rows, head_VD, label_R, weight_R, feature_RD, config.soft_weight
             )
-            distance = feature_regression(rows, teacher_RD, weight_R)
-            total = total + config.w_cls * loss + config.w_reg * distance
+            total = total + config.decay**k * (config.w_cls * loss + config.w_reg * distance)
             correct.append((top_R == label_R).sum())
-            count.append(torch.tensor(len(b), device=b.device))
+            count.append(keep_R.sum())
         return total, {"correct_K": torch.stack(correct), "count_K": torch.stack(count)}
 
     def _noisy(
@@ -202,6 +205,17 @@ class Drafter(DrafterBase):
         caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
         outputs = ["guess_ids", "guess_log_probs", "hidden", *caches]
         return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "eagle")}
+
+
+def _answers(batch: Batch, num_guesses: int) -> Tensor:
+    """Returns where guess k of row t, token t + 2 + k, is an answer's token: bool[B, T-1, K]."""
+    ahead_BT = F.pad(batch.loss_BT, (0, num_guesses))[:, 2:]
+    return ahead_BT.unfold(1, num_guesses, 1)[:, : batch.loss_BT.shape[1] - 1]
+
+
+def _equal_weights(rows_RD: Tensor) -> Tensor:
+    """Returns the weights of a mean over these rows, f32[R]."""
+    return torch.full((len(rows_RD),), 1 / max(len(rows_RD), 1), device=rows_RD.device)
 
 
 def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:

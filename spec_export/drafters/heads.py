@@ -70,6 +70,10 @@ class HeadsDrafter(DrafterBase):
         self.output_heads = nn.ParameterList(self.head_VD.clone() for _ in range(count))
         self.add_markov_bias(config.markov_rank, config.markov_reads_hidden)
 
+    @property
+    def trains_output_head(self) -> bool:
+        return len(self.output_heads) > 0
+
     @abstractmethod
     def head_rows(self, batch: Batch, at: tuple[Tensor, Tensor]) -> Tensor:
         """Returns what the output heads read, [N, K, D], at the rows `at`: batch and row indices,

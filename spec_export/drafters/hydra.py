@@ -3,21 +3,25 @@
 Head k, from 0, reads the final feature and the path so far; x̂ are guesses (true tokens in
 training):
 
-    z = W_k · [h_t; e(x_{t+1}); e(x̂_{t+2}); …; e(x̂_{t+1+k})],   W_k ∈ R^{(k+2)d×d}
-    z ← z + SiLU(V_{k,l} z),  l = 1 … num_layers
+    c = [h_t; e(x_{t+1}); e(x̂_{t+2}); …; e(x̂_{t+1+k})]
+    z = W_k c + SiLU(A_k c),   W_k and A_k ∈ R^{(k+2)d×d}
+    z ← z + SiLU(V_{k,l} z),  l = 2 … num_layers
     q(x_{t+2+k}) = softmax(LM_head(norm(z)))
 
-All heads start as the target's own head: W_k picks h_t, and V is 0. Hydra++ has `prefix_layer =
-true` (h_t first goes through one causal decoder layer with its own cache), `num_layers = 4` and
-`soft_weight = 1` (the target's distribution as the label). The paper's heads own their output
-matrices; these share the target's.
+That is `first_block = "residual"`, as in the authors' code: the first of num_layers blocks leads c
+to width d. With "linear" it is z = W_k c, and the blocks V are num_layers.
+
+All heads start as the target's own head: W_k picks h_t, and A and V are 0. Hydra++ has
+`prefix_layer = true` (h_t first goes through one causal decoder layer with its own cache),
+`num_layers = 4` and `soft_weight = 1` (the target's distribution as the label). The authors' heads
+own their output matrices and have biases; these share the target's and have none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import onnx_ir as ir
 import torch
@@ -32,26 +36,47 @@ from spec_export.graphs.trace import GraphInput, export, step_inputs
 
 @dataclass(frozen=True)
 class Config(SequentialConfig):
-    """The settings of Hydra: `num_guesses` heads of `num_layers` residual layers each, and
-    Hydra++'s `prefix_layer`."""
+    """The settings of Hydra: `num_guesses` heads of `num_layers` blocks each, the form of the
+    first block, and Hydra++'s `prefix_layer`.
+
+    `first_block` is "linear" by default because drafters of earlier versions do not name it.
+    """
 
     num_layers: int = 1
     prefix_layer: bool = False
+    first_block: Literal["linear", "residual"] = "linear"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_layers < 0:
-            raise ValueError(f"got num_layers {self.num_layers}, expected 0 or more")
+        least = 1 if self.first_block == "residual" else 0
+        if self.num_layers < least:
+            raise ValueError(f"got num_layers {self.num_layers}, expected {least} or more")
 
 
 class _Head(nn.Module):
-    """The weights of head k: W_k, the residual layers V, and the norm before the LM head."""
+    """The weights of head k: the first block, the blocks V, and the norm before the LM head.
 
-    def __init__(self, k: int, num_layers: int, D: int, scale: float) -> None:
+    `first` is W_k, and right of it A_k if the first block has one: its product has the width
+    `block_width`, from which `_first_block` makes z.
+    """
+
+    def __init__(self, k: int, config: Config, D: int, scale: float) -> None:
         super().__init__()
-        self.first = nn.Parameter(torch.cat((torch.eye(D), torch.zeros((k + 1) * D, D))))
+        first = torch.cat((torch.eye(D), torch.zeros((k + 1) * D, D)))
+        num_layers = config.num_layers
+        if config.first_block == "residual":
+            first, num_layers = torch.cat((first, torch.zeros_like(first)), 1), num_layers - 1
+        self.first = nn.Parameter(first)
         self.layers = nn.ParameterList(torch.zeros(D, D) for _ in range(num_layers))
         self.norm = nn.Parameter(torch.full((D,), scale))
+
+
+def _first_block(product: Tensor, D: int) -> Tensor:
+    """Returns z [..., D] of the first product c · [W_k] or c · [W_k, A_k], [..., D or 2D]."""
+    if product.shape[-1] == D:
+        return product
+    residual, inner = product.split(D, -1)
+    return residual + F.silu(inner)
 
 
 class Drafter(SequentialDrafter):
@@ -66,7 +91,7 @@ class Drafter(SequentialDrafter):
         super().__init__(config, ends, draft_token_ids)
         D = ends.dims.hidden_size
         self.heads = nn.ModuleList(
-            _Head(k, config.num_layers, D, self.feature_scale) for k in range(config.num_guesses)
+            _Head(k, config, D, self.feature_scale) for k in range(config.num_guesses)
         )
         if config.prefix_layer:
             self.prefix = DecoderLayer(ends.dims)
@@ -84,7 +109,7 @@ class Drafter(SequentialDrafter):
         chunks = [self.unit(context_RD), *self.unit_embedding(token_RK).unbind(1)]
         rows = []
         for k, head in enumerate(self.heads):
-            z = torch.cat(chunks[: k + 2], -1) @ head.first
+            z = _first_block(torch.cat(chunks[: k + 2], -1) @ head.first, self.dims.hidden_size)
             for weight in head.layers:
                 z = z + F.silu(z @ weight)
             rows.append(F.rms_norm(z, head.norm.shape, head.norm.to(z.dtype), self.dims.norm_eps))
@@ -118,7 +143,7 @@ class Drafter(SequentialDrafter):
 
 
 class _StartNetwork(nn.Module):
-    """Computes h_t's part of every head's first product: [R, D] -> [R, K·D]."""
+    """Computes h_t's part of every head's first product of width E: [R, D] -> [R, K·E]."""
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
@@ -134,8 +159,8 @@ class _StartNetwork(nn.Module):
 class _StepNetwork(nn.Module):
     """Computes the heads level by level.
 
-    The state holds each head's z before its residual layers, summed up so far: a token adds its
-    e · W once, for all heads that will read it. Block (j, k ≥ j) of the first products serves level
+    The state holds each head's first product, summed up so far: a token adds its e · W once, for
+    all heads that will read it. Block (j, k ≥ j) of the first products serves level
     j and head k. One product computes all blocks, and the level picks its own: to gather weights by
     level would move more memory, and could not be quantised. Heads before the level get an
     arbitrary block, because they are not read again.
@@ -148,6 +173,7 @@ class _StepNetwork(nn.Module):
         heads: list[_Head] = list(drafter.heads)
         self.D, self.K, self.eps = drafter.dims.hidden_size, len(heads), drafter.dims.norm_eps
         D, K = self.D, self.K
+        self.E = heads[0].first.shape[1]  # columns of a first product
         self.start = _StartNetwork(drafter)
         self.embed = drafter.unit_embedding
         rows = [slice((j + 1) * D, (j + 2) * D) for j in range(K)]  # token j's rows of `first`
@@ -163,15 +189,15 @@ class _StepNetwork(nn.Module):
         self.norm_KD = nn.Parameter(torch.stack([head.norm.detach() for head in heads]))
 
     def forward(self, token_N: Tensor, state_NW: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        D, K = self.D, self.K
-        parts = self.project(self.embed(token_N)).view(-1, K * (K + 1) // 2, D)
+        D, K, E = self.D, self.K, self.E
+        parts = self.project(self.embed(token_N)).view(-1, K * (K + 1) // 2, E)
         pick_K = self.pick_KK.index_select(0, level).view(-1)
-        state_NKD = state_NW.view(-1, K, D) + parts.index_select(1, pick_K)
-        z = state_NKD.index_select(1, level).view(-1, D)
+        state_NKE = state_NW.view(-1, K, E) + parts.index_select(1, pick_K)
+        z = _first_block(state_NKE.index_select(1, level).view(-1, E), D)
         for table in self.layers:
             z = z + F.silu(z @ table.index_select(0, level).view(D, D))
         norm_D = self.norm_KD.index_select(0, level).view(-1)
-        return F.rms_norm(z, norm_D.shape, norm_D, self.eps), state_NKD.view(-1, K * D)
+        return F.rms_norm(z, norm_D.shape, norm_D, self.eps), state_NKE.view(-1, K * E)
 
 
 class _PrefixStartGraph(nn.Module):

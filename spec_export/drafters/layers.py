@@ -111,6 +111,21 @@ class DrafterBase(nn.Module):
         # the root mean square of a final feature, which the target's last norm gives it
         self.feature_scale = ends.final_norm_D.float().square().mean().sqrt().item()
 
+    @property
+    def trains_output_head(self) -> bool:
+        """Returns whether some trained weights have a row for each token of the draft vocabulary.
+
+        Such weights mean nothing beside another draft vocabulary.
+        """
+        return False
+
+    def trained_groups(self) -> list[tuple[float, list[nn.Parameter]]]:
+        """Returns the trained parameters in groups, each with the factor of its learning rate.
+
+        The factor multiplies the recipe's `train.lr`. Here all parameters share the factor 1.
+        """
+        return [(1.0, [p for p in self.parameters() if p.requires_grad])]
+
     def forward(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:

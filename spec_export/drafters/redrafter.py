@@ -1,38 +1,52 @@
 """Defines ReDrafter: a recurrent network over the draft, read beside the target's feature.
 
     s_0 = 0,  s_{k+1} = SiLU(W e(x̂_{t+1+k}) + U s_k + b)
-    z = P · [h_t; s_{k+1}],  z ← z + SiLU(V_l z + c_l),  l = 1 … num_layers
-    q(x_{t+2+k}) = softmax(LM_head(norm(z)))
+    z = [h_t; s_{k+1}],  z ← z + SiLU(V_l z + c_l),  l = 1 … num_layers
+    q(x_{t+2+k}) = softmax(H z)
 
 x̂_{t+1} is the root, later x̂ are guesses (true tokens in training). All levels share all weights.
 The drafts are searched by beams of `max_width` paths. The beam grows as a tree, so that equal
 prefixes are one node, and the tree's best nodes are drafted, beams that ended early among them.
 
-The published heads own their output matrix; this one shares the target's, and P leads to its width.
-It starts as the target's own head: P picks h_t, and V is 0.
+That is the authors' code: `width = "both"`, in which z has width 2d, and `head = "own"`, a matrix
+H ∈ R^{V×2d}. `width = "target"` leads both to width d first: z = P · [h_t; s_{k+1}]. `head =
+"shared"` takes the target's own frozen head behind a norm, and behind a product that leads to width
+d if z is wider; it keeps the file of a small target small. All forms start as the target's own
+head, which reads h_t, and V is 0.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spec_export.drafters.heads import HEADS
 from spec_export.drafters.layers import TargetEnds
+from spec_export.drafters.losses import trained_head_cross_entropy
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
 
 
 @dataclass(frozen=True)
 class Config(SequentialConfig):
-    """The settings of ReDrafter: `num_guesses` levels, a beam of `max_width` paths, and
-    `num_layers` residual layers in the head."""
+    """The settings of ReDrafter: `num_guesses` levels, a beam of `max_width` paths, `num_layers`
+    residual layers in the head, their width, and whose output matrix it has.
+
+    `width` and `head` are "target" and "shared" by default because drafters of earlier versions do
+    not name them.
+    """
 
     num_layers: int = 2
+    width: Literal["target", "both"] = "target"
+    head: str = "shared"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.head not in HEADS:
+            raise ValueError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
         if self.num_layers < 0:
             raise ValueError(f"got num_layers {self.num_layers}, expected 0 or more")
 
@@ -50,21 +64,55 @@ class Drafter(SequentialDrafter):
         self.w = nn.Parameter(torch.randn(D, D) * D**-0.5)
         self.u = nn.Parameter(torch.randn(D, D) * D**-0.5)
         self.b = nn.Parameter(torch.zeros(D))
-        self.project_h = nn.Parameter(torch.eye(D))
-        self.project_s = nn.Parameter(torch.zeros(D, D))
-        self.layers = nn.ParameterList(torch.zeros(D, D) for _ in range(num_layers))
-        self.biases = nn.ParameterList(torch.zeros(D) for _ in range(num_layers))
-        self.norm = nn.Parameter(torch.full((D,), self.feature_scale))
+        E = 2 * D if config.width == "both" else D
+        if config.width == "target":
+            self.project_h = nn.Parameter(torch.eye(D))
+            self.project_s = nn.Parameter(torch.zeros(D, D))
+        self.layers = nn.ParameterList(torch.zeros(E, E) for _ in range(num_layers))
+        self.biases = nn.ParameterList(torch.zeros(E) for _ in range(num_layers))
+        if config.head == "own":
+            own = self.feature_scale * self.head_VD.float()
+            self.own_head = nn.Parameter(F.pad(own, (0, E - D)))
+        else:
+            self.norm = nn.Parameter(torch.full((D,), self.feature_scale))
+            if config.width == "both":
+                self.narrow = nn.Parameter(torch.cat((torch.eye(D), torch.zeros(D, D))))
         self.begin_with_zeros(D)  # the recurrent part of the first state
 
+    @property
+    def trains_output_head(self) -> bool:
+        return self.config.head == "own"
+
     def start(self, context_RD: Tensor) -> Tensor:
-        return self.with_zeros(self.unit(context_RD) @ self.project_h)
+        h = self.unit(context_RD)
+        return self.with_zeros(h @ self.project_h if self.config.width == "target" else h)
 
     def step(self, token_R: Tensor, state_RW: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         from_h, s = state_RW.chunk(2, -1)
         s = F.silu(self.unit_embedding(token_R) @ self.w + s @ self.u + self.b)
-        z = from_h + s @ self.project_s
+        state = torch.cat((from_h, s), -1)
+        z = from_h + s @ self.project_s if self.config.width == "target" else state
         for weight, bias in zip(self.layers, self.biases, strict=True):
             z = z + F.silu(z @ weight + bias)
+        if self.config.head == "own":
+            return z, state
+        if self.config.width == "both":
+            z = z @ self.narrow
         row = F.rms_norm(z, self.norm.shape, self.norm.to(z.dtype), self.dims.norm_eps)
-        return row, torch.cat((from_h, s), -1)
+        return row, state
+
+    def logits(self, rows: Tensor) -> Tensor:
+        if self.config.head == "shared":
+            return super().logits(rows)
+        return F.linear(rows, self.own_head.to(rows.dtype))
+
+    def head_loss(
+        self, rows: Tensor, label_R: Tensor, weight_R: Tensor, teacher_RD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.config.head == "shared":
+            return super().head_loss(rows, label_R, weight_R, teacher_RD)
+        teacher_RD, head_VD = teacher_RD.to(rows.dtype), self.head_VD.to(rows.dtype)
+        soft_weight = self.config.soft_weight
+        return trained_head_cross_entropy(
+            rows, self.own_head, label_R, weight_R, teacher_RD, head_VD, soft_weight
+        )

@@ -6,7 +6,9 @@ target's feature, which is read once a step.
 d_1 is the root w_{i+1}, so that guess k, from 0, has j = k + 1. `kind` chooses h_q:
 
 - *fixed_attention*: Σ_l α_l MLP(e(d_l)) / Σ_l α_l, α_l = sigmoid(a_l) learnable, MLP two layers of
-  d/2 neurons with SiLU after both; width d/2.
+  d/2 neurons with SiLU after both; width d/2. α starts ascending, α_l = l / (K + 1), because the
+  newest token says most about the next one, and learns `alpha_rate` times as fast as the rest:
+  at their rate it would still be where it started at the end of a run.
 - *lstm*: two layers of d/2 units, their last output; *rnn*: one layer of d/2 tanh units.
 - *transformer*: `layers` decoder layers over d_≤j, width d; with none of them h_q = e(d_j).
 
@@ -40,14 +42,15 @@ CHUNK_ROWS = 1024  # rows whose logits are in memory at once
 
 @dataclass(frozen=True)
 class Config(SequentialConfig):
-    """The settings: the `kind` of h_q, its `layers` if it is a transformer, whose `head` q0 is, and
-    `head_width` columns each of W_p and W_q."""
+    """The settings: the `kind` of h_q, its `layers` if it is a transformer, whose `head` q0 is,
+    `head_width` columns each of W_p and W_q, and α's learning rate as a multiple of the others'."""
 
     num_guesses: int = 3
     kind: str = "fixed_attention"
     layers: int = 1
     head: str = "own"
     head_width: int = 1024
+    alpha_rate: float = 20.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +63,8 @@ class Config(SequentialConfig):
                 f"got layers {self.layers}, head_width {self.head_width}, expected 0 to 6 layers "
                 "and a head_width of 1 or more"
             )
+        if self.alpha_rate <= 0:
+            raise ValueError(f"got alpha_rate {self.alpha_rate}, expected more than 0")
         if self.head == "own" and self.soft_weight:
             raise ValueError("got a soft_weight, expected 0: a head of its own learns hard labels")
 
@@ -81,7 +86,8 @@ class _FixedAttention(nn.Module):
         self.width = self.state_width = D // 2
         self.first, self.second = _weight(D, self.width), _weight(self.width, self.width)
         self.bias = nn.Parameter(torch.zeros(2, self.width))
-        self.alpha = nn.Parameter(torch.zeros(num_guesses))  # before the sigmoid
+        ascending_K = torch.arange(1, num_guesses + 1) / (num_guesses + 1)
+        self.alpha = nn.Parameter(ascending_K.logit())  # before the sigmoid
 
     def forward(self, x: Tensor, state: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
         alpha_K = torch.sigmoid(self.alpha)
@@ -207,6 +213,17 @@ class Drafter(SequentialDrafter):
         else:
             self.w3 = _weight(2 * width, D)
             self.norm = nn.Parameter(ends.final_norm_D.float().clone())
+
+    @property
+    def trains_output_head(self) -> bool:
+        return self.config.head == "own"
+
+    def trained_groups(self) -> list[tuple[float, list[nn.Parameter]]]:
+        if not isinstance(self.h_q, _FixedAttention):
+            return super().trained_groups()
+        alpha = self.h_q.alpha
+        others = [p for p in self.parameters() if p.requires_grad and p is not alpha]
+        return [(1.0, others), (self.config.alpha_rate, [alpha])]
 
     def start(self, context_RD: Tensor) -> Tensor:
         return self.with_zeros(self.unit(context_RD) @ self.w_p)

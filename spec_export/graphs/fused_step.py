@@ -11,6 +11,8 @@ step is one captured launch on CUDA:
 - before the drafter: the accepted rows (feature, next token), padded to the deepest path there is,
   and the masks behind them;
 - after it: the most probable paths of its guesses, as trees.grow finds them, become the next tree.
+  Those of independent guesses are among a fixed set of rank paths (`superset`). Of guesses that
+  are conditioned in pairs each level keeps its best N − 1 paths, then the best of all are taken.
 
 What the next step needs are outputs `state.….out`, which the runtime binds to its inputs.
 """
@@ -39,10 +41,13 @@ def fuse(
     taps: Sequence[int] = (),
     mask_ids: Sequence[int] = (),
     repeat_feature: bool = False,
+    mask_reads_token: bool = False,
 ) -> ir.Model:
     """Returns the two graphs as one step over trees of N = `num_nodes` nodes; both are used up.
 
-    taps, mask_ids and repeat_feature say what the drafter reads, as its manifest entry does. D is
+    taps, mask_ids, repeat_feature and mask_reads_token (the root's token is added to mask_ids) say
+    what the drafter reads, as its manifest entry does. An output pair_log_probs f32[D - 1, C, C] of
+    it conditions its guesses, see trees.Guesses. D is
     the number of guesses and so the depth of the deepest node. Each part of the state is an input
     `state.X` and an output `state.X.out`:
 
@@ -84,8 +89,11 @@ def fuse(
     num_candidates = fixed_size(outputs["guess_ids"], 1)
     fused.verify(num_nodes)
     fused.accept(num_guesses, taps)
-    fused.draft(mask_ids, repeat_feature)
-    fused.grow(superset(num_nodes, num_guesses, num_candidates), num_candidates)
+    fused.draft(mask_ids, repeat_feature, mask_reads_token)
+    if "pair_log_probs" in outputs:
+        fused.grow_conditioned(num_candidates)
+    else:
+        fused.grow(superset(num_nodes, num_guesses, num_candidates), num_candidates)
     return fused.finish()
 
 
@@ -212,7 +220,7 @@ class _FusedGraph:
         self.next["taken"] = taken
         self.next["counts"] = op("Add", state["counts"], self.count)
 
-    def draft(self, mask_ids: Sequence[int], repeat_feature: bool) -> None:
+    def draft(self, mask_ids: Sequence[int], repeat_feature: bool, mask_reads_token: bool) -> None:
         """Feeds the drafter's graph: the path's rows as a chain, then the mask tokens."""
         op, P, K = self.op, self.P, len(mask_ids)
         banks = {name for name in self.drafter_inputs if name.startswith(BANK)}
@@ -241,8 +249,11 @@ class _FusedGraph:
         mask_nS = op("Expand", taken_S, op("Concat", [n], op("Shape", taken_S), axis=0))
         slot_nn = op("Expand", slot_n, [n, n])
         mask_nS = op("ScatterElements", mask_nS, slot_nn, seen_nn, axis=1)
+        mask_K = self.edit.constant(np.array(mask_ids, np.int64))
+        if mask_reads_token:
+            mask_K = op("Add", mask_K, self.bonus)
         feeds = {
-            "input_ids": self.batch(op("Concat", ids_P, list(mask_ids), axis=0) if K else ids_P),
+            "input_ids": self.batch(op("Concat", ids_P, mask_K, axis=0) if K else ids_P),
             "position_ids": self.batch(op("Add", self.length, ahead_n)),
             "mask": op("Unsqueeze", mask_nS, [0, 1]),
             "logit_rows": op("Concat", op("Sub", self.count, [1]), P_and_masks[P:], axis=0)
@@ -308,6 +319,63 @@ class _FusedGraph:
         self.next["depth"] = op("Gather", np.array(depth_R), chosen_N)
         ancestor = op("Gather", ancestor_RR, chosen_N)
         self.next["ancestor"] = op("Gather", ancestor, chosen_N, axis=1)
+
+    def grow_conditioned(self, C: int) -> None:
+        """Makes the next tree of the most probable paths of guesses conditioned in pairs.
+
+        Level k keeps the W_k best of its paths, which is exact because no child is likelier than
+        its parent. Then the best of all R kept paths become nodes. Lists over levels hold, for each
+        path kept: its log-probability, its last candidate's token, and the index of the path before
+        it among all R (R for the root).
+        """
+        op, N, D = self.op, self.N, self.P - 1
+        # Each log-probability is kept strictly below 0, so that no child comes before its parent.
+        below = np.array([-1e-4], np.float32)
+        log_prob = op("Min", self.real(self.drafter_outputs["guess_log_probs"]), below)
+        ids = self.drafter_outputs["guess_ids"]
+        rank = self.edit.constant(np.arange(min(N - 1, C)))
+        widths = [min(N - 1, C)]
+        scores = [op("Gather", op("Squeeze", op("Gather", log_prob, [0]), [0]), rank)]
+        tokens = [op("Gather", op("Squeeze", op("Gather", ids, [0]), [0]), rank)]
+        before: list[ir.Value] = []
+        if D > 1:
+            pair = op("Min", self.real(self.drafter_outputs["pair_log_probs"]), below)
+        for k in range(1, D):
+            first, width = sum(widths[:-1]), widths[-1]
+            pair_WC = op("Gather", op("Squeeze", op("Gather", pair, [k - 1]), [0]), rank)
+            score = op("Add", op("Unsqueeze", scores[-1], [1]), pair_WC)
+            widths.append(min(N - 1, width * C))
+            best = self.outputs(
+                "TopK", op("Reshape", score, [-1]), [widths[-1]], num_outputs=2, sorted=1, axis=0
+            )
+            parent = op("Div", best[1], [C])
+            rank = op("Sub", best[1], op("Mul", parent, [C]))
+            scores.append(best[0])
+            tokens.append(op("Gather", op("Squeeze", op("Gather", ids, [k]), [0]), rank))
+            before.append(op("Add", parent, [first]))
+        R = root = sum(widths)
+        taken = min(N - 1, R)
+        missing = N - 1 - taken  # trees of fewer paths than nodes
+        score_R = op("Concat", *scores, axis=0) if D > 1 else scores[0]
+        best_R = self.outputs("TopK", score_R, [taken], num_outputs=2, sorted=1, axis=0)[1]
+        none = [np.arange(R + 1, R + 1 + missing)] if missing else []
+        chosen_N = op("Concat", [root], best_R, *none, axis=0)
+        # Behind the R paths stand the root and, for trees of fewer paths than nodes, no node.
+        token = op("Concat", *tokens, self.bonus, np.full(missing, -1), axis=0)
+        roots = [np.full(widths[0], root), *before, np.full(1 + missing, root)]
+        parent_R = op("Concat", *roots, axis=0)
+        depth_R = [k for k, width in enumerate(widths, 1) for _ in range(width)]
+        parent_N = op("Gather", parent_R, chosen_N)
+        is_parent = op("Equal", op("Unsqueeze", parent_N, [1]), chosen_N)
+        self.next["token"] = op("Gather", token, chosen_N)
+        self.next["parent"] = op("ArgMax", self.real(is_parent), axis=1, keepdims=0)
+        self.next["depth"] = op("Gather", np.array(depth_R + [0] * (1 + missing)), chosen_N)
+        # Every node is an ancestor of itself; a level's are its own and those of its parents.
+        ancestor = self.edit.constant(np.eye(N, dtype=np.bool_))
+        for _ in range(min(D, N - 1)):
+            above = op("Gather", ancestor, self.next["parent"])
+            ancestor = op("Or", np.eye(N, dtype=np.bool_), above)
+        self.next["ancestor"] = ancestor
 
     def finish(self) -> ir.Model:
         """Sets the inputs and outputs of the whole graph and returns the model."""

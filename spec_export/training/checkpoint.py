@@ -95,6 +95,17 @@ def collect_provenance(**facts: Any) -> dict[str, Any]:
     }
 
 
+def origin(saved: SavedDrafter) -> dict[str, Any]:
+    """Returns what the provenance of a run says of the drafter that it starts from.
+
+    `weights` is the SHA-256 of the drafter's file, `earlier` the `provenance` of its own run.
+    """
+    return {
+        "weights": sha256(saved.path / "drafter.safetensors"),
+        "earlier": saved.provenance,
+    }
+
+
 # ---- training checkpoints ----
 
 

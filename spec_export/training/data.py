@@ -1,6 +1,6 @@
 """Reads training data: rows of JSON Lines become token sequences with a loss mask.
 
-There are three row schemas, see `read`; text is tokenised through the target's chat template.
+There are four row schemas, see `read`; text is tokenised through the target's chat template.
 """
 
 import codecs
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 XZ_MAGIC = b"\xfd7zXZ\x00"
 SIDECAR = ".state.json"  # behind the name of an answers file: what distill knows of it
-SCHEMAS = '{"prompt", "response"}, {"tokens", "loss_mask"} or {"messages"}'
+SCHEMAS = '{"prompt", "response"}, {"turns"}, {"tokens", "loss_mask"} or {"messages"}'
 # Stands for the user's text. A chat template must leave it alone and must not contain it.
 SENTINEL = "specsplit0user0text"
 
@@ -49,9 +49,10 @@ def read(
     """Returns every row of `paths` (JSON Lines, plain or xz), in order, cut to `max_length` tokens.
 
     Row schemas: {"prompt": ids, "response": ids} (self-distilled: the chat template's text around a
-    user message is added), {"tokens": ids, "loss_mask": 0/1} and {"messages": [{"role",
-    "content"}]} (answers are the assistant's). Any row may carry a "source". Rows of one token and
-    rows left without an answer token are dropped, and their number logged.
+    user message is added), {"turns": [{"prompt": ids, "response": ids}, …]} (a conversation of
+    these), {"tokens": ids, "loss_mask": 0/1} and {"messages": [{"role", "content"}]} (answers are
+    the assistant's). Any row may carry a "source" and the "temperature" of its answers. Rows of one
+    token and rows left without an answer token are dropped, and their number logged.
 
     Args:
         tokenizer: the target's transformers tokenizer.
@@ -179,6 +180,32 @@ def chat_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
     return encode(tokenizer, before, where), encode(tokenizer, after, where)
 
 
+def chat_joint(tokenizer: Any) -> list[int]:
+    """Returns the ids that the chat template puts between an answer's text and the next message.
+
+    They begin with the token that ends an answer. SmolLM2-Instruct's decode to
+    `<|im_end|>\\n<|im_start|>user\\n`. Raises DataError if the template rewrites earlier turns or
+    ends answers without a special token.
+    """
+    where = "the chat template"
+    if not getattr(tokenizer, "chat_template", None):
+        raise DataError(f"{where}: this tokenizer has none, expected one for several turns")
+    texts = [f"{SENTINEL}{number}" for number in range(3)]
+    roles = ("user", "assistant", "user")
+    messages = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+    once = _render(tokenizer, messages[:1], True, where)
+    text = _render(tokenizer, messages, True, where)
+    before, _, rest = text.partition(texts[1])
+    joint, found, _ = rest.partition(texts[2])
+    ids = encode(tokenizer, joint, where) if found else []
+    if before != once or not ids or ids[0] not in tokenizer.all_special_ids:
+        raise DataError(
+            f"{where} rewrites earlier turns or ends answers without a special token, expected one "
+            "that only appends: distill one turn"
+        )
+    return ids
+
+
 def split(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
     """Returns (train, validation): about `fraction` of the prompts validate.
 
@@ -200,31 +227,47 @@ def split(examples: Sequence[Example], fraction: float) -> tuple[list[Example], 
     return train, validation
 
 
-def most_frequent_tokens(
-    examples: Iterable[Example], count: int, vocab_size: int, always: Iterable[int] = ()
+def count_tokens(
+    examples: Iterable[Example], vocab_size: int, prompt_weight: float = 0.0
 ) -> np.ndarray:
-    """Returns the draft vocabulary, int64[count] ascending: the most frequent answer tokens.
+    """Returns how often each token is in an answer, float64[V]; a prompt's count `prompt_weight`.
 
-    The ids `always` (pass the tokenizer's special ids and every end id) are in it whatever their
-    frequency. Ties go to the lower id, and so do places that are left when every answer token is
+    Raises DataError on an id outside of the vocabulary.
+    """
+    counts_V = np.zeros(vocab_size)
+    for example in examples:
+        highest = int(example.token_T.max(initial=0))
+        if highest >= vocab_size:
+            raise DataError(f"token id {highest} in the data, expected ids below {vocab_size}")
+        counts_V += np.bincount(example.token_T[example.loss_T], minlength=vocab_size)
+        if prompt_weight:
+            prompt = example.token_T[~example.loss_T]
+            counts_V += prompt_weight * np.bincount(prompt, minlength=vocab_size)
+    return counts_V
+
+
+def most_frequent_tokens(
+    counts_V: np.ndarray, count: int, always: Iterable[int] = ()
+) -> np.ndarray:
+    """Returns the draft vocabulary, int64[count] ascending: the tokens with the highest counts.
+
+    `counts_V` is `count_tokens` of the training rows, or a sum of such counts over more text. The
+    ids `always` (pass the tokenizer's special ids and every end id) are in it whatever their
+    frequency. Ties go to the lower id, and so do places that are left when every counted token is
     in: tokenizers learn common merges first. Raises DataError on a count or an id outside of the
     vocabulary, and if `always` has more ids than `count`.
     """
+    vocab_size = len(counts_V)
     if not 1 <= count <= vocab_size:
         raise DataError(f"draft vocabulary of {count} tokens, expected 1 to {vocab_size}")
-    frequency_V = np.zeros(vocab_size, dtype=np.int64)
-    for example in examples:
-        ids = example.token_T[example.loss_T]
-        if ids.size and ids.max() >= vocab_size:
-            raise DataError(f"token id {ids.max()} in the data, expected ids below {vocab_size}")
-        frequency_V += np.bincount(ids, minlength=vocab_size)
     forced = sorted({int(i) for i in always})
     if forced and not 0 <= forced[0] <= forced[-1] < vocab_size:
         raise DataError(f"ids to keep are {forced}, expected ids below {vocab_size}")
     if len(forced) > count:
         raise DataError(f"draft vocabulary of {count} tokens cannot hold {len(forced)} special ids")
-    frequency_V[forced] = np.iinfo(np.int64).max
-    order = np.argsort(-frequency_V, kind="stable")
+    counts_V = counts_V.astype(np.float64)  # a copy
+    counts_V[forced] = np.inf
+    order = np.argsort(-counts_V, kind="stable")
     return np.sort(order[:count]).astype(np.int64)
 
 
@@ -243,16 +286,20 @@ class _RowReader:
         self.vocab_size = len(tokenizer)
         self.special_ids = set(tokenizer.all_special_ids)
         self.affixes: tuple[list[int], list[int]] | None = None
+        self.joint: list[int] | None = None
 
     def sequence(self, row: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns a row's token ids int32[T] and loss mask bool[T]; raises DataError."""
-        keys = row.keys() - {"source"}
+        keys = row.keys() - {"source", "temperature"}
         if keys == {"prompt", "response"}:
-            prompt, response = self._ids(row, "prompt", where), self._ids(row, "response", where)
-            if self.affixes is None:
-                self.affixes = chat_affixes(self.tokenizer)
-            prefix, suffix = self.affixes
-            return _joined([(prefix + prompt + suffix, False), (response, True)])
+            return self._conversation([row], where)
+        if keys == {"turns"}:
+            turns = row["turns"]
+            if not isinstance(turns, list) or not all(
+                isinstance(turn, dict) and turn.keys() == {"prompt", "response"} for turn in turns
+            ):
+                raise DataError(f'{where}: "turns" is not a list of {{"prompt", "response"}}')
+            return self._conversation(turns, where)
         if keys == {"tokens", "loss_mask"}:
             tokens, mask = self._ids(row, "tokens", where), row["loss_mask"]
             if not isinstance(mask, list) or any(value not in (0, 1) for value in mask):
@@ -267,6 +314,29 @@ class _RowReader:
         if keys == {"messages"}:
             return self._chat(row["messages"], where)
         raise DataError(f"{where}: got keys {sorted(keys)}, expected {SCHEMAS}")
+
+    def _conversation(
+        self, turns: list[dict[str, Any]], where: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the tokens of self-distilled turns; every answer carries loss."""
+        if self.affixes is None:
+            self.affixes = chat_affixes(self.tokenizer)
+        before, suffix = self.affixes
+        pieces: list[tuple[list[int], bool]] = []
+        for turn in turns:
+            prompt, response = self._ids(turn, "prompt", where), self._ids(turn, "response", where)
+            if pieces:
+                if self.joint is None:
+                    self.joint = chat_joint(self.tokenizer)
+                # The end token is the answer's; one that was cut off has no turn behind it.
+                if pieces[-1][0][-1:] != self.joint[:1]:
+                    raise DataError(
+                        f"{where}: an answer with a turn behind it ends without the chat "
+                        "template's end token"
+                    )
+                before = self.joint[1:]
+            pieces += [(before + prompt + suffix, False), (response, True)]
+        return _joined(pieces)
 
     def _ids(self, row: dict[str, Any], key: str, where: str) -> list[int]:
         """Returns the row's token ids under `key`; raises DataError on ids of another tokenizer."""

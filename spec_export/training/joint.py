@@ -5,8 +5,12 @@
 L_backbone is the cross-entropy of the answer ("ce"), or KL(p_original ‖ p), where the original is
 the same network with its adapter off ("distill", Medusa-2's self-distillation). The drafter reads
 live features, so that its gradient reaches the target. The adapter is on every linear layer but
-the LM head, which drafters share. Medusa-2 is one choice of these settings. The run leaves a merged
-target in a folder of its own, and the drafter for it.
+the LM head, which drafters share. The run leaves a merged target in a folder of its own, and the
+drafter for it.
+
+Medusa-2 is one choice of these settings, and takes two runs: the heads alone, without this module,
+then both, from the heads of the first run (`--init`). The adapter starts with the second run, so
+that warm-up and schedule are whole for it.
 
 `layer_dropout` is LayerSkip's: while the target trains, a sequence skips layer l (from 0) of L with
 probability p_max · (2^(l/(L−1)) − 1), so that the later layers learn to do without it.
@@ -78,7 +82,6 @@ class JointModel(nn.Module):
         self.drafter = drafter
         self.settings = settings
         self.drafter_weight = settings.drafter_weight
-        self.trains_backbone = True
         self._dropout_generator: torch.Generator | None = None  # None: no layer is skipped
         if settings.layer_dropout:
             layers = self.target.base_model.model.model.layers
@@ -127,18 +130,12 @@ class JointModel(nn.Module):
     def forward(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the joint loss, f32 scalar, and the drafter's counts.
-
-        While the drafter trains alone, the loss is the drafter's, and the target gets no gradient.
-        """
-        self._dropout_generator = generator if self.trains_backbone else None
-        with torch.set_grad_enabled(self.trains_backbone):
-            feature = self.features(batch.token_BT)
+        """Returns the joint loss, f32 scalar, and the drafter's counts."""
+        self._dropout_generator = generator
+        feature = self.features(batch.token_BT)
         self._dropout_generator = None
         live = Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
         loss, counts = self.drafter.loss(live, generator)
-        if not self.trains_backbone:
-            return loss, counts
         backbone = self.backbone_loss(batch, feature[..., : self.drafter.dims.hidden_size])
         return self.settings.backbone_weight * backbone + self.drafter_weight * loss, counts
 
@@ -174,9 +171,9 @@ class JointModel(nn.Module):
 
 
 class JointTrainer(Trainer):
-    """Trains drafter and adapter on live features.
+    """Trains drafter and adapter on live features, each at a learning rate of its own.
 
-    The adapter has a learning rate of its own, and may rest for the first steps.
+    One schedule and its warm-up scale both rates.
     """
 
     def __init__(
@@ -214,14 +211,13 @@ class JointTrainer(Trainer):
         ]
 
     def start_step(self) -> None:
-        """Sets this step's stage and weights.
+        """Sets this step's weights.
 
-        Medusa-2 trains the heads alone first, or raises the drafter's weight as the first quarter
-        of a sine wave: weight · sin(π/2 · (step + 1) / steps). A drafter with a curriculum of its
-        own reads `optimizer_step`.
+        Medusa-2 in one stage raises the drafter's weight as the first quarter of a sine wave:
+        weight · sin(π/2 · (step + 1) / steps). A drafter with a curriculum of its own reads
+        `optimizer_step`.
         """
         self.drafter.optimizer_step = self.step
-        self.joint_model.trains_backbone = self.step >= self.joint.drafter_only_steps
         if self.joint.drafter_ramp == "sine":
             progress = min(1.0, (self.step + 1) / self.total_steps)
             ramp = math.sin(math.pi / 2 * progress)

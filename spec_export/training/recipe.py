@@ -183,13 +183,19 @@ class ExportSection:
 
     `precision` is the exported drafter's. `draft_vocab` is the number of the most frequent answer
     tokens that its head can guess; it is trained and exported so. Absent means the whole
-    vocabulary.
+    vocabulary. A prompt's token counts `draft_vocab_prompts` times as much as an answer's: rows
+    with broad prompts hold words that answers to others will need.
     """
 
     precision: Literal["fp32", "int8", "int4", "fp16", "bf16"] = "fp32"
     draft_vocab: int | None = None
+    draft_vocab_prompts: float = 0.0
 
     def __post_init__(self) -> None:
+        _require(
+            0 <= self.draft_vocab_prompts < math.inf,
+            f"[export] draft_vocab_prompts is {self.draft_vocab_prompts}, expected 0 or more",
+        )
         _require(
             self.draft_vocab is None or self.draft_vocab >= 1,
             f"[export] draft_vocab is {self.draft_vocab}, expected at least 1",
@@ -201,9 +207,9 @@ class JointSection:
     """[joint]: trains the target too, through a LoRA adapter; see joint.py.
 
     Without this section the target is frozen. `backbone_lr` is the adapter's learning rate,
-    `train.lr` the drafter's. The adapter rests for the first `drafter_only_steps`. `drafter_ramp =
-    "sine"` raises the drafter's weight to `drafter_weight` over the whole run. `layer_dropout` is
-    the probability with which a sequence skips the target's last layer.
+    `train.lr` the drafter's; warm-up and schedule scale both. `drafter_ramp = "sine"` raises the
+    drafter's weight to `drafter_weight` over the whole run. `layer_dropout` is the probability with
+    which a sequence skips the target's last layer.
     """
 
     lora_rank: int = 32
@@ -214,7 +220,6 @@ class JointSection:
     backbone_weight: float = 1.0
     drafter_weight: float = 0.2
     drafter_ramp: Literal["none", "sine"] = "none"
-    drafter_only_steps: int = 0
     layer_dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -228,10 +233,10 @@ class JointSection:
             _require(
                 getattr(self, name) > 0, f"[joint] {name} is {getattr(self, name)}, expected > 0"
             )
-        for name in ("backbone_weight", "drafter_only_steps"):
-            _require(
-                getattr(self, name) >= 0, f"[joint] {name} is {getattr(self, name)}, expected >= 0"
-            )
+        _require(
+            self.backbone_weight >= 0,
+            f"[joint] backbone_weight is {self.backbone_weight}, expected >= 0",
+        )
 
 
 @dataclass(frozen=True)

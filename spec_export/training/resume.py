@@ -86,6 +86,21 @@ def require_same_processes(path: Path, processes: int | None, now: int) -> None:
         )
 
 
+def require_same_init(state: Checkpoint, init: Mapping[str, Any] | None) -> None:
+    """Raises ValueError unless the run goes on with the `--init` that it was started with.
+
+    A drafter with an output head of its own has that drafter's vocabulary. Checkpoints that were
+    written before this was kept are taken on trust.
+    """
+    started = state.provenance.get("init")
+    if started is not None and (init is None or init["weights"] != started["weights"]):
+        got = "no --init" if init is None else f"--init of weights {init['weights'][:12]}"
+        raise ValueError(
+            f"{state.path} was started from a drafter of weights {started['weights'][:12]}, got "
+            f"{got}: pass the same --init again"
+        )
+
+
 def _flat(recipe: Any) -> dict[str, Any]:
     """Returns a recipe's values by "section.key"."""
     sections = recipe if isinstance(recipe, Mapping) else {}

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import parse_flag_from_env
@@ -40,7 +41,8 @@ def run(
     `config.json`); the curves lie beside it.
 
     out: the folder for checkpoints and drafter (runs/<recipe's stem> by default); cache: the
-    feature cache (out/features); init: a drafter of the same shape to start from.
+    feature cache (out/features); init: a drafter of the same shape to start from, or the run that
+    made it. If it learnt an output head of its own, its draft vocabulary is taken over too.
     Raises ValueError on a bad recipe, bad data or a bad checkpoint, if the answers are of another
     target, if `out` holds a run already and `resume` is not set, if it holds none and `resume` is
     set, and if the training diverges.
@@ -104,11 +106,13 @@ def _new_trainer(
     data.require_vocabulary(examples, model.config.vocab_size)
     training, held_out = data.split(examples, plan.data.validation_fraction)
     drafter = _new_drafter(plan, module, config, model, tokenizer, training)
-    if init is not None:
-        checkpoint.load_drafter(init).load_into(drafter)
     provenance = checkpoint.collect_provenance(
         recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
     )
+    if init is not None:
+        saved = checkpoint.load_drafter(init)
+        drafter = _started_from(saved, drafter, plan.drafter_name, model)
+        provenance["init"] = checkpoint.origin(saved)
     accelerator, wants_shards = _accelerator(plan)
     if plan.joint is not None:
         from spec_export.training.joint import JointTrainer  # imports peft, which takes a while
@@ -146,15 +150,41 @@ def _new_drafter(
     backbone = Backbone.from_transformers(model, tuple(config.taps))
     draft_token_ids = None
     if plan.export.draft_vocab:
+        counts_V = data.count_tokens(
+            training, backbone.config.vocab_size, plan.export.draft_vocab_prompts
+        )
         chosen = data.most_frequent_tokens(
-            training,
-            plan.export.draft_vocab,
-            backbone.config.vocab_size,
-            tokenizer.all_special_ids,
+            counts_V, plan.export.draft_vocab, tokenizer.all_special_ids
         )
         draft_token_ids = torch.from_numpy(chosen)
     torch.manual_seed(plan.train.seed)
     return module.Drafter(config, target.ends(backbone), draft_token_ids)
+
+
+def _started_from(saved: checkpoint.SavedDrafter, drafter: Any, name: str, model: Any) -> Any:
+    """Returns the drafter of this name with the weights of `saved`, another run's.
+
+    The rows of a trained output head belong to the draft vocabulary that it was trained with, which
+    then takes the place of the new data's. Raises ValueError if the two drafters differ in kind or
+    shape.
+    """
+    if saved.name != name:
+        raise ValueError(
+            f"got --init {saved.path} with the weights of {saved.name}, expected those of {name}"
+        )
+    new_ids = drafter.draft_token_ids.numpy()
+    old_ids = new_ids if saved.draft_token_ids is None else saved.draft_token_ids
+    if drafter.trains_output_head and not np.array_equal(new_ids, old_ids):
+        if len(new_ids) != len(old_ids):
+            raise ValueError(
+                f"got --init {saved.path} with a head over {len(old_ids)} tokens, expected one "
+                f"over {len(new_ids)}: set export.draft_vocab to {len(old_ids)}"
+            )
+        backbone = Backbone.from_transformers(model, tuple(drafter.config.taps))
+        ends = target.ends(backbone)
+        drafter = type(drafter)(drafter.config, ends, torch.from_numpy(old_ids))
+    saved.load_into(drafter)
+    return drafter
 
 
 def _accelerator(plan: recipe.Recipe) -> tuple[Accelerator, bool]:
@@ -162,9 +192,7 @@ def _accelerator(plan: recipe.Recipe) -> tuple[Accelerator, bool]:
     # accelerate's own FSDP would cut up the drafter, which is small and used outside of `forward`
     wants_shards = parse_flag_from_env("ACCELERATE_USE_FSDP")
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-    # while the drafter trains alone, the adapter's parameters get no gradient
-    rests = plan.joint is not None and plan.joint.drafter_only_steps > 0
-    exchange = DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=rests)
+    exchange = DistributedDataParallelKwargs(broadcast_buffers=False)
     return Accelerator(kwargs_handlers=[exchange]), wants_shards
 
 

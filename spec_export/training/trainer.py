@@ -91,8 +91,10 @@ class Trainer:
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """Returns the optimiser's groups, each with the `base_lr` that the schedule scales."""
-        parameters = [p for p in self.drafter.parameters() if p.requires_grad]
-        return [{"params": parameters, "base_lr": self.settings.lr}]
+        return [
+            {"params": parameters, "base_lr": self.settings.lr * factor}
+            for factor, parameters in self.drafter.trained_groups()
+        ]
 
     def saved_state(self) -> torch.nn.Module:
         """Returns the module whose tensors a checkpoint holds."""
@@ -380,6 +382,7 @@ class Trainer:
         changed = resume.changed_keys(state, self.job.provenance["recipe"])
         progress = resume.progress_of(state)
         resume.require_same_processes(newest, progress.processes, self.accelerator.num_processes)
+        resume.require_same_init(state, self.job.provenance.get("init"))
         if state.step > self.total_steps:
             raise ValueError(
                 f"{newest} has step {state.step}, the recipe ends at step {self.total_steps}: "

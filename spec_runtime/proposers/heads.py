@@ -6,7 +6,8 @@ them, committed rows alone, or only the last feature.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +23,66 @@ from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
 
+@dataclass(frozen=True, eq=False)
+class GuessReader:
+    """Reads the guesses of a one-pass drafter from its graph's outputs.
+
+    has_pairs: the graph says how likely each candidate is behind each candidate of the guess before
+    it (`pair_log_probs`). scale_K2: f64[K, 2], see Guesses.scaled; None leaves them as they are.
+    """
+
+    has_pairs: bool = False
+    scale_K2: np.ndarray | None = None
+
+    @classmethod
+    def open(cls, info: DrafterInfo) -> GuessReader:
+        """Returns the reader of this drafter; raises BundleError if its graph has not the outputs
+        that its config promises, or if its calibration is that of another number of guesses."""
+        has_pairs = info.config.get("markov_rank", 0) > 0
+        scales = (info.calibration or {}).get("depth_scales")
+        if not has_pairs and scales is None:
+            return cls()
+        num_guesses = require_config(info, ("num_guesses",), ("drafter",)).config["num_guesses"]
+        if has_pairs:
+            _require_pairs(info, num_guesses)
+        if scales is not None and len(scales) != num_guesses:
+            raise BundleError(
+                f"drafter {info.name!r}: got depth_scales of {len(scales)} guesses, expected "
+                f"{num_guesses}; run spec-export calibrate again"
+            )
+        return cls(has_pairs, None if scales is None else np.array(scales, np.float64))
+
+    @property
+    def outputs(self) -> list[str]:
+        """The names of the outputs that are read."""
+        return ["guess_ids", "guess_log_probs", *(["pair_log_probs"] if self.has_pairs else [])]
+
+    def read(self, results: Mapping[str, np.ndarray]) -> Guesses:
+        """Returns the guesses as the graph gives them, without scales."""
+        pair_KCC = results["pair_log_probs"] if self.has_pairs else None
+        return Guesses(results["guess_ids"], results["guess_log_probs"], pair_KCC)
+
+    def grow(self, token: int, guesses: Guesses, budget: Budget) -> TokenTree:
+        """Returns the tree of these guesses, scaled, below the root `token`."""
+        if self.scale_K2 is not None:
+            guesses = guesses.scaled(self.scale_K2)
+        return grow(token, guesses, budget)
+
+
+def _require_pairs(info: DrafterInfo, num_guesses: int) -> None:
+    """Raises BundleError unless the drafter's graph has pairs that fit its candidates."""
+    shapes = {spec.name: spec.shape for spec in info.graphs["drafter"].outputs}
+    candidates = shapes.get("guess_ids", ())[1:]
+    expected = (num_guesses - 1, *candidates, *candidates)
+    got = shapes.get("pair_log_probs")
+    if got != expected:
+        raise BundleError(
+            f"drafter {info.name!r}: got {'no output' if got is None else f'{list(got)!r:.60} as'} "
+            f"pair_log_probs for markov_rank {info.config['markov_rank']}, expected "
+            f"{list(expected)!r:.60}; build the bundle again"
+        )
+
+
 class OnePassProposer:
     """Drafts with a graph that has a cache: runs the waiting rows and then `mask_ids` in one chain,
     and grows their guesses into a tree.
@@ -29,13 +90,22 @@ class OnePassProposer:
     Example, 2 masks, committed tokens a b c (rows 0 and 1 of the drafter done) and root d: the
     run has row 2 = (feature of c, d) and masks 1 and 2 at positions 3 and 4; the three guess
     the tokens at positions 4, 5 and 6. Row 2 stays, the mask rows are scratch. Without masks the
-    last row gives all the guesses.
+    last row gives all the guesses. If the masks read the root's token (`mask_reads_token`), d is
+    added to each of `mask_ids`, which are then multiples of the vocabulary's size.
     """
 
-    def __init__(self, rows: DrafterRows, mask_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        rows: DrafterRows,
+        mask_ids: Sequence[int] = (),
+        reader: GuessReader = GuessReader(),
+        mask_reads_token: bool = False,
+    ) -> None:
         self.wants_features = rows.wants_features
+        self.reader = reader
         self._rows = rows
         self._mask_ids = np.array(mask_ids, np.int64)
+        self._mask_reads_token = mask_reads_token
 
     @classmethod
     def open(
@@ -57,8 +127,9 @@ class OnePassProposer:
             wants_features=info.config["inputs"] != "tokens",
             repeat_feature=info.config.get("mask_feature") == "anchor",
         )
-        base = info.config["mask_token_base"]
-        return cls(rows, range(base, base + num_masks))
+        base, reads_token = info.config["mask_token_base"], info.config.get("mask_reads_token")
+        mask_ids = mask_input_ids(base, num_masks, bool(reads_token))
+        return cls(rows, mask_ids, GuessReader.open(info), bool(reads_token))
 
     @property
     def run_seconds(self) -> float:
@@ -72,12 +143,16 @@ class OnePassProposer:
         self._rows.start(prompt, features_TF, reused)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        self._rows.add(token)
         if budget.is_root_only:
+            self._rows.add(token)
             return TokenTree.root(token)
-        guesses = self._rows.run(["guess_ids", "guess_log_probs"], self._mask_ids)
-        found = Guesses(guesses["guess_ids"], guesses["guess_log_probs"])
-        return grow(token, found, budget)
+        return self.reader.grow(token, self.guess(token), budget)
+
+    def guess(self, token: int) -> Guesses:
+        """See base.Guesser."""
+        self._rows.add(token)
+        mask_ids = self._mask_ids + token if self._mask_reads_token else self._mask_ids
+        return self.reader.read(self._rows.run(self.reader.outputs, mask_ids))
 
     def commit(self, step: Step) -> None:
         self._rows.commit(step)
@@ -90,8 +165,9 @@ class LastFeatureProposer:
     """Drafts with a graph that has no cache (Medusa): it reads `features` f32[1, F] of the last
     committed position and guesses what follows the root."""
 
-    def __init__(self, last: LastFeature) -> None:
+    def __init__(self, last: LastFeature, reader: GuessReader = GuessReader()) -> None:
         self.wants_features = last.wants_features
+        self.reader = reader
         self._last = last
 
     def fusable(self) -> tuple[Follower, Backend | None]:
@@ -114,7 +190,8 @@ class LastFeatureProposer:
     ) -> LastFeatureProposer:
         """Opens a drafter of the bundle."""
         info = require_config(info, (), ("drafter",))
-        return cls(LastFeature.open(bundle, info.graphs["drafter"], runtime, target))
+        last = LastFeature.open(bundle, info.graphs["drafter"], runtime, target)
+        return cls(last, GuessReader.open(info))
 
     @property
     def run_seconds(self) -> float:
@@ -126,15 +203,23 @@ class LastFeatureProposer:
     def propose(self, token: int, budget: Budget) -> TokenTree:
         if budget.is_root_only:
             return TokenTree.root(token)
-        guesses = self._last.run(["guess_ids", "guess_log_probs"])
-        found = Guesses(guesses["guess_ids"], guesses["guess_log_probs"])
-        return grow(token, found, budget)
+        return self.reader.grow(token, self.guess(token), budget)
+
+    def guess(self, token: int) -> Guesses:
+        """See base.Guesser."""
+        return self.reader.read(self._last.run(self.reader.outputs))
 
     def commit(self, step: Step) -> None:
         self._last.commit(step)
 
     def truncate(self, length: int) -> None:
         self._last.truncate(length)
+
+
+def mask_input_ids(base: int, num_masks: int, mask_reads_token: bool) -> list[int]:
+    """Returns the input ids of the masks 1 … K: base, base + 1, …; if they read the root's token,
+    base, 2 · base, …, to which it is added."""
+    return [k * base if mask_reads_token else base + k - 1 for k in range(1, num_masks + 1)]
 
 
 def open_by_form(

@@ -58,3 +58,30 @@ class Guesses:
         log_prob_NC = self.pair_KCC[k - 1][[before.index(token) for token in parent_tokens]]
         rank_NC = np.argsort(-log_prob_NC, axis=1, kind="stable")
         return self.token_KC[k][rank_NC], np.take_along_axis(log_prob_NC, rank_NC, axis=1)
+
+    def copy(self) -> Guesses:
+        """Returns these guesses in memory of their own."""
+        pair_KCC = None if self.pair_KCC is None else self.pair_KCC.copy()
+        return Guesses(self.token_KC.copy(), self.log_prob_KC.copy(), pair_KCC)
+
+    def scaled(self, scale_K2: np.ndarray) -> Guesses:
+        """Returns these guesses with log q' = slope · log q + offset, where `scale_K2` f64[K, 2]
+        holds each guess's slope and offset, as spec-export calibrate fits them.
+
+        The slope is one over a temperature. Candidates whose probabilities would then sum to more
+        than 1 are lowered until the sum is 1.
+        """
+        slope_K1, offset_K1 = scale_K2[:, :1], scale_K2[:, 1:]
+        log_prob_KC = sum_at_most_one(slope_K1 * self.log_prob_KC + offset_K1)
+        if self.pair_KCC is None:
+            return Guesses(self.token_KC, log_prob_KC)
+        slope_K11, offset_K11 = slope_K1[1:, :, None], offset_K1[1:, :, None]
+        pair_KCC = sum_at_most_one(slope_K11 * self.pair_KCC + offset_K11)
+        return Guesses(self.token_KC, log_prob_KC, pair_KCC)
+
+
+def sum_at_most_one(log_prob_C: np.ndarray) -> np.ndarray:
+    """Returns log-probabilities [..., C], lowered where the probabilities sum to more than 1."""
+    sum_1: np.ndarray = np.exp(log_prob_C).sum(-1, keepdims=True)
+    lowered: np.ndarray = log_prob_C - np.log(np.maximum(sum_1, 1.0))
+    return lowered

@@ -44,6 +44,8 @@ _CONFIG: dict[str, _Check] = {
     "taps": (_is_list_of_layers, "a list of layers"),
     "inputs": (_optional_text, "a text"),
     "mask_feature": (_optional_text, "a text or null"),
+    "mask_reads_token": (lambda value: type(value) is bool, "true or false"),
+    "markov_rank": _count(0, _LARGEST_ID),
     "parameters": _count(0, 2**63),
 }
 _TREES: dict[str, _Check] = {

@@ -1,4 +1,4 @@
-"""Training data: the three schemas, where the loss falls, and errors that name file and line."""
+"""Training data: the four schemas, where the loss falls, and errors that name file and line."""
 
 import json
 import logging
@@ -168,24 +168,21 @@ def test_most_frequent_tokens() -> None:
         example(9, 4, 4, 4, 7, 7, 3),
         example(9, 9, 5),
     ]  # prompt token 9 counts once of three
-    got = data.most_frequent_tokens(examples, 4, 12, always=[11])
+    counts_V = data.count_tokens(examples, 12)
+    got = data.most_frequent_tokens(counts_V, 4, always=[11])
     assert got.tolist() == [3, 4, 7, 11]
     assert got.dtype == np.int64
-    assert data.most_frequent_tokens(examples, 7, 12, always=[11]).tolist() == [
-        0,
-        3,
-        4,
-        5,
-        7,
-        9,
-        11,
-    ]
+    every = data.most_frequent_tokens(counts_V, 7, always=[11])
+    assert every.tolist() == [0, 3, 4, 5, 7, 9, 11]
+    # The prompts count too: 9 comes three times then, as often as 4.
+    counts_V = data.count_tokens(examples, 12, prompt_weight=1.0)
+    assert data.most_frequent_tokens(counts_V, 2).tolist() == [4, 9]
     with pytest.raises(DataError, match="token id 9"):
-        data.most_frequent_tokens(examples, 4, 8)
+        data.count_tokens(examples, 8)
     with pytest.raises(DataError, match=r"cannot hold 2 special ids"):
-        data.most_frequent_tokens(examples, 1, 12, always=[1, 2])
+        data.most_frequent_tokens(counts_V, 1, always=[1, 2])
     with pytest.raises(DataError, match="expected 1 to 12"):
-        data.most_frequent_tokens(examples, 13, 12)
+        data.most_frequent_tokens(counts_V, 13)
 
 
 # ---- foreign rows ----
@@ -281,3 +278,27 @@ def test_a_template_that_fails_is_named_with_the_row(tmp_path: Path, template: s
         data.read(path, make_tokenizer(template), 10)
     with pytest.raises(DataError, match="the chat template refuses the messages"):
         data.chat_affixes(make_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([{"prompt": [5]}], "is not a list of"),
+        ([{"prompt": [5], "response": [6]}] * 2, "ends without the chat template's end token"),
+        ([{"prompt": [5], "response": [999]}], "belong to another tokenizer"),
+    ],
+)
+def test_foreign_turns_are_one_line(tmp_path: Path, turns: Any, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"turns": turns}) + "\n")
+    with pytest.raises(data.DataError, match=f"rows.jsonl:1: .*{message}"):
+        data.read(path, make_tokenizer(), 99)
+
+
+def test_a_template_without_end_tokens_has_no_second_turn() -> None:
+    template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }} {% endfor %}"
+    assert data.chat_joint(make_tokenizer())[0] == 1
+    with pytest.raises(data.DataError, match="distill one turn"):
+        data.chat_joint(make_tokenizer(template))
+    with pytest.raises(data.DataError, match="has none"):
+        data.chat_joint(make_tokenizer(None))

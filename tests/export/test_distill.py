@@ -1,6 +1,7 @@
 """Self-distillation: interrupted equals uninterrupted, and answers are the target's own."""
 
 import errno
+import hashlib
 import importlib.util
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from spec_export import target  # noqa: E402 (needs torch)
+from spec_export.cli import main  # noqa: E402
 from spec_export.distill import answers as distill  # noqa: E402 (needs torch)
 from spec_export.distill import engines as distill_engines  # noqa: E402
 from spec_export.distill.answers import DistillConfig, DistillError  # noqa: E402
@@ -212,7 +215,9 @@ def test_no_prompt_ended_is_an_error(
     ("field", "value", "message"),
     [
         ("num_prompts", 0, "expected at least 1"),
+        ("turns", 0, "expected at least 1"),
         ("temperature", -1.0, "expected 0"),
+        ("temperature", (0.0, float("nan")), "expected 0"),
         ("engine", "llama", "expected one of auto, transformers, openvino, vllm"),
         ("precision", "int8", "expected one of fp32, bf16, fp16"),
     ],
@@ -487,3 +492,157 @@ def test_a_full_disk_is_one_line(
         with pytest.raises(ValueError, match=r"cannot write answers to .*\(No space left on"):
             distill.run(out)
     assert distill.run(out).rows == len(read(out.out)) == 2
+
+
+# ---- several turns, several temperatures ----
+
+
+class Chatty:
+    """Says up to nine letters that depend on the prompt, the seed and the temperature.
+
+    One of three answers is cut off. Behind the user prefix it makes up messages, which all end.
+    """
+
+    name = "chatty"
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, tuple[float, ...]]] = []
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+    ) -> list[list[int]]:
+        temperatures = tuple(params.temperature_of(row) for row in range(len(prompts)))
+        self.calls.append((len(prompts), temperatures))
+        said = []
+        for row, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True)):
+            key = f"{list(prompt)} {temperature} {params.seed + row if temperature else 0}"
+            draw = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+            letters = [40 + (draw + i) % 50 for i in range(3 + draw % 7)]
+            ends = draw % 3 or params.top_k
+            said.append([*letters, 1] if ends else (letters * 9)[: params.max_new_tokens])
+        return said
+
+
+@pytest.fixture
+def chatty(monkeypatch: pytest.MonkeyPatch) -> Chatty:
+    engine = Chatty()
+    monkeypatch.setattr(distill, "open_engine", lambda *_: engine)
+    return engine
+
+
+def turns_of(row: dict[str, Any]) -> list[dict[str, Any]]:
+    return row.get("turns", [row])
+
+
+def test_every_turn_of_a_conversation_carries_loss(
+    model: str, tmp_path: Path, chatty: Chatty
+) -> None:
+    """A row's tokens are those that the chat template writes for the conversation."""
+    tokenizer = make_tokenizer()
+    rows = read(distill.run(config(model, tmp_path / "out.jsonl", turns=3)).out)
+    assert {len(turns_of(row)) for row in rows} == {1, 2, 3}
+    for row, example in zip(rows, data.read(tmp_path / "out.jsonl", tokenizer, 999), strict=True):
+        turns = turns_of(row)
+        messages = []
+        for turn in turns:
+            answer = [i for i in turn["response"] if i != 1]
+            messages.append({"role": "user", "content": tokenizer.decode(turn["prompt"])})
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        written = tokenizer.encode(text, add_special_tokens=False)
+        # The template ends the last answer, and a newline follows.
+        ended = turns[-1]["response"][-1] == 1
+        assert example.token_T.tolist() == written[: -1 if ended else -2]
+        answers = [i for turn in turns for i in turn["response"]]
+        assert example.token_T[example.loss_T].tolist() == answers
+        # Only an answer that ended has a turn behind it.
+        assert all(turn["response"][-1] == 1 for turn in turns[:-1])
+
+
+def test_given_turns_are_asked_and_the_rest_is_sampled(
+    model: str, tmp_path: Path, chatty: Chatty
+) -> None:
+    tokenizer = make_tokenizer()
+    given = [{"turns": ["first", f"second {i}", "third"], "source": "chat"} for i in range(9)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in [*given, {"prompt": "alone"}]))
+    settings = {"prompts": prompts, "num_prompts": None}
+    rows = read(distill.run(config(model, tmp_path / "out.jsonl", turns=2, **settings)).out)
+    second = [turns_of(row)[1]["prompt"] for row in rows[:9] if len(turns_of(row)) > 1]
+    assert second
+    assert all(tokenizer.decode(ids).startswith("second ") for ids in second)
+    assert max(len(turns_of(row)) for row in rows) == 2
+    assert turns_of(rows[9])[0]["prompt"] == tokenizer.encode("alone")
+    once = read(distill.run(config(model, tmp_path / "once.jsonl", **settings)).out)
+    assert [row["prompt"] for row in once] == [turns_of(row)[0]["prompt"] for row in rows]
+    for line in ('{"turns": []}', '{"turns": ["a"], "prompt": "b"}', '{"turns": ["a", ""]}'):
+        prompts.write_text(line + "\n")
+        with pytest.raises(DistillError, match=r"prompts.jsonl:1: expected "):
+            distill.run(config(model, tmp_path / "bad.jsonl", **settings))
+
+
+def test_conversations_fit_the_context(model: str, tmp_path: Path, chatty: Chatty) -> None:
+    """A context of 256: the template takes 47 and 31 a turn, messages and answers up to 60."""
+    settings = {"max_new_tokens": 60, "max_prompt_tokens": 60, "num_prompts": 30}
+    out = distill.run(config(model, tmp_path / "out.jsonl", turns=9, **settings)).out
+    lengths = [len(e.token_T) for e in data.read(out, make_tokenizer(), 999)]
+    assert max(len(turns_of(row)) for row in read(out)) > 2
+    assert max(lengths) <= 256
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_temperatures_share_the_rows(
+    model: str, tmp_path: Path, chatty: Chatty, turns: int
+) -> None:
+    temperatures = (0.0, 0.7, 1.0)
+    more = {"num_prompts": 90, "turns": turns, "temperature": temperatures}
+    rows = read(distill.run(config(model, tmp_path / "out.jsonl", **more)).out)
+    counts = Counter(row["temperature"] for row in rows)
+    assert set(counts) == set(temperatures)
+    assert min(counts.values()) >= 20
+    # The rows as they are written train, and stopping changes none of them.
+    assert len(data.read(tmp_path / "out.jsonl", make_tokenizer(), 999)) == 90
+    for count in (5, 90):
+        part = config(model, tmp_path / "part.jsonl", **{**more, "num_prompts": count})
+        distill.run(part)
+    assert part.out.read_bytes() == (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(DistillError, match="temperature was"):
+        distill.run(config(model, part.out, **{**more, "temperature": (0.0, 0.7)}))
+
+
+def test_a_file_of_one_turn_does_not_go_on_with_two(model: str, tmp_path: Path) -> None:
+    """A sidecar of an older version names no turns."""
+    out = distill.run(config(model, tmp_path / "out.jsonl", num_prompts=2)).out
+    assert "temperature" not in read(out)[0]  # a wholly greedy run's rows are as they were
+    sidecar = tmp_path / "out.jsonl.state.json"
+    state = json.loads(sidecar.read_text())
+    del state["settings"]["turns"]
+    sidecar.write_text(json.dumps(state))
+    with pytest.raises(DistillError, match="turns was 1, got 2"):
+        distill.run(config(model, out, turns=2))
+    assert distill.run(config(model, out, num_prompts=3)).rows == 3
+
+
+def test_one_batch_of_two_temperatures_equals_two_batches(model: str) -> None:
+    engine = distill_engines.TransformersEngine(target.resolve(model), "fp32")
+    prompts = [[5, 6, 7], [40, 41], [9], [60, 61, 62, 63]]
+    both = engine.generate(prompts, GenerationParams(8, (0.0, 1.0, 0.0, 1.0), 0, 3, (1,)))
+    greedy = engine.generate(prompts[::2], GenerationParams(8, 0.0, 0, 3, (1,)))
+    sampled = engine.generate(prompts[1::2], GenerationParams(8, 1.0, 0, 3, (1,)))
+    assert (both[::2], both[1::2]) == (greedy, sampled)
+
+
+def test_the_command_takes_several_temperatures(
+    model: str, tmp_path: Path, chatty: Chatty, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    command = ["distill", "--model", model, "--out", str(out), "--num-prompts", "8"]
+    more = ["--max-new-tokens", "12", "--max-prompt-tokens", "48", "--engine", "transformers"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, *more, "--temperature", "0,warm"])
+    assert stopped.value.code == 2
+    assert "got '0,warm', expected a number, or several" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, *more, "--temperature", "0.5,1", "--turns", "2"])
+    assert not stopped.value.code
+    assert {row["temperature"] for row in read(out)} == {0.5, 1.0}

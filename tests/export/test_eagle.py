@@ -151,25 +151,29 @@ def reference_loss(drafter: Drafter, batch: Batch) -> tuple[Tensor, list[int], l
     correct_K, count_K = [0] * config.ttt_steps, [0] * config.ttt_steps
     total = torch.zeros(())
     for k in range(config.ttt_steps):
-        losses = []
+        losses, distances = [], []
         for b in range(len(batch.token_BT)):
             for t in range(int(batch.length_B[b]) - 2 - k):
                 token = int(batch.token_BT[b, t + 2 + k])
                 wanted = int(drafter.draft_index_V[token])
-                if not batch.loss_BT[b, t + 2 + k] or wanted < 0:
+                if not batch.loss_BT[b, t + 2 + k]:
                     continue
                 predicted = literal_rollout(drafter, batch, b, t, k + 1)[-1]
                 feature = batch.feature_BTF[b, t + 1 + k]
+                distances.append(F.smooth_l1_loss(predicted, feature))
+                if wanted < 0:  # outside the draft vocabulary: a feature, and no label
+                    continue
                 log_q = torch.log_softmax(drafter.head_VD @ predicted, -1)
                 p = torch.softmax(drafter.head_VD @ feature, -1)
                 soft = config.soft_weight
                 ce = -(1 - soft) * log_q[wanted] - soft * (p * log_q).sum()
-                distance = F.smooth_l1_loss(predicted, feature)
-                losses.append(config.w_cls * ce + config.w_reg * distance)
+                losses.append(ce)
                 correct_K[k] += int(log_q.argmax() == wanted)
         count_K[k] = len(losses)
-        if losses:
-            total = total + config.decay**k * torch.stack(losses).mean()
+        assert len(distances) > len(losses) > 0
+        both = config.w_reg * torch.stack(distances).mean()
+        both = both + config.w_cls * torch.stack(losses).mean()
+        total = total + config.decay**k * both
     return total, correct_K, count_K
 
 

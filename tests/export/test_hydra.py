@@ -34,6 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "hydra++": PLUS_PLUS | {"num_guesses": 3},
     "one head, no layer": {"num_guesses": 1, "num_layers": 0},
     "mixed labels": {"num_guesses": 2, "num_layers": 2, "soft_weight": 0.3},
+    "the authors' first block": {"first_block": "residual", "num_guesses": 3},
+    "the authors' hydra++": PLUS_PLUS | {"first_block": "residual", "num_guesses": 2},
 }
 variants = pytest.mark.parametrize("options", [pytest.param(v, id=k) for k, v in VARIANTS.items()])
 
@@ -50,9 +52,12 @@ def test_the_loss_and_its_gradient_are_the_formulas(
             h = rms(prefixed(drafter, h))
         chunks = [h[-1], *(rms(drafter.embed_VD[token]) for token in path)]
         head = drafter.heads[len(path) - 1]
-        assert head.first.shape == ((len(path) + 1) * D, D)
-        z = torch.cat(chunks) @ head.first
-        assert len(head.layers) == drafter.config.num_layers
+        is_residual = drafter.config.first_block == "residual"
+        assert head.first.shape == ((len(path) + 1) * D, (1 + is_residual) * D)
+        z = torch.cat(chunks) @ head.first[:, :D]
+        if is_residual:
+            z = z + F.silu(torch.cat(chunks) @ head.first[:, D:])
+        assert len(head.layers) == drafter.config.num_layers - is_residual
         for weight in head.layers:
             y = z @ weight
             z = z + y * torch.sigmoid(y)
@@ -108,7 +113,7 @@ def test_what_a_guess_reads(backbone: Backbone, prefix: bool) -> None:
 
 
 def test_untrained_heads_guess_what_the_target_says_next(backbone: Backbone) -> None:
-    for options in ({}, PLUS_PLUS):
+    for options in ({}, PLUS_PLUS, PLUS_PLUS | {"first_block": "residual"}):
         drafter = Drafter(Config(**options), target.ends(backbone))
         batch = make_batch((12,))
         assert batch.feature_BTF is not None
@@ -137,6 +142,7 @@ def test_the_graphs_guess_as_the_module_does(
     ("fields", "message"),
     [
         ({"num_layers": -1}, "got num_layers -1, expected 0 or more"),
+        ({"num_layers": 0, "first_block": "residual"}, "got num_layers 0, expected 1 or more"),
         ({"num_guesses": 0}, "got num_guesses 0"),
         ({"max_width": 0}, "max_width 0"),
         ({"top_k": 0}, "top_k 0"),

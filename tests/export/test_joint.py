@@ -56,6 +56,7 @@ DRAFTERS = {
     "semi_autoregressive": 'name = "semi_autoregressive"\nhead_width = 16\nnum_guesses = 2',
     "skip_layer": 'name = "skip_layer"\nlayers = 2\nhead = "target"\nexit_layers = [3]',
 }
+MEDUSA = 'name = "medusa"\nnum_heads = 2\nheads = "own"'
 every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 
 
@@ -73,13 +74,17 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(10)
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, options in DRAFTERS.items():
+    for name, options in (DRAFTERS | {"medusa": MEDUSA}).items():
         (folder / f"{name}.toml").write_text(RECIPE.replace("{options}", options))
     return folder / "recipe.toml"
 
 
 def trainer(
-    path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
+    path: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *overrides: str,
+    init: Path | None = None,
 ) -> joint.JointTrainer:
     """As `train.run` makes it, before its first step."""
     made: list[joint.JointTrainer] = []
@@ -94,7 +99,7 @@ def trainer(
     with monkeypatch.context() as patch:
         patch.setattr(joint.JointTrainer, "train", stop)
         with pytest.raises(Stop):
-            train.run(path, list(overrides), out)
+            train.run(path, list(overrides), out, init=init)
     return made[0]
 
 
@@ -231,12 +236,52 @@ def test_layer_dropout_skips_deeper_layers_more_often(
     assert torch.equal((behind_2 == behind_3).flatten(1).all(1), skipped[2])
 
 
-def test_the_adapter_rests_while_the_drafter_trains_alone(path: Path, tmp_path: Path) -> None:
-    train.run(path, ["joint.drafter_only_steps=6"], tmp_path / "run")
-    before, _ = target.load(target.resolve(str(path.parent / "llama")))
-    after, _ = target.load(target.resolve(str(tmp_path / "run" / "target")))
-    for a, b in zip(before.parameters(), after.parameters(), strict=True):
-        assert torch.equal(a, b)
+def test_a_second_stage_starts_from_the_heads_of_the_first(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Medusa-2's way: heads alone, then both, with a warm-up that is whole for the adapter.
+
+    The heads have output matrices of their own, whose rows belong to the vocabulary of stage 1.
+    """
+    stage_1, stage_2 = path.with_stem("stage_1"), path.with_stem("stage_2")
+    text = path.with_stem("medusa").read_text() + "[export]\ndraft_vocab = 40\n"
+    stage_2.write_text(text)
+    stage_1.write_text(re.sub(r"\[joint\](.*\n)+?(?=\[export\])", "", text))
+    heads = train.run(stage_1, [], tmp_path / "heads")
+    saved = checkpoint.load_drafter(heads)
+    other_rows = path.with_name("other.jsonl")  # of other commonest tokens
+    other_rows.write_text(path.with_name("data.jsonl").read_text().replace("ab, cd.", "0123 xyz"))
+    overrides = [f"data.path={json.dumps(str(other_rows))}", "train.warmup=4"]
+    overrides.append("train.schedule=constant")
+
+    made = trainer(stage_2, tmp_path / "joint", monkeypatch, *overrides, init=heads)
+    fresh = trainer(stage_2, tmp_path / "fresh", monkeypatch, *overrides)
+    assert saved.draft_token_ids is not None
+    ids = saved.draft_token_ids.tolist()
+    assert made.drafter.draft_token_ids.tolist() == ids != fresh.drafter.draft_token_ids.tolist()
+    for name, tensor in made.drafter.state_dict().items():
+        assert torch.equal(tensor, saved.state[name])
+    rates = []
+    start_step = made.start_step
+
+    def recorded() -> None:
+        rates.append([group["lr"] for group in made.optimizer.param_groups])
+        start_step()
+
+    monkeypatch.setattr(made, "start_step", recorded)
+    made.train()
+    shares = [0.25, 0.5, 0.75, 1, 1]  # before step 1 … 5: what the step before it had
+    assert rates[1:] == [pytest.approx([3e-3 * share, 2e-3 * share]) for share in shares]
+    joint_drafter = checkpoint.load_drafter(made.export())
+    assert joint_drafter.provenance["init"]["earlier"]["steps"] == 6
+    assert not torch.equal(joint_drafter.state["output_heads.0"], saved.state["output_heads.0"])
+
+    with pytest.raises(ValueError, match=r"got no --init: pass the same --init again"):
+        train.run(stage_2, overrides, tmp_path / "joint", resume=True)
+    with pytest.raises(ValueError, match=r"a head over 40 tokens, .* set export.draft_vocab to 40"):
+        train.run(stage_2, ["export.draft_vocab=41"], tmp_path / "more", init=heads)
+    with pytest.raises(ValueError, match=r"weights of medusa, expected those of parallelspec"):
+        train.run(path, [], tmp_path / "other", init=heads)
 
 
 def test_the_drafters_weight_rises_as_a_sine(
@@ -280,6 +325,9 @@ def test_the_two_rates_are_their_own(
 ) -> None:
     made = trainer(path, tmp_path, monkeypatch)
     assert [group["base_lr"] for group in made.optimizer.param_groups] == [3e-3, 2e-3]
+    made = trainer(path.with_stem("semi_autoregressive"), tmp_path / "three", monkeypatch)
+    rates = [group["base_lr"] for group in made.optimizer.param_groups]
+    assert rates == pytest.approx([3e-3, 20 * 3e-3, 2e-3])  # the second is α's
     assert recipe.load(path).joint == recipe.JointSection(
         lora_rank=4, lora_dropout=0.0, backbone_lr=2e-3
     )
@@ -290,12 +338,12 @@ def test_the_two_rates_are_their_own(
 def test_two_processes_train_as_one_with_twice_the_batches(
     path: Path, tmp_path: Path, sharded: bool
 ) -> None:
-    """With the target whole in both, or spread over them; the adapter rests at first."""
+    """With the target whole in both, or spread over them."""
     curves, said = {}, {}
     for processes in (1, 2):
         out = tmp_path / str(processes)
         launch = ["torch.distributed.run", "--nproc-per-node", "2", "-m"] * (processes == 2)
-        options = [f"train.grad_accumulation={2 // processes}", "joint.drafter_only_steps=2"]
+        options = [f"train.grad_accumulation={2 // processes}"]
         options += ["train.batch_tokens=150", "joint.backbone_loss=distill"]
         sets = [word for option in options for word in ("--set", option)]
         environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}

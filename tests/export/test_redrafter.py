@@ -33,6 +33,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "five levels, soft labels": {"num_guesses": 5, "num_layers": 1, "soft_weight": 0.5},
     "no layer": {"num_guesses": 2, "num_layers": 0},
+    "the authors'": {"width": "both", "head": "own", "num_guesses": 3, "soft_weight": 0.3},
+    "the authors' width": {"width": "both", "num_guesses": 3},
+    "a head of its own": {"head": "own", "num_guesses": 2, "num_layers": 1},
 }
 variants = pytest.mark.parametrize("options", [pytest.param(v, id=k) for k, v in VARIANTS.items()])
 
@@ -47,21 +50,45 @@ def test_the_loss_and_its_gradient_are_the_formulas(
         s = torch.zeros(D)
         for token in path:
             s = F.silu(rms(drafter.embed_VD[token]) @ drafter.w + s @ drafter.u + drafter.b)
-        project = torch.cat((drafter.project_h, drafter.project_s))
-        z = torch.cat((rms(feature_TD[-1]), s)) @ project
+        z = torch.cat((rms(feature_TD[-1]), s))
+        if drafter.config.width == "target":
+            z = z @ torch.cat((drafter.project_h, drafter.project_s))
         for weight, bias in zip(drafter.layers, drafter.biases, strict=True):
             z = z + F.silu(z @ weight + bias)
+        if drafter.config.head == "own":
+            return drafter.own_head @ z
+        if drafter.config.width == "both":
+            z = z @ drafter.narrow
         return drafter.head_VD @ (rms(z) * drafter.norm)
 
     check_loss(drafter, logits_of)
 
 
-def test_an_untrained_drafter_guesses_what_the_target_says_next(backbone: Backbone) -> None:
-    drafter, batch = Drafter(Config(), target.ends(backbone)), make_batch((12,))
+@variants
+def test_an_untrained_drafter_guesses_what_the_target_says_next(
+    backbone: Backbone, options: dict[str, Any]
+) -> None:
+    drafter, batch = Drafter(Config(**options), target.ends(backbone)), make_batch((12,))
     assert batch.feature_BTF is not None
     ids, _ = drafter.guesses(batch, 1)
     own = (batch.feature_BTF[:, :-1] @ drafter.head_VD.T).argmax(-1)
     assert (ids[..., 0] == own[..., None]).all()
+
+
+def test_sizes_are_the_authors(backbone: Backbone) -> None:
+    """Behind [h ; s] of width 2d come the blocks and the output matrix, with nothing between."""
+    drafter = make_drafter(backbone, TRIMMED, width="both", head="own", num_layers=2)
+    shapes = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
+    assert shapes == {
+        "w": (D, D),
+        "u": (D, D),
+        "b": (D,),
+        "layers.0": (2 * D, 2 * D),
+        "layers.1": (2 * D, 2 * D),
+        "biases.0": (2 * D,),
+        "biases.1": (2 * D,),
+        "own_head": (len(TRIMMED), 2 * D),
+    }
 
 
 @variants
@@ -81,6 +108,7 @@ def test_what_the_proposer_is_told(backbone: Backbone) -> None:
     [
         ({"num_layers": -1}, "got num_layers -1, expected 0 or more"),
         ({"max_width": 0}, "max_width 0"),
+        ({"head": "tied"}, "got head 'tied', expected one of own, shared"),
         ({"taps": (1,)}, r"got taps \[1\], expected none"),
     ],
 )

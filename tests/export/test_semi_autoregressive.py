@@ -93,6 +93,21 @@ def test_the_loss_and_its_gradient_are_the_formulas(
     check_loss(drafter, logits_of)
 
 
+def test_alpha_ascends_and_learns_at_a_rate_of_its_own(backbone: Backbone) -> None:
+    """Before training the newest of four tokens weighs four times as much as the first."""
+    drafter = Drafter(Config(num_guesses=4, alpha_rate=30.0), target.ends(backbone))
+    assert isinstance(drafter.h_q, semi_autoregressive._FixedAttention)
+    alpha_K = torch.sigmoid(drafter.h_q.alpha)
+    torch.testing.assert_close(alpha_K, torch.tensor([0.2, 0.4, 0.6, 0.8]))
+    (one, others), (factor, (alpha,)) = drafter.trained_groups()
+    assert (one, factor) == (1.0, 30.0)
+    assert alpha is drafter.h_q.alpha
+    assert {id(p) for p in [*others, alpha]} == {id(p) for p in drafter.parameters()}
+    assert len(others) + 1 == len(list(drafter.parameters()))
+    other_kind = Drafter(Config(kind="rnn"), target.ends(backbone))
+    assert [factor for factor, _ in other_kind.trained_groups()] == [1.0]
+
+
 def test_sizes_are_the_papers(backbone: Backbone) -> None:
     drafter = make_drafter(backbone, head_width=1024)
     shapes = {name: tuple(p.shape) for name, p in drafter.named_parameters()}
@@ -138,6 +153,7 @@ def test_what_the_proposer_is_told(backbone: Backbone) -> None:
         ({"head": "tied"}, "got head 'tied', expected one of own, shared"),
         ({"layers": 7}, "got layers 7, head_width 1024, expected 0 to 6 layers"),
         ({"head_width": 0}, "head_width 0"),
+        ({"alpha_rate": 0.0}, "got alpha_rate 0.0, expected more than 0"),
         ({"soft_weight": 0.5}, "a head of its own learns hard labels"),
         ({"num_guesses": 0}, "got num_guesses 0"),
     ],

@@ -30,13 +30,22 @@ precision = "fp32"
 [export]
 draft_vocab = 80
 """
-# Fields of a drafter's config, where the defaults would leave a part of it untested.
+# Fields of a drafter's config, where the defaults would leave a part of it untested. A name may
+# have a second set of fields behind a plus sign.
 OPTIONS = {
     "parallelspec": 'taps = [1]\nmask_feature = "anchor"',
+    # guesses conditioned in pairs, and masks that read the root's token
+    "parallelspec+pairs": 'taps = [1]\nmask_feature = "anchor"\nmarkov_rank = 8\n'
+    "mask_reads_token = true",
     "hydra": "prefix_layer = true",
     "skip_layer": "layers = 1",
     "draft_model": "hidden_size = 64\nintermediate_size = 96\nlayers = 2\nnum_heads = 4",
 }
+
+
+def drafter_name(variant: str) -> str:
+    """Returns the drafter that a variant is of: "parallelspec+pairs" -> "parallelspec"."""
+    return variant.partition("+")[0]
 
 
 class Workshop:
@@ -79,13 +88,14 @@ class Workshop:
 
     def recipe(self, name: str, options: str) -> str:
         """Returns a recipe for this workshop's target; `options` are lines of its [drafter]."""
-        return RECIPE.format(name=name, options=options, num_steps=self.num_steps, lr=self.lr)
+        drafter = drafter_name(name)
+        return RECIPE.format(name=drafter, options=options, num_steps=self.num_steps, lr=self.lr)
 
     def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
         return make_bundle.build(
             BuildOptions(
                 str(self.llama()),
-                [drafter],
+                [drafter_name(drafter)],
                 [self.drafter(drafter)],
                 precision,
                 out=self.folder / "bundles" / f"{drafter}-{precision}",

@@ -118,11 +118,71 @@ def typical_sweep() -> str:
     return _svg(figure)
 
 
+def guesses_by_drafter() -> str:
+    """Two panels: how often each drafter's k-th guess is right, and among its best five."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    trained = _load("drafters-training")
+    names = [name for name in trained if name != "provenance"]
+    for axes, (key, title) in zip(
+        panels, (("top1", "best guess"), ("top5", "among the best five")), strict=True
+    ):
+        for index, name in enumerate(names):
+            count = sum(each.startswith(f"{key}_") for each in trained[name])
+            shares = [trained[name][f"{key}_{k}"] for k in range(count)]
+            line = {"color": f"C{index}", "linestyle": "-" if index < 6 else "--"}
+            label = name if key == "top1" else None
+            axes.plot(range(1, count + 1), shares, "o", markersize=4, label=label, **line)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("position behind the root")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    panels[0].set_ylim(0, 1)
+    panels[0].set_ylabel("share of held-out answers")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return _svg(figure)
+
+
+def accepted_by_nodes() -> str:
+    """Two panels over the nodes of a tree: accepted length by drafter, and the time to verify."""
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in _load("drafters-nodes")["rows"]:
+        found.setdefault(row["drafter"], []).append(row)
+    for index, (name, rows) in enumerate(found.items()):
+        line = {"color": f"C{index % 10}", "linestyle": "-" if index < 6 else "--", "marker": "o"}
+        lengths = [row["accepted_length"] for row in rows]
+        left.plot([row["size"] for row in rows], lengths, markersize=4, label=name, **line)
+        nodes = [row["nodes"] for row in rows]
+        right.plot(nodes, [row["verify_ms"] for row in rows], ".", color=f"C{index % 10}")
+    left.set_xlabel("nodes allowed, root included")
+    left.set_ylabel("accepted length")
+    right.set_xlabel("nodes of a tree, mean of a step")
+    right.set_ylabel("verify, ms")
+    right.set_ylim(0, None)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return _svg(figure)
+
+
 CHARTS = {
+    "guesses-by-drafter.svg": guesses_by_drafter,
+    "accepted-by-nodes.svg": accepted_by_nodes,
     "speedup-by-category.svg": speedup_by_category,
     "speed-by-nodes.svg": speed_by_nodes,
     "typical-sweep.svg": typical_sweep,
 }
+
+
+AWAITED = {"accepted-by-nodes.svg": "drafters-nodes"}  # the file that a chart waits for
+
+
+def drawable() -> list[str]:
+    """Returns the names of the charts whose figures have been measured."""
+    return [
+        name
+        for name in CHARTS
+        if name not in AWAITED or (RESULTS / f"{AWAITED[name]}.json").is_file()
+    ]
 
 
 def draw(name: str) -> str:

@@ -1,0 +1,66 @@
+"""Holds the settings of one distillation run and the error that says what is wrong with them."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from spec_export.distill.engines import ENGINES, PRECISIONS
+
+
+class DistillError(ValueError):
+    """Prompts, settings or files that cannot be used."""
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """The settings of one distillation run.
+
+    Attributes:
+        model: the target as `target.resolve` takes it; None means the demo.
+        out: the JSON Lines file to write; its sidecar is `<out>.state.json`.
+        prompts: JSON Lines of {"prompt": text or ids}, or {"turns": [text or ids, …]} with all user
+            messages of a conversation, with an optional "source"; None lets the target sample its
+            own. Prompts that the context has no room for are skipped.
+        num_prompts: rows to write; None means the whole prompts file, or 1000 sampled ones.
+        turns: user messages of the longest conversation. Where the prompts give fewer, the target
+            samples the rest.
+        max_new_tokens: tokens of the longest answer, end token included.
+        max_prompt_tokens: tokens of the longest sampled prompt; longer ones are left out.
+        temperature: the answers' sampling temperature; 0 is greedy. Of several, the seed draws
+            one for each row, so that each gets about the same share of the rows.
+        batch_size: prompts that the engine gets at once; an interruption loses at most these.
+        resume: go on with `out` if it exists already; without it that is an error.
+    """
+
+    model: str | None
+    out: Path
+    prompts: Path | None = None
+    num_prompts: int | None = None
+    turns: int = 1
+    max_new_tokens: int = 256
+    max_prompt_tokens: int = 128
+    temperature: float | tuple[float, ...] = 0.0
+    seed: int = 0
+    batch_size: int = 64
+    engine: str = "auto"
+    precision: str = "fp32"
+    resume: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "turns", "max_new_tokens", "max_prompt_tokens", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DistillError(f"{name} is {value}, expected at least 1")
+        wrong = [value for value in self.temperatures if not 0 <= value < math.inf]
+        if wrong or not self.temperatures:
+            raise DistillError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
+        if self.engine not in ENGINES:
+            raise DistillError(f"engine is {self.engine!r}, expected one of {', '.join(ENGINES)}")
+        if self.precision not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
+            raise DistillError(f"precision is {self.precision!r}, expected one of {known}")
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        """The temperatures that rows are drawn from."""
+        return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
