@@ -16,9 +16,10 @@ from spec_runtime.backends import Runtime
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.mapping import from_mapping
-from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
+from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS, VARIANTS
 from spec_runtime.proposers.adaptive import DraftPauser, scale_probabilities
-from spec_runtime.proposers.base import PlainProposer
+from spec_runtime.proposers.base import PlainProposer, Proposer
+from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.target import STRICT_GAPS, Target
 from spec_runtime.text import Tokenizer
@@ -45,6 +46,11 @@ class _Arguments:
     backend: str
     fused: bool | None
     cuda_graphs: bool
+    memory: int
+
+    def __post_init__(self) -> None:
+        if self.memory < 0:
+            raise ValueError(f"got memory {self.memory}, expected 0 or more tokens")
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ class LoadOptions:
     runtime: Runtime
     profile: bool = True
     fused: bool | None = None
+    memory: int = 0
 
     @property
     def prefers_fused(self) -> bool:
@@ -73,6 +80,7 @@ def load(
     backend: str = "onnxruntime",
     fused: bool | None = None,
     cuda_graphs: bool = True,
+    memory: int = 0,
 ) -> Engine:
     """Opens a bundle and returns an engine that generates with it.
 
@@ -95,12 +103,15 @@ def load(
             where the bundle has one that ONNX Runtime opens and can capture; otherwise the
             ordinary loop runs, and a warning says why.
         cuda_graphs: capture runs that come again and replay them; on the CPU it says nothing.
+        memory: prompt lookup, alone or merged, also looks up at most so many tokens of this
+            engine's earlier answers. No token changes, but a request that repeats an earlier answer
+            gets faster, which its sender can notice: do not share such an engine between users who
+            must not learn of each other's answers.
 
     Raises:
         ValueError: in one line, if anything does not fit; BundleError for the bundle's own faults.
     """
-    if isinstance(threads, Integral) and not isinstance(threads, bool):
-        threads = int(threads)  # NumPy's, too
+    threads, memory = _plain_int(threads), _plain_int(memory)
     given = {
         "path": os.fspath(path) if isinstance(path, os.PathLike) else path,
         "drafter": drafter,
@@ -112,19 +123,26 @@ def load(
         "backend": backend,
         "fused": fused,
         "cuda_graphs": cuda_graphs,
+        "memory": memory,
     }
     from_mapping(_Arguments, given, "load", none="None")
-    options = LoadOptions(Runtime(backend, threads, cuda_graphs), profile, fused)
+    options = LoadOptions(Runtime(backend, threads, cuda_graphs), profile, fused, memory)
     bundle = bundles.read(path, verify)
     known = _drafter_names(bundle)
-    if drafter is not None and drafter not in known:  # before anything slow
+    if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow
         raise ValueError(_unknown(drafter, known))
     if strict:
         _require_strictness(bundle.manifest)
     tokenizer = Tokenizer(bundle)
     target = _open_target(bundle, options.runtime, strict)
     opener = DrafterOpener(bundle, target, options)
-    return Engine(target, tokenizer, opener.open(drafter, lookup), opener)
+    opened = opener.open(drafter, lookup)
+    if memory and opened.name.rpartition("+")[2] != "prompt_lookup":
+        raise ValueError(
+            f"got memory with drafter {opened.name}, expected prompt_lookup, or a trained drafter "
+            "with lookup"
+        )
+    return Engine(target, tokenizer, opened, opener)
 
 
 def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Target:
@@ -172,16 +190,22 @@ class DrafterOpener:
 
     def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
         """Opens a drafter with the bundle's own trees."""
-        if name not in self._known:
+        if name not in (*self._known, *VARIANTS):
             raise ValueError(_unknown(name, self._known))
         target = self._target
-        if name not in PROPOSERS:
+        factories = PROPOSERS | VARIANTS
+        if name not in factories:
             raise ValueError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
         drafters = self._bundle.manifest.drafters
         entry = next((info for info in drafters if info.name == name), None)
-        proposer = PROPOSERS[name](self._bundle, entry, self._options.runtime, target)
+        memory = self._options.memory
+        proposer: Proposer
+        if memory and name == "prompt_lookup":
+            proposer = LookupProposer(memory)
+        else:
+            proposer = factories[name](self._bundle, entry, self._options.runtime, target)
         if entry is None:
             if lookup:
                 raise ValueError(f"got lookup with drafter {name}, expected a trained one")
@@ -191,7 +215,8 @@ class DrafterOpener:
         if lookup is not None:
             lookup_nodes = (lookup_nodes or DEFAULT_LOOKUP_NODES) if lookup else 0
         if lookup_nodes:
-            name, proposer = f"{name}+prompt_lookup", MergedProposer(proposer, lookup_nodes)
+            name = f"{name}+prompt_lookup"
+            proposer = MergedProposer(proposer, lookup_nodes, memory)
         taps = tuple(entry.config.get("taps", self._bundle.manifest.target.taps))
         return OpenedDrafter(name, proposer, budget, taps, entry.expected_accepted_length)
 
@@ -262,6 +287,12 @@ def _require_strictness(manifest: bundles.Manifest) -> None:
 def _drafter_names(bundle: bundles.Bundle) -> list[str]:
     names = [info.name for info in bundle.manifest.drafters]
     return [*names, *(name for name in BUILT_IN if name not in names)]
+
+
+def _plain_int(value: Any) -> Any:
+    """Returns NumPy's integers as Python's, everything else as it is."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    return int(value) if is_integer else value
 
 
 def _unknown(name: str, known: list[str]) -> str:

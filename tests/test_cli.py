@@ -65,6 +65,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         backend: str = "onnxruntime",
         fused: bool | None = None,
         cuda_graphs: bool = True,
+        memory: int = 0,
     ) -> Engine:
         loaded.append(toy_engine(drafter))
         loaded[-1].target.strict_gap = 0.01 if strict else None

@@ -67,6 +67,7 @@ def command(
     backend: options.Backend = "onnxruntime",
     fused: options.Fused = None,
     cuda_graphs: options.CudaGraphs = True,
+    memory: options.Memory = 0,
     profile: options.Profile = True,
     system: options.System = None,
 ) -> None:
@@ -82,7 +83,7 @@ def command(
     (name, merged), *others = contenders(drafter or [], lookup)
     profile = profile and nodes is None
     engine = options.open_engine(
-        folder, name, threads, merged, profile, backend, fused, cuda_graphs
+        folder, name, threads, merged, profile, backend, fused, cuda_graphs, memory
     )
     engines = [engine, *(engine.with_drafter(*other) for other in others)]
     _check_different(engines)
@@ -102,6 +103,7 @@ def command(
         "nodes": nodes,
         "backend": backend,
         "cuda_graphs": cuda_graphs,
+        "memory": memory,
         "fused": [each.drafter for each in engines if each.fused is not None],
         "tuned": [each.drafter for each in engines if each.is_tuned],
         "system": system,

@@ -25,11 +25,12 @@ def command(
     backend: options.Backend = "onnxruntime",
     fused: options.Fused = None,
     cuda_graphs: options.CudaGraphs = True,
+    memory: options.Memory = 0,
 ) -> None:
     """Chat with the target; /reset starts anew, end of input leaves."""
     interactive = options.standard_input().isatty()
     engine = options.open_engine(
-        bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs
+        bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs, memory
     )
     settings |= {"max_new_tokens": max_new_tokens}
     opening = [{"role": "system", "content": system}] if system else []

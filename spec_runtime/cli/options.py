@@ -24,7 +24,7 @@ Drafter = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help="A drafter of the bundle, prompt_lookup, lookahead, or none",
+        help="A drafter of the bundle, prompt_lookup, prompt_lookup:published, lookahead, or none",
         show_default="the bundle's first",
     ),
 ]
@@ -34,6 +34,14 @@ Lookup = Annotated[
         "--lookup/--no-lookup",
         help="Merge prompt lookup's candidates into a trained drafter's trees",
         show_default="as the bundle says",
+    ),
+]
+Memory = Annotated[
+    int,
+    typer.Option(
+        "--memory",
+        min=0,
+        help="Prompt lookup also finds so many tokens of earlier answers of this run; 0: none",
     ),
 ]
 Threads = Annotated[
@@ -98,6 +106,7 @@ def open_engine(
     backend: str = "onnxruntime",
     fused: bool | None = None,
     cuda_graphs: bool = True,
+    memory: int = 0,
 ) -> "Engine":
     """Opens an engine over ``bundle``, or over the newest bundle under ./bundles."""
     import spec_runtime
@@ -112,6 +121,7 @@ def open_engine(
         backend=backend,
         fused=fused,
         cuda_graphs=cuda_graphs,
+        memory=memory,
     )
 
 

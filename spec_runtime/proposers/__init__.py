@@ -15,7 +15,7 @@ from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.feature import FeatureProposer
 from spec_runtime.proposers.heads import LastFeatureProposer, OnePassProposer, open_by_form
 from spec_runtime.proposers.lookahead import NUM_NODES, LookaheadProposer
-from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.proposers.lookup import LookupProposer, PublishedLookupProposer
 from spec_runtime.proposers.sequential import SequentialProposer
 from spec_runtime.proposers.skip_layer import SkipLayerProposer
 from spec_runtime.target import Target
@@ -42,3 +42,7 @@ PROPOSERS: dict[str, ProposerFactory] = {
 BUILT_IN = ("prompt_lookup", "lookahead", "none")
 # The nodes of their trees, where the default budget is too small.
 BUILT_IN_NODES = {"lookahead": NUM_NODES}
+# Forms of them as their papers have them, to compare with; no list of drafters shows these.
+VARIANTS: dict[str, ProposerFactory] = {
+    "prompt_lookup:published": lambda bundle, info, runtime, target: PublishedLookupProposer(),
+}

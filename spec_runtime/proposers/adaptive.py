@@ -165,7 +165,7 @@ class ProbabilityScaler(ProposerWrapper):
 def scale_probabilities(proposer: Proposer) -> Proposer:
     """Wraps the drafter in a `ProbabilityScaler`, below prompt lookup where that is merged."""
     if isinstance(proposer, MergedProposer):
-        return MergedProposer(ProbabilityScaler(proposer.drafter), proposer.lookup_nodes)
+        return proposer.with_drafter(ProbabilityScaler(proposer.drafter))
     return ProbabilityScaler(proposer)
 
 

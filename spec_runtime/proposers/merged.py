@@ -6,53 +6,120 @@ chosen deterministically keeps the target's distribution.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from spec_runtime.proposers.base import Proposer
-from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.proposers.text_index import Place, TextIndex
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
-from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.grow import merge
+from spec_runtime.trees import payoff
+from spec_runtime.trees.best_first import grow_best_first
+from spec_runtime.trees.budget import AlongTruth, Budget, Grown
+from spec_runtime.trees.grow import cut_to_paying, merge
 from spec_runtime.trees.tree import TokenTree
+
+# The last nodes of a static tree are about so likely; lookup takes their places, so that its own
+# have to be likelier.
+_LEAST_SHARED = 0.1
 
 
 class MergedProposer(ProposerWrapper):
-    """Adds at most `lookup_nodes` nodes from prompt lookup to the trees of a drafter's proposer.
+    """Lets the nodes of a drafter's tree and those of prompt lookup compete for the places of one
+    tree, by the estimated probabilities of their paths.
 
-    A single matching token says little, so lookup only counts matches of two tokens or more. A node
-    that both propose is there once.
+    Lookup also goes on behind the drafter's nodes, and a node that both propose is there once, with
+    the larger probability. A static tree has no probabilities: there lookup gets at most
+    `lookup_nodes` nodes, before the drafter's. Drawn trees stay as they were drawn. With `memory`,
+    up to so many tokens of earlier answers are looked up as well.
     """
 
-    def __init__(self, drafter: Proposer, lookup_nodes: int) -> None:
+    def __init__(self, drafter: Proposer, lookup_nodes: int, memory: int = 0) -> None:
         assert lookup_nodes >= 1, lookup_nodes
         super().__init__(drafter)
         self.lookup_nodes = lookup_nodes
-        self._lookup = LookupProposer(max_matches=2, min_ngram=2)
+        self._memory = memory
+        self._index = TextIndex(memory)
+        self._prompt_length = 0
 
     @property
     def drafter(self) -> Proposer:
         """The proposer without lookup."""
         return self._proposer
 
+    def with_drafter(self, drafter: Proposer) -> MergedProposer:
+        """Returns a proposer that merges lookup into another drafter's trees as this one does."""
+        return MergedProposer(drafter, self.lookup_nodes, self._memory)
+
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         super().start(prompt, features_TF, reused)
-        self._lookup.start(prompt, None, reused)
+        self._index.extend(prompt[reused:])
+        self._prompt_length = len(prompt)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        share = Budget(min(self.lookup_nodes + 1, budget.max_nodes), max_depth=budget.max_depth)
-        found = self._lookup.propose(token, share)
-        drafted = super().propose(token, budget.behind(found.num_nodes - 1))
-        if found.num_nodes == 1 or drafted.draws:  # drawn trees stay as they were drawn
+        self._index.extend([token])
+        drafted = super().propose(token, budget)
+        if drafted.draws or budget.is_root_only or isinstance(budget.growth, AlongTruth):
             return drafted
-        return merge(found, drafted, budget.max_nodes)
+        if drafted.log_prob_N is None and drafted.num_nodes > 1:
+            return self._shared(drafted, budget)
+        growth = budget.growth if isinstance(budget.growth, Grown) else Grown()
+        return self._competing(drafted, budget, growth)
 
     def commit(self, step: Step) -> None:
         super().commit(step)
-        self._lookup.commit(step)
+        self._index.extend(step.tokens[:-1])
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
-        self._lookup.truncate(length)
+        # a new request begins: what stands behind the last prompt is its answer
+        self._index.remember(self._prompt_length)
+        self._index.truncate(length)
+        self._prompt_length = min(self._prompt_length, length)
+
+    def _shared(self, drafted: TokenTree, budget: Budget) -> TokenTree:
+        """Returns lookup's share of nodes and then as much of a static tree as fits."""
+        index = self._index
+        share = Budget(min(self.lookup_nodes + 1, budget.max_nodes), max_depth=budget.max_depth)
+        found = grow_best_first(
+            int(drafted.token_N[0]),
+            index.end(),
+            index.continuations,
+            index.advance,
+            share,
+            _LEAST_SHARED,
+        )
+        return merge(found, drafted, budget.max_nodes)
+
+    def _competing(self, drafted: TokenTree, budget: Budget, growth: Grown) -> TokenTree:
+        """Returns the likeliest nodes of both, as many as pay.
+
+        The drafter's probabilities count as much as its reliability says.
+        """
+        index = self._index
+        log_prob_N = np.zeros(1) if drafted.log_prob_N is None else drafted.log_prob_N
+        points = growth.reliability
+        worth = [1.0, *payoff.probabilities(log_prob_N[1:], points).tolist()]
+        floor = float(payoff.probabilities([growth.log_floor], points)[0])
+        if drafted.num_nodes == budget.max_nodes:  # no node below the drafter's last can enter
+            floor = max(floor, worth[-1])
+
+        def children(place: tuple[int | None, Place], least: float) -> Iterable[tuple[int, float]]:
+            node, here = place
+            found = dict(index.continuations(here, least))
+            if node is not None and worth[node] > 0:
+                for child in drafted.children(node):
+                    token, own = int(drafted.token_N[child]), worth[child] / worth[node]
+                    found[token] = max(own, found.get(token, 0.0))
+            return found.items()
+
+        def enter(place: tuple[int | None, Place], token: int) -> tuple[int | None, Place]:
+            node, here = place
+            child = None if node is None else drafted.child(node, token)
+            return child, index.advance(here, token)
+
+        root: tuple[int | None, Place] = (0, index.end())
+        tree = grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, floor)
+        priced = Grown(step_ms=growth.step_ms, level_ms=growth.level_ms)  # worths, not predictions
+        return cut_to_paying(tree, priced, max(1, int(drafted.depth_N.max())))

@@ -70,7 +70,7 @@ def grow(root_token: int, guesses: Guesses, budget: Budget) -> TokenTree:
         best = _best_products if guesses.pair_KCC is None else _best_conditioned
         max_depth = _max_depth(budget, len(guesses))
         tree = best(root_token, guesses, max_depth, budget.max_nodes, growth.log_floor)
-        return _paying(tree, growth)
+        return cut_to_paying(tree, growth)
     level = itertools.count()
 
     def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
@@ -217,7 +217,7 @@ def _grow_best(
             expanded.add(parent, token)
             log_prob.append(-cost)
     best = heapq.nsmallest(max_nodes - 1, pool)
-    return _paying(_rerank(root_token, best, expanded), growth, num_run)
+    return cut_to_paying(_rerank(root_token, best, expanded), growth, num_run)
 
 
 def _guess(
@@ -257,10 +257,11 @@ def _worth(guesses: list[_Guess], growth: Grown) -> np.ndarray:
     return payoff.probabilities([-cost for cost, *_ in guesses], growth.reliability)
 
 
-def _paying(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenTree:
+def cut_to_paying(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenTree:
     """Cuts the tree where more nodes do not pay by the growth's times, if it has any.
 
-    Nodes are in order of falling probability, so the best tree is one of the prefixes.
+    Nodes are in order of falling probability, so the best tree is one of the prefixes. `num_levels`
+    of drafting were run.
     """
     if not growth.step_ms or tree.num_nodes == 1:
         return tree

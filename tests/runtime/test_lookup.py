@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.proposers.lookup import LookupProposer, PublishedLookupProposer
 from spec_runtime.step import Step
-from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
 
 
@@ -17,21 +17,21 @@ def drafted(tree: TokenTree) -> list[str]:
     return ["".join(map(chr, tree.token_N[tree.path(i)[1:]])) for i in leaves]
 
 
-def propose(text: str, budget: Budget, **options: int) -> TokenTree:
+def propose(text: str, budget: Budget) -> TokenTree:
     """The tree after this text, whose last character is the root."""
-    proposer = LookupProposer(**options)
+    proposer = LookupProposer()
     proposer.start([ord(c) for c in text[:-1]], None, 0)
     return proposer.propose(ord(text[-1]), budget)
 
 
 def test_the_longest_ngram_wins_over_a_newer_one() -> None:
     # "abc" was followed by x; the newer "c" by y
-    assert drafted(propose("abcx.cy.abc", Budget(3), num_tokens=2)) == ["x."]
+    assert drafted(propose("abcx.cy.abc", Budget(3))) == ["x."]
 
 
 def test_shorter_ngrams_when_longer_are_new() -> None:
-    assert drafted(propose("bcx.abc", Budget(4), num_tokens=3)) == ["x.a"]
-    assert drafted(propose("cx.abc", Budget(4), num_tokens=3)) == ["x.a"]
+    assert drafted(propose("bcx.abc", Budget(4))) == ["x.a"]
+    assert drafted(propose("cx.abc", Budget(4))) == ["x.a"]
 
 
 def test_nothing_to_find_is_the_root() -> None:
@@ -40,15 +40,29 @@ def test_nothing_to_find_is_the_root() -> None:
 
 
 def test_several_matches_share_the_tree_and_their_beginnings() -> None:
-    # newest first: "12y", then "12x", then "9"
-    tree = propose(".ab9..ab12x..ab12y..ab", Budget(20), num_tokens=3)
-    assert sorted(drafted(tree)) == ["12x", "12y", "9.."]
-    assert len(tree.children(0)) == 2
-    assert tree.num_nodes == 1 + 4 + 3
+    # the most frequent first: "12", then "9"; behind "12" the newest first
+    tree = propose(".ab9,;ab12x:!ab12y?-ab", Budget(20, max_depth=3))
+    assert {"12x", "12y", "9,;"} <= set(drafted(tree))
+    first, second = tree.children(0)[:2]
+    assert [chr(tree.token_N[node]) for node in (first, second)] == ["1", "9"]
+    behind = tree.children(tree.children(first)[0])
+    assert [chr(tree.token_N[node]) for node in behind] == ["y", "x"]
 
 
 def test_a_running_repetition_drafts_itself() -> None:
-    assert drafted(propose("abababab", Budget(12), max_matches=1)) == ["ab"]
+    assert drafted(propose("abababab", Budget(12))) == ["ab" * 5 + "a"]
+
+
+def test_nodes_come_by_falling_probability_and_end_where_the_budget_says() -> None:
+    text = ".ab9..ab12x..ab12y..ab"
+    tree = propose(text, Budget(20))
+    assert tree.log_prob_N is not None
+    assert (np.diff(tree.log_prob_N) <= 0).all()
+    likely = propose(text, Budget(20, growth=Grown(0.1)))
+    assert likely.num_nodes == (tree.log_prob_N >= np.log(0.1)).sum() < tree.num_nodes
+    assert (likely.token_N == tree.token_N[: likely.num_nodes]).all()
+    dear = Grown(step_ms=tuple(10.0 * n for n in range(1, 21)))
+    assert propose(text, Budget(20, growth=dear)).num_nodes == 1
 
 
 @pytest.mark.parametrize("max_nodes", range(1, 14))
@@ -94,4 +108,79 @@ def test_two_tokens_left_over_from_an_interrupted_step_go_with_truncate_zero() -
     proposer.propose(4, Budget(5))  # never committed
     proposer.truncate(0)
     proposer.start([7, 8, 7], None, 0)
-    assert proposer.propose(8, Budget(5)).token_N.tolist() == [8, 7, 8]
+    assert proposer.propose(8, Budget(5)).token_N.tolist() == [8, 7, 8, 7, 8]
+
+
+# --------------------------------------------------------------------------- as it was published
+
+
+def published(text: str, budget: Budget) -> list[str]:
+    proposer = PublishedLookupProposer(num_tokens=4)
+    proposer.start([ord(c) for c in text[:-1]], None, 0)
+    return drafted(proposer.propose(ord(text[-1]), budget))
+
+
+def test_the_first_match_with_enough_tokens_behind_it_is_published_as_a_chain() -> None:
+    assert published("abc1234..abc5678..abc", Budget(12)) == ["1234"]  # not the newer one
+    assert published("abc1234..abc5678..abc", Budget(3)) == ["12"]
+    assert published("abc1234..abc5678..abc", Budget(12, max_depth=1)) == ["1"]
+    assert published("ac1234..abc", Budget(12)) == ["1234"]  # by "c" alone
+    assert published("abc123abc", Budget(12)) == ["123a"]
+    assert published("xabc", Budget(12)) == []
+    # three tokens are all that follows "ab", so the shorter "b" is taken
+    assert published("zb1234ab.ab", Budget(12)) == ["1234"]
+
+
+def test_the_published_index_follows_cuts() -> None:
+    proposer = PublishedLookupProposer(num_tokens=2)
+    proposer.start([1, 2, 3, 4, 1], None, 0)
+    assert proposer.propose(2, Budget(8)).token_N.tolist() == [2, 3, 4]
+    proposer.truncate(4)
+    proposer.start([1, 2, 3, 4, 5, 3], None, 4)
+    assert proposer.propose(2, Budget(8)).token_N.tolist() == [2, 3, 4]
+    proposer.truncate(0)
+    proposer.start([3, 9, 9, 9], None, 0)
+    assert proposer.propose(3, Budget(8)).token_N.tolist() == [3, 9, 9]
+
+
+# ------------------------------------------------------------------------------ earlier answers
+
+
+def answer(proposer: LookupProposer, prompt: list[int], tokens: list[int]) -> TokenTree:
+    """One request as an engine runs it; returns the tree behind the first token of the answer."""
+    proposer.truncate(0)
+    proposer.start(prompt, None, 0)
+    tree = proposer.propose(tokens[0], Budget(4))
+    proposer.commit(Step(tokens[1:], num_accepted=0))
+    return tree
+
+
+def test_memory_finds_what_an_earlier_answer_had_and_only_there() -> None:
+    for memory, expected in ((0, 1), (100, 4)):
+        proposer, other = LookupProposer(memory), LookupProposer(memory)
+        assert answer(proposer, [1, 2, 3], [4, 5, 6, 7, 8]).num_nodes == 1
+        assert answer(proposer, [9, 3], [4, 0]).num_nodes == expected
+        # prompts are not remembered, and no proposer sees another one's answers
+        assert answer(proposer, [7], [1, 0]).num_nodes == 1
+        assert answer(other, [9, 3], [4, 0]).num_nodes == 1
+
+
+def test_memory_forgets_the_oldest_answers() -> None:
+    proposer = LookupProposer(memory=20)
+    answer(proposer, [0], [*range(100, 109)])
+    answer(proposer, [0], [*range(200, 209)])
+    assert answer(proposer, [0], [100, 50]).num_nodes == 4
+    answer(proposer, [0], [*range(300, 309)])
+    assert answer(proposer, [0], [100, 50]).num_nodes == 1
+    assert answer(proposer, [0], [200, 50]).num_nodes > 1
+    assert len(proposer._index._automata[1]) + len(proposer._index._automata[2]) <= 2 * (10 + 1)
+
+
+def test_a_place_in_memory_survives_a_cut() -> None:
+    """A conversation goes on: its beginning stays, and is looked up in the memory again."""
+    proposer = LookupProposer(memory=50)
+    answer(proposer, [1], [2, 3, 4, 5, 6, 0])
+    answer(proposer, [8, 9], [7, 7, 0])
+    proposer.truncate(2)  # 8 9 stay
+    proposer.start([8, 9, 2, 3], None, 2)
+    assert proposer.propose(4, Budget(3)).token_N.tolist() == [4, 5, 6]

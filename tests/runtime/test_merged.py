@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.step import Step
-from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown
+from spec_runtime.trees.tree import Draws, TokenTree
+
+DRAWS = Draws(np.array([9]), np.ones(1), (0,), with_replacement=True)
 
 
 class Fixed:
@@ -56,14 +59,80 @@ def test_both_drafts_are_in_the_tree_once(max_nodes: int, expected: set[tuple[in
     assert proposer.wants_features
 
 
-def test_one_matching_token_is_no_match() -> None:
-    tokens = [7, 2, 3, 4, 1]  # 2 was there, but not behind a 1
+class Guesser(Fixed):
+    """A drafter of one level, whose guesses have these probabilities."""
+
+    def __init__(self, **probabilities: float) -> None:
+        super().__init__()
+        self.probabilities = {int(name[1:]): p for name, p in probabilities.items()}
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        best = sorted(self.probabilities.items(), key=lambda item: -item[1])
+        best = best[: budget.max_nodes - 1]
+        tokens = np.array([token, *(guess for guess, _ in best)])
+        log_probs = np.log([1.0, *(p for _, p in best)])
+        return TokenTree(tokens, np.zeros(len(tokens), np.int64), log_probs)
+
+
+def merged(drafter: Proposer, text: list[int], budget: Budget) -> TokenTree:
+    proposer = MergedProposer(drafter, lookup_nodes=1)
+    proposer.start(text[:-1], None, 0)
+    return proposer.propose(text[-1], budget)
+
+
+ONCE = [7, 2, 3, 4, 1, 2]  # 2 was there once, but not behind a 1: about .25 for the 3
+LONG = [*range(10, 30), 3, 1, *range(10, 30)]  # 3 behind twenty tokens: about .94
+
+
+def test_the_likelier_nodes_of_both_get_the_places() -> None:
+    drafter = Guesser(t9=0.6, t8=0.1)
+    assert merged(drafter, ONCE, Budget(2)).token_N.tolist() == [2, 9]
+    assert merged(drafter, ONCE, Budget(3)).token_N.tolist() == [2, 9, 3]
+    assert merged(drafter, LONG, Budget(2)).token_N.tolist() == [29, 3]
+    assert paths(merged(drafter, ONCE, Budget(8))) >= {(2, 9), (2, 8), (2, 3), (2, 3, 4)}
+    tree = merged(drafter, ONCE, Budget(8))
+    assert tree.log_prob_N is not None
+    assert (np.diff(tree.log_prob_N) <= 0).all()
+
+
+def test_a_node_of_both_has_the_larger_probability() -> None:
     alone = LookupProposer()
-    alone.start(tokens, None, 0)
-    assert alone.propose(2, Budget(8)).num_nodes > 1
-    proposer = MergedProposer(Fixed(9), lookup_nodes=3)
-    proposer.start(tokens, None, 0)
-    assert paths(proposer.propose(2, Budget(8))) == {(2,), (2, 9)}
+    alone.start(ONCE[:-1], None, 0)
+    found = alone.propose(2, Budget(2)).log_prob_N
+    assert found is not None
+    for own in (0.05, 0.9):
+        tree = merged(Guesser(t3=own), ONCE, Budget(2))
+        assert tree.token_N.tolist() == [2, 3]
+        assert tree.log_prob_N is not None
+        assert tree.log_prob_N[1] == pytest.approx(max(np.log(own), found[1]))
+
+
+def test_lookup_goes_on_behind_the_drafters_nodes() -> None:
+    text = [1, 5, 6, 4, 3]  # nothing followed 3 yet
+    assert merged(Guesser(t5=0.9), text, Budget(3)).token_N.tolist() == [3, 5, 6]
+
+
+def test_the_drafters_probabilities_count_as_its_reliability_says() -> None:
+    overrated = Grown(reliability=((0.6, 0.1), (1.0, 0.2)))
+    assert merged(Guesser(t9=0.6), ONCE, Budget(2)).token_N.tolist() == [2, 9]
+    assert merged(Guesser(t9=0.6), ONCE, Budget(2, growth=overrated)).token_N.tolist() == [2, 3]
+
+
+def test_the_merged_tree_is_cut_where_it_does_not_pay() -> None:
+    # the second node costs as much as half a root: .6 pays, .25 more does not
+    growth = Grown(step_ms=(10.0, 12.0, 17.0, 22.0))
+    assert merged(Guesser(t9=0.6), ONCE, Budget(4, growth=growth)).token_N.tolist() == [2, 9]
+    growth = Grown(min_probability=0.3)
+    assert merged(Guesser(t9=0.6), ONCE, Budget(4, growth=growth)).token_N.tolist() == [2, 9]
+
+
+def test_drawn_trees_and_known_continuations_stay_the_drafters() -> None:
+    for growth in (AlongTruth((9,)), Drawn((1,), 1.0, True, np.random.default_rng(0))):
+        draws = {} if isinstance(growth, AlongTruth) else {0: DRAWS}
+        drawn = TokenTree(np.array([2, 9]), np.zeros(2, np.int64), draws=draws)
+        drafter = Fixed()
+        drafter.propose = lambda token, budget, drawn=drawn: drawn  # type: ignore[method-assign,misc]
+        assert merged(drafter, ONCE, Budget(8, growth=growth)) is drawn
 
 
 def test_both_are_told_of_every_step() -> None:
@@ -75,6 +144,13 @@ def test_both_are_told_of_every_step() -> None:
     # the text is now 1 2 3 1 2, and 5 is the root
     assert drafter.calls == ["start", "commit"]
     proposer.truncate(4)
-    assert paths(proposer.propose(2, Budget(8))) == {(2,), (2, 3), (2, 3, 1), (2, 3, 1, 2), (2, 9)}
+    assert paths(proposer.propose(2, Budget(8))) == {
+        (2,),
+        (2, 3),
+        (2, 3, 1),
+        (2, 3, 1, 2),
+        (2, 3, 1, 2, 3),
+        (2, 9),
+    }
     proposer.truncate(0)
     assert drafter.calls == ["start", "commit", "truncate", "truncate"]

@@ -1,0 +1,52 @@
+"""Grows a tree best path first from children that are asked for node by node.
+
+For candidates that cost next to nothing, so that each node may have its own (grow.py grows trees
+from a drafter's rows of candidates).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from spec_runtime.trees.budget import Budget
+from spec_runtime.trees.grow import TreeBuilder
+from spec_runtime.trees.tree import TokenTree
+
+Place = TypeVar("Place")  # what the caller knows of a node
+
+
+def grow_best_first(
+    root_token: int,
+    root: Place,
+    children: Callable[[Place, float], Iterable[tuple[int, float]]],
+    enter: Callable[[Place, int], Place],
+    budget: Budget,
+    min_probability: float = 0.0,
+) -> TokenTree:
+    """Returns the likeliest paths, none of a probability below `min_probability`.
+
+    `children(place, least)` gives different tokens, each with its probability behind that place;
+    those below `least` may be missing. `enter(place, token)` gives the place of such a child. Nodes
+    come in order of falling probability; of equal ones the first that was found comes first.
+    """
+    tree, log_prob = TreeBuilder(root_token), [0.0]
+    max_depth = math.inf if budget.max_depth is None else budget.max_depth
+    # an entry: (- probability of the path, ticket, depth, parent node, parent's place, token)
+    heap: list[tuple[float, int, int, int, Place, int]] = []
+    ticket, node, depth, place, path = 0, 0, 0, root, 1.0
+    while True:
+        if depth < max_depth and len(tree) < budget.max_nodes:
+            for token, probability in children(place, min_probability / path):
+                worth = path * probability
+                if worth >= min_probability and worth > 0.0:
+                    heapq.heappush(heap, (-worth, ticket, depth + 1, node, place, token))
+                    ticket += 1
+        if not heap or len(tree) >= budget.max_nodes:
+            return tree.build(log_prob)
+        cost, _, depth, parent, place, token = heapq.heappop(heap)
+        node, path = tree.add(parent, token), -cost
+        log_prob.append(math.log(path))
+        place = enter(place, token)
