@@ -972,10 +972,8 @@ def test_averaged_weights_are_exported_and_train_nothing(finished: Path, average
 @pytest.mark.parametrize(
     ("name", "call", "step"),
     [
-        ("_backward", 4, 1),  # between the two micro-batches of step 2
-        ("_backward", 11, 5),
+        ("_backward", 11, 5),  # between the two micro-batches of step 6
         ("_guesses", 1, 3),  # in a validation, while the average is in use
-        ("_write_curve", 2, 6),
         ("write_results", 1, 7),
     ],
 )
