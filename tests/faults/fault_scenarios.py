@@ -243,6 +243,7 @@ class Train(Scenario):
 
     def arguments(self) -> list[str]:
         settings = "max_steps=12 checkpoint_every=3 keep_checkpoints=9 validate_every=6 log_every=3"
+        settings += " ema=0.9"
         overrides = [word for each in settings.split() for word in ("--set", f"train.{each}")]
         recipe = str(self.shop.folder / "medusa.toml")
         return ["spec-export", "train", recipe, "--out", "run", *overrides]
