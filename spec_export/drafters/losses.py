@@ -105,7 +105,7 @@ class _HeadLosses(torch.autograd.Function):
                     target_index_R[rows], return_inverse=True
                 )
                 p = torch.softmax((target_ND[position] @ head_VD.T).float(), -1)
-                p = p if len(p) == len(logits) else p[inverse]
+                p = p if len(p) == len(logits) else p.index_select(0, inverse)
             loss_R[rows], probability_R[rows], is_top_R[rows], gradient = _chunk(
                 logits, label_R[rows, None], objective, p
             )
