@@ -330,7 +330,7 @@ class DecoderLayer(nn.Module):
         x = x + attended @ self.out
         normed = F.rms_norm(x, (self.dims.hidden_size,), self.mlp_norm, self.dims.norm_eps)
         gate, up = (normed @ self.gate_up).chunk(2, dim=-1)
-        return x + (gate * torch.sigmoid(gate) * up) @ self.down
+        return x + (F.silu(gate) * up) @ self.down
 
 
 def as_traceable(layer: DecoderLayer, config: decoder.DecoderConfig) -> decoder.Layer:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100  # label of a row that carries no loss
@@ -100,12 +101,7 @@ class _HeadLosses(torch.autograd.Function):
             logits = (hidden_RD[rows] @ head_VD.T).float()
             p = None
             if target_ND is not None and target_index_R is not None:
-                # neighbours often share a target position, whose p is made once
-                position, inverse = torch.unique_consecutive(
-                    target_index_R[rows], return_inverse=True
-                )
-                p = torch.softmax((target_ND[position] @ head_VD.T).float(), -1)
-                p = p if len(p) == len(logits) else p[inverse]
+                p = _target_distribution(target_ND, target_index_R[rows], head_VD)
             loss_R[rows], probability_R[rows], is_top_R[rows], gradient = _chunk(
                 logits, label_R[rows, None], objective, p
             )
@@ -119,6 +115,14 @@ class _HeadLosses(torch.autograd.Function):
         (gradient_RD,) = ctx.saved_tensors
         scaled_RD = gradient_RD * upstream[0][:, None].to(gradient_RD.dtype)
         return scaled_RD, None, None, None, None, None
+
+
+def _target_distribution(target_ND: Tensor, index_C: Tensor, head_VD: Tensor) -> Tensor:
+    """Returns p of the positions index_C, f32[C, V]; neighbours that are equal share the work."""
+    with record_function("soft labels"):  # tools/profile_training.py reads the name
+        position, inverse = torch.unique_consecutive(index_C, return_inverse=True)
+        p = torch.softmax((target_ND[position] @ head_VD.T).float(), -1)
+        return p if len(p) == len(index_C) else p.index_select(0, inverse)
 
 
 def _chunk(

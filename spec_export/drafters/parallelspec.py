@@ -25,6 +25,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.profiler import record_function
 
 from spec_export import decoder
 from spec_export.drafters.layers import (
@@ -217,34 +218,37 @@ class Drafter(DrafterBase):
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def input_rows(self, embedding: Tensor, feature: Tensor | None) -> Tensor:
-        """Returns the layers' input [..., D] from embedding [..., D] and feature [..., F], which
-        may be 0 on mask rows."""
-        if self.config.inputs == "tokens":
-            return embedding
-        assert feature is not None, "features+tokens needs features"
-        D, eps = self.dims.hidden_size, self.dims.norm_eps
-        chunks = torch.cat((feature, embedding), -1).unflatten(-1, (-1, D))
-        normed = F.rms_norm(chunks.float(), (D,), None, eps) * self.input_norm
-        return normed.flatten(-2) @ self.fc
+    def input_rows(
+        self, embedding: Tensor, feature: Tensor | None, anchor_BA: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the layers' input of real rows [B, T-1, D] and of mask rows [B, A, K, D].
 
-    def mask_rows(self, embedding: Tensor, feature: Tensor | None, anchor_BA: Tensor) -> Tensor:
-        """Returns the layers' input of mask rows, [B, A, K, D].
-
-        Their groups are anchored at the real rows anchor_BA i64 of embedding [B, T-1, D] and
-        feature [B, T-1, F].
+        Real rows read embedding [B, T-1, D] and feature [B, T-1, F]; the mask rows' groups are
+        anchored at the real rows anchor_BA i64[B, A].
         """
-        shape = (*anchor_BA.shape, self.config.num_masks, -1)
         row_B1 = torch.arange(len(anchor_BA), device=anchor_BA.device)[:, None]
         tokens: Tensor = self.mask_embed
         if self.config.mask_reads_token:  # row t carries token t + 1, the group's root
             tokens = embedding[row_B1, anchor_BA][:, :, None] + self.mask_embed
-        if feature is None or self.config.mask_feature == "zero":
-            width = self.num_features * self.dims.hidden_size
-            zeros = self.mask_embed.new_zeros(*tokens.shape[:-1], width)
-            return self.input_rows(tokens, zeros).expand(shape)
-        anchors = feature[row_B1, anchor_BA][:, :, None]
-        return self.input_rows(tokens.expand(shape), anchors.expand(shape))
+        if self.config.inputs == "tokens":
+            return embedding, tokens.expand(*anchor_BA.shape, *tokens.shape[-2:])
+        assert feature is not None, "features+tokens needs features"
+        # The gains are folded into fc, as in the graph: then neither features nor embeddings, which
+        # are frozen, need a gradient. The product is a sum over the chunks, so that mask rows have
+        # their anchor's part of it without a product of their own.
+        fc = self.input_norm.reshape(-1, 1) * self.fc
+        of_feature, of_token = fc.split((self.num_features * self.dims.hidden_size, len(fc[0])))
+        from_feature = self._unit_chunks(feature) @ of_feature
+        masks = self._unit_chunks(tokens) @ of_token
+        if self.config.mask_feature == "anchor":
+            masks = from_feature[row_B1, anchor_BA][:, :, None] + masks
+        real = from_feature + self._unit_chunks(embedding) @ of_token
+        return real, masks.expand(*anchor_BA.shape, *masks.shape[-2:])
+
+    def _unit_chunks(self, rows: Tensor) -> Tensor:
+        """Returns rows [..., n·D] in float32, each chunk of D scaled to a root mean square of 1."""
+        chunks = rows.float().unflatten(-1, (-1, self.dims.hidden_size))
+        return F.rms_norm(chunks, chunks.shape[-1:], None, self.dims.norm_eps).flatten(-2)
 
     def output_rows(self, hidden: Tensor) -> Tensor:
         """Returns what the shared head reads, [..., D]: the normed row (medusa) or the predicted
@@ -260,31 +264,46 @@ class Drafter(DrafterBase):
     def hidden_rows(self, batch: Batch, anchor_BA: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the last hidden states of the real rows, [B, T-1, D], and of the mask rows of the
         groups anchored at the real rows anchor_BA, [B, A, K, D]."""
+        B, T = batch.token_BT.shape
+        hidden = self.layers[-1].finish(*self.attended_rows(batch, anchor_BA))
+        real, masks = hidden.split((B * (T - 1), anchor_BA.numel() * self.config.num_masks))
+        shape = (*anchor_BA.shape, self.config.num_masks, self.dims.hidden_size)
+        return real.unflatten(0, (B, T - 1)), masks.view(shape)
+
+    def attended_rows(self, batch: Batch, anchor_BA: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the last layer's `finish` reads of all N rows: the layer's input [N, D] and
+        the attended heads [N, H*Dh].
+
+        They are the real rows of all sequences, and then the mask rows of their groups.
+        """
         K = self.config.num_masks
         embedding = self.embed_VD[batch.token_BT[:, 1:]]
         feature = None if batch.feature_BTF is None else batch.feature_BTF[:, :-1]
-        real = self.input_rows(embedding, feature)
-        R = real.shape[1]
-        masks = self.mask_rows(embedding, feature, anchor_BA)
-        cos, sin = self.cos, self.sin
-        position_BAK = anchor_BA[..., None] + torch.arange(1, K + 1, device=real.device)
-        group_KK = torch.ones(K, K, dtype=torch.bool, device=real.device).tril()
-        visible_BAR = torch.arange(R, device=real.device) <= anchor_BA[..., None]
-        for layer in self.layers:
-            q, k, v = layer.project_qkv(real)
-            q, k = rotate(q, cos[:R], sin[:R]), rotate(k, cos[:R], sin[:R])
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            v = v.to(q.dtype)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            if K:
-                qm, km, vm = layer.project_qkv(masks)
-                qm = rotate(qm, cos[position_BAK], sin[position_BAK])
-                km = rotate(km, cos[position_BAK], sin[position_BAK])
-                masks = layer.finish(
-                    masks, self._attend_groups(qm, km, vm, k, v, visible_BAR, group_KK)
-                )
-            real = layer.finish(real, attended.transpose(1, 2).flatten(-2))
-        return real, masks
+        real, masks = self.input_rows(embedding, feature, anchor_BA)
+        B, R, A = *real.shape[:2], anchor_BA.shape[1]
+        x = torch.cat((real.flatten(0, 1), masks.flatten(0, 2)))
+        position_BR = torch.arange(R, device=x.device).expand(B, R)
+        position_BAK = anchor_BA[..., None] + torch.arange(1, K + 1, device=x.device)
+        position_N = torch.cat((position_BR.flatten(), position_BAK.flatten()))
+        cos, sin = self.cos[position_N], self.sin[position_N]
+        group_KK = torch.ones(K, K, dtype=torch.bool, device=x.device).tril()
+        visible_BAR = torch.arange(R, device=x.device) <= anchor_BA[..., None]
+        attended = x
+        for i, layer in enumerate(self.layers):
+            if i:
+                x = self.layers[i - 1].finish(x, attended)
+            q, k, v = layer.project_qkv(x)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            parts = [part.split((B * R, B * A * K)) for part in (q, k, v.to(q.dtype))]
+            with record_function("attention"):  # tools/profile_training.py reads the name
+                q, k, v = (of_real.unflatten(0, (B, R)).transpose(1, 2) for of_real, _ in parts)
+                mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                attended = mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+                if K:
+                    masked = (of_mask.unflatten(0, (B, A, K)) for _, of_mask in parts)
+                    of_masks = self._attend_groups(*masked, k, v, visible_BAR, group_KK)
+                    attended = torch.cat((attended, of_masks.flatten(0, 2)))
+        return x, attended
 
     def _attend_groups(
         self,
@@ -334,10 +353,10 @@ class Drafter(DrafterBase):
             trains_BRK = tokens_ahead(learns_BT, num_guesses, False)
         anchor_BA, is_anchor_BA = self._choose_anchors(trains_BRK[..., 0], generator)
         seen = replace(batch, feature_BTF=noisy_features(batch, config.feature_noise, generator))
-        real, masks = self.hidden_rows(seen, anchor_BA)
         rows = self._training_rows(trains_BRK, anchor_BA, is_anchor_BA, generator)
-        hidden = torch.cat((real.flatten(0, 1), masks.flatten(0, 2)))
-        out = self.output_rows(hidden.index_select(0, rows.index_R))
+        # the other rows are needed as keys and values alone
+        chosen = (x.index_select(0, rows.index_R) for x in self.attended_rows(seen, anchor_BA))
+        out = self.output_rows(self.layers[-1].finish(*chosen))
         return self._loss_of_rows(batch, label_BRK, rows, out, generator)
 
     def _loss_of_rows(

@@ -372,19 +372,19 @@ def test_noise_is_eagles_and_the_targets_own_features_stay(backbone: Backbone) -
     assert loss_of(drafter, batch, 0) == loss_of(drafter, batch, 0)
     noisy = loss_of(drafter, batch, 0)
     assert noisy != loss_of(drafter, batch, 1)
-    hidden_rows, read = drafter.hidden_rows, []
+    attended_rows, read = drafter.attended_rows, []
 
     def without_noise(seen: Batch, anchor_BA: Tensor) -> tuple[Tensor, Tensor]:
         read.append(seen.feature_BTF)
-        return hidden_rows(batch, anchor_BA)
+        return attended_rows(batch, anchor_BA)
 
-    drafter.hidden_rows = without_noise  # type: ignore[method-assign, assignment]
+    drafter.attended_rows = without_noise  # type: ignore[method-assign, assignment]
     clean = loss_of(drafter, batch, 0)
     for b, length in enumerate((20, 10)):
         bound = 0.1 * 512 / length
         apart_TF = (read[0][b] - batch.feature_BTF[b]).abs()  # type: ignore[index]
         assert 0.95 * bound < apart_TF.max() <= bound * 1.0001
-    drafter.hidden_rows = hidden_rows  # type: ignore[method-assign]
+    drafter.attended_rows = attended_rows  # type: ignore[method-assign]
     drafter.config = dataclasses.replace(drafter.config, feature_noise=0.0)
     assert clean == loss_of(drafter, batch, 0) != noisy
 
