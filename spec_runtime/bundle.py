@@ -319,7 +319,17 @@ class DrafterInfo:
     - "prompts" and "positions": how many it was measured on;
     - of one-pass drafters "depth_scales", by guess the slope and offset that make its
       log-probabilities honest (Guesses.scaled), which all of the above are measured with, and
-      "ece", by guess the expected calibration error before and after.
+      "ece", by guess the expected calibration error before and after, on answers left out of the
+      fit. Slope 1 and offset 0 mean that scales did not help there.
+
+    The runtime reads of the `config` of a drafter that guesses in one pass:
+
+    - "num_guesses": rows of its output `guess_ids`; "num_masks", mask rows of a run;
+      "mask_token_base" V, where mask k has the input id V + k - 1;
+    - "mask_reads_token": mask k has the id k * V + the root's token instead;
+    - "markov_rank": if above 0, the graph has the output `pair_log_probs` f32[K-1, C, C], whose
+      entry [k, p, c] is the log-probability of candidate c of guess k + 1 behind candidate p of
+      guess k. Candidates keep the order and the ids of `guess_ids`.
     """
 
     name: str

@@ -40,7 +40,8 @@ OPEN = "open"
 NUM_ROWS = 8  # of a run that has a choice
 PARENTS = np.array([0, 0, 0, 1, 1, 2, 2, 3])
 NUM_TIMED = 200
-FETCHED = ("guess_ids", "guess_log_probs", ARGMAX)  # what decoding copies to the host
+# What decoding copies to the host.
+FETCHED = ("guess_ids", "guess_log_probs", "pair_log_probs", ARGMAX)
 
 cudart = ctypes.CDLL("libcudart.so.13")
 
