@@ -145,7 +145,7 @@ def _chunk(
     gradient = q if share == 1 else q.mul_(share)
     if share * soft:
         assert p is not None
-        loss += share * soft * (log_z - torch.linalg.vecdot(p, logits)[:, None])
+        loss += share * soft * (log_z - logits.mul_(p).sum(-1, keepdim=True))
         gradient.sub_(p, alpha=share * soft)
     gradient.scatter_add_(1, label, torch.full_like(log_z, share * (soft - 1)))
     if overlap_gradient is not None:
