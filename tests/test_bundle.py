@@ -261,7 +261,8 @@ CALIBRATION = {
 def test_scales_are_checked_before_they_are_used(
     folder: Path, changes: dict[str, Any], message: str | None
 ) -> None:
-    edit(folder, "drafters", 0, "calibration", value=CALIBRATION | changes)
+    keys: tuple[Any, ...] = ("drafters", 0, "calibration")
+    edit(folder, *keys, value=CALIBRATION | changes)
     if message is None:
         assert bundle.read(folder).manifest.drafters[0].calibration == CALIBRATION
         return

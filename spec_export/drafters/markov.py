@@ -10,22 +10,28 @@ this is an addition to the row that the head reads, h' = h + W_B · a(p), so tha
 it is. With `reads_hidden` a(p) = SiLU(W_A · E_p + W_h · h): the bias depends on the context too.
 
 When drafting, guess k's candidates p are known only after the run. So the graph gives the
-log-probability of every candidate c behind every p. Tokens that are no candidates are taken to have
-the average bias, which makes the sum over the vocabulary a sum over the candidates:
+log-probability of every candidate c behind every p. It does not know the bias of tokens that are no
+candidates, and takes each to be m(p), which makes the sum over the vocabulary one over candidates:
 
-    P(c|p) = q_c e^b(p,c) / (Σ_kept q_c' e^b(p,c') + 1 − Σ_kept q_c')
+    P(c|p) = q_c e^b(p,c) / (Σ_kept q_c' e^b(p,c') + (1 − Σ_kept q_c') e^m(p)),
+    e^m(p) = the mean of e^b(p,c) over the draft vocabulary.
 
-with b(p, ·) *centred*: its mean over the draft vocabulary is subtracted. Training cannot see that
-mean, for a softmax does not change when all its logits rise alike, so it may be of any size.
+Training cannot see a constant on all b(p, ·), for softmax does not; here it cancels, too. With 0 or
+the mean of b in the place of m(p), candidates get far too much: e^b is convex, so that a bias that
+varies adds to what the other tokens have. With `reads_hidden`, m(p) is that of SiLU(W_A · E_p).
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export.drafters.losses import IGNORED
+
+MOST_AVERAGED = 8192  # tokens of the vocabulary, over which a bias is averaged
 
 
 def require_rank(rank: int, reads_hidden: bool, num_guesses: int) -> None:
@@ -76,24 +82,29 @@ class CandidateTables(nn.Module):
     """Conditions the candidates of K guesses on those of the guess before, without a product of the
     vocabulary's size.
 
-    W_A · E and H · W_B are made once for the draft vocabulary's tokens, f32[Vd, r] each, so that a
-    pair of candidates is a product of two of their rows. From H · W_B its mean row is subtracted,
-    by guess where heads differ, which centres every bias. `embed_VD` and `head_VD` hold the rows of
-    the draft vocabulary; head_VD may also be the heads of guesses 1 … K − 1 one below the other,
-    f32[(K − 1)·Vd, D], where each guess has a head of its own. Graphs are traced from this module.
+    W_A · E, H · W_B and m are made once for the draft vocabulary's tokens, f32[Vd, r], f32[Vd, r]
+    and f32[Vd, 1], so that a pair of candidates is a product of two of their rows. `embed_VD` and
+    `head_VD` hold the rows of the draft vocabulary; head_VD may also be the heads of guesses
+    1 … K − 1 one below the other, f32[(K − 1)·Vd, D], where each guess has a head of its own; so
+    are H · W_B and m then. H · W_B is centred, which keeps numbers small in half precision. Graphs
+    are traced from this module.
     """
 
     read_VR: Tensor
     write_VR: Tensor
+    mean_V1: Tensor
 
     def __init__(self, bias: MarkovBias, embed_VD: Tensor, head_VD: Tensor) -> None:
         super().__init__()
         self.has_own_heads = len(head_VD) > len(embed_VD)
         write = bias.write.detach()
-        self.register_buffer("read_VR", embed_VD.to(write.dtype) @ bias.read.detach())
-        write_VR = head_VD.detach().to(write.dtype) @ write.t()
-        of_guess = write_VR.unflatten(0, (-1, len(embed_VD)))
-        self.register_buffer("write_VR", (of_guess - of_guess.mean(1, keepdim=True)).flatten(0, 1))
+        read_VR = embed_VD.to(write.dtype) @ bias.read.detach()
+        heads = (head_VD.detach().to(write.dtype) @ write.t()).split(len(embed_VD))
+        heads = tuple(head - head.mean(0) for head in heads)
+        a_VR = read_VR if bias.read_hidden is None else silu(read_VR)
+        self.register_buffer("read_VR", read_VR)
+        self.register_buffer("write_VR", torch.cat(heads))
+        self.register_buffer("mean_V1", torch.cat([mean_biases(a_VR, head) for head in heads]))
         self.read_hidden = bias.read_hidden
 
     def forward(self, rows: Tensor, index: Tensor, log_prob: Tensor) -> Tensor:
@@ -104,18 +115,27 @@ class CandidateTables(nn.Module):
         candidates' rows of the tables, log_prob f32[..., K, C] their log-probabilities without a
         bias.
         """
-        a = F.embedding(index[..., :-1, :], self.read_VR)
+        before, behind = index[..., :-1, :], index[..., 1:, :]
+        a = F.embedding(before, self.read_VR)
         if self.read_hidden is not None:
             # a product of rank 3, as the quantised forms want it
             added = rows[..., 1:, :].to(a.dtype).unsqueeze(0) @ self.read_hidden
             a = silu(a + added.squeeze(0).unsqueeze(-2))
-        behind = index[..., 1:, :]
         if self.has_own_heads:
             K = index.shape[-2]
-            first = torch.arange(K - 1, device=index.device) * len(self.read_VR)
-            behind = behind + first[:, None]
-        b = F.embedding(behind, self.write_VR)
-        return conditioned_log_probs(log_prob[..., 1:, :], (a @ b.transpose(-1, -2)).float())
+            first = (torch.arange(K - 1, device=index.device) * len(self.read_VR))[:, None]
+            before, behind = before + first, behind + first
+        b = a @ F.embedding(behind, self.write_VR).transpose(-1, -2)
+        b = b - F.embedding(before, self.mean_V1)
+        return conditioned_log_probs(log_prob[..., 1:, :], b.float())
+
+
+def mean_biases(a_VR: Tensor, write_VR: Tensor) -> Tensor:
+    """Returns m(p) of the module docstring for each token p, f32[Vd, 1], from the rows a(p) and
+    H · W_B. Of more than `MOST_AVERAGED` tokens the mean is over evenly spaced ones."""
+    some_VR = write_VR[:: -(-len(write_VR) // MOST_AVERAGED)]
+    parts = [torch.logsumexp(rows @ some_VR.t(), -1, keepdim=True) for rows in a_VR.split(1024)]
+    return torch.cat(parts) - math.log(len(some_VR))
 
 
 def silu(x: Tensor) -> Tensor:
@@ -125,9 +145,9 @@ def silu(x: Tensor) -> Tensor:
 
 def conditioned_log_probs(log_prob: Tensor, bias: Tensor) -> Tensor:
     """Returns log P(c|p) f32[..., C, C] of the module docstring, from the log-probabilities
-    f32[..., C] of the candidates kept and their centred bias f32[..., C, C], entry [p, c].
+    f32[..., C] of the candidates kept and their bias f32[..., C, C], less m(p), entry [p, c].
 
-    The tail, what the candidates leave of q, is one more candidate, of bias 0.
+    The tail, what the candidates leave of q, is one more candidate, whose bias less m(p) is 0.
     """
     # rounding may bring the sum of all candidates above 1
     tail = torch.log((1 - log_prob.exp().sum(-1, keepdim=True)).clamp(min=1e-9))

@@ -67,8 +67,9 @@ def test_what_does_not_help_on_answers_left_out_is_not_applied() -> None:
     """Each answer is wrong in its own way: even ones are always right, odd ones never."""
     log_prob_PC = np.log(np.tile([0.5, 0.3], (500, 1)))
     seen = [[(log_prob_PC, np.tile([i % 2 == 0, False], (500, 1)))] for i in range(2)]
-    both = zip(*(answer[0] for answer in seen), strict=True)
-    assert depth_scales.fit_one(*map(np.concatenate, both)) != (1.0, 0.0)
+    log_probs, hits = zip(*(answer[0] for answer in seen), strict=True)
+    together = depth_scales.fit_one(np.concatenate(log_probs), np.concatenate(hits))
+    assert together != (1.0, 0.0)
     assert depth_scales.fit(seen) == ([[1.0, 0.0]], [[0.0, 0.0]])
     # a single answer leaves nothing to judge a fit by; nor does a guess that was never reached
     assert depth_scales.fit(seen[:1]) == ([[1.0, 0.0]], [[0.5, 0.5]])

@@ -176,9 +176,16 @@ def test_of_a_few_candidates_pairs_are_the_formula(backbone: Backbone, name: str
             own = getattr(drafter, "output_heads", None)
             head_VD = own[k] if own else drafter.head_VD
             b_V = head_VD @ (drafter.condition(row, ids[0, t, k - 1, p]) - row)
-            b_C = (b_V - b_V.mean())[drafter.draft_index_V[ids[0, t, k]]]
+            e_m = b_V.exp().mean()
+            if drafter.config.markov_reads_hidden:  # of the bias that does not read the row
+                a_R = drafter.embed_VD[ids[0, t, k - 1, p]] @ drafter.markov.read
+                a_R = a_R / (1 + torch.exp(-a_R))
+                alone_V = head_VD @ (drafter.markov.write.T @ a_R)
+                # all biases are centred first, each its own way
+                e_m = (alone_V - alone_V.mean() + b_V.mean()).exp().mean()
+            b_C = b_V[drafter.draft_index_V[ids[0, t, k]]]
             q_C = log_probs[0, t, k].exp()
-            expected = q_C * b_C.exp() / ((q_C * b_C.exp()).sum() + 1 - q_C.sum())
+            expected = q_C * b_C.exp() / ((q_C * b_C.exp()).sum() + (1 - q_C.sum()) * e_m)
             torch.testing.assert_close(pairs[0, t, k - 1, p], expected.log(), rtol=0, atol=1e-4)
 
 
