@@ -300,8 +300,8 @@ class Drafter(DrafterBase):
                 mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
                 attended = mixed.transpose(1, 2).flatten(2).flatten(0, 1)
                 if K:
-                    masked = (of_mask.unflatten(0, (B, A, K)) for _, of_mask in parts)
-                    of_masks = self._attend_groups(*masked, k, v, visible_BAR, group_KK)
+                    qm, km, vm = (of_mask.unflatten(0, (B, A, K)) for _, of_mask in parts)
+                    of_masks = self._attend_groups(qm, km, vm, k, v, visible_BAR, group_KK)
                     attended = torch.cat((attended, of_masks.flatten(0, 2)))
         return x, attended
 
