@@ -425,7 +425,8 @@ def test_features_and_states_stay_on_the_device(
     assert engine.proposer.trees == expected.proposer.trees  # type: ignore[attr-defined]
     assert max(len(tokens) for tokens, _ in engine.proposer.trees) > 4  # type: ignore[attr-defined]
     assert right.stats.reused_tokens > 0
-    assert fetched == {"argmax_ids", "guess_ids", "guess_log_probs"}
+    pairs = {"pair_log_probs"} & fetched  # of a drafter whose guesses know each other
+    assert fetched - pairs == {"argmax_ids", "guess_ids", "guess_log_probs"}
 
 
 # ---- CUDA graphs ----
