@@ -79,7 +79,7 @@ def test_a_mixture_of_calls_on_a_bundle(fluent: FluentWorkshop) -> None:
 
 
 class Call:
-    """Generates in a thread of its own, which `queued` finds waiting."""
+    """Generates in a thread of its own, which is waiting, running or done after this."""
 
     def __init__(self, engine: Engine, seed: int = 9, done: list[int] | None = None) -> None:
         self.result: GenerationResult | None = None
@@ -93,7 +93,8 @@ class Call:
 
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
-        wait_until(lambda: queued(engine) > before)
+        # where nobody is before it, it may be over before this thread looks
+        wait_until(lambda: queued(engine) > before or not self._thread.is_alive())
 
     @property
     def is_waiting(self) -> bool:
