@@ -65,7 +65,7 @@ class Steps:
         with torch.profiler.record_function("loader"):
             batch = self.load(number)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.is_bf16):
-            loss, _ = self.drafter.loss(batch, torch.Generator().manual_seed(number))
+            loss, _ = self.drafter(batch, torch.Generator().manual_seed(number))
         loss.backward()
         with torch.profiler.record_function("optimiser"):
             torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
@@ -136,6 +136,7 @@ def main() -> None:
     count = plan.export.draft_vocab or len(ends.head_VD)
     torch.manual_seed(plan.train.seed)
     drafter = module.Drafter(config, ends, torch.arange(count))
+    drafter.shortlist_size = plan.train.shortlist
     store = features.FeatureCache(arguments.cache, tuple(config.taps))
     order = batches.epoch_batches(store.length_N, plan.train.batch_tokens, plan.train.seed, 0)
 

@@ -116,7 +116,13 @@ class HeadsDrafter(DrafterBase):
                 )
             else:
                 part, is_top_R = head_cross_entropy(
-                    rows_RD, head_VD, label_R, weight_R, teacher_RD, self.soft_weight
+                    rows_RD,
+                    head_VD,
+                    label_R,
+                    weight_R,
+                    teacher_RD,
+                    self.soft_weight,
+                    self.shortlist,
                 )
             loss = loss + part
             correct_K[k] = is_top_R.sum()

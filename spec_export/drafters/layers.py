@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
-from spec_export.drafters.losses import IGNORED
+from spec_export.drafters.losses import IGNORED, Shortlist, draw_shortlist
 from spec_export.drafters.markov import CandidateTables, MarkovBias
 
 
@@ -77,7 +77,9 @@ class DrafterBase(nn.Module):
     draft_index_V is [−100, 0, −100, −100, 1]. `config` is the drafter's own Config, with `taps` and
     `top_k`. is_one_pass says that one run of the graph "drafter" makes all guesses.
     shares_target_cache says that it runs on the target's own layers and cache, so that
-    `export_from_target(backbone)` takes the place of `export`.
+    `export_from_target(backbone)` takes the place of `export`. With a `shortlist_size` each step's
+    losses through the frozen head read a `shortlist` of so many tokens, which `forward` draws, in
+    place of the draft vocabulary.
     """
 
     is_one_pass: ClassVar[bool] = False
@@ -108,6 +110,8 @@ class DrafterBase(nn.Module):
         for name, tensor in borrowed.items():
             self.register_buffer(name, tensor, persistent=False)
         self.markov = None
+        self.shortlist_size = 0
+        self.shortlist: Shortlist | None = None
         # the root mean square of a final feature, which the target's last norm gives it
         self.feature_scale = ends.final_norm_D.float().square().mean().sqrt().item()
 
@@ -130,6 +134,11 @@ class DrafterBase(nn.Module):
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the drafter's `loss`: distributed training wraps `forward` alone."""
+        if self.shortlist_size:
+            row_BT = self.draft_index_V[batch.token_BT]
+            self.shortlist = draw_shortlist(
+                row_BT[row_BT != IGNORED], len(self.head_VD), self.shortlist_size, generator
+            )
         return self.loss(batch, generator)  # type: ignore[no-any-return, operator]
 
     def labels(self, batch: Batch, num_guesses: int) -> Tensor:

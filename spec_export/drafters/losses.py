@@ -5,6 +5,7 @@ p is the target's distribution, q the drafter's; R counts rows with a label.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +61,45 @@ class Objective:
         return self.loss != "ce" or self.soft_weight > 0
 
 
+class Shortlist(NamedTuple):
+    """Some tokens of the draft vocabulary that stand for all of it in one training step.
+
+    index_S i64[S] are their rows of the head. A token that was drawn stands for w tokens like it,
+    so that log_weight_S f32[S], log w, is added to its logit; the tokens that the step needs stand
+    for themselves, log w = 0. The sum of e^logit over the list is then an unbiased estimate of that
+    over the vocabulary. position_V i64[Vd] leads from a row of the head to its place in the list,
+    IGNORED for tokens that are not in it.
+    """
+
+    index_S: Tensor
+    log_weight_S: Tensor
+    position_V: Tensor
+
+
+def draw_shortlist(
+    needed: Tensor, vocab_size: int, size: int, generator: torch.Generator | None = None
+) -> Shortlist | None:
+    """Returns the tokens `needed`, rows i64 of the head in any order, and others drawn at random
+    with equal chances, `size` in all; None if that is the whole vocabulary.
+
+    At least a quarter of `size` is drawn, however many are needed: the other tokens have a share of
+    the probability, too.
+    """
+    is_needed_V = torch.zeros(vocab_size, dtype=torch.bool, device=needed.device)
+    is_needed_V[needed] = True
+    needed_rows, others = (mask.nonzero()[:, 0] for mask in (is_needed_V, ~is_needed_V))
+    count = max(size - len(needed_rows), size // 4, 1)
+    if count >= len(others):
+        return None
+    drawn = others[torch.randperm(len(others), generator=generator)[:count].to(others.device)]
+    index_S = torch.cat((needed_rows, drawn))
+    log_weight_S = torch.zeros(len(index_S), device=needed.device)
+    log_weight_S[len(needed_rows) :] = math.log(len(others) / count)
+    position_V = torch.full((vocab_size,), IGNORED, device=needed.device)
+    position_V[index_S] = torch.arange(len(index_S), device=needed.device)
+    return Shortlist(index_S, log_weight_S, position_V)
+
+
 class HeadLosses(NamedTuple):
     """Each row's loss f32[R], and without a gradient: q(y) f32[R], and whether no token has a
     higher logit than the label, bool[R]."""
@@ -90,6 +130,7 @@ class _HeadLosses(torch.autograd.Function):
         objective: Objective,
         target_ND: Tensor | None,
         target_index_R: Tensor | None,
+        log_weight_V: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient_RD = torch.empty_like(hidden_RD)
         loss_R, probability_R = (
@@ -98,10 +139,10 @@ class _HeadLosses(torch.autograd.Function):
         is_top_R = torch.empty_like(label_R, dtype=torch.bool)
         for start in range(0, len(hidden_RD), CHUNK_ROWS):
             rows = slice(start, start + CHUNK_ROWS)
-            logits = (hidden_RD[rows] @ head_VD.T).float()
+            logits = _logits(hidden_RD[rows], head_VD, log_weight_V)
             p = None
             if target_ND is not None and target_index_R is not None:
-                p = _target_distribution(target_ND, target_index_R[rows], head_VD)
+                p = _target_distribution(target_ND, target_index_R[rows], head_VD, log_weight_V)
             loss_R[rows], probability_R[rows], is_top_R[rows], gradient = _chunk(
                 logits, label_R[rows, None], objective, p
             )
@@ -114,14 +155,22 @@ class _HeadLosses(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         (gradient_RD,) = ctx.saved_tensors
         scaled_RD = gradient_RD * upstream[0][:, None].to(gradient_RD.dtype)
-        return scaled_RD, None, None, None, None, None
+        return scaled_RD, None, None, None, None, None, None
 
 
-def _target_distribution(target_ND: Tensor, index_C: Tensor, head_VD: Tensor) -> Tensor:
+def _logits(rows: Tensor, head_VD: Tensor, log_weight_V: Tensor | None) -> Tensor:
+    """Returns the logits f32[C, V] of rows [C, D], with the log-weights of a shortlist added."""
+    logits = (rows @ head_VD.T).float()
+    return logits if log_weight_V is None else logits.add_(log_weight_V)
+
+
+def _target_distribution(
+    target_ND: Tensor, index_C: Tensor, head_VD: Tensor, log_weight_V: Tensor | None
+) -> Tensor:
     """Returns p of the positions index_C, f32[C, V]; neighbours that are equal share the work."""
     with record_function("soft labels"):  # tools/profile_training.py reads the name
         position, inverse = torch.unique_consecutive(index_C, return_inverse=True)
-        p = torch.softmax((target_ND[position] @ head_VD.T).float(), -1)
+        p = torch.softmax(_logits(target_ND[position], head_VD, log_weight_V), -1)
         return p if len(p) == len(index_C) else p.index_select(0, inverse)
 
 
@@ -173,14 +222,16 @@ def head_losses(
     objective: Objective,
     target_ND: Tensor | None = None,
     target_index_R: Tensor | None = None,
+    shortlist: Shortlist | None = None,
 ) -> HeadLosses:
     """Returns the losses of rows through a frozen head, q = softmax(hidden · headᵀ).
 
     No gradient reaches head or target. hidden_RD, head_VD and target_ND have one dtype; label_R is
     i64 without IGNORED. target_ND are the target's features at N positions, and the p of row r is
     softmax(target · headᵀ) of position target_index_R[r], i64. Rows of one position should be
-    neighbours, because p is made once for them. Raises ValueError if the objective needs the target
-    and there is none.
+    neighbours, because p is made once for them. With a `shortlist`, which has all labels, q and p
+    are estimated over its tokens, and "on top" means above all others of it. Raises ValueError if
+    the objective needs the target and there is none.
     """
     if not objective.needs_target:
         target_ND = target_index_R = None
@@ -191,8 +242,14 @@ def head_losses(
         )
     else:
         target_ND = target_ND.detach()
+    log_weight_S = None
+    if shortlist is not None:
+        head_VD, log_weight_S = head_VD[shortlist.index_S], shortlist.log_weight_S
+        label_R = shortlist.position_V[label_R]
     return HeadLosses(
-        *_HeadLosses.apply(hidden_RD, head_VD, label_R, objective, target_ND, target_index_R)
+        *_HeadLosses.apply(
+            hidden_RD, head_VD, label_R, objective, target_ND, target_index_R, log_weight_S
+        )
     )
 
 
@@ -203,6 +260,7 @@ def head_cross_entropy(
     weight_R: Tensor,
     teacher_RD: Tensor | None = None,
     soft_weight: float = 0.0,
+    shortlist: Shortlist | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the cross-entropy through a frozen head, and which labels are the drafter's guess.
 
@@ -213,11 +271,11 @@ def head_cross_entropy(
 
     hidden_RD, head_VD and teacher_RD have one dtype; label_R is i64 without IGNORED, weight_R f32.
     The results are the loss, an f32 scalar, and bool[R]: whether no token has a higher logit than
-    the label. Raises ValueError on a soft_weight without teacher_RD.
+    the label. `shortlist` is `head_losses`'. Raises ValueError on a soft_weight without teacher_RD.
     """
     index_R = torch.arange(len(hidden_RD), device=hidden_RD.device)
     objective = Objective(soft_weight=soft_weight)
-    losses = head_losses(hidden_RD, head_VD, label_R, objective, teacher_RD, index_R)
+    losses = head_losses(hidden_RD, head_VD, label_R, objective, teacher_RD, index_R, shortlist)
     return (losses.loss_R * weight_R.detach()).sum(), losses.is_top_R
 
 

@@ -384,6 +384,7 @@ class Drafter(DrafterBase):
             Objective(config.loss, config.soft_weight, config.tv_weight),
             target_ND,
             rows.target_position(batch),
+            self.shortlist,
         )
         factor_BRK = self._depth_weights(label_BRK.shape, rows, losses.label_probability_R)
         weight_R = self._mean_weights(batch, rows, factor_BRK)

@@ -112,7 +112,7 @@ class SequentialDrafter(DrafterBase):
         losses.head_cross_entropy."""
         teacher_RD, head_VD = teacher_RD.to(rows.dtype), self.head_VD.to(rows.dtype)
         return head_cross_entropy(
-            rows, head_VD, label_R, weight_R, teacher_RD, self.config.soft_weight
+            rows, head_VD, label_R, weight_R, teacher_RD, self.config.soft_weight, self.shortlist
         )
 
     def unit(self, x: Tensor) -> Tensor:

@@ -144,6 +144,7 @@ class Drafter(DrafterBase):
                 weight_N,
                 final_ND.to(rows_ND.dtype),
                 self.config.soft_weight,
+                self.shortlist,
             )
             loss = loss + part
             hits.append(is_top_N)

@@ -135,7 +135,7 @@ class JointModel(nn.Module):
         feature = self.features(batch.token_BT)
         self._dropout_generator = None
         live = Batch(batch.token_BT, batch.loss_BT, feature, batch.length_B)
-        loss, counts = self.drafter.loss(live, generator)
+        loss, counts = self.drafter(live, generator)
         backbone = self.backbone_loss(batch, feature[..., : self.drafter.dims.hidden_size])
         return self.settings.backbone_weight * backbone + self.drafter_weight * loss, counts
 

@@ -78,7 +78,9 @@ class TrainSection:
     optimiser step takes `grad_accumulation` micro-batches. `warmup` is a number of optimiser steps
     (an integer) or a share of all of them (a fraction below 1). `ema` is the decay per optimiser
     step of an exponential moving average of the weights, which is then validated and exported in
-    their place; 0 means none. See average.py.
+    their place; 0 means none. See average.py. With a `shortlist` a step's losses through the frozen
+    LM head read so many tokens of the draft vocabulary, drawn anew each step, in place of all of
+    them; 0 means all. See losses.py.
     """
 
     batch_tokens: int = 8192
@@ -99,6 +101,7 @@ class TrainSection:
     checkpoint_every: int = 200
     keep_checkpoints: int = 2
     ema: float = added_later(0.0)
+    shortlist: int = added_later(0)
 
     def __post_init__(self) -> None:
         counts = ("batch_tokens", "grad_accumulation", "log_every", "validate_every")
@@ -124,6 +127,9 @@ class TrainSection:
         _require(
             self.warmup >= 0 and (isinstance(self.warmup, int) or self.warmup < 1),
             f"[train] warmup is {self.warmup}, expected an integer (steps) or a fraction below 1",
+        )
+        _require(
+            self.shortlist >= 0, f"[train] shortlist is {self.shortlist}, expected 0 or more tokens"
         )
         _require(0 <= self.ema < 1, f"[train] ema is {self.ema}, expected 0 <= x < 1")
         self._check_end()

@@ -66,6 +66,7 @@ class Trainer:
         self.job, self.sequences = job, sequences
         self.plan, self.settings, self.drafter = job.plan, job.plan.train, job.drafter
         self.out, self.accelerator, self.device = job.out, job.accelerator, job.accelerator.device
+        self.drafter.shortlist_size = self.settings.shortlist
         trained = self.trained_module().to(self.device)
         optimizer = torch.optim.AdamW(
             self.parameter_groups(),

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from spec_export.drafters import losses
 from spec_export.drafters.losses import (
     Objective,
+    Shortlist,
+    draw_shortlist,
     feature_regression,
     head_cross_entropy,
     head_losses,
@@ -218,3 +220,66 @@ def test_no_gradient_reaches_the_feature_that_is_regressed() -> None:
 def test_position_weights_decay() -> None:
     assert position_weights(4, 0.5).tolist() == [1.0, 0.5, 0.25, 0.125]
     assert position_weights(3, 1.0).tolist() == [1.0, 1.0, 1.0]
+
+
+def draw(seed: int, size: int = 8) -> Shortlist:
+    """A shortlist of rows 2, 5 and 11, and of others."""
+    shortlist = draw_shortlist(
+        torch.tensor([5, 2, 5, 11]), V, size, torch.Generator().manual_seed(seed)
+    )
+    assert shortlist is not None
+    return shortlist
+
+
+def test_a_shortlist_has_what_is_needed_and_other_tokens_that_stand_for_the_rest() -> None:
+    shortlist = draw(0)
+    assert shortlist.index_S[:3].tolist() == [2, 5, 11]
+    assert len(set(shortlist.index_S.tolist())) == 8
+    torch.testing.assert_close(shortlist.log_weight_S.exp(), torch.tensor([1.0] * 3 + [14 / 5] * 5))
+    listed = shortlist.index_S.tolist()
+    places = [listed.index(v) if v in listed else losses.IGNORED for v in range(V)]
+    assert shortlist.position_V.tolist() == places
+
+
+def test_a_shortlist_estimates_the_sum_over_the_vocabulary() -> None:
+    """The mean of 2,000 draws is within 4 standard errors of it."""
+    torch.manual_seed(3)
+    exp_V = torch.randn(V).exp()
+    drawn = [draw(seed) for seed in range(2000)]
+    sums = torch.stack([(exp_V[d.index_S] * d.log_weight_S.exp()).sum() for d in drawn])
+    error = sums.std() / len(sums) ** 0.5
+    assert error < 0.01 * exp_V.sum()
+    assert (sums.mean() - exp_V.sum()).abs() < 4 * error
+
+
+def test_more_needed_tokens_than_the_size_leave_a_quarter_to_the_others() -> None:
+    shortlist = draw_shortlist(torch.arange(9), V, 8)
+    assert shortlist is not None
+    assert shortlist.log_weight_S.exp().tolist() == pytest.approx([1] * 9 + [4] * 2)
+
+
+def test_a_shortlist_of_the_whole_vocabulary_is_none() -> None:
+    assert draw_shortlist(torch.tensor([1]), V, V) is None
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_losses_over_a_shortlist_are_those_of_its_weighted_tokens(name: str) -> None:
+    """They are the plain losses of a head of the list alone, whose last column adds log w."""
+    objective, shortlist = OBJECTIVES[name], draw(1)
+    hidden_RD, head_VD, _, weight_R, target_RD = inputs()
+    label_R = torch.tensor([2, 5, 11])[torch.arange(R) % 3]
+    index_R = torch.arange(R)
+    ours, reference = (hidden_RD.clone().requires_grad_() for _ in range(2))
+    got = head_losses(ours, head_VD, label_R, objective, target_RD, index_R, shortlist)
+    (got.loss_R * weight_R).sum().backward()
+    weighted_SD = torch.cat((head_VD[shortlist.index_S], shortlist.log_weight_S[:, None]), 1)
+    expected_R = plain_losses(
+        F.pad(reference, (0, 1), value=1.0),
+        weighted_SD,
+        torch.arange(R) % 3,
+        objective,
+        F.pad(target_RD, (0, 1), value=1.0),
+    )
+    (expected_R * weight_R).sum().backward()
+    torch.testing.assert_close(got.loss_R, expected_R, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-4, atol=1e-6)

@@ -554,3 +554,28 @@ def test_a_config_saved_before_these_fields_is_the_papers_form() -> None:
         "depth_keep": 1.0,
         "feature_noise": 0.0,
     }
+
+
+def test_a_step_with_a_shortlist_learns_what_the_whole_vocabulary_teaches(
+    backbone: Backbone,
+) -> None:
+    """The mean gradient of 300 steps with other shortlists points where the full one does, and the
+    list has every token of the batch."""
+    drafter = make_drafter(backbone, num_masks=2, soft_weight=0.5)
+    batch = make_batch(drafter, (6,))
+
+    def gradient(seed: int) -> Tensor:
+        drafter.zero_grad()
+        loss, _ = drafter(batch, torch.Generator().manual_seed(seed))
+        loss.backward()
+        return torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
+
+    full = gradient(0)
+    assert drafter.shortlist is None
+    drafter.shortlist_size = VOCAB // 2
+    some = torch.stack([gradient(seed) for seed in range(300)])
+    assert drafter.shortlist is not None
+    assert (drafter.shortlist.position_V[batch.token_BT] >= 0).all()
+    assert torch.equal(gradient(7), some[7])  # the generator draws it
+    assert F.cosine_similarity(some[0], full, dim=0) < 0.999  # one step is an estimate
+    assert F.cosine_similarity(some.mean(0), full, dim=0) > 0.99
