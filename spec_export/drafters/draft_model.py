@@ -150,9 +150,8 @@ class Drafter(DrafterBase):
         if soft and batch.feature_BTF is not None:
             teacher_RD = batch.feature_BTF[b, t + 1].to(out.dtype)
         weight_R = torch.full(label_R.shape, 1 / max(len(b), 1), device=b.device)
-        head_VD = self.head_VD.to(out.dtype)
         loss, is_top_R = head_cross_entropy(
-            out, head_VD, label_R, weight_R, teacher_RD, soft, self.shortlist
+            out, self.head_VD, label_R, weight_R, teacher_RD, soft, self.shortlist
         )
         return loss, is_top_R.sum(), torch.tensor(len(b), device=b.device)
 

@@ -156,9 +156,15 @@ class Drafter(DrafterBase):
             label_R = label_BRK[b, t, k]
             keep_R = label_R != IGNORED
             rows, feature_RD, label_R = rows[keep_R], feature_RD[keep_R], label_R[keep_R]
-            head_VD, weight_R = self.head_VD.to(rows.dtype), _equal_weights(rows)
+            weight_R = _equal_weights(rows)
             loss, is_top_R = head_cross_entropy(
-                rows, head_VD, label_R, weight_R, feature_RD, config.soft_weight, self.shortlist
+                rows,
+                self.head_VD,
+                label_R,
+                weight_R,
+                feature_RD,
+                config.soft_weight,
+                self.shortlist,
             )
             total = total + config.decay**k * (config.w_cls * loss + config.w_reg * distance)
             correct.append(is_top_R.sum())

@@ -226,12 +226,12 @@ def head_losses(
 ) -> HeadLosses:
     """Returns the losses of rows through a frozen head, q = softmax(hidden · headᵀ).
 
-    No gradient reaches head or target. hidden_RD, head_VD and target_ND have one dtype; label_R is
-    i64 without IGNORED. target_ND are the target's features at N positions, and the p of row r is
-    softmax(target · headᵀ) of position target_index_R[r], i64. Rows of one position should be
-    neighbours, because p is made once for them. With a `shortlist`, which has all labels, q and p
-    are estimated over its tokens, and "on top" means above all others of it. Raises ValueError if
-    the objective needs the target and there is none.
+    No gradient reaches head or target. hidden_RD and target_ND have one dtype, to which the head is
+    converted; label_R is i64 without IGNORED. target_ND are the target's features at N positions,
+    and the p of row r is softmax(target · headᵀ) of position target_index_R[r], i64. Rows of one
+    position should be neighbours, because p is made once for them. With a `shortlist`, which has
+    all labels, q and p are estimated over its tokens, and "on top" means above all others of it.
+    Raises ValueError if the objective needs the target and there is none.
     """
     if not objective.needs_target:
         target_ND = target_index_R = None
@@ -246,6 +246,7 @@ def head_losses(
     if shortlist is not None:
         head_VD, log_weight_S = head_VD[shortlist.index_S], shortlist.log_weight_S
         label_R = shortlist.position_V[label_R]
+    head_VD = head_VD.to(hidden_RD.dtype)
     return HeadLosses(
         *_HeadLosses.apply(
             hidden_RD, head_VD, label_R, objective, target_ND, target_index_R, log_weight_S
@@ -269,9 +270,9 @@ def head_cross_entropy(
     q = softmax(hidden · headᵀ), p = softmax(teacher · headᵀ), s = soft_weight. No gradient reaches
     head, weights or teacher.
 
-    hidden_RD, head_VD and teacher_RD have one dtype; label_R is i64 without IGNORED, weight_R f32.
-    The results are the loss, an f32 scalar, and bool[R]: whether no token has a higher logit than
-    the label. `shortlist` is `head_losses`'. Raises ValueError on a soft_weight without teacher_RD.
+    hidden_RD and teacher_RD have one dtype; label_R is i64 without IGNORED, weight_R f32. The
+    results are the loss, an f32 scalar, and bool[R]: whether no token has a higher logit than the
+    label. `shortlist` is `head_losses`'. Raises ValueError on a soft_weight without teacher_RD.
     """
     index_R = torch.arange(len(hidden_RD), device=hidden_RD.device)
     objective = Objective(soft_weight=soft_weight)

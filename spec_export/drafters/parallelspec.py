@@ -379,7 +379,7 @@ class Drafter(DrafterBase):
             target_ND = batch.feature_BTF.flatten(0, 1)[:, : self.dims.hidden_size].to(out.dtype)
         losses = head_losses(
             self.condition(out, self._previous_tokens(batch, rows, generator)),
-            self.head_VD.to(out.dtype),
+            self.head_VD,
             label_R,
             Objective(config.loss, config.soft_weight, config.tv_weight),
             target_ND,

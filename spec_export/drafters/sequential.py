@@ -110,9 +110,9 @@ class SequentialDrafter(DrafterBase):
     ) -> tuple[Tensor, Tensor]:
         """Returns the loss of rows [R, D] and whether their labels are on top; see
         losses.head_cross_entropy."""
-        teacher_RD, head_VD = teacher_RD.to(rows.dtype), self.head_VD.to(rows.dtype)
+        teacher_RD, soft = teacher_RD.to(rows.dtype), self.config.soft_weight
         return head_cross_entropy(
-            rows, head_VD, label_R, weight_R, teacher_RD, self.config.soft_weight, self.shortlist
+            rows, self.head_VD, label_R, weight_R, teacher_RD, soft, self.shortlist
         )
 
     def unit(self, x: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class Drafter(DrafterBase):
             weight_N = torch.full_like(label_N, share / max(len(label_N), 1), dtype=torch.float32)
             part, is_top_N = head_cross_entropy(
                 rows_ND,
-                self.head_VD.to(rows_ND.dtype),
+                self.head_VD,
                 label_N,
                 weight_N,
                 final_ND.to(rows_ND.dtype),
