@@ -1,0 +1,1 @@
+"""Names the room of the server, which speaks OpenAI's API; it needs the extra `serve`."""

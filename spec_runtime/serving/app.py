@@ -1,0 +1,111 @@
+"""Makes the app: its addresses, and the guards in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from fastapi import APIRouter, FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp
+
+from spec_runtime import Engine
+from spec_runtime.serving.errors import ApiError, Json, add_handlers
+from spec_runtime.serving.guards import AccessLog, Admission, BodyLimit
+from spec_runtime.serving.page import PAGE_HEADERS, Page, PageRequest, page_html
+from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
+from spec_runtime.serving.service import Service
+from spec_runtime.serving.settings import Settings
+
+router = APIRouter()
+
+
+def make_app(engine: Engine, settings: Settings) -> ASGIApp:
+    """Returns the ASGI app that serves `engine`, which other code must not close while it runs.
+
+    No header allows pages of other origins to read its answers (CORS is off).
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await app.state.service.async_engine.close()
+
+    app = FastAPI(title="specsplit", docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.service = Service(engine, settings)
+    app.state.page = Page(app.state.service)
+    app.include_router(router)
+    add_handlers(app)
+    guarded = BodyLimit(app, settings.max_body)
+    return AccessLog(Admission(guarded, settings), app.state.service.metrics)
+
+
+def _service(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    return await _service(request).chat(body, request)
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    return await _service(request).completion(body, request)
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    return Json({"object": "list", "data": [_model(request)]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> Response:
+    known = _model(request)
+    if name != known["id"]:
+        message = f"The model `{name}` does not exist; this server has `{known['id']}`."
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return Json(known)
+
+
+def _model(request: Request) -> dict[str, Any]:
+    service = _service(request)
+    return {
+        "id": service.settings.name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "specsplit",
+        "max_model_len": service.engine.target.max_length,
+    }
+
+
+@router.get("/health")
+async def health() -> Response:
+    """Says that the process answers."""
+    return Json({"status": "ok"})
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """Says that a request would be taken now: 503 where all places are taken."""
+    service = _service(request)
+    if not service.has_room:
+        return Json({"status": "busy"}, 503, {"Retry-After": "1"})
+    return Json({"status": "ready"})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    return Response(_service(request).metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/")
+async def page() -> Response:
+    return HTMLResponse(page_html(), headers=PAGE_HEADERS)
+
+
+@router.post("/page/answer")
+async def page_answer(body: PageRequest, request: Request) -> Response:
+    return await cast(Page, request.app.state.page).answer(body, request)

@@ -1,0 +1,144 @@
+"""Writes errors as OpenAI's server does: an HTTP status and one JSON object, `error`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from spec_runtime.mapping import brief
+
+MAX_MESSAGE = 1200  # characters
+
+
+class ApiError(HTTPException):
+    """An error that the client sees as `{"error": {"message", "type", "param", "code"}}`."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, brief(message, MAX_MESSAGE), headers)
+        self.code = code
+        self.body = {
+            "error": {"message": self.detail, "type": kind, "param": param, "code": code}
+        }
+
+
+class ClientGone(Exception):
+    """The client has closed its connection, so that nobody reads the answer."""
+
+
+def internal_error() -> ApiError:
+    """Returns what a client learns of a mistake of ours: that there was one, and no more."""
+    message = "The server had an error while processing the request. Its log says more."
+    return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+def too_many(message: str, seconds: int) -> ApiError:
+    """Returns the error 429, which asks the client to come back after so many seconds."""
+    return ApiError(
+        429,
+        f"{message}; try again in {seconds} s",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(seconds)},
+    )
+
+
+def timed_out(seconds: float) -> ApiError:
+    message = f"The answer was not complete after {seconds:g} s, the most that this server allows."
+    return ApiError(504, message, kind="timeout_error", code="timeout")
+
+
+class Json(Response):
+    """A JSON response in ASCII: half surrogates, which a message may quote, have no UTF-8."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumped(content).encode()
+
+
+def dumped(content: Any) -> str:
+    """Returns JSON as the server writes it: in ASCII, without spaces, and without NaN."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def response(error: ApiError) -> Json:
+    """Returns the response of an error."""
+    return Json(error.body, error.status_code, error.headers)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Makes the app answer all of its errors in OpenAI's form."""
+    app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+
+
+async def _refused(request: Request, error: HTTPException) -> Response:
+    """Answers our own errors, and FastAPI's: unknown addresses and methods, unreadable bodies."""
+    if not isinstance(error, ApiError):
+        error = _reworded(request, error)
+    request.scope["log"]["error"] = error.code
+    return response(error)
+
+
+def _reworded(request: Request, error: HTTPException) -> ApiError:
+    message, code = str(error.detail), None
+    if error.status_code in (404, 405):
+        message, code = f"Invalid URL ({request.method} {request.url.path})", "unknown_url"
+    elif error.status_code == 400:  # bytes that are not UTF-8, numbers too long to be read
+        message = "The body is not JSON in UTF-8."
+    return ApiError(error.status_code, message, code=code, headers=error.headers)
+
+
+async def _invalid(request: Request, error: RequestValidationError) -> Response:
+    """Answers a body that is no JSON, or not what the schema says."""
+    return await _refused(request, refusal(error.errors()))
+
+
+def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Returns the error of the first of pydantic's problems, in words like OpenAI's."""
+    problem = problems[0]
+    kind, place = problem["type"], [part for part in problem["loc"] if part != "body"]
+    if kind == "json_invalid":
+        why = problem.get("ctx", {}).get("error", problem["msg"])
+        return ApiError(400, f"We could not parse the JSON body of your request: {why}.")
+    name = _named(place)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"Unrecognized request argument supplied: {name}", param=name)
+    if kind == "value_error" and not place:  # two fields that do not go together
+        return ApiError(400, problem["msg"].removeprefix("Value error, ") + ".")
+    if not place:
+        message = "The body has to be a JSON object, with Content-Type: application/json."
+        return ApiError(400, message)
+    if kind == "missing":
+        message = f"Missing required parameter: '{name}'."
+        return ApiError(400, message, param=name, code="missing_required_parameter")
+    what = problem["msg"].removeprefix("Value error, ")
+    got = brief(repr(problem.get("input")), 80)
+    message = f"Invalid '{name}': got {got}, {what[:1].lower() + what[1:]}."
+    return ApiError(400, message, param=name, code="invalid_value")
+
+
+def _named(place: Sequence[Any]) -> str:
+    """Returns a place as OpenAI writes it: ("messages", 0, "role") -> "messages[0].role"."""
+    name = ""
+    for part in place:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part != "str":  # else the branch of a union: "list[str]"
+            name += f".{part}" if name else part
+    return name

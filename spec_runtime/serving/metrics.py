@@ -1,0 +1,94 @@
+"""Counts what a server does, for Prometheus.
+
+With several worker processes, each writes its counts to files that prometheus_client sums up.
+"""
+
+from __future__ import annotations
+
+import os
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from spec_runtime import Chunk, GenerationResult
+from spec_runtime.stats import PHASES
+
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads this when it is imported
+LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+STEPS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.125, 0.25, 0.5, 1, 2)
+RATES = (1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 300, 400, 600, 1000, 2000)
+LENGTHS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12)
+
+
+class Metrics:
+    """Holds the metrics of one server process."""
+
+    def __init__(self) -> None:
+        registry = self._registry = CollectorRegistry()
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"specsplit_{name}", about, labels, registry=registry)
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"specsplit_{name}", about, buckets=buckets, registry=registry)
+
+        def gauge(name: str, about: str) -> Gauge:
+            mode = "livesum"
+            return Gauge(
+                f"specsplit_{name}", about, registry=registry, multiprocess_mode=mode
+            )
+
+        self.requests = counter("requests", "Requests by address and status.", "path", "status")
+        self.request_seconds = histogram("request_seconds", "From request to end.", LATENCIES)
+        self.waiting = gauge("waiting_requests", "Requests that wait for the engine.")
+        self.running = gauge("running_requests", "Requests that the engine answers.")
+        self.streams = gauge("open_streams", "Streams that are being sent.")
+        self._answers = counter("answers", "Answers by how they ended.", "finish_reason")
+        self._tokens = counter("tokens", "Tokens by kind.", "kind")
+        self._steps = counter("steps", "Verify passes of the target.")
+        self._trials = counter("draft_trials", "Guesses that were judged, by depth.", "depth")
+        self._accepts = counter("draft_accepts", "Guesses that were accepted, by depth.", "depth")
+        self._phases = counter("phase_seconds", "Seconds of the engine by phase.", "phase")
+        self._queue = histogram("queue_seconds", "Wait for the engine.", LATENCIES)
+        self._first = histogram("first_token_seconds", "From request to first token.", LATENCIES)
+        self._prefill = histogram("prefill_seconds", "Time to read the prompt.", LATENCIES)
+        self._step = histogram("step_seconds", "From one step's text to the next's.", STEPS)
+        self._rate = histogram("tokens_per_second", "Decoding speed of answers.", RATES)
+        self._length = histogram("accepted_length", "Tokens a verify pass, of answers.", LENGTHS)
+
+    def scrape(self) -> bytes:
+        """Returns all metrics in Prometheus' text format, summed over the worker processes."""
+        if os.environ.get(SHARED_FOLDER):
+            whole = CollectorRegistry()
+            MultiProcessCollector(whole)
+            return bytes(generate_latest(whole))
+        return bytes(generate_latest(self._registry))
+
+    def count_chunk(self, chunk: Chunk, seconds: float, is_first: bool) -> None:
+        """Counts a chunk that came so many seconds after the one before, or after the request."""
+        (self._first if is_first else self._step).observe(seconds)
+
+    def count_answer(self, result: GenerationResult, first_seconds: float) -> None:
+        """Counts a finished generation, whose first token came after so many seconds."""
+        stats = result.stats
+        self._answers.labels(result.finish_reason).inc()
+        accepted = sum(stats.depth_accepts)
+        for kind, number in (
+            ("prompt", stats.prompt_tokens),
+            ("reused", stats.reused_tokens),
+            ("completion", len(result.token_ids)),
+            ("drafted", stats.drafted_tokens),
+            ("accepted", accepted),
+        ):
+            self._tokens.labels(kind).inc(number)
+        for depth, trials in enumerate(stats.depth_trials, 1):
+            self._trials.labels(depth).inc(trials)
+            self._accepts.labels(depth).inc(stats.depth_accepts[depth - 1])
+        for phase in PHASES:
+            self._phases.labels(phase).inc(stats.timings[phase])
+        self._queue.observe(max(0.0, first_seconds - stats.prefill_seconds))
+        self._prefill.observe(stats.prefill_seconds)
+        if stats.steps:
+            self._steps.inc(stats.steps)
+            self._length.observe(stats.accepted_length)
+            self._rate.observe(stats.tokens_per_second)

@@ -1,0 +1,46 @@
+"""Says what a server allows: its limits, its key, and the name of what it serves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Holds what `make_app` needs to know besides the engine.
+
+    `name` is the model's id. `family` is the target's family, which says how its tool calls are
+    written. `max_waiting` requests wait for the engine besides the one that it answers, `max_streams`
+    streams are open at a time, `max_body` bytes and `max_prompt` tokens are the most of one request
+    (None: the bundle's context). `timeout` are the seconds that one request may take, its wait
+    included. `api_key`, if there is one, is what a client has to send. `hosts` are the names by
+    which requests may address the server; None allows all. `max_choices` answers a request may
+    ask for.
+
+    Raises ValueError for a value outside of its range.
+    """
+
+    name: str
+    family: str = ""
+    max_waiting: int = 32
+    max_streams: int = 64
+    max_body: int = 1 << 20
+    max_prompt: int | None = None
+    max_choices: int = 8
+    timeout: float = 300.0
+    api_key: str | None = None
+    hosts: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_waiting", 0), ("max_streams", 1), ("max_body", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"got {name} {getattr(self, name)}, expected {least} or more")
+        if self.max_prompt is not None and self.max_prompt < 1:
+            raise ValueError(f"got max_prompt {self.max_prompt}, expected 1 or more, or None")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"got timeout {self.timeout}, expected seconds above 0")
+        if self.api_key is not None and not self.api_key:
+            raise ValueError("got an empty API key, expected some characters, or None for none")
