@@ -49,6 +49,7 @@ EXTRAS = {
         ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf"), "export"
     ),
     **dict.fromkeys(("accelerate", "peft", "optimum", "matplotlib"), "export"),
+    **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"), "serve"),
 }
 
 # What typer raises for any wrong command line. It has no name of its own for it, and takes it from

@@ -134,8 +134,9 @@ def as_api_error(error: Exception) -> ApiError:
 class EventStream(Response):
     """Sends server-sent events, and ends with the client.
 
-    `close` is awaited in any case. Headers go out with the first event: what fails before becomes an ordinary error response, and
-    what fails later the stream's last event, so that no stream ends early in silence.
+    Headers go out with the first event: what fails before becomes an ordinary error response, and
+    what fails later the stream's last event, so that no stream ends early in silence. `close` is
+    awaited in any case.
     """
 
     media_type = "text/event-stream"

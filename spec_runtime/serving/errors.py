@@ -31,9 +31,7 @@ class ApiError(HTTPException):
     ) -> None:
         super().__init__(status, brief(message, MAX_MESSAGE), headers)
         self.code = code
-        self.body = {
-            "error": {"message": self.detail, "type": kind, "param": param, "code": code}
-        }
+        self.body = {"error": {"message": self.detail, "type": kind, "param": param, "code": code}}
 
 
 class ClientGone(Exception):

@@ -34,9 +34,7 @@ class Metrics:
 
         def gauge(name: str, about: str) -> Gauge:
             mode = "livesum"
-            return Gauge(
-                f"specsplit_{name}", about, registry=registry, multiprocess_mode=mode
-            )
+            return Gauge(f"specsplit_{name}", about, registry=registry, multiprocess_mode=mode)
 
         self.requests = counter("requests", "Requests by address and status.", "path", "status")
         self.request_seconds = histogram("request_seconds", "From request to end.", LATENCIES)

@@ -3,7 +3,6 @@ tree of the last step."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import AsyncGenerator
 from importlib import resources
@@ -13,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import AsyncEngine, GenerationResult, SamplingParams, Step
-from spec_runtime.proposers.base import Proposer
+from spec_runtime import AsyncEngine, Engine, GenerationResult, SamplingParams, Step
+from spec_runtime.engine import OpenedDrafter
+from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.serving.answering import Answering, Job, event_of
 from spec_runtime.serving.service import Service
@@ -40,7 +40,7 @@ class PageRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     prompt: Annotated[str, Field(min_length=1)]
-    drafter: bool = True
+    drafter: Annotated[bool, Field(strict=True)] = True
     max_tokens: Annotated[int, Field(ge=1, le=4096)] = 256
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     seed: int = 0
@@ -71,17 +71,82 @@ class TreeRecorder(ProposerWrapper):
 
 
 class Page:
-    """Answers the page's requests: one at a time, since their trees are recorded."""
+    """Answers the page's requests by engines of their own on the server's target.
+
+    Each request has its own recorder, and none reuses rows of an earlier prompt: with and without
+    the drafter, the prompt is read in full.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._recorder: TreeRecorder | None = None
-        self._turn = asyncio.Lock()
-        engine = service.engine
-        most = service.settings.max_waiting
-        self._drafting = AsyncEngine(engine.observed(self._record), max_waiting=most)
-        self._plain = AsyncEngine(engine.plain(), max_waiting=most)
 
-    def _record(self, proposer: Proposer) -> Proposer:
-        self._recorder = TreeRecorder(proposer)
-        return self._recorder
+    async def answer(self, body: PageRequest, request: Request) -> Response:
+        """Returns a stream of events: pieces of text with their depths, then result and tree."""
+        service, engine = self._service, self._service.engine
+        recorders: list[TreeRecorder] = []
+
+        def record(proposer: Proposer) -> Proposer:
+            recorders.append(TreeRecorder(proposer))
+            return recorders[0]
+
+        def jobs() -> list[Job]:
+            params = SamplingParams(
+                max_new_tokens=body.max_tokens, temperature=body.temperature, seed=body.seed
+            )
+            prompt = service.check_prompt(engine.encode(body.prompt), "prompt")
+            return [Job(0, prompt, params)]
+
+        def events(answering: Answering) -> AsyncGenerator[str, None]:
+            return _events(answering, engine.tokenizer, watched.drafter, recorders)
+
+        plain = OpenedDrafter("none", PlainProposer(), Budget(1))
+        watched = (
+            engine.observed(record)
+            if body.drafter
+            else Engine(engine.target, engine.tokenizer, plain)
+        )
+        own = AsyncEngine(watched, max_waiting=0)
+        return await service.open_stream(request, own, jobs, events)
+
+
+async def _events(
+    answering: Answering, codec: Codec, drafter: str, recorders: list[TreeRecorder]
+) -> AsyncGenerator[str, None]:
+    async for _, chunk in answering:
+        if chunk.token_ids or chunk.pieces:
+            pieces = [[piece.text, piece.depth] for piece in chunk.pieces]
+            yield event_of({"pieces": pieces, "tokens": len(chunk.token_ids)})
+    tree = recorders[0].last if recorders else None
+    svg = None if tree is None else drawn(codec, drafter, *tree)
+    yield event_of({"result": _figures(answering.results[0], drafter), "tree": svg})
+
+
+def _figures(result: GenerationResult, drafter: str) -> dict[str, Any]:
+    stats = result.stats
+    return {
+        "drafter": drafter,
+        "finish_reason": result.finish_reason,
+        "tokens": len(result.token_ids),
+        "steps": stats.steps,
+        "tokens_per_second": stats.tokens_per_second,
+        "accepted_length": stats.accepted_length,
+        "acceptance_by_depth": stats.acceptance_by_depth,
+        "prefill_seconds": stats.prefill_seconds,
+    }
+
+
+def drawn(codec: Codec, drafter: str, tree: TokenTree, step: Step) -> str:
+    """Returns the SVG of one step."""
+
+    def text(before: list[int], token: int) -> str:
+        return codec.decode([*before, token])[len(codec.decode(before)) :]
+
+    tokens = tree.token_N
+    paths = [tree.path(node) for node in range(tree.num_nodes)]
+    texts = [text(tokens[path[:-1]].tolist(), int(tokens[path[-1]])) for path in paths]
+    bonus = text(tokens[step.path].tolist(), step.tokens[-1])
+    title = (
+        f"The last step of {drafter}: {tree.num_nodes - 1} drafted, "
+        f"{len(step.path) - 1} accepted, {len(step.tokens)} committed"
+    )
+    return accepted_tree_svg(tree, step.path, texts, bonus, title)

@@ -74,6 +74,11 @@ class Service:
         writer = CompletionWriter(self.settings.name, self._texts(body), echoes)
         return await self._answer(body, request, jobs, writer, len(prompts))
 
+    @property
+    def has_room(self) -> bool:
+        """Says whether a request would be taken now."""
+        return self._places.inside < self._places.most
+
     async def run(
         self,
         request: Request,

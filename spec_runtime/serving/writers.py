@@ -90,7 +90,5 @@ class CompletionWriter:
         shown = None if logprobs is None else self._texts.completion(logprobs, 0)
         return self._choice(index, text, shown, finish_reason(result))
 
-    def _choice(
-        self, index: int, text: str, logprobs: Object | None, reason: str | None
-    ) -> Object:
+    def _choice(self, index: int, text: str, logprobs: Object | None, reason: str | None) -> Object:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

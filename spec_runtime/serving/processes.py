@@ -1,0 +1,172 @@
+"""Runs a server: one process, or several behind one listening socket, until SIGTERM or Ctrl-C.
+
+A stop is graceful: no connection is accepted any more, requests that were accepted are answered in
+full, and what is left after `grace` seconds is cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.supervisors import Multiprocess
+
+from spec_runtime.load import load
+from spec_runtime.serving.settings import Settings
+
+FAILED = 3  # a worker's exit code when it cannot start; uvicorn then starts no other in its place
+STALL_SECONDS = 60  # after which a connection is dropped whose client takes nothing of its answer
+SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+
+log = logging.getLogger("spec_runtime")
+
+
+@dataclass(frozen=True)
+class ServedBundle:
+    """Opens a bundle and makes its app, in this process or in a worker that it is sent to.
+
+    `arguments` are those of `spec_runtime.load`.
+    """
+
+    arguments: dict[str, Any]
+    settings: Settings = field(repr=False)  # which has the API key
+
+    def open(self) -> ASGIApp:
+        from spec_runtime.serving.app import make_app  # here: it imports prometheus_client
+
+        set_up_logs()
+        return make_app(load(**self.arguments), self.settings)
+
+    def __call__(self) -> ASGIApp:
+        """Returns the app of a worker process; ends the process in one line if there is none."""
+        try:
+            return self.open()
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(FAILED) from None
+
+
+def set_up_logs() -> None:
+    """Sends the access log to standard output as JSON lines, and all else to standard error."""
+    access = logging.getLogger("spec_runtime.access")
+    access.handlers = [logging.StreamHandler(sys.stdout)]
+    access.setLevel(logging.INFO)
+    access.propagate = False
+    others = logging.StreamHandler(sys.stderr)
+    others.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    for name in ("spec_runtime", "uvicorn.error"):
+        logging.getLogger(name).handlers = [others]
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound, but does not listen yet. Raises ValueError if that fails."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform == "linux":  # connections inherit it
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_SECONDS * 1000)
+        bound.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"got --host {host} --port {port}, expected an address that is free here: "
+            f"{error.strerror}; choose another --port, or 0 for any"
+        ) from None
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """Returns the address of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def serve(
+    bundle: ServedBundle, bound: socket.socket, grace: float, ready: Callable[[], None]
+) -> None:
+    """Serves in this process until it is told to stop; calls `ready` once the bundle is open."""
+    server = uvicorn.Server(_config(bundle.open(), grace))
+    ready()
+    with _signals_left_alone():
+        server.run([bound])
+
+
+def serve_by_workers(
+    bundle: ServedBundle, bound: socket.socket, grace: float, workers: int
+) -> None:
+    """Serves by so many processes, and starts another for one that dies.
+
+    Raises ValueError if they cannot start.
+    """
+    with tempfile.TemporaryDirectory(prefix="specsplit-metrics-") as folder, _signals_left_alone():
+        os.environ[SHARED_FOLDER] = folder
+        try:
+            config = _config(bundle, grace, factory=True, workers=workers)
+            pool = Workers(config, [bound])
+            pool.run()
+        finally:
+            del os.environ[SHARED_FOLDER]
+    if any(process.exitcode == FAILED for process in pool.processes):
+        raise ValueError("a worker process could not start, see above; serve with --workers 1")
+
+
+def _config(app: Any, grace: float, **more: Any) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=max(1, round(grace)),
+        timeout_worker_healthcheck=30,  # seconds: a large bundle may keep a process busy
+        **more,
+    )
+
+
+class Workers(Multiprocess):
+    """uvicorn's worker processes, with two additions for the end of one or all of them."""
+
+    def terminate_all(self) -> None:
+        """Stops all; closes the socket first, so that nobody waits in its queue in vain."""
+        for each in self.sockets:
+            each.close()
+        super().terminate_all()
+
+    def keep_subprocess_alive(self) -> None:
+        """Replaces dead workers, whose gauges no longer count."""
+        before = {process.pid for process in self.processes}
+        super().keep_subprocess_alive()
+        for pid in before - {process.pid for process in self.processes}:
+            from prometheus_client.multiprocess import mark_process_dead
+
+            mark_process_dead(pid)
+
+
+@contextmanager
+def _signals_left_alone() -> Iterator[None]:
+    """Lets a graceful stop end with exit code 0.
+
+    uvicorn handles SIGTERM and SIGINT itself, and sends those that it got once more at its end, to
+    the handlers from before: here these do nothing.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
