@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from spec_runtime import AsyncEngine, Chunk, GenerationResult, QueueFull, SamplingParams
 from spec_runtime.serving.errors import (
     ApiError,
+    ClientGone,
     dumped,
     internal_error,
     response,
@@ -61,7 +62,6 @@ class Answering:
         self._timeout = timeout
         self._metrics = metrics
         self._chunks: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()
-        self._started = time.monotonic()
         self._task = asyncio.create_task(self._run(jobs, on_end))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:
@@ -79,32 +79,33 @@ class Answering:
 
     async def _run(self, jobs: Sequence[Job], on_end: Callable[[], None]) -> None:
         try:
-            for job in jobs:
-                result = await self._run_one(job)
-                self.results.append(result)
-                if result.finish_reason == "timeout":
-                    raise timed_out(self._timeout)
-                if result.finish_reason == "cancelled":
-                    raise _stopped()
+            async with asyncio.timeout(self._timeout):  # also while others have the engine
+                for job in jobs:
+                    result = await self._run_one(job)
+                    self.results.append(result)
+                    if result.finish_reason == "cancelled":
+                        raise _stopped()
+        except TimeoutError:
+            self._metrics.count_end("timeout")
+            raise timed_out(self._timeout) from None
+        except asyncio.CancelledError:
+            self._metrics.count_end("cancelled")
+            raise
         finally:
             on_end()
             self._chunks.put_nowait(None)
 
     async def _run_one(self, job: Job) -> GenerationResult:
         last = begun = time.monotonic()
-        left = self._timeout - (begun - self._started)
-        if left <= 0:
-            raise timed_out(self._timeout)
         first_seconds = 0.0
         result: GenerationResult | None = None
-        stream = self._engine.stream(job.prompt, params=job.params, timeout=left)
-        async with aclosing(stream) as chunks:
+        async with aclosing(self._engine.stream(job.prompt, params=job.params)) as chunks:
             async for chunk in chunks:
                 now = time.monotonic()
                 if chunk.token_ids:
                     is_first = last == begun
                     first_seconds = now - begun if is_first else first_seconds
-                    self._metrics.count_chunk(chunk, now - last, is_first)
+                    self._metrics.count_chunk(now - last, is_first)
                     last = now
                 result = chunk.result
                 self._chunks.put_nowait((job.index, chunk))
@@ -152,6 +153,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(receive, self._send_all(scope, receive, send))
+        except ClientGone:
+            scope["log"]["gone"] = True
         finally:
             await self._events.aclose()
             await self._close()  # also where the client left before the first event

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from spec_runtime.mapping import brief
 
 MAX_MESSAGE = 1200  # characters
+GONE = 499  # what logs call a client that did not wait for its answer
 
 
 class ApiError(HTTPException):
@@ -83,6 +84,8 @@ def add_handlers(app: FastAPI) -> None:
     """Makes the app answer all of its errors in OpenAI's form."""
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(ClientGone, _gone)
+    app.add_exception_handler(Exception, _failed)
 
 
 async def _refused(request: Request, error: HTTPException) -> Response:
@@ -107,9 +110,24 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
     return await _refused(request, refusal(error.errors()))
 
 
+async def _gone(request: Request, error: Exception) -> Response:
+    """Ends a request whose client left: nobody reads this response."""
+    request.scope["log"]["gone"] = True
+    return Response(status_code=GONE)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Answers a mistake of ours, which goes on to the log."""
+    return response(internal_error())
+
+
 def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Returns the error of the first of pydantic's problems, in words like OpenAI's."""
-    problem = problems[0]
+    """Returns the error of the first of pydantic's problems, in words like OpenAI's.
+
+    A value that may have several types has a problem with each of them; one that is not about the
+    type comes first.
+    """
+    problem = min(problems, key=lambda each: str(each["type"]).endswith("_type"))
     kind, place = problem["type"], [part for part in problem["loc"] if part != "body"]
     if kind == "json_invalid":
         why = problem.get("ctx", {}).get("error", problem["msg"])

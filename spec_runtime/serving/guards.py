@@ -19,14 +19,13 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spec_runtime.serving.errors import ApiError, ClientGone, internal_error, response
+from spec_runtime.serving.errors import GONE, ApiError, ClientGone, response
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.settings import Settings
 
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key: the page has no data, probes have no key
 BODY_SECONDS = 30.0  # in which a client has to send its body
 MOST_DISCARDED = 32 << 20  # bytes that are read of a body too large, so that the client hears why
-GONE = 499  # what logs call a client that did not wait for its answer
 NAMED_PATHS = (*OPEN_PATHS, "/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics")
 
 access = logging.getLogger("spec_runtime.access")
@@ -36,8 +35,7 @@ log = logging.getLogger("spec_runtime")
 class AccessLog:
     """Logs each request as one JSON line, without any of its text, and counts it.
 
-    Handlers may add to the line by `scope["log"]`. Mistakes of ours end here: as a traceback in the
-    log and the error 500, if the response has not begun.
+    Handlers may add to the line by `scope["log"]`. Mistakes of ours leave a traceback in the log.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
@@ -52,33 +50,29 @@ class AccessLog:
         request_id = f"req_{uuid.uuid4().hex}"
         more: dict[str, object] = {}
         scope["log"] = more
-        status = 0
+        status, is_complete = GONE, False
 
         async def send_and_note(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_complete
             if message["type"] == "http.response.start":
                 status = message["status"]
                 header = (b"x-request-id", request_id.encode())
                 message = {**message, "headers": [*message.get("headers", ()), header]}
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
         try:
             await self._app(scope, receive, send_and_note)
-        except ClientGone:
-            more["gone"] = True
-            status = status or GONE
         except Exception:
             log.exception("a request failed")
-            if status:
-                raise
-            status = 500
-            await response(internal_error())(scope, receive, send_and_note)
+            if not is_complete:
+                raise  # which breaks the connection, so that the client sees an error
         finally:
             seconds = time.perf_counter() - begun
             path = scope["path"] if scope["path"] in NAMED_PATHS else "other"
-            self._metrics.requests.labels(path, status or GONE).inc()
+            self._metrics.requests.labels(path, status).inc()
             self._metrics.request_seconds.observe(seconds)
-            self._write(scope, request_id, status or GONE, seconds, more)
+            self._write(scope, request_id, status, seconds, more)
 
     def _write(
         self, scope: Scope, request_id: str, status: int, seconds: float, more: dict[str, object]
@@ -111,6 +105,7 @@ class Admission:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
+            scope["log"]["error"] = error.code
             await response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -125,7 +120,8 @@ class Admission:
         kind, _, key = headers.get("authorization", "").partition(" ")
         is_bearer = kind.lower() == "bearer"
         # Digests have one length, and comparing them takes the same time wherever they differ.
-        if hmac.compare_digest(_digest(key.strip().encode()), self._key) and is_bearer:
+        # Headers come as Latin-1, whatever the client meant.
+        if hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key) and is_bearer:
             return None
         message = "Incorrect API key provided." if key else "You didn't provide an API key."
         return ApiError(
@@ -164,7 +160,10 @@ class BodyLimit:
             await response(ApiError(408, message, code="request_timeout"))(scope, receive, send)
             return
         except ApiError as error:
+            scope["log"]["error"] = error.code
             await response(error)(scope, receive, send)
+            return
+        except ClientGone:
             return
         messages: list[MutableMapping[str, Any]] = [
             {"type": "http.request", "body": body, "more_body": False}

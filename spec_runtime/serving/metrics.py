@@ -10,7 +10,7 @@ import os
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from spec_runtime import Chunk, GenerationResult
+from spec_runtime import GenerationResult
 from spec_runtime.stats import PHASES
 
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client reads this when it is imported
@@ -62,14 +62,18 @@ class Metrics:
             return bytes(generate_latest(whole))
         return bytes(generate_latest(self._registry))
 
-    def count_chunk(self, chunk: Chunk, seconds: float, is_first: bool) -> None:
+    def count_chunk(self, seconds: float, is_first: bool) -> None:
         """Counts a chunk that came so many seconds after the one before, or after the request."""
         (self._first if is_first else self._step).observe(seconds)
+
+    def count_end(self, reason: str) -> None:
+        """Counts the end of a generation: its finish reason, also where there is no result."""
+        self._answers.labels(reason).inc()
 
     def count_answer(self, result: GenerationResult, first_seconds: float) -> None:
         """Counts a finished generation, whose first token came after so many seconds."""
         stats = result.stats
-        self._answers.labels(result.finish_reason).inc()
+        self.count_end(result.finish_reason)
         accepted = sum(stats.depth_accepts)
         for kind, number in (
             ("prompt", stats.prompt_tokens),

@@ -97,7 +97,7 @@ def serve(
     bundle: ServedBundle, bound: socket.socket, grace: float, ready: Callable[[], None]
 ) -> None:
     """Serves in this process until it is told to stop; calls `ready` once the bundle is open."""
-    server = uvicorn.Server(_config(bundle.open(), grace))
+    server = uvicorn.Server(make_config(bundle.open(), grace))
     ready()
     with _signals_left_alone():
         server.run([bound])
@@ -113,7 +113,7 @@ def serve_by_workers(
     with tempfile.TemporaryDirectory(prefix="specsplit-metrics-") as folder, _signals_left_alone():
         os.environ[SHARED_FOLDER] = folder
         try:
-            config = _config(bundle, grace, factory=True, workers=workers)
+            config = make_config(bundle, grace, factory=True, workers=workers)
             pool = Workers(config, [bound])
             pool.run()
         finally:
@@ -122,7 +122,7 @@ def serve_by_workers(
         raise ValueError("a worker process could not start, see above; serve with --workers 1")
 
 
-def _config(app: Any, grace: float, **more: Any) -> uvicorn.Config:
+def make_config(app: Any, grace: float, **more: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,

@@ -1,0 +1,440 @@
+"""Tests what the server answers: OpenAI's replies, streams and errors, by a toy engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from spec_runtime import Engine
+
+for module in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
+httpx = pytest.importorskip("httpx")
+from served import Served, events, served, toy_engine, wait_until  # noqa: E402
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return toy_engine()
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Served]:
+    with served(engine, max_body=20_000, max_prompt=300) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[Any]:
+    with server.client() as made:
+        yield made
+
+
+def post(client: Any, path: str, **body: Any) -> Any:
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def stream(client: Any, path: str, **body: Any) -> list[Any]:
+    reply = client.post(path, json={**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    return events(reply.text)
+
+
+# ---- answers ----
+
+
+def test_a_chat_is_answered_as_by_the_engine(client: Any, engine: Engine) -> None:
+    expected = toy_engine().generate(HELLO, max_new_tokens=20)
+    reply = post(client, CHAT, messages=HELLO, max_tokens=20, temperature=0, model="toy")
+    assert reply["object"] == "chat.completion"
+    (choice,) = reply["choices"]
+    assert choice["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert choice["finish_reason"] == "length"
+    usage = reply["usage"]
+    assert usage["prompt_tokens"] == len(engine.encode(HELLO))
+    assert usage["completion_tokens"] == 20
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 20
+
+
+def test_a_streams_parts_are_the_whole_answer(client: Any) -> None:
+    body = {"messages": HELLO, "max_completion_tokens": 30, "temperature": 0}
+    whole = post(client, CHAT, **body)["choices"][0]
+    *parts, usage, done = stream(client, CHAT, **body, stream_options={"include_usage": True})
+    assert done == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 30
+    assert all(part["usage"] is None for part in parts)
+    assert {part["id"] for part in [*parts, usage]} == {usage["id"]}
+    choices = [part["choices"][0] for part in parts]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    text = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert text == whole["message"]["content"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(parts) - 1) + ["length"]
+    assert len(parts) < 30, "several tokens come in one part where the drafter was right"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.8, "seed": 5},
+        {"temperature": 0.9, "seed": 6, "top_p": 0.7},
+        {"temperature": 1.0, "seed": 7, "top_k": 3, "min_p": 0.01},
+        {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"temperature": 0, "repetition_penalty": 1.4},
+        {"temperature": 0, "logit_bias": {"65": 50}},
+    ],
+)
+def test_sampling_is_the_engines(client: Any, sampling: dict[str, Any]) -> None:
+    ours = dict(sampling)
+    if "logit_bias" in ours:
+        ours["logit_bias"] = {65: 50}
+    expected = toy_engine().generate("hello", raw=True, max_new_tokens=12, **ours)
+    reply = post(client, COMPLETIONS, prompt="hello", max_tokens=12, **sampling)
+    assert reply["choices"][0]["text"] == expected.text
+
+
+def test_without_a_temperature_it_is_one(client: Any) -> None:
+    body = {"prompt": "hello", "max_tokens": 12, "seed": 3}
+    texts = [
+        post(client, COMPLETIONS, **body, **more)["choices"][0]["text"]
+        for more in ({}, {"temperature": 1}, {"temperature": 0})
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_a_stop_string_ends_the_answer(client: Any) -> None:
+    body = {"prompt": "hello", "temperature": 0, "max_tokens": 40}
+    text = post(client, COMPLETIONS, **body)["choices"][0]["text"]
+    stop = text[10:12]
+    (choice,) = post(client, COMPLETIONS, **body, stop=stop)["choices"]
+    assert choice["text"] == text[: text.index(stop)]
+    assert choice["finish_reason"] == "stop"
+    assert post(client, COMPLETIONS, **body, stop=[stop, "?!"])["choices"] == [choice]
+
+
+def test_choices_of_several_prompts(client: Any) -> None:
+    body = {"max_tokens": 6, "temperature": 1.5, "seed": 11}
+    reply = post(client, COMPLETIONS, prompt=["one", "two"], n=2, **body)
+    texts = [choice["text"] for choice in reply["choices"]]
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    alone = [
+        post(client, COMPLETIONS, prompt=prompt, **{**body, "seed": seed})["choices"][0]["text"]
+        for prompt in ("one", "two")
+        for seed in (11, 12)
+    ]
+    assert texts == alone
+    assert len(set(texts)) == 4
+    assert reply["usage"]["prompt_tokens"] == 8  # each prompt once: three letters and BOS
+    assert reply["usage"]["completion_tokens"] == 24
+    parts = stream(client, COMPLETIONS, prompt=["one", "two"], n=2, **body)[:-1]
+    streamed = ["", "", "", ""]
+    for part in parts:
+        streamed[part["choices"][0]["index"]] += part["choices"][0]["text"]
+    assert streamed == texts
+
+
+def test_a_prompt_may_be_token_ids_and_is_echoed(client: Any, engine: Engine) -> None:
+    ids = engine.encode("hello", raw=True)
+    body = {"max_tokens": 5, "temperature": 0}
+    by_text = post(client, COMPLETIONS, prompt="hello", **body)["choices"][0]["text"]
+    by_ids = post(client, COMPLETIONS, prompt=ids, **body)["choices"][0]["text"]
+    assert by_ids == by_text
+    echoed = post(client, COMPLETIONS, prompt="hello", echo=True, **body)["choices"][0]["text"]
+    assert echoed == "hello" + by_text
+    parts = stream(client, COMPLETIONS, prompt=[ids], echo=True, **body)[:-1]
+    assert "".join(part["choices"][0]["text"] for part in parts) == echoed
+
+
+def test_logprobs_of_a_chat_are_the_engines(client: Any) -> None:
+    body = {"messages": HELLO, "max_tokens": 9, "temperature": 0}
+    expected = toy_engine().generate(HELLO, max_new_tokens=9, logprobs=2).logprobs
+    assert expected is not None
+    (choice,) = post(client, CHAT, **body, logprobs=True, top_logprobs=2)["choices"]
+    entries = choice["logprobs"]["content"]
+    assert [entry["logprob"] for entry in entries] == pytest.approx([e.logprob for e in expected])
+    for entry, ours in zip(entries, expected, strict=True):
+        assert entry["token"] == entry["top_logprobs"][0]["token"], "greedy"
+        assert entry["bytes"] == ([ours.token_id] if ours.token_id < 128 else None)
+        assert len(entry["top_logprobs"]) == 2
+    parts = stream(client, CHAT, **body, logprobs=True, top_logprobs=2)[:-1]
+    streamed = [part["choices"][0]["logprobs"] for part in parts]
+    assert [entry for each in streamed if each for entry in each["content"]] == entries
+    plain = post(client, CHAT, **body)["choices"][0]
+    assert plain["logprobs"] is None
+
+
+def test_logprobs_of_a_completion(client: Any) -> None:
+    body = {"prompt": "hello", "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    (choice,) = post(client, COMPLETIONS, **body)["choices"]
+    found = choice["logprobs"]
+    assert len(found["tokens"]) == len(found["token_logprobs"]) == 6
+    assert found["text_offset"][0] == 0
+    for token, logprob, top in zip(
+        found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+    ):
+        assert top == {token: logprob}
+
+
+def test_the_token_that_ends_an_answer_has_no_logprob(client: Any) -> None:
+    body = {"messages": HELLO, "temperature": 0, "logprobs": True, "logit_bias": {"257": 100}}
+    (choice,) = post(client, CHAT, **body)["choices"]
+    assert choice["message"]["content"] == ""
+    assert choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["content"] == []
+
+
+def test_a_developers_message_is_the_systems(client: Any, engine: Engine) -> None:
+    def num_prompt_tokens(role: str) -> int:
+        messages = [{"role": role, "content": "be brief"}, *HELLO]
+        reply = post(client, CHAT, messages=messages, max_tokens=1)
+        return int(reply["usage"]["prompt_tokens"])
+
+    assert num_prompt_tokens("developer") == num_prompt_tokens("system")
+    assert num_prompt_tokens("system") == num_prompt_tokens("user") + len("system") - len("user")
+
+
+def test_models_health_and_readiness(client: Any, engine: Engine) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["id"] == "toy"
+    assert model["max_model_len"] == engine.target.max_length
+    assert client.get("/v1/models/toy").json() == model
+    assert client.get("/v1/models/other").status_code == 404
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/ready").json() == {"status": "ready"}
+    schema = client.get("/openapi.json").json()
+    assert {CHAT, COMPLETIONS} <= set(schema["paths"])
+
+
+# ---- refusals ----
+
+LONG = "x" * 310
+USER = {"role": "user", "content": "x"}
+REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
+    (CHAT, {}, 400, "messages", "Missing required parameter: 'messages'"),
+    (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
+    (CHAT, {"messages": HELLO, "model": "gpt"}, 404, "model", "`gpt` does not exist"),
+    (CHAT, {"messages": HELLO, "colour": 1}, 400, "colour", "Unrecognized request argument"),
+    (CHAT, {"messages": [{"role": "king", "content": ""}]}, 400, "messages[0].role", "'king'"),
+    (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "expected a string or a list"),
+    (CHAT, {"messages": [{"role": "user", "content": LONG}]}, 400, "messages", "at most 300"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 2}, 400, None, "'logprobs' is true"),
+    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
+    (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 1}, 400, None, "exclude"),
+    (CHAT, {"messages": HELLO, "stream_options": {}}, 400, None, "'stream' is true"),
+    (CHAT, {"messages": HELLO, "n": 9}, 400, "n", "at most 8"),
+    (CHAT, {"messages": HELLO, "stop": list("abcde")}, 400, "stop", "at most 4 items"),
+    (CHAT, {"messages": HELLO, "stop": [""]}, 400, None, "got stop ['']"),
+    (CHAT, {"messages": HELLO, "stream": "yes"}, 400, "stream", "'yes'"),
+    (CHAT, {"messages": HELLO, "modalities": ["audio"]}, 400, "modalities[0]", "'audio'"),
+    (COMPLETIONS, {"prompt": "x", "temperature": 2.5}, 400, "temperature", "equal to 2"),
+    (COMPLETIONS, {"prompt": "x", "temperature": "1"}, 400, "temperature", "'1'"),
+    (COMPLETIONS, {"prompt": "x", "top_p": -1}, 400, "top_p", "equal to 0"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "equal to 1"),
+    (COMPLETIONS, {"prompt": "x", "seed": 1.5}, 400, "seed", "1.5"),
+    (COMPLETIONS, {"prompt": "x", "logprobs": 6}, 400, "logprobs", "equal to 5"),
+    (COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, None, "'best_of' has to equal 'n'"),
+    (COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "suffix", "'y'"),
+    (COMPLETIONS, {"prompt": []}, 400, None, "at least one prompt"),
+    (COMPLETIONS, {"prompt": ["x"] * 9}, 400, "n", "at most 8"),
+    (COMPLETIONS, {"prompt": [1, 999]}, 400, "prompt", "expected 0 to 257"),
+    (COMPLETIONS, {"prompt": {"a": 1}}, 400, "prompt", "{'a': 1}"),
+    (COMPLETIONS, {"prompt": LONG}, 400, "prompt", "at most 300 tokens"),
+    (COMPLETIONS, {"prompt": "x" * 2000}, 400, "prompt", "context"),
+    (COMPLETIONS, {"prompt": "\ud800"}, 400, "prompt", "surrogate"),
+    (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 101}}, 400, "logit_bias", "equal to 100"),
+    ("/v1/nothing", {}, 404, None, "Invalid URL (POST /v1/nothing)"),
+    ("/health", {}, 405, None, "Invalid URL (POST /health)"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "fragment"), REFUSED)
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_what_is_refused_says_why(
+    client: Any,
+    path: str,
+    body: dict[str, Any],
+    status: int,
+    param: str | None,
+    fragment: str,
+    is_stream: bool,
+) -> None:
+    if is_stream and "stream" not in body and "stream_options" not in body and status == 400:
+        body = {**body, "stream": True}
+    reply = client.post(
+        path, content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
+    assert reply.status_code == status, reply.text
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert fragment in error["message"]
+    assert "\n" not in error["message"]
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"messages": [',
+        b'"\xff\xfe\xc3"',
+        b'{"messages": "\xff"}',
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b"[" * 15_000,
+        b'{"prompt": NaN}',
+        b"\x00\x01",
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_a_body_that_is_no_json_object_is_refused(client: Any, data: bytes) -> None:
+    for kind in ("application/json", "text/plain"):
+        reply = client.post(CHAT, content=data, headers={"Content-Type": kind})
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_a_form_of_another_site_is_no_request(client: Any) -> None:
+    """A page of another origin can send JSON as text/plain without asking first, and no other."""
+    data = json.dumps({"messages": HELLO})
+    reply = client.post(CHAT, content=data, headers={"Content-Type": "text/plain"})
+    assert reply.status_code == 400
+    reply = client.post(CHAT, content=data, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 200
+    assert not [name for name in reply.headers if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_too_large_is_refused(client: Any, is_chunked: bool) -> None:
+    data = json.dumps({"prompt": "x" * 300_000}).encode()
+    content: Any = iter([data[:1000], data[1000:]]) if is_chunked else data
+    reply = client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 413
+    assert reply.json()["error"]["code"] == "request_too_large"
+    exact = json.dumps({"prompt": "x"}).encode()
+    padded = exact + b" " * (20_000 - len(exact))
+    kind = {"Content-Type": "application/json"}
+    assert client.post(COMPLETIONS, content=padded, headers=kind).status_code == 200
+    assert client.post(COMPLETIONS, content=padded + b" ", headers=kind).status_code == 413
+
+
+# ---- who may ask ----
+
+
+def test_an_api_key_is_required(engine: Engine) -> None:
+    with served(toy_engine(), api_key="sésame") as running, running.client() as client:
+        right = {"Authorization": "Bearer sésame".encode()}
+        for path in ("/v1/models", "/metrics", "/openapi.json"):
+            assert client.get(path).status_code == 401
+            assert client.get(path, headers={"Authorization": "Bearer sesame"}).status_code == 401
+            assert client.get(path, headers={"Authorization": "Basic sésame".encode()}).is_error
+            assert client.get(path, headers=right).status_code == 200
+        for path in ("/", "/health", "/ready"):
+            assert client.get(path).status_code == 200
+        reply = client.post(CHAT, json={"messages": HELLO})
+        assert reply.json()["error"]["code"] == "invalid_api_key"
+        assert reply.headers["www-authenticate"] == "Bearer"
+        reply = client.post(CHAT, json={"messages": HELLO, "max_tokens": 2}, headers=right)
+        assert reply.status_code == 200
+
+
+def test_only_known_names_address_the_server() -> None:
+    names = ("localhost", "127.0.0.1", "::1")
+    with served(toy_engine(), hosts=names) as running, running.client() as client:
+        for host in ("localhost", "localhost:80", "[::1]:8000", "127.0.0.1"):
+            assert client.get("/health", headers={"Host": host}).status_code == 200
+        for host in ("evil.example", "evil.example:8000", "[::2]", "localhost.evil.example"):
+            reply = client.get("/health", headers={"Host": host})
+            assert reply.status_code == 403
+            assert reply.json()["error"]["code"] == "unknown_host"
+
+
+# ---- metrics and logs ----
+
+
+def test_metrics_count_what_was_done() -> None:
+    with served(toy_engine()) as running, running.client() as client:
+        post(client, COMPLETIONS, prompt="hello", max_tokens=20, temperature=0)
+        stream(client, COMPLETIONS, prompt="hello", max_tokens=10, temperature=0)
+        client.post(COMPLETIONS, json={})
+        client.get("/a/path/of/a/stranger")
+        # a request is counted once its response is out
+        wait_until(lambda: 'path="other"' in client.get("/metrics").text)
+        lines = client.get("/metrics").text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+    def value(name: str) -> float:
+        return float(values[f"specsplit_{name}"])
+
+    assert value(f'requests_total{{path="{COMPLETIONS}",status="200"}}') == 2
+    assert value(f'requests_total{{path="{COMPLETIONS}",status="400"}}') == 1
+    assert value('requests_total{path="other",status="404"}') == 1
+    assert value('answers_total{finish_reason="length"}') == 2
+    assert value('tokens_total{kind="prompt"}') == 12
+    assert value('tokens_total{kind="completion"}') == 30
+    assert value('tokens_total{kind="reused"}') == 5
+    accepted = value('tokens_total{kind="accepted"}')
+    by_depth = [value(f'draft_accepts_total{{depth="{depth}"}}') for depth in (1, 2, 3)]
+    assert 0 < accepted == sum(by_depth)
+    assert by_depth[0] <= value('draft_trials_total{depth="1"}')
+    assert value("first_token_seconds_count") == value("prefill_seconds_count") == 2
+    assert value("queue_seconds_count") == value("tokens_per_second_count") == 2
+    assert value("accepted_length_sum") > 2
+    assert value("step_seconds_count") == value("steps_total") > 0
+    assert value('phase_seconds_total{phase="verify"}') > 0
+    assert value("running_requests") == value("waiting_requests") == value("open_streams") == 0
+
+
+def test_the_access_log_has_no_text(
+    client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("spec_runtime.access"), "propagate", True)
+    with caplog.at_level(logging.INFO, "spec_runtime.access"):
+        reply = client.post(COMPLETIONS + "?q=secret", json={"prompt": "secret", "max_tokens": 3})
+        bad = client.post(COMPLETIONS, json={"prompt": "secret", "secret": 1})
+        wait_until(lambda: len(caplog.records) == 2)
+    first, second = [json.loads(record.getMessage()) for record in caplog.records]
+    assert first["id"] == reply.headers["x-request-id"] != bad.headers["x-request-id"]
+    assert (first["path"], first["status"], first["method"]) == (COMPLETIONS, 200, "POST")
+    assert (first["prompt_tokens"], first["completion_tokens"]) == (7, 3)
+    assert first["finish_reason"] == "length"
+    assert second["status"] == 400
+    assert "secret" not in caplog.text
+
+
+def test_a_mistake_of_ours_is_an_error_without_details(
+    client: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("spec_runtime.serving.writers.finish_reason", lambda result: 1 / 0)
+    reply = client.post(COMPLETIONS, json={"prompt": "hello", "max_tokens": 3})
+    assert reply.status_code == 500
+    assert reply.json()["error"]["code"] == "internal_error"
+    wait_until(lambda: "ZeroDivisionError" in caplog.text)
+    monkeypatch.undo()
+    assert client.post(COMPLETIONS, json={"prompt": "hello"}).status_code == 200
+
+
+def test_a_mistake_in_the_midst_of_a_stream_is_its_last_event(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("spec_runtime.serving.metrics.Metrics.count_answer", fail)
+    *parts, last = stream(client, COMPLETIONS, prompt="hello", max_tokens=8)
+    assert parts
+    assert last["error"]["code"] == "internal_error"
+    assert "boom" not in json.dumps(last)
