@@ -97,7 +97,7 @@ class Page:
             return [Job(0, prompt, params)]
 
         def events(answering: Answering) -> AsyncGenerator[str, None]:
-            return _events(answering, engine.tokenizer, watched.drafter, recorders)
+            return _events(answering, watched, recorders)
 
         plain = OpenedDrafter("none", PlainProposer(), Budget(1))
         watched = (
@@ -110,21 +110,23 @@ class Page:
 
 
 async def _events(
-    answering: Answering, codec: Codec, drafter: str, recorders: list[TreeRecorder]
+    answering: Answering, engine: Engine, recorders: list[TreeRecorder]
 ) -> AsyncGenerator[str, None]:
     async for _, chunk in answering:
         if chunk.token_ids or chunk.pieces:
             pieces = [[piece.text, piece.depth] for piece in chunk.pieces]
             yield event_of({"pieces": pieces, "tokens": len(chunk.token_ids)})
     tree = recorders[0].last if recorders else None
-    svg = None if tree is None else drawn(codec, drafter, *tree)
-    yield event_of({"result": _figures(answering.results[0], drafter), "tree": svg})
+    svg = None if tree is None else drawn(engine.tokenizer, engine.drafter, *tree)
+    figures = _figures(answering.results[0], engine.drafter, engine.target.precision)
+    yield event_of({"result": figures, "tree": svg})
 
 
-def _figures(result: GenerationResult, drafter: str) -> dict[str, Any]:
+def _figures(result: GenerationResult, drafter: str, precision: str) -> dict[str, Any]:
     stats = result.stats
     return {
         "drafter": drafter,
+        "precision": precision,
         "finish_reason": result.finish_reason,
         "tokens": len(result.token_ids),
         "steps": stats.steps,
@@ -139,6 +141,8 @@ def drawn(codec: Codec, drafter: str, tree: TokenTree, step: Step) -> str:
     """Returns the SVG of one step."""
 
     def text(before: list[int], token: int) -> str:
+        if token in codec.eos:
+            return "(end)"
         return codec.decode([*before, token])[len(codec.decode(before)) :]
 
     tokens = tree.token_N

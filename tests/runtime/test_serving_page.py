@@ -1,0 +1,149 @@
+"""Tests the page on `/`, and what it asks the server for."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spec_runtime.step import Step
+from spec_runtime.trees.tree import TokenTree
+
+for module in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
+pytest.importorskip("httpx")
+from served import Served, events, held_engine, served, toy_engine, wait_until  # noqa: E402
+from toy_backend import ByteTokenizer  # noqa: E402
+
+from spec_runtime.serving.page import drawn, page_html  # noqa: E402
+
+ANSWER = "/page/answer"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(toy_engine()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[Any]:
+    with server.client() as made:
+        yield made
+
+
+class Elements(HTMLParser):
+    """Collects the elements of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_needs_nothing_else(client: Any) -> None:
+    reply = client.get("/")
+    assert reply.headers["content-type"].startswith("text/html")
+    policy = reply.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    elements = Elements(reply.text).found
+    addresses = [
+        value
+        for _, attributes in elements
+        for name, value in attributes.items()
+        if name in ("src", "href", "action", "data", "srcset")
+    ]
+    assert addresses == ["data:,"], "an empty icon, so that browsers ask for none"
+    assert not re.search(r"https?://|@import|url\(|innerHTML|document\.write", reply.text)
+    assert reply.text == page_html()
+
+
+def test_the_page_names_its_fields_and_fits_phones() -> None:
+    elements = Elements(page_html()).found
+    labelled = {attributes.get("for") for tag, attributes in elements if tag == "label"}
+    is_inside_label = {"compare", "numbers"}
+    for tag, attributes in elements:
+        if tag in ("input", "textarea"):
+            assert attributes["id"] in labelled | is_inside_label, attributes
+    assert ("html", {"lang": "en"}) in elements
+    assert any(each.get("name") == "viewport" for tag, each in elements if tag == "meta")
+    for query in ("max-width", "prefers-color-scheme: dark", "prefers-reduced-motion"):
+        assert f"@media ({query}" in page_html()
+
+
+def test_the_pieces_are_the_answer_with_its_depths(client: Any) -> None:
+    expected = toy_engine().generate("hello", max_new_tokens=40)
+    found = events(client.post(ANSWER, json={"prompt": "hello", "max_tokens": 40}).text)
+    pieces = [piece for event in found for piece in event.get("pieces", ())]
+    assert "".join(text for text, _ in pieces) == expected.text
+    assert {depth for _, depth in pieces} > {0, 1}
+    assert sum(event.get("tokens", 0) for event in found) == 40
+    result = found[-1]["result"]
+    assert result["drafter"] == "parallelspec"
+    assert result["tokens"] == 40
+    assert result["accepted_length"] == expected.stats.accepted_length > 1
+    assert result["acceptance_by_depth"] == expected.stats.acceptance_by_depth
+    ElementTree.fromstring(found[-1]["tree"])
+    assert "The last step of parallelspec" in found[-1]["tree"]
+
+
+def test_plain_decoding_gives_the_same_text_without_a_tree(client: Any) -> None:
+    body = {"prompt": "hello", "max_tokens": 30, "temperature": 0.7, "seed": 3}
+    texts = []
+    for has_drafter in (True, False):
+        found = events(client.post(ANSWER, json={**body, "drafter": has_drafter}).text)
+        pieces = [piece for event in found for piece in event.get("pieces", ())]
+        texts.append("".join(text for text, _ in pieces))
+    assert texts[0] == texts[1]
+    assert {depth for _, depth in pieces} == {0}
+    assert found[-1]["tree"] is None
+    assert found[-1]["result"]["accepted_length"] == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": ""},
+        {"prompt": 5},
+        {"prompt": "x", "max_tokens": 5000},
+        {"prompt": "x", "temperature": -1},
+        {"prompt": "x", "drafter": "medusa"},
+        {"prompt": "x", "system": "y"},
+        {"prompt": "x" * 500},
+    ],
+)
+def test_what_the_page_cannot_have_is_refused(client: Any, body: dict[str, Any]) -> None:
+    reply = client.post(ANSWER, json=body)
+    assert reply.status_code == 400
+    assert reply.json()["error"]["message"]
+
+
+def test_stopping_the_page_stops_the_engine() -> None:
+    engine, holder = held_engine()
+    with served(engine) as server, server.client() as client:
+        connection = server.open_request(ANSWER, {"prompt": "hello"})
+        wait_until(lambda: holder.num_begun == 1)
+        connection.close()
+        wait_until(lambda: "running_requests 0.0" in client.get("/metrics").text)
+        holder.free()
+        assert events(client.post(ANSWER, json={"prompt": "hello"}).text)[-1]["result"]
+
+
+def test_a_step_is_drawn_with_the_text_of_its_tokens() -> None:
+    tree = TokenTree(np.frombuffer(b"ab<", np.uint8).astype(np.int64), np.array([0, 0, 1]))
+    step = Step([ord("b"), 257], num_accepted=1, path=[0, 1])
+    svg = drawn(ByteTokenizer(), "medusa", tree, step)
+    ElementTree.fromstring(svg)
+    assert "The last step of medusa: 2 drafted, 1 accepted, 2 committed" in svg
+    assert "&lt;" in svg
+    assert "(end)" in svg, "the EOS has no text of its own"
