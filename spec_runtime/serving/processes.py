@@ -93,12 +93,24 @@ def url(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class Server(uvicorn.Server):
+    """uvicorn's server, which says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Opens the app and listens, then calls `ready`."""
+        await super().startup(sockets)
+        self._ready()
+
+
 def serve(
     bundle: ServedBundle, bound: socket.socket, grace: float, ready: Callable[[], None]
 ) -> None:
-    """Serves in this process until it is told to stop; calls `ready` once the bundle is open."""
-    server = uvicorn.Server(make_config(bundle.open(), grace))
-    ready()
+    """Serves in this process until it is told to stop; calls `ready` once it listens."""
+    server = Server(make_config(bundle.open(), grace), ready)
     with _signals_left_alone():
         server.run([bound])
 
