@@ -348,8 +348,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_writable(arguments.json)
     process, url = start_server(arguments)
     try:
-        warm_up = Load(url, arguments.max_new_tokens, list(SHARES))
-        asyncio.run(warm_up.run(num_clients=4))
+        warm_up = Load(url, arguments.max_new_tokens, 3 * list(SHARES))
+        asyncio.run(warm_up.run(arguments.clients))
         before = resources(process.pid)
         load = Load(url, arguments.max_new_tokens, kinds(arguments.requests, arguments.seed))
         begun = time.perf_counter()

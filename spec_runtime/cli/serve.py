@@ -10,64 +10,76 @@ import typer
 from spec_runtime.cli import options
 
 
+BundleArgument = Annotated[
+    Path | None, typer.Argument(help="Bundle folder", show_default="the newest under ./bundles")
+]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on")]
+Port = Annotated[
+    int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 is any free one")
+]
+NumWorkers = Annotated[
+    int, typer.Option("--workers", min=1, help="Processes behind the port, an engine in each")
+]
+Name = Annotated[
+    str | None, typer.Option("--name", help="The model's id", show_default="the bundle's name")
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key-env",
+        metavar="NAME",
+        help="Environment variable with the key that clients have to send",
+        show_default="no key",
+    ),
+]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-host",
+        metavar="NAME",
+        help="A further name by which requests may address the server; repeatable",
+        show_default="on loopback its names, elsewhere any",
+    ),
+]
+MaxWaiting = Annotated[
+    int, typer.Option("--max-waiting", min=0, help="Requests that wait; more get 429")
+]
+MaxStreams = Annotated[
+    int, typer.Option("--max-streams", min=1, help="Streams open at a time; more get 429")
+]
+MaxBody = Annotated[
+    int, typer.Option("--max-body", min=1, help="Bytes of a request; larger ones get 413")
+]
+MaxPrompt = Annotated[
+    int | None,
+    typer.Option(
+        "--max-prompt", min=1, help="Tokens of a prompt", show_default="the bundle's context"
+    ),
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", help="Seconds of a request, its wait included")
+]
+Grace = Annotated[
+    float, typer.Option("--grace", min=0, help="Seconds to finish running answers at a stop")
+]
+
+
 def command(
-    bundle: Annotated[
-        Path | None,
-        typer.Argument(help="Bundle folder", show_default="the newest under ./bundles"),
-    ] = None,
+    bundle: BundleArgument = None,
     drafter: options.Drafter = None,
     lookup: options.Lookup = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 is any free one")
-    ] = 8000,
-    workers: Annotated[
-        int, typer.Option("--workers", min=1, help="Processes behind the port, an engine in each")
-    ] = 1,
-    name: Annotated[
-        str | None,
-        typer.Option("--name", help="The model's id", show_default="the bundle's name"),
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(
-            "--api-key-env",
-            metavar="NAME",
-            help="Environment variable with the key that clients have to send",
-            show_default="no key",
-        ),
-    ] = None,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-host",
-            metavar="NAME",
-            help="A further name by which requests may address the server; repeatable",
-            show_default="on loopback its names, elsewhere any",
-        ),
-    ] = None,
-    max_waiting: Annotated[
-        int, typer.Option("--max-waiting", min=0, help="Requests that wait; more get 429")
-    ] = 32,
-    max_streams: Annotated[
-        int, typer.Option("--max-streams", min=1, help="Streams open at a time; more get 429")
-    ] = 64,
-    max_body: Annotated[
-        int, typer.Option("--max-body", min=1, help="Bytes of a request; larger ones get 413")
-    ] = 1 << 20,
-    max_prompt: Annotated[
-        int | None,
-        typer.Option(
-            "--max-prompt", min=1, help="Tokens of a prompt", show_default="the bundle's context"
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", help="Seconds of a request, its wait included")
-    ] = 300.0,
-    grace: Annotated[
-        float,
-        typer.Option("--grace", min=0, help="Seconds to finish running answers at a stop"),
-    ] = 60.0,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    workers: NumWorkers = 1,
+    name: Name = None,
+    api_key_env: ApiKeyEnv = None,
+    allow_host: AllowHost = None,
+    max_waiting: MaxWaiting = 32,
+    max_streams: MaxStreams = 64,
+    max_body: MaxBody = 1 << 20,
+    max_prompt: MaxPrompt = None,
+    timeout: Timeout = 300.0,
+    grace: Grace = 60.0,
     threads: options.Threads = None,
     backend: options.Backend = "onnxruntime",
     fused: options.Fused = None,

@@ -88,8 +88,9 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _failed)
 
 
-async def _refused(request: Request, error: HTTPException) -> Response:
+async def _refused(request: Request, error: Exception) -> Response:
     """Answers our own errors, and FastAPI's: unknown addresses and methods, unreadable bodies."""
+    assert isinstance(error, HTTPException), error
     if not isinstance(error, ApiError):
         error = _reworded(request, error)
     request.scope["log"]["error"] = error.code
@@ -105,8 +106,9 @@ def _reworded(request: Request, error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=error.headers)
 
 
-async def _invalid(request: Request, error: RequestValidationError) -> Response:
+async def _invalid(request: Request, error: Exception) -> Response:
     """Answers a body that is no JSON, or not what the schema says."""
+    assert isinstance(error, RequestValidationError), error
     return await _refused(request, refusal(error.errors()))
 
 

@@ -33,8 +33,8 @@ class Metrics:
             return Histogram(f"specsplit_{name}", about, buckets=buckets, registry=registry)
 
         def gauge(name: str, about: str) -> Gauge:
-            mode = "livesum"
-            return Gauge(f"specsplit_{name}", about, registry=registry, multiprocess_mode=mode)
+            name = f"specsplit_{name}"
+            return Gauge(name, about, registry=registry, multiprocess_mode="livesum")
 
         self.requests = counter("requests", "Requests by address and status.", "path", "status")
         self.request_seconds = histogram("request_seconds", "From request to end.", LATENCIES)

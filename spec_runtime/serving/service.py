@@ -19,6 +19,7 @@ from spec_runtime.serving.replies import TokenTexts, usage
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
 from spec_runtime.serving.writers import ChatWriter, CompletionWriter, Writer
+from spec_runtime.text import Prompt
 
 
 class Service:
@@ -45,7 +46,7 @@ class Service:
         messages = [message.plain() for message in body.messages]
 
         def jobs() -> list[Job]:
-            prompt = self._encoded(lambda: self.engine.encode(messages), "messages")
+            prompt = self._encoded(messages, "messages")
             room = self.engine.target.max_length - len(prompt)
             params = SamplingParams(**body.options(room))
             return [Job(i, prompt, _seeded(params, i)) for i in range(body.num_choices)]
@@ -62,7 +63,7 @@ class Service:
             params = SamplingParams(**body.options())
             made: list[Job] = []
             for prompt in prompts:
-                ids = self._encoded(lambda p=prompt: self.engine.encode(p, raw=True), "prompt")
+                ids = self._encoded(prompt, "prompt", raw=True)
                 for i in range(body.num_choices):
                     made.append(Job(len(made), ids, _seeded(params, i)))
             return made
@@ -161,10 +162,10 @@ class Service:
         choices = [writer.whole(index, result) for index, result in enumerate(results)]
         return Json(writer.heading.reply(choices, usage(results, num_prompts)))
 
-    def _encoded(self, encode: Callable[[], list[int]], param: str) -> list[int]:
+    def _encoded(self, prompt: Prompt, param: str, raw: bool = False) -> list[int]:
         """Returns the ids of a prompt, within the server's limit."""
         try:
-            ids = encode()
+            ids = self.engine.encode(prompt, raw)
         except ValueError as error:
             code = "context_length_exceeded" if "bundle's context" in str(error) else None
             raise ApiError(400, str(error), param=param, code=code) from error

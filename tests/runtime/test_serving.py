@@ -336,11 +336,12 @@ def test_a_body_too_large_is_refused(client: Any, is_chunked: bool) -> None:
 
 def test_an_api_key_is_required(engine: Engine) -> None:
     with served(toy_engine(), api_key="sésame") as running, running.client() as client:
-        right = {"Authorization": "Bearer sésame".encode()}
+        right = {b"Authorization": "Bearer sésame".encode()}
+        basic = {b"Authorization": "Basic sésame".encode()}
         for path in ("/v1/models", "/metrics", "/openapi.json"):
             assert client.get(path).status_code == 401
             assert client.get(path, headers={"Authorization": "Bearer sesame"}).status_code == 401
-            assert client.get(path, headers={"Authorization": "Basic sésame".encode()}).is_error
+            assert client.get(path, headers=basic).is_error
             assert client.get(path, headers=right).status_code == 200
         for path in ("/", "/health", "/ready"):
             assert client.get(path).status_code == 200

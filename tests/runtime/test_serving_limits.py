@@ -238,4 +238,4 @@ def test_errors_are_json_that_every_client_can_read() -> None:
     from spec_runtime.serving.errors import ApiError, response
 
     error = response(ApiError(400, "half a pair: \ud800, and é"))
-    assert json.loads(error.body)["error"]["message"].endswith("é")
+    assert json.loads(bytes(error.body))["error"]["message"].endswith("é")
