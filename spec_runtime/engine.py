@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Unpack
 
 from spec_runtime.backends.turns import Turn
+from spec_runtime.constraints.path_masks import PathMasks
+from spec_runtime.constraints.proposer import ConstrainedProposer
 from spec_runtime.generate import generate
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import SamplingOptions, SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
 from spec_runtime.target import Target, Wants
-from spec_runtime.text import Codec, Prompt, TextStream, encode_prompt
+from spec_runtime.text import Codec, Prompt, TextStream, Tools, encode_prompt
 from spec_runtime.trees.budget import Budget
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
@@ -173,18 +175,20 @@ class Engine:
         *,
         raw: bool = False,
         system: str | None = None,
+        tools: Tools | None = None,
         reuse: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> GenerationResult:
         """Returns the whole answer to a string, chat messages or token ids.
 
-        `raw` takes a string past the chat template. `reuse` keeps the KV of the prefix shared with
-        the previous call, unless there is a seed and the target is not fp32, whose rows would then
-        depend on that call. `sampling` are the fields of SamplingParams. Raises ValueError for bad
-        arguments and for a prompt longer than the context, and RuntimeError if this thread has not
-        finished a stream on the same target.
+        `raw` takes a string past the chat template. `tools` are functions in OpenAI's form, which
+        the chat template shows to the model (see constraints/tools.py). `reuse` keeps the KV of the
+        prefix shared with the previous call, unless there is a seed and the target is not fp32,
+        whose rows would then depend on that call. `sampling` are the fields of SamplingParams.
+        Raises ValueError for bad arguments and for a prompt longer than the context, and
+        RuntimeError if this thread has not finished a stream on the same target.
         """
-        with closing(self._begin(prompt, raw, system, reuse, sampling)[0]) as steps:
+        with closing(self._begin(prompt, raw, system, tools, reuse, sampling)[0]) as steps:
             while True:
                 try:
                     next(steps)
@@ -198,6 +202,7 @@ class Engine:
         *,
         raw: bool = False,
         system: str | None = None,
+        tools: Tools | None = None,
         reuse: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> Generator[str, None, GenerationResult]:
@@ -207,7 +212,7 @@ class Engine:
         generator returns (`result = yield from engine.stream(…)`): where threads share the engine,
         `last_result` may already be another call's.
         """
-        steps, text = self._begin(prompt, raw, system, reuse, sampling)
+        steps, text = self._begin(prompt, raw, system, tools, reuse, sampling)
         return _pieces(steps, text)
 
     def steps(
@@ -216,18 +221,25 @@ class Engine:
         *,
         raw: bool = False,
         system: str | None = None,
+        tools: Tools | None = None,
         reuse: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> Generator[Step, None, GenerationResult]:
         """Yields what each step commits, and returns the result; the first step is the prompt's.
         See `generate` and `stream`."""
-        return self._begin(prompt, raw, system, reuse, sampling)[0]
+        return self._begin(prompt, raw, system, tools, reuse, sampling)[0]
 
-    def encode(self, prompt: Prompt, raw: bool = False, system: str | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        system: str | None = None,
+        tools: Tools | None = None,
+    ) -> list[int]:
         """Returns the prompt's token ids, checked against vocabulary and context."""
         if system is not None and not isinstance(system, str):
             raise ValueError(f"got system {system!r:.60}, expected a string, or None for none")
-        ids = encode_prompt(self.tokenizer, prompt, raw, system)
+        ids = encode_prompt(self.tokenizer, prompt, raw, system, tools)
         if len(ids) > self.target.max_length:
             raise ValueError(
                 f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"
@@ -245,6 +257,7 @@ class Engine:
         prompt: Prompt,
         raw: bool,
         system: str | None,
+        tools: Tools | None,
         reuse: bool,
         sampling: SamplingOptions,
     ) -> tuple[Generator[Step, None, GenerationResult], TextStream]:
@@ -252,14 +265,28 @@ class Engine:
         params = SamplingParams(**sampling)
         raw, reuse = checked_flag("raw", raw), checked_flag("reuse", reuse)
         text = TextStream(self.tokenizer.decode, params.stop)
-        return self._run(self.encode(prompt, raw, system), params, reuse, text), text
+        prompt_ids, masks = self.encode(prompt, raw, system, tools), self._masks(params)
+        return self._run(prompt_ids, params, reuse, text, masks), text
+
+    def _masks(self, params: SamplingParams) -> PathMasks | None:
+        """Returns the masks of the request's grammar, None without one; raises ValueError for a
+        grammar that is not valid."""
+        if params.grammar is None:
+            return None
+        matcher = self.tokenizer.matcher(params.grammar, self.target.vocab_size)
+        return PathMasks(matcher, self.tokenizer.eos)
 
     def _run(
-        self, prompt: list[int], params: SamplingParams, reuse: bool, text: TextStream
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        reuse: bool,
+        text: TextStream,
+        masks: PathMasks | None,
     ) -> Generator[Step, None, GenerationResult]:
         self._require_strictly_greedy(params)
         with self.target.turns.take() as turn:
-            return (yield from self._run_in(turn, prompt, params, reuse, text))
+            return (yield from self._run_in(turn, prompt, params, reuse, text, masks))
 
     def _run_in(
         self,
@@ -268,8 +295,11 @@ class Engine:
         params: SamplingParams,
         reuse: bool,
         text: TextStream,
+        masks: PathMasks | None,
     ) -> Generator[Step, None, GenerationResult]:
         target, proposer = self.target, self.proposer
+        if masks is not None and self.drafter != "none":  # plain decoding drafts no forced tokens
+            proposer = ConstrainedProposer(proposer, masks, target.max_nodes)
         reused = self._num_reusable(prompt, params) if reuse else 0
         target.rows_of = None  # whatever interrupts this run, no later one relies on its rows
         limits = self._limits(params, len(prompt), text)
@@ -292,6 +322,7 @@ class Engine:
                     stats,
                     self._opened.taps,
                     self.fused,
+                    masks,
                 )
                 with closing(steps):  # a fused step hands its rows over before the turn ends
                     for step in steps:
@@ -311,16 +342,18 @@ class Engine:
             reason = limits.finish_reason or "cancelled"
             result = GenerationResult(text.text, out, reason, stats, params.rule, logprobs)
             self.last_result = result
-            if params.rule != "typical":  # its lengths are what its threshold makes them
+            # what a threshold or a grammar makes of the lengths says little about the drafter
+            if params.rule != "typical" and not params.reads_text:
                 self._warn_of_doubts(stats, is_greedy=params.temperature == 0)
         return result
 
     def _require_strictly_greedy(self, params: SamplingParams) -> None:
-        is_processed = params.temperature > 0 or params.has_penalties or params.logit_bias
+        is_processed = params.temperature > 0 or params.has_processors
         if self.target.strict_gap is not None and is_processed:
             raise ValueError(
-                f"got temperature {params.temperature}, penalties or a logit bias with strict, "
-                "expected none: its near ties are those of the raw logits"
+                f"got temperature {params.temperature}, penalties, a logit bias, response_format or"
+                " logits_processor with strict, expected none: its near ties are those of the raw "
+                "logits"
             )
 
     def _num_reusable(self, prompt: list[int], params: SamplingParams) -> int:

@@ -13,9 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from spec_runtime.bundle import Bundle, BundleError
+from spec_runtime.constraints.base import Matcher
+from spec_runtime.constraints.formats import Grammar
+from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
 from spec_runtime.untrusted import tokenizer as untrusted
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]  # functions in OpenAI's form
 # A prompt may be as long as the context, all of it tokens of this length, and a little longer. What
 # is longer is refused before it is encoded.
 MAX_TOKEN_BYTES = 256
@@ -35,6 +39,10 @@ class Codec(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
+
+    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
+        """Returns what follows this grammar over the tokenizer's tokens, with masks of so many
+        logits; raises ValueError for a grammar that is not valid."""
 
 
 class ChatTemplate:
@@ -74,6 +82,7 @@ class Tokenizer:
             )
         self._file = info.file
         self._max_length = bundle.manifest.target.max_length
+        self._compiler: GrammarCompiler | None = None  # opened for the first grammar
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.bos: int | None = info.special_ids["bos"]
@@ -122,6 +131,12 @@ class Tokenizer:
         with untrusted.no_panics(self._file):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
+        """See Codec.matcher."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._tokenizer.to_str(), self.eos, num_logits)
+        return self._compiler.matcher(grammar)
+
 
 def require_characters(text: str, what: str) -> None:
     """Raises ValueError if `text` holds half a surrogate pair, which no tokenizer can take."""
@@ -137,7 +152,13 @@ def require_characters(text: str, what: str) -> None:
 Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
 
 
-def encode_prompt(codec: Codec, prompt: Prompt, raw: bool, system: str | None) -> list[int]:
+def encode_prompt(
+    codec: Codec,
+    prompt: Prompt,
+    raw: bool,
+    system: str | None,
+    tools: Tools | None = None,
+) -> list[int]:
     """Returns the token ids of a prompt.
 
     A string, even an empty one, becomes a user message if there is a chat template and `raw` is not
