@@ -16,6 +16,8 @@ from spec_runtime.bundle import Bundle, BundleError
 from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
+from spec_runtime.constraints.tool_prompts import for_template, written_out
+from spec_runtime.constraints.tools import checked_tools, family_of, reads_tools
 from spec_runtime.untrusted import tokenizer as untrusted
 
 Message = Mapping[str, Any]
@@ -57,13 +59,20 @@ class ChatTemplate:
         from spec_runtime.untrusted.chat_template import MeteredTemplate  # here: it imports jinja2
 
         self._template = MeteredTemplate(source, bos_token, eos_token, name)
+        self._reads_tools = reads_tools(source)
+        self.tool_family = family_of(source)  # how the model writes calls, see constraints/tools.py
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
         """Returns the messages as one text that ends where the assistant's answer begins.
 
-        Raises ValueError if the template refuses them, fails, or takes too long.
+        `tools` are functions in OpenAI's form. A template that knows none gets them, and calls and
+        their results, as text. Raises ValueError if the template refuses the messages, fails, or
+        takes too long, and for tools in another form.
         """
-        return self._template.render(messages)
+        tools = checked_tools(tools) if tools else None
+        if self._reads_tools:
+            return self._template.render(for_template(messages), tools)
+        return self._template.render(written_out(messages, tools))
 
 
 class Tokenizer:
@@ -165,13 +174,18 @@ def encode_prompt(
     set; otherwise it is encoded as it stands. Messages need a template; ids, a list or an array
     i64[T] with at least one, stay as they are. A text without any token is BOS alone.
 
-    Raises ValueError for what cannot be a prompt.
+    `tools` need a chat template. Raises ValueError for what cannot be a prompt.
     """
+    if tools and (raw or codec.template is None or not _is_chat(prompt)):
+        raise ValueError(
+            "got tools, expected them with messages or a string for a bundle's chat template, "
+            "which shows them to the model"
+        )
     if isinstance(prompt, str):
         require_characters(prompt, "the prompt")
         if codec.template is not None and not raw:
             messages: list[Message] = [{"role": "user", "content": prompt}]
-            return _some(codec, _encode_messages(codec, codec.template, messages, system))
+            return _some(codec, _encode_messages(codec, codec.template, messages, system, tools))
         if system is not None:
             raise ValueError("got a system prompt, expected none without a chat template")
         return _some(codec, codec.encode(prompt, special_tokens=True))
@@ -182,7 +196,7 @@ def encode_prompt(
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
             raise ValueError(f"got messages, expected a string or token ids: {why}")
-        return _some(codec, _encode_messages(codec, codec.template, items, system))
+        return _some(codec, _encode_messages(codec, codec.template, items, system, tools))
     if system is not None:
         raise ValueError("got a system prompt with token ids, expected it among the ids")
     return [_token_id(item) for item in items]
@@ -219,8 +233,20 @@ def _token_id(item: Any) -> int:
     return int(item)
 
 
+def _is_chat(prompt: Any) -> bool:
+    """Returns True for a string and for messages, False for token ids."""
+    if isinstance(prompt, str):
+        return True
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return is_list and isinstance(prompt[0], Mapping)
+
+
 def _encode_messages(
-    codec: Codec, template: ChatTemplate, messages: Sequence[Message], system: str | None
+    codec: Codec,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    system: str | None,
+    tools: Tools | None,
 ) -> list[int]:
     messages = [_plain_message(message) for message in messages]
     if system is not None:
@@ -231,7 +257,7 @@ def _encode_messages(
             raise ValueError("got two system prompts, expected one: in the messages or apart")
         messages = [{"role": "system", "content": system}, *messages]
     # the template writes BOS itself where the model wants one
-    return codec.encode(template.render(messages), special_tokens=False)
+    return codec.encode(template.render(messages, tools), special_tokens=False)
 
 
 def _plain_message(message: Message) -> Message:

@@ -11,7 +11,11 @@ from spec_runtime.mapping import brief
 
 # What each type holds besides "type".
 _KEYS = {"text": (), "json_object": (), "json_schema": ("json_schema",)}
-_OWN_KEYS = {"regex": ("regex",), "ebnf": ("grammar",)}
+_OWN_KEYS = {
+    "regex": ("regex",),
+    "ebnf": ("grammar",),
+    "tagged_json": ("begin", "schema", "end"),
+}
 _KNOWN: dict[str, tuple[str, ...]] = {**_KEYS, **_OWN_KEYS}
 # What OpenAI's "json_schema" holds; only `schema` changes what is allowed.
 _SCHEMA_KEYS = ("name", "schema", "description", "strict")
@@ -21,10 +25,15 @@ _ANY_OBJECT = json.dumps({"type": "object"})
 @dataclass(frozen=True)
 class Grammar:
     """A grammar as its author wrote it: a JSON schema (as JSON), a regular expression, or a
-    context-free grammar (Lark's or GBNF's notation)."""
+    context-free grammar (Lark's or GBNF's notation).
+
+    JSON may stand between two fixed texts, `begin` and `end`.
+    """
 
     kind: Literal["json_schema", "regex", "ebnf"]
     text: str
+    begin: str = ""
+    end: str = ""
 
 
 def read_format(response_format: Any) -> Grammar | None:
@@ -51,6 +60,8 @@ def read_format(response_format: Any) -> Grammar | None:
         return Grammar("json_schema", _ANY_OBJECT)
     if kind == "json_schema":
         return Grammar("json_schema", _schema(response_format.get("json_schema")))
+    if kind == "tagged_json":
+        return _tagged(response_format)
     value = response_format.get(_KNOWN[kind][0])
     if not isinstance(value, str):
         raise ValueError(f"got {_KNOWN[kind][0]} {_shown(value)}, expected a string")
@@ -65,6 +76,16 @@ def _schema(entry: Any) -> str:
         )
     _require_keys("json_schema", entry, _SCHEMA_KEYS)
     return schema_text(entry.get("schema"))
+
+
+def _tagged(entry: Mapping[str, Any]) -> Grammar:
+    """Returns the grammar of JSON between two texts, as tool calls have it."""
+    begin, end = entry.get("begin"), entry.get("end")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise ValueError(
+            f"got tagged_json from {_shown(begin)} to {_shown(end)}, expected two strings"
+        )
+    return Grammar("json_schema", schema_text(entry.get("schema")), begin, end)
 
 
 def schema_text(schema: Any) -> str:

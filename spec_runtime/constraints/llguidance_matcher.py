@@ -6,6 +6,7 @@ has to follow, only the first token of its usual tokenisation is allowed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,9 +73,18 @@ class GrammarCompiler:
     def _compiled(self, grammar: Grammar) -> str:
         """Returns the grammar as the library takes it."""
         library = self._library.LLMatcher
+        if grammar.begin or grammar.end:
+            begin, end = json.dumps(grammar.begin), json.dumps(grammar.end)
+            schema = json.loads(grammar.text)
+            if isinstance(schema, dict):
+                schema = {"x-guidance": _JSON_STYLE, **schema}
+            tagged: str = library.grammar_from_lark(
+                f"start: {begin} json {end}\njson: %json {json.dumps(schema)}"
+            )
+            return tagged
         if grammar.kind == "json_schema":
-            schema: str = library.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
-            return schema
+            alone: str = library.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
+            return alone
         if grammar.kind == "regex":
             regex: str = library.grammar_from_regex(grammar.text)
             return regex
