@@ -16,8 +16,8 @@ from spec_runtime.bundle import Bundle, BundleError
 from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
-from spec_runtime.constraints.tool_prompts import for_template, written_out
-from spec_runtime.constraints.tools import checked_tools, family_of, reads_tools
+from spec_runtime.constraints.tool_prompts import ToolPrompter
+from spec_runtime.constraints.tools import family_of
 from spec_runtime.untrusted import tokenizer as untrusted
 
 Message = Mapping[str, Any]
@@ -59,7 +59,7 @@ class ChatTemplate:
         from spec_runtime.untrusted.chat_template import MeteredTemplate  # here: it imports jinja2
 
         self._template = MeteredTemplate(source, bos_token, eos_token, name)
-        self._reads_tools = reads_tools(source)
+        self._prompter = ToolPrompter(source)
         self.tool_family = family_of(source)  # how the model writes calls, see constraints/tools.py
 
     def render(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
@@ -69,10 +69,7 @@ class ChatTemplate:
         their results, as text. Raises ValueError if the template refuses the messages, fails, or
         takes too long, and for tools in another form.
         """
-        tools = checked_tools(tools) if tools else None
-        if self._reads_tools:
-            return self._template.render(for_template(messages), tools)
-        return self._template.render(written_out(messages, tools))
+        return self._template.render(*self._prompter.prepared(messages, tools))
 
 
 class Tokenizer:

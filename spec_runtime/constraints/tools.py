@@ -71,17 +71,12 @@ def family_of(chat_template: str | None) -> str:
     A template without tools is smollm's: its prompts are written by tool_prompts.py.
     """
     source = chat_template or ""
-    if not reads_tools(source):
+    if re.search(r"\btools\b", source) is None:
         return "smollm"
     for marks, family in _MARKS:
         if any(mark in source for mark in marks):
             return family
     return "hermes"
-
-
-def reads_tools(chat_template: str) -> bool:
-    """Returns True if a chat template shows tools to the model."""
-    return re.search(r"\btools\b", chat_template) is not None
 
 
 def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, Any]:

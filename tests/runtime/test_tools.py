@@ -224,6 +224,20 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
     assert template.render(CHAT).startswith("[user]What time is it?")
 
 
+def test_phi_reads_tools_from_the_system_message() -> None:
+    """As Phi-4 mini's template does."""
+    phi = (
+        "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}"
+        "{{ message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}"
+        "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(phi)
+    assert template.tool_family == "phi"
+    text = template.render(CHAT, TOOLS)
+    assert text.startswith('<|tool|>[{"type": "function", "function": {"name": "get_time"')
+    assert "<|/tool|><|user|>What time is it?<|assistant|><tool_call>[" in text
+
+
 def test_the_engine_passes_tools_on() -> None:
     codec = BpeTokenizer(ChatTemplate(PLAIN))
     engine = make_engine("none", vocab_size=codec.vocab_size, tokenizer=codec, max_length=900)
