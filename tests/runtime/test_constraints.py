@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from toy_engine import DRAFTERS, make_engine, random_prompt
 
 pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 
+from spec_runtime.cli import main, options
 from spec_runtime.constraints.base import read
 from spec_runtime.constraints.formats import Grammar, read_format
 from spec_runtime.constraints.path_masks import PathMasks
@@ -355,6 +357,41 @@ def test_a_missing_library_is_one_line_that_names_the_extra(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'specsplit\[grammar\]'"):
         BpeTokenizer().matcher(Grammar("regex", "a"), NUM_LOGITS)
+
+
+def test_the_command_takes_a_schema_a_regex_or_a_grammar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = engine("prompt_lookup")
+    monkeypatch.setattr(options, "open_engine", lambda *given: loaded)
+
+    def run(*flags: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["generate", "--raw", "--max-new-tokens", "60", *map(str, flags), "name"])
+        out, err = capsys.readouterr()
+        assert isinstance(end.value.code, int | None)
+        return end.value.code or 0, out, err
+
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text(json.dumps(SCHEMA))
+    grammar.write_text('start: "12" "ab"')
+    code, out, err = run("--json-schema", schema)
+    assert (code, err.rpartition(" ")[2]) == (0, "stop\n")
+    require_fit(out, as_schema(SCHEMA))
+    assert run("--regex", "true!")[:2] == (0, "true!\n")
+    assert run("--grammar", grammar)[:2] == (0, "12ab\n")
+    schema.write_bytes(b'{"a": \xff}')
+    for flags, line in {
+        ("--regex", "a(b"): "got regex a(b: ",
+        ("--regex", "a", "--grammar", grammar): "got --regex and --grammar, expected one of them",
+        ("--regex", "a", "--ignore-eos"): "got ignore_eos with response_format",
+        ("--json-schema", grammar): f"{grammar}: got no JSON (",
+        ("--json-schema", schema): f"{schema}: got bytes that are not UTF-8",
+        ("--grammar", tmp_path / "none"): "No such file",
+    }.items():
+        code, out, err = run(*flags)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert line in err
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)

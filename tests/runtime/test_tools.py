@@ -246,6 +246,6 @@ def test_the_engine_passes_tools_on() -> None:
         assert next(iter(call("Now?", tools=TOOLS, max_new_tokens=2))) is not None
     result = engine.generate(CHAT, tools=TOOLS, max_new_tokens=1)
     assert result.stats.prompt_tokens > 300
-    for prompt, options in (([1, 2], {}), ("Now?", {"raw": True}), ([], {})):
+    for prompt, raw in (([1, 2], False), ("Now?", True), ([], False)):
         with pytest.raises(ValueError, match="got tools, expected them with messages"):
-            engine.encode(prompt, tools=TOOLS, **options)
+            engine.encode(prompt, raw, tools=TOOLS)
