@@ -351,9 +351,9 @@ class Engine:
         is_processed = params.temperature > 0 or params.has_processors
         if self.target.strict_gap is not None and is_processed:
             raise ValueError(
-                f"got temperature {params.temperature}, penalties or a logit bias with strict, or "
-                "response_format or logits_processor, expected none: its near ties are those of "
-                "the raw logits"
+                f"got temperature {params.temperature}, penalties, a logit bias, response_format or"
+                " logits_processor with strict, expected none: its near ties are those of the raw "
+                "logits"
             )
 
     def _num_reusable(self, prompt: list[int], params: SamplingParams) -> int:

@@ -60,7 +60,11 @@ class GrammarCompiler:
     def matcher(self, grammar: Grammar) -> LlguidanceMatcher:
         """Returns a matcher of this grammar; raises ValueError if that is not valid or allows
         nothing."""
-        matcher = self._library.LLMatcher(self._tokenizer, self._compiled(grammar), log_level=0)
+        try:
+            compiled = self._compiled(grammar)
+        except ValueError as error:
+            raise _invalid(grammar, error) from None
+        matcher = self._library.LLMatcher(self._tokenizer, compiled, log_level=0)
         if matcher.is_error():
             raise _invalid(grammar, matcher.get_error())
         result = LlguidanceMatcher(matcher, self._tokenizer, self._eos, self._vocab_size)
@@ -71,7 +75,7 @@ class GrammarCompiler:
         return result
 
     def _compiled(self, grammar: Grammar) -> str:
-        """Returns the grammar as the library takes it."""
+        """Returns the grammar as the library takes it; raises ValueError for some bad ones."""
         library = self._library.LLMatcher
         if grammar.begin or grammar.end:
             begin, end = json.dumps(grammar.begin), json.dumps(grammar.end)
@@ -88,10 +92,7 @@ class GrammarCompiler:
         if grammar.kind == "regex":
             regex: str = library.grammar_from_regex(grammar.text)
             return regex
-        try:
-            either: str = self._library.grammar_from("ebnf", grammar.text)
-        except ValueError as error:
-            raise _invalid(grammar, error) from None
+        either: str = self._library.grammar_from("ebnf", grammar.text)
         return either
 
 

@@ -155,6 +155,13 @@ def test_rejection_of_drawn_children_keeps_the_constrained_distribution() -> Non
     assert statistic < 55, total  # 11 degrees of freedom
 
 
+def test_typical_acceptance_keeps_to_the_grammar() -> None:
+    options: dict[str, Any] = {"temperature": 1.2, "seed": 2, "acceptance": "typical"}
+    for drafter in DRAFTERS:
+        kind = as_regex("(ab|name){3,9}!")
+        require_fit(answer(drafter, kind, typical_epsilon=0.01, **options).text, kind)
+
+
 # Small grammars at random: regular expressions whose letters and words are partly merged tokens.
 _WORDS = st.sampled_from(["a", "b", "ab", "12", "name", "true", '{"', "x"])
 _REGEXES = st.recursive(
@@ -325,6 +332,13 @@ def test_constraints_and_sampling_are_refused_where_they_cannot_go() -> None:
     assert SamplingParams(response_format={"type": "text"}).is_plainly_greedy
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("response_format", "message"),
     [
@@ -339,6 +353,9 @@ def test_constraints_and_sampling_are_refused_where_they_cannot_go() -> None:
         (as_schema({"enum": [float("nan")]}), "got a schema that cannot be written as JSON"),
         (as_schema({"type": "foo"}), 'got JSON schema {"type": "foo"}: Invalid type: foo'),
         (as_schema({"type": "array", "uniqueItems": True}), "Unimplemented keys"),
+        (as_schema(nested(300)), "got JSON schema .*: recursion limit exceeded"),
+        (as_schema(nested(30_000)), "got a schema that cannot be written as JSON"),
+        (as_schema({"$ref": "file:///etc/passwd"}), "is not present in a registry"),
         (as_regex("a(b"), r"got regex a\(b: .*unclosed group"),
         (as_regex(r"[^\s\S]"), "no text fits it"),
         ({"type": "ebnf", "grammar": "start: nothing"}, "got grammar start: nothing: .*unknown"),
