@@ -3,6 +3,7 @@ drafter, token by token."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import json
@@ -21,6 +22,7 @@ from toy_engine import DRAFTERS, make_engine, random_prompt
 
 pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 
+from spec_runtime import AsyncEngine, Chunk
 from spec_runtime.cli import main, options
 from spec_runtime.constraints.base import read
 from spec_runtime.constraints.formats import Grammar, read_format
@@ -315,6 +317,20 @@ def test_the_grammars_end_and_max_new_tokens() -> None:
         assert re.fullmatch("true!*", result.text)
         assert result.stats.accepted_length > 3 or drafter == "none"
         assert answer(drafter, as_regex("true!{9}"), stop="!!").text == "true"
+
+
+def test_chunks_say_that_forced_tokens_were_drafted() -> None:
+    """Also under asyncio, and if the sampling comes as one object."""
+    params = SamplingParams(response_format=as_regex("[ab]true!12"), max_new_tokens=20)
+    chunks = list(engine("prompt_lookup").chunks("x", params=params))
+    letter, forced, _ = chunks
+    assert (letter.depths, forced.text, forced.depths) == ((0,), "true!12", (1, 2, 3, 4))
+
+    async def read() -> list[Chunk]:
+        async with AsyncEngine(engine("prompt_lookup")) as shared:
+            return [chunk async for chunk in shared.stream("x", params=params)]
+
+    assert "".join(chunk.text for chunk in asyncio.run(read())) == letter.text + forced.text
 
 
 def test_free_text_and_any_object() -> None:
