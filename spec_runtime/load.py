@@ -47,6 +47,7 @@ class _Arguments:
     fused: bool | None
     cuda_graphs: bool
     memory: int
+    map_weights: bool
 
     def __post_init__(self) -> None:
         if self.memory < 0:
@@ -81,6 +82,7 @@ def load(
     fused: bool | None = None,
     cuda_graphs: bool = True,
     memory: int = 0,
+    map_weights: bool = False,
 ) -> Engine:
     """Opens a bundle and returns an engine that generates with it.
 
@@ -107,6 +109,9 @@ def load(
             engine's earlier answers. No token changes, but a request that repeats an earlier answer
             gets faster, which its sender can notice: do not share such an engine between users who
             must not learn of each other's answers.
+        map_weights: map weights, packed for this CPU, from files in the user's cache folder, which
+            take twice the bundle's room; other processes share them then. CPU only. The engines of
+            one process share weights without it.
 
     Raises:
         ValueError: in one line, if anything does not fit; BundleError for the bundle's own faults.
@@ -124,9 +129,11 @@ def load(
         "fused": fused,
         "cuda_graphs": cuda_graphs,
         "memory": memory,
+        "map_weights": map_weights,
     }
     from_mapping(_Arguments, given, "load", none="None")
-    options = LoadOptions(Runtime(backend, threads, cuda_graphs), profile, fused, memory)
+    runtime = Runtime(backend, threads, cuda_graphs, map_weights)
+    options = LoadOptions(runtime, profile, fused, memory)
     bundle = bundles.read(path, verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow

@@ -97,13 +97,15 @@ class Runtime:
     """Says what runs a bundle's graphs: a backend by its name in BACKENDS, and CPU threads.
 
     `threads` None means as many as this process may use. `cuda_graphs` False leaves CUDA graphs
-    out on a GPU; on the CPU there are none. Raises ValueError for an unknown backend and for a
+    out on a GPU; on the CPU there are none. `map_weights` takes weights on the CPU from files that
+    processes share, see packed_files.py. Raises ValueError for an unknown backend and for a
     number of threads that this machine cannot serve.
     """
 
     backend: str = "onnxruntime"
     threads: int | None = None
     cuda_graphs: bool = True
+    map_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

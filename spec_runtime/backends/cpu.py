@@ -41,12 +41,14 @@ class CpuBackend(OrtBackend):
         threads: int | None = None,
         share: OrtBackend | None = None,
         banks: OrtBackend | None = None,
+        is_mapped: bool = False,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
         self._graph = graph
         self._naming = NamingGraph(graph.file)
         self.copies = Copies()
-        self.session = open_session(path, graph, SessionOptions(threads or default_threads()))
+        options = SessionOptions(threads or default_threads(), is_mapped=is_mapped)
+        self.session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         self._feed_names = [spec.name for spec in graph.inputs if not is_cache(spec)]
@@ -120,6 +122,7 @@ def open_graph(
         runtime.num_threads,
         share=None if share is None else as_lender(share),
         banks=None if banks is None else as_lender(banks),
+        is_mapped=runtime.map_weights,
     )
 
 
