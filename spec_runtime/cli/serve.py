@@ -9,7 +9,6 @@ import typer
 
 from spec_runtime.cli import options
 
-
 BundleArgument = Annotated[
     Path | None, typer.Argument(help="Bundle folder", show_default="the newest under ./bundles")
 ]
@@ -97,7 +96,6 @@ def command(
     hosts = (*LOOPBACK, *(allow_host or ())) if host in LOOPBACK else tuple(allow_host or ())
     settings = Settings(
         name=name or manifest.name,
-        family=manifest.target.family,
         max_waiting=max_waiting,
         max_streams=max_streams,
         max_body=max_body,

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from spec_runtime import AsyncEngine, Chunk, GenerationResult, QueueFull, SamplingParams
+from spec_runtime.sampling import SamplingOptions
 from spec_runtime.serving.errors import (
     ApiError,
     ClientGone,
@@ -127,9 +128,17 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, QueueFull):
         return too_many(str(error), 1)
     if isinstance(error, ValueError):
-        return ApiError(400, str(error), code="invalid_value")
+        return ApiError(400, str(error), param=_param(str(error)), code="invalid_value")
     log.error("a request failed", exc_info=error)
     return internal_error()
+
+
+def _param(message: str) -> str | None:
+    """Returns the field of the request that a line of SamplingParams or a grammar is about."""
+    word = message.removeprefix("got ").split(maxsplit=1)[0]
+    if word in ("json_schema", "schema", "regex", "grammar", "ebnf"):
+        return "response_format"
+    return word if word in SamplingOptions.__annotations__ else None
 
 
 class EventStream(Response):

@@ -123,13 +123,13 @@ class ChatRequest(_Sampled):
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+    parallel_tool_calls: Flag | None = None
     modalities: list[Literal["text"]] | None = None
 
     # Taken and ignored: none of them changes the answer of a model that has no such feature.
     metadata: dict[str, Any] | None = None
     store: Flag | None = None
     service_tier: str | None = None
-    parallel_tool_calls: Flag | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
@@ -145,12 +145,22 @@ class ChatRequest(_Sampled):
             raise ValueError("'max_tokens' and 'max_completion_tokens' exclude each other")
         if self.tool_choice is not None and not self.tools:
             raise ValueError("'tool_choice' is only allowed when 'tools' are specified")
+        is_free = (self.response_format or {"type": "text"}).get("type") == "text"
+        if self.tool_choice not in (None, "none", "auto") and not is_free:
+            raise ValueError("a 'tool_choice' that asks for a call excludes 'response_format'")
         return self
+
+    @property
+    def usable_tools(self) -> list[dict[str, Any]] | None:
+        """Returns the tools that the model may call, None for none."""
+        return None if self.tool_choice == "none" else self.tools or None
 
     def options(self, room: int) -> SamplingOptions:
         """Returns the engine's options; without a number of tokens, `room` is the most."""
         most = self.max_tokens or self.max_completion_tokens or max(1, room)
-        return self._options(most, (self.top_logprobs or 0) if self.logprobs else None)
+        options = self._options(most, (self.top_logprobs or 0) if self.logprobs else None)
+        options["response_format"] = self.response_format
+        return options
 
 
 class CompletionRequest(_Sampled):

@@ -18,8 +18,9 @@ from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.replies import TokenTexts, usage
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
+from spec_runtime.serving.tool_calls import CallReader, required_format
 from spec_runtime.serving.writers import ChatWriter, CompletionWriter, Writer
-from spec_runtime.text import Prompt
+from spec_runtime.text import Prompt, Tools
 
 
 class Service:
@@ -42,16 +43,24 @@ class Service:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answers /v1/chat/completions."""
         self._check(body.model, body.num_choices)
-        self._check_chat(body)
         messages = [message.plain() for message in body.messages]
+        template = self.engine.tokenizer.template
+        family = "" if template is None else template.tool_family
+        tools = body.usable_tools
 
         def jobs() -> list[Job]:
-            prompt = self._encoded(messages, "messages")
-            room = self.engine.target.max_length - len(prompt)
-            params = SamplingParams(**body.options(room))
+            prompt = self._encoded(messages, "messages", tools=tools)
+            options = body.options(self.engine.target.max_length - len(prompt))
+            if tools and (forced := required_format(tools, body.tool_choice, family)) is not None:
+                options["response_format"] = forced
+            params = SamplingParams(**options)
             return [Job(i, prompt, _seeded(params, i)) for i in range(body.num_choices)]
 
-        writer = ChatWriter(self.settings.name, self._texts(body))
+        def make_reader() -> CallReader:
+            return CallReader(family, at_most=1 if body.parallel_tool_calls is False else None)
+
+        texts = self._texts(body)
+        writer = ChatWriter(self.settings.name, texts, make_reader if tools else None)
         return await self._answer(body, request, jobs, writer, 1)
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
@@ -162,12 +171,15 @@ class Service:
         choices = [writer.whole(index, result) for index, result in enumerate(results)]
         return Json(writer.heading.reply(choices, usage(results, num_prompts)))
 
-    def _encoded(self, prompt: Prompt, param: str, raw: bool = False) -> list[int]:
+    def _encoded(
+        self, prompt: Prompt, param: str, raw: bool = False, tools: Tools | None = None
+    ) -> list[int]:
         """Returns the ids of a prompt, within the server's limit."""
         try:
-            ids = self.engine.encode(prompt, raw)
+            ids = self.engine.encode(prompt, raw, tools=tools)
         except ValueError as error:
             code = "context_length_exceeded" if "bundle's context" in str(error) else None
+            param = "tools" if "tool" in str(error) else param
             raise ApiError(400, str(error), param=param, code=code) from error
         return self.check_prompt(ids, param)
 
@@ -194,14 +206,6 @@ class Service:
         if num_choices > self.settings.max_choices:
             message = f"This server gives at most {self.settings.max_choices} answers a request."
             raise ApiError(400, message, param="n", code="invalid_value")
-
-    def _check_chat(self, body: ChatRequest) -> None:
-        """Refuses what this server cannot obey."""
-        if body.tools and body.tool_choice != "none":
-            raise ApiError(400, "This server does not support tools.", param="tools")
-        if (body.response_format or {}).get("type", "text") != "text":
-            message = "This server does not support a response_format other than text."
-            raise ApiError(400, message, param="response_format")
 
     def _texts(self, body: ChatRequest | CompletionRequest) -> TokenTexts:
         ending = frozenset(body.stop_token_ids or ())

@@ -12,19 +12,17 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class Settings:
     """Holds what `make_app` needs to know besides the engine.
 
-    `name` is the model's id. `family` is the target's family, which says how its tool calls are
-    written. `max_waiting` requests wait for the engine besides the one that it answers;
-    `max_streams` streams are open at a time. `max_body` bytes and `max_prompt` tokens are the most
-    of one request (None: the bundle's context), and `max_choices` the answers that it may ask for.
-    `timeout` are the seconds that one request may take, its wait included. `api_key`, if there is
-    one, is what a client has to send. `hosts` are the names by which requests may address the
-    server; None allows all.
+    `name` is the model's id. `max_waiting` requests wait for the engine besides the one that it
+    answers; `max_streams` streams are open at a time. `max_body` bytes and `max_prompt` tokens are
+    the most of one request (None: the bundle's context), and `max_choices` the answers that it may
+    ask for. `timeout` are the seconds that one request may take, its wait included. `api_key`, if
+    there is one, is what a client has to send. `hosts` are the names by which requests may address
+    the server; None allows all.
 
     Raises ValueError for a value outside of its range.
     """
 
     name: str
-    family: str = ""
     max_waiting: int = 32
     max_streams: int = 64
     max_body: int = 1 << 20

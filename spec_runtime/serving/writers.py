@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from spec_runtime import Chunk, GenerationResult
@@ -14,6 +14,7 @@ from spec_runtime.serving.replies import (
     completion_heading,
     finish_reason,
 )
+from spec_runtime.serving.tool_calls import CallReader, written
 
 
 class Writer(Protocol):
@@ -32,33 +33,59 @@ class Writer(Protocol):
 
 
 class ChatWriter:
-    """Writes choices of /v1/chat/completions."""
+    """Writes choices of /v1/chat/completions; `make_reader` makes a reader of the tool calls in
+    one answer, where the request has tools."""
 
-    def __init__(self, model: str, texts: TokenTexts) -> None:
+    def __init__(
+        self, model: str, texts: TokenTexts, make_reader: Callable[[], CallReader] | None = None
+    ) -> None:
         self.heading = chat_heading(model)
         self._texts = texts
+        self._make_reader = make_reader
         self._begun: set[int] = set()
+        self._readers: dict[int, CallReader] = {}
 
     def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
         if index not in self._begun:
             self._begun.add(index)
+            if self._make_reader is not None:
+                self._readers[index] = self._make_reader()
             yield self._part(index, {"role": "assistant", "content": ""})
+        reader = self._readers.get(index)
+        text = chunk.text if reader is None else reader.push(chunk.text)
         logprobs = self._texts.chat(chunk.logprobs) if chunk.logprobs else None
-        if chunk.text or logprobs:
-            yield self._part(index, {"content": chunk.text}, logprobs)
-        if chunk.result is not None:
-            yield {**self._part(index, {}), "finish_reason": finish_reason(chunk.result)}
+        if text or logprobs:
+            yield self._part(index, {"content": text}, logprobs)
+        if chunk.result is None:
+            return
+        reason = finish_reason(chunk.result)
+        if reader is not None:
+            rest, calls = reader.finish()
+            if rest:
+                yield self._part(index, {"content": rest})
+            for number, call in enumerate(written(calls)):
+                yield self._part(index, {"tool_calls": [{"index": number, **call}]})
+            reason = "tool_calls" if calls else reason
+        yield {**self._part(index, {}), "finish_reason": reason}
 
     def _part(self, index: int, delta: Object, logprobs: Object | None = None) -> Object:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def whole(self, index: int, result: GenerationResult) -> Object:
-        logprobs = result.logprobs
+        logprobs, reason = result.logprobs, finish_reason(result)
+        message: Object = {"role": "assistant", "content": result.text, "refusal": None}
+        if self._make_reader is not None:
+            reader = self._make_reader()
+            begin = reader.push(result.text)
+            rest, calls = reader.finish()
+            if calls:
+                message |= {"content": (begin + rest) or None, "tool_calls": written(calls)}
+                reason = "tool_calls"
         return {
             "index": index,
-            "message": {"role": "assistant", "content": result.text, "refusal": None},
+            "message": message,
             "logprobs": None if logprobs is None else self._texts.chat(logprobs),
-            "finish_reason": finish_reason(result),
+            "finish_reason": reason,
         }
 
 

@@ -234,7 +234,7 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": HELLO, "stream_options": {}}, 400, None, "'stream' is true"),
     (CHAT, {"messages": HELLO, "n": 9}, 400, "n", "at most 8"),
     (CHAT, {"messages": HELLO, "stop": list("abcde")}, 400, "stop", "at most 4 items"),
-    (CHAT, {"messages": HELLO, "stop": [""]}, 400, None, "got stop ['']"),
+    (CHAT, {"messages": HELLO, "stop": [""]}, 400, "stop", "got stop ['']"),
     (CHAT, {"messages": HELLO, "stream": "yes"}, 400, "stream", "'yes'"),
     (CHAT, {"messages": HELLO, "modalities": ["audio"]}, 400, "modalities[0]", "'audio'"),
     (COMPLETIONS, {"prompt": "x", "temperature": 2.5}, 400, "temperature", "equal to 2"),

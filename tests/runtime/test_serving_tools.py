@@ -1,0 +1,210 @@
+"""Tests structured output and tool calls over HTTP."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+for module in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+    pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
+pytest.importorskip("httpx")
+pytest.importorskip("tokenizers")
+from bpe_tokenizer import BpeTokenizer  # noqa: E402
+from served import events, served  # noqa: E402
+from toy_backend import CHATML  # noqa: E402
+from toy_engine import make_engine  # noqa: E402
+
+from spec_runtime import Chunk, Engine, GenerationResult, Stats  # noqa: E402
+from spec_runtime.serving.replies import TokenTexts  # noqa: E402
+from spec_runtime.serving.tool_calls import CallReader  # noqa: E402
+from spec_runtime.serving.writers import ChatWriter  # noqa: E402
+from spec_runtime.text import ChatTemplate  # noqa: E402
+
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "fame": {"type": "boolean"}},
+    "required": ["name", "fame"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "look_up", "parameters": PERSON}},
+    {"type": "function", "function": {"name": "give_up"}},
+]
+
+
+def engine() -> Engine:
+    tokenizer = BpeTokenizer(ChatTemplate(CHATML, "", "", "the toy template"))
+    size = tokenizer.vocab_size
+    return make_engine("parallelspec", vocab_size=size, max_length=1500, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with served(engine()) as running, running.client() as made:
+        yield made
+
+
+def choice_of(client: Any, **body: Any) -> Any:
+    body = {"messages": HELLO, "temperature": 0, **body}
+    reply = client.post(CHAT, json=body)
+    assert reply.status_code == 200, reply.text
+    whole = reply.json()["choices"][0]
+    streamed = events(client.post(CHAT, json={**body, "stream": True}).text)[:-1]
+    deltas = [part["choices"][0]["delta"] for part in streamed]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    assert text == (whole["message"]["content"] or "")
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    expected = whole["message"].get("tool_calls", [])
+    assert [call["function"] for call in calls] == [call["function"] for call in expected]
+    assert [call["index"] for call in calls] == list(range(len(calls)))
+    assert streamed[-1]["choices"][0]["finish_reason"] == whole["finish_reason"]
+    return whole
+
+
+def test_an_answer_fits_its_schema(client: Any) -> None:
+    format = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    choice = choice_of(client, response_format=format)
+    found = json.loads(choice["message"]["content"])
+    assert set(found) == {"name", "fame"}
+    assert choice["finish_reason"] == "stop"
+    expected = engine().generate(HELLO, response_format=format)
+    assert choice["message"]["content"] == expected.text
+
+
+def test_an_answer_fits_its_expression_or_grammar(client: Any) -> None:
+    regex = {"type": "regex", "regex": "[0-9]{3}-[ab]{2}"}
+    assert re.fullmatch(
+        "[0-9]{3}-[ab]{2}", choice_of(client, response_format=regex)["message"]["content"]
+    )
+    ebnf = {"type": "ebnf", "grammar": 'start: "yes" | "no"'}
+    assert choice_of(client, response_format=ebnf)["message"]["content"] in ("yes", "no")
+    assert choice_of(client, response_format={"type": "text"}, max_tokens=3)["message"]["content"]
+
+
+def test_a_call_is_forced(client: Any) -> None:
+    named = {"type": "function", "function": {"name": "look_up"}}
+    for tool_choice in ("required", named):
+        choice = choice_of(client, tools=TOOLS, tool_choice=tool_choice)
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        (call,) = choice["message"]["tool_calls"]
+        assert call["type"] == "function"
+        assert call["id"].startswith("call_")
+        assert call["function"]["name"] in ("look_up", "give_up")
+        arguments = json.loads(call["function"]["arguments"])
+        assert set(arguments) <= {"name", "fame"}
+    assert call["function"]["name"] == "look_up"
+
+
+def test_tools_are_shown_to_the_model_unless_none_may_be_called(client: Any) -> None:
+    def num_prompt_tokens(**more: Any) -> int:
+        body = {"messages": HELLO, "temperature": 0, "max_tokens": 1, **more}
+        return int(client.post(CHAT, json=body).json()["usage"]["prompt_tokens"])
+
+    assert num_prompt_tokens(tools=TOOLS) > num_prompt_tokens() + 100
+    assert num_prompt_tokens(tools=TOOLS, tool_choice="none") == num_prompt_tokens()
+    answered = choice_of(client, tools=TOOLS, tool_choice="auto", max_tokens=8)
+    assert answered["message"]["content"]
+    assert "tool_calls" not in answered["message"]
+
+
+def test_calls_and_their_results_go_back_to_the_model(client: Any) -> None:
+    function = {"name": "look_up", "arguments": '{"name": "Ada"}'}
+    messages = [
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "born in 1815"},
+    ]
+    assert choice_of(client, messages=messages, tools=TOOLS, max_tokens=4)["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "fragment"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
+        ({"response_format": {"type": "regex", "regex": "("}}, "response_format", "regex"),
+        ({"response_format": {"type": "regex"}}, "response_format", "None"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"tools": [{"type": "custom"}]}, "tools", "custom"),
+        ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice", "'required'"),
+        ({"tool_choice": "auto"}, None, "'tools' are specified"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}},
+            None,
+            "'fly'",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            None,
+            "excludes 'response_format'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_formats_and_tools_that_are_none_are_refused(
+    client: Any, body: dict[str, Any], param: str | None, fragment: str, is_stream: bool
+) -> None:
+    reply = client.post(CHAT, json={"messages": HELLO, "stream": is_stream, **body})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert fragment in error["message"]
+    assert error["param"] == param
+
+
+CALL = '{"name": "look_up", "arguments": {"name": "Ada"}}'
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "content", "num_calls"),
+    [
+        ("hermes", f"Let me see. <tool_call>\n{CALL}\n</tool_call>", "Let me see.", 1),
+        ("hermes", f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", "", 2),
+        ("hermes", "a <tool_car> and <tool_call> are no calls <", None, 0),
+        ("smollm", f"<tool_call>[{CALL}, {CALL}]</tool_call>", "", 2),
+        ("llama3", CALL.replace("arguments", "parameters"), "", 1),
+        ("llama3", "no call at all", None, 0),
+        ("mistral", f"Hm. [TOOL_CALLS][{CALL}]", "Hm.", 1),
+    ],
+)
+def test_calls_are_found_however_the_text_comes(
+    family: str, text: str, content: str | None, num_calls: int
+) -> None:
+    content = text if content is None else content
+    for size in (1, 2, 7, len(text)):
+        reader = CallReader(family, at_most=None)
+        begin = "".join(reader.push(text[i : i + size]) for i in range(0, len(text), size))
+        rest, calls = reader.finish()
+        assert begin + rest == content
+        assert len(calls) == num_calls
+        if family == "hermes" and content:
+            assert begin, "text before a call does not wait for the end"
+        only = CallReader(family, at_most=1)
+        only.push(text)
+        assert len(only.finish()[1]) == min(1, num_calls)
+
+
+def test_a_streamed_call_follows_the_text_before_it() -> None:
+    texts = TokenTexts(lambda ids: "", frozenset())
+    writer = ChatWriter("toy", texts, lambda: CallReader("hermes", at_most=None))
+    pieces = ["Let me", " see. <tool", f"_call>{CALL}", "</tool_call>"]
+    choices = [choice for text in pieces for choice in writer.parts(0, Chunk(text=text))]
+    whole = GenerationResult("".join(pieces), [1], "stop", Stats())
+    choices += writer.parts(0, Chunk(text="", result=whole))
+    deltas = [choice["delta"] for choice in choices]
+    assert [delta["content"] for delta in deltas[:3]] == ["", "Let me", " see."]
+    (call,) = deltas[3]["tool_calls"]
+    assert call["function"] == {"name": "look_up", "arguments": '{"name": "Ada"}'}
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    message = writer.whole(0, whole)["message"]
+    assert message["content"] == "Let me see."
+    assert [each["function"] for each in message["tool_calls"]] == [call["function"]]
