@@ -40,8 +40,11 @@ def running(bundle: Path, log: Path, *options: str) -> Iterator[tuple[subprocess
     """Runs the command; yields its process and its address once it says it."""
     code = "from spec_runtime.cli import main; main()"
     command = [sys.executable, "-c", code, "serve", str(bundle), "--port", "0", *options]
+    environment = os.environ | {"XDG_CACHE_HOME": str(log.parent / "cache")}
     with open(log, "w") as stdout:
-        process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment
+        )
     try:
         assert process.stderr is not None
         line = process.stderr.readline()

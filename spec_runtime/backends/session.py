@@ -178,7 +178,8 @@ def _write_packed(path: Path, folder: Path) -> None:
     chosen.optimized_model_filepath = str(folder / GRAPH)
     external = "session.optimized_model_external_initializers"
     chosen.add_session_config_entry(f"{external}_file_name", WEIGHTS)
-    chosen.add_session_config_entry(f"{external}_min_size_in_bytes", "1024")
+    # From this size on tensors are aligned in the file; smaller ones that were packed crashed it.
+    chosen.add_session_config_entry(f"{external}_min_size_in_bytes", "1048576")
     chosen.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
     with no_capture():
         ort.InferenceSession(str(path), chosen, [PROVIDERS["cpu"]], enable_fallback=0)

@@ -58,6 +58,14 @@ MaxPrompt = Annotated[
 Timeout = Annotated[
     float, typer.Option("--timeout", help="Seconds of a request, its wait included")
 ]
+MapWeights = Annotated[
+    bool | None,
+    typer.Option(
+        "--map-weights/--no-map-weights",
+        help="Processes share weights, which takes twice the bundle's room in the cache folder",
+        show_default="with several workers on the CPU",
+    ),
+]
 Grace = Annotated[
     float, typer.Option("--grace", min=0, help="Seconds to finish running answers at a stop")
 ]
@@ -79,6 +87,7 @@ def command(
     max_prompt: MaxPrompt = None,
     timeout: Timeout = 300.0,
     grace: Grace = 60.0,
+    map_weights: MapWeights = None,
     threads: options.Threads = None,
     backend: options.Backend = "onnxruntime",
     fused: options.Fused = None,
@@ -106,6 +115,8 @@ def command(
     )
     if threads is None and workers > 1:
         threads = max(1, default_threads() // workers)
+    if map_weights is None:
+        map_weights = workers > 1 and backend == "onnxruntime"
     arguments = {
         "path": str(folder),
         "drafter": drafter,
@@ -116,6 +127,7 @@ def command(
         "backend": backend,
         "fused": fused,
         "cuda_graphs": cuda_graphs,
+        "map_weights": map_weights,
     }
     served = processes.ServedBundle(arguments, settings)
     with processes.bind(host, port) as bound:
