@@ -1,0 +1,54 @@
+"""Tests tools/load_server.py on a toy: every kind of request ends as it should, and is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+for module in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
+pytest.importorskip("httpx")
+import load_server  # noqa: E402
+from load_server import Load, Outcome  # noqa: E402
+from served import served, toy_engine  # noqa: E402
+
+
+def test_every_kind_of_request_ends_as_it_should() -> None:
+    kinds = load_server.kinds(21, seed=1)
+    assert set(kinds) == set(load_server.SHARES)
+    with served(toy_engine()) as server:
+        before = load_server.resources(os.getpid())
+        load = Load(server.url, 40, kinds)
+        asyncio.run(load.run(num_clients=4))
+        after = load_server.resources(os.getpid())
+    figures = load_server.summary(load.outcomes)
+    assert figures["wrong"] == 0, figures
+    assert figures["requests"] == 21
+    assert figures["outcomes"]["oversized body"] == {"413": kinds.count("oversized body")}
+    assert figures["tokens"] > 40
+    assert 0 < figures["first_token_seconds"]["p50"] <= figures["first_token_seconds"]["p99"]
+    assert after["peak_mb"] >= before["resident_mb"] > 1
+    assert {"threads", "files"} < set(after)
+
+
+def test_wrong_ends_are_counted() -> None:
+    outcomes = [
+        Outcome("stream", 0.0, "answered"),
+        Outcome("stream", 0.0, "cut off"),
+        Outcome("malformed JSON", 0.0, "answered"),
+        Outcome("disconnect", 0.0, "hung"),
+    ]
+    assert load_server.summary(outcomes)["wrong"] == 3
+
+
+def test_speed_and_order_are_those_of_the_parts() -> None:
+    first = Outcome("stream", sent=0.0, first=2.0, last=4.0, tokens=11)
+    assert first.tokens_per_second == 5
+    assert Outcome("stream", 0.0, first=2.0, last=2.0, tokens=3).tokens_per_second is None
+    later = Outcome("stream", sent=1.0, first=1.5, last=3.0, tokens=3)
+    close = Outcome("stream", sent=0.02, first=1.9, last=3.0, tokens=3)
+    assert load_server.num_overtaken([first, later]) == 1
+    assert load_server.num_overtaken([first, close]) == 0
+    assert load_server.num_overtaken([later, close]) == 1
