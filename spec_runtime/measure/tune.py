@@ -1,7 +1,8 @@
 """Finds the budget that is fastest on this machine: measures the times, predicts the speed-ups
 (curve.py), and lets the best few budgets race.
 
-Where the prediction is inexact (merged prompt lookup, drafting level by level), the race decides.
+Where the prediction is inexact (static trees with merged prompt lookup, drafting level by level), the
+race decides.
 """
 
 from __future__ import annotations
@@ -125,8 +126,8 @@ def decoding(engine: Engine, budget: Budget | None) -> Engine:
 
 
 def _recording(engine: Engine, budget: Budget) -> tuple[Engine, Recorder]:
-    """Returns an engine with the drafter alone, and what records its trees."""
-    recorder = Recorder(_alone(engine.proposer))
+    """Returns an engine like this one, and what records its trees."""
+    recorder = Recorder(engine.proposer)
     return engine.observed(lambda _: recorder, budget), recorder
 
 
@@ -138,7 +139,8 @@ def _alone(proposer: Proposer) -> Proposer:
 def _draft_ms(
     engine: Engine, recorder: Recorder, prompt: list[int], max_nodes: int
 ) -> tuple[float, float]:
-    """Returns the drafter's milliseconds with one level, and those of each further level.
+    """Returns the milliseconds of `engine`'s proposer with one level, and those of each further
+    level.
 
     A drafter that runs a graph is timed over `prompt` with trees of several depths, and both times
     follow by least squares. One that runs none takes the time that the recorder saw, at any depth.
@@ -212,7 +214,8 @@ def tune(
 
     on_stage("trees of the drafter")
     num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
-    recording, recorder = _recording(engine, Budget(min(num_nodes, limit)))
+    alone = engine.observed(_alone)
+    recording, recorder = _recording(alone, Budget(min(num_nodes, limit)))
     run = race({"run": recording}, prompts, max_new_tokens, num_rounds=1)["run"]
     if not run.steps:
         raise ValueError("got prompts that the target answers with nothing; give others")
@@ -220,13 +223,20 @@ def tune(
         curve = Curve.observed(recorder.seen)
     else:
         curve = Curve.from_calibration(calibration)
+    merged = curve
+    if lookup_nodes and curve.reliability:
+        on_stage("trees with prompt lookup")
+        growth = Grown(reliability=monotone(curve.reliability))
+        recording, merging = _recording(engine, Budget(min(RECORD_NODES, limit), growth=growth))
+        race({"run": recording}, prompts, max_new_tokens, num_rounds=1)
+        merged = replace(Curve.observed(merging.seen), accuracy=curve.accuracy)
 
     on_stage("drafting")
-    draft_ms = _draft_ms(engine, recorder, prompts[0], min(DRAFT_NODES, limit))
+    draft_ms = _draft_ms(alone, recorder, prompts[0], min(DRAFT_NODES, limit))
     costs = _costs(*verify_ms, *draft_ms, run)
 
     candidates = [Candidate(PLAIN, None, 1.0, expected_speedup=1.0)]
-    candidates += _candidates(curve, costs, limit, lookup_nodes)
+    candidates += _candidates(curve, merged, costs, limit, lookup_nodes)
     candidates.append(Candidate("bundle", engine.budget))
     if not quick:
         on_stage("race")
@@ -270,43 +280,59 @@ def choose(candidates: Sequence[Candidate]) -> str:
     return fastest.name if fastest.pace[1] >= CLEARLY_FASTER else PLAIN
 
 
-def _candidates(curve: Curve, costs: Costs, limit: int, lookup_nodes: int) -> list[Candidate]:
-    """Returns the best candidate of each kind, with room for lookup's nodes.
+def _candidates(
+    curve: Curve, merged: Curve, costs: Costs, limit: int, lookup_nodes: int
+) -> list[Candidate]:
+    """Returns the best candidate of each kind.
 
-    Predictions are of the drafter alone. Of equal predictions the first is preferred.
+    `curve` is the drafter's, `merged` that of its trees with prompt lookup's candidates. A grown
+    tree's places go to the likeliest nodes of both, so `merged` predicts it. A static tree keeps
+    room for lookup's nodes, and its prediction is of the drafter alone. Of equal predictions the
+    first is preferred.
     """
     found = []
     own = max(2, limit - lookup_nodes)
-    for name, points in (
-        ("static", static_points(curve, costs, own)),
-        ("dynamic", grown_points(curve, costs, own)),
-    ):
-        if points:
-            best = max(points, key=lambda point: point.speedup)
-            found.append(
-                Candidate(
-                    name,
-                    _with_room(best.budget, curve, limit, lookup_nodes),
-                    round(best.nodes, 2),
-                    expected_speedup=round(best.speedup, 4),
-                    accepted_length=round(best.accepted_length, 4),
-                )
-            )
+    if points := static_points(curve, costs, own):
+        best = _best(points)
+        room = min(limit, best.budget.max_nodes + lookup_nodes)
+        found.append(_predicted("static", best, replace(best.budget, max_nodes=room)))
+    if points := grown_points(merged, costs, limit):
+        best = _best(points)
+        found.append(_predicted("dynamic", best, _with_reliability(best.budget, curve)))
     if curve.reliability and found:
         # what a fixed threshold reaches, choosing at each step reaches too
-        budget = paying_budget(curve, costs, limit, lookup_nodes)
+        budget = paying_budget(curve, costs, limit)
         found.append(replace(found[-1], name="paying", budget=budget, nodes=None))
     return found[::-1]
 
 
-def _with_room(budget: Budget, curve: Curve, limit: int, lookup_nodes: int) -> Budget:
-    """Returns `budget` with room for lookup's nodes; a grown one with the curve's reliability, for
-    the ProbabilityScaler."""
-    growth = budget.growth
-    if isinstance(growth, Grown):
-        growth = replace(growth, reliability=monotone(curve.reliability))
-    room = min(limit, budget.max_nodes + lookup_nodes)
-    return replace(budget, max_nodes=room, growth=growth)
+def _best(points: Sequence[Point]) -> Point:
+    return max(points, key=lambda point: point.speedup)
+
+
+def _predicted(name: str, point: Point, budget: Budget) -> Candidate:
+    """Returns the candidate with what the point predicts."""
+    return Candidate(
+        name,
+        budget,
+        round(point.nodes, 2),
+        expected_speedup=round(point.speedup, 4),
+        accepted_length=round(point.accepted_length, 4),
+    )
+
+
+def _with_reliability(budget: Budget, curve: Curve) -> Budget:
+    """Returns a grown `budget` with the drafter's reliability, for the ProbabilityScaler.
+
+    The least probability of the budget is a worth, what reliability makes of the drafter's own
+    probability, and becomes the probability with that worth.
+    """
+    growth, reliability = budget.growth, monotone(curve.reliability)
+    if not isinstance(growth, Grown) or not reliability:
+        return budget
+    predicted, worth = np.array([(0.0, 0.0), *reliability]).T
+    least = float(np.interp(growth.min_probability, worth, predicted))
+    return replace(budget, growth=replace(growth, min_probability=least, reliability=reliability))
 
 
 def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:

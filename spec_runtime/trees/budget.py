@@ -173,14 +173,3 @@ class Budget:
         if self.max_depth is not None and self.max_depth <= max_depth:
             return self
         return replace(self, max_depth=max_depth)
-
-    def behind(self, num_nodes: int) -> Budget:
-        """Returns what is left if the tree has `num_nodes` drafted nodes of another proposer.
-
-        Only a grown tree with step times is charged for them: behind 2 nodes, the times t(1), t(2),
-        t(3), t(4) become t(3), t(4).
-        """
-        if not (isinstance(self.growth, Grown) and self.growth.step_ms and num_nodes):
-            return self
-        growth = replace(self.growth, step_ms=self.growth.step_ms[num_nodes:])
-        return replace(self, max_nodes=self.max_nodes - num_nodes, growth=growth)

@@ -193,10 +193,6 @@ def test_step_times_are_validated() -> None:
     ):
         with pytest.raises(ValueError, match="expected"):
             Budget(3, growth=Grown(**bad))  # type: ignore[arg-type]
-    budget = Budget(4, growth=Grown(step_ms=(1.0, 2.0, 3.0, 4.0)))
-    assert budget.behind(2) == Budget(2, growth=Grown(step_ms=(3.0, 4.0)))
-    assert budget.behind(0) is budget
-    assert Budget(4).behind(2) == Budget(4)
 
 
 # --------------------------------------------------------------------------- what is predicted
@@ -346,6 +342,27 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     assert choice.tokens_per_second is not None
     assert choice.tokens_per_second >= 0.95 * max(speed.values()), speed
     assert max(speed.values()) > 1.1 * speed[PLAIN], "otherwise there is nothing to choose"
+
+
+def test_grown_trees_are_predicted_with_what_lookup_adds(clock: Clock) -> None:
+    """The prediction is within 25 % of what decoding gives, whose last step is cut short, and above
+    that of the drafter alone; lookup's nodes take places of the tree, and get none besides."""
+    toy: dict[str, Any] = {"num_successors": 4, "noise": 1.0}
+    alone = timed_engine(clock, convex, **toy)
+    merged = timed_engine(clock, convex, **toy)
+    merged = merged.observed(lambda proposer: MergedProposer(proposer, 4), Budget(8))
+    dynamic = {}
+    for name, engine in (("alone", alone), ("merged", merged)):
+        profile = tune.tune(engine, PROMPTS, KEY, max_new_tokens=40, quick=True).profile
+        dynamic[name] = next(c for c in profile.candidates if c.name == "dynamic")
+        limit = min(engine.target.max_nodes, tune.SIZES[-1])
+        assert dynamic[name].budget is not None
+        assert dynamic[name].budget.max_nodes == limit  # type: ignore[union-attr]
+    budget, predicted = dynamic["merged"].budget, dynamic["merged"].accepted_length
+    assert predicted is not None
+    stats = tune.race({"run": merged.observed(lambda p: p, budget)}, PROMPTS, 40, num_rounds=1)
+    assert predicted == pytest.approx(stats["run"].accepted_length, rel=0.25)
+    assert predicted > 1.05 * (dynamic["alone"].accepted_length or 0)
 
 
 def test_plain_decoding_is_kept_unless_another_is_clearly_faster() -> None:
