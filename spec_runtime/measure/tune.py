@@ -1,8 +1,8 @@
 """Finds the budget that is fastest on this machine: measures the times, predicts the speed-ups
 (curve.py), and lets the best few budgets race.
 
-Where the prediction is inexact (static trees with merged prompt lookup, drafting level by level), the
-race decides.
+Where the prediction is inexact (static trees with merged prompt lookup, drafting level by level),
+the race decides.
 """
 
 from __future__ import annotations
