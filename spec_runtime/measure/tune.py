@@ -25,13 +25,14 @@ from spec_runtime.measure.curve import (
     static_points,
 )
 from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
-from spec_runtime.proposers.adaptive import scale_probabilities
+from spec_runtime.proposers.adaptive import LARGEST_TRUST, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.stats import Stats
 from spec_runtime.step import Step
 from spec_runtime.target import LOGITS, Target, Wants
+from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree, chain_parents
 
@@ -223,11 +224,16 @@ def tune(
         curve = Curve.observed(recorder.seen)
     else:
         curve = Curve.from_calibration(calibration)
+    trust = 1.0
+    if curve.reliability and target.strict_gap is None:
+        on_stage("trees at temperature 1")
+        budget = Budget(min(DRAFT_NODES, limit), growth=_grown(curve))
+        trust = _sampled_trust(alone, budget, prompts, max_new_tokens)
     merged = curve
     if lookup_nodes and curve.reliability:
         on_stage("trees with prompt lookup")
-        growth = Grown(reliability=monotone(curve.reliability))
-        recording, merging = _recording(engine, Budget(min(RECORD_NODES, limit), growth=growth))
+        budget = Budget(min(RECORD_NODES, limit), growth=_grown(curve))
+        recording, merging = _recording(engine, budget)
         race({"run": recording}, prompts, max_new_tokens, num_rounds=1)
         merged = replace(Curve.observed(merging.seen), accuracy=curve.accuracy)
 
@@ -236,7 +242,10 @@ def tune(
     costs = _costs(*verify_ms, *draft_ms, run)
 
     candidates = [Candidate(PLAIN, None, 1.0, expected_speedup=1.0)]
-    candidates += _candidates(curve, merged, costs, limit, lookup_nodes)
+    candidates += [
+        _trusting(candidate, trust)
+        for candidate in _candidates(curve, merged, costs, limit, lookup_nodes)
+    ]
     candidates.append(Candidate("bundle", engine.budget))
     if not quick:
         on_stage("race")
@@ -249,6 +258,40 @@ def tune(
     on_stage("sizes of tree")
     points = static_points(curve, costs, limit) or grown_points(curve, costs, limit)
     return TuneReport(profile, _sweep(engine, points, prompts, max_new_tokens))
+
+
+def _grown(curve: Curve) -> Grown:
+    return Grown(reliability=monotone(curve.reliability))
+
+
+def _sampled_trust(
+    engine: Engine, budget: Budget, prompts: Sequence[list[int]], max_new_tokens: int
+) -> float:
+    """Returns the drafted tokens accepted at temperature 1 over those that the budget's reliability
+    expects, within the bounds of a ProbabilityScaler."""
+    assert isinstance(budget.growth, Grown), budget
+    recording, recorder = _recording(engine, budget)
+    for seed, prompt in enumerate(prompts):
+        recording.generate(
+            prompt, max_new_tokens=max_new_tokens, reuse=False, temperature=1.0, seed=seed
+        )
+    expected = accepted = 0.0
+    for tree, path in recorder.seen:
+        if tree.log_prob_N is not None:
+            worth_N = payoff.probabilities(tree.log_prob_N[1:], budget.growth.reliability)
+            expected += float(worth_N.sum())
+            accepted += len(path) - 1
+    trust = accepted / expected if expected else 1.0
+    return round(min(LARGEST_TRUST, max(1 / LARGEST_TRUST, trust)), 4)
+
+
+def _trusting(candidate: Candidate, trust: float) -> Candidate:
+    """Returns the candidate with this `sampled_trust` in a grown budget with a reliability."""
+    budget = candidate.budget
+    if budget is None or not isinstance(budget.growth, Grown) or not budget.growth.reliability:
+        return candidate
+    growth = replace(budget.growth, sampled_trust=trust)
+    return replace(candidate, budget=replace(budget, growth=growth))
 
 
 def require_trees(engine: Engine) -> None:
