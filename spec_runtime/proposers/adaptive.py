@@ -55,6 +55,7 @@ class DraftPauser(ProposerWrapper):
         self._costs = costs
         self._first_tokens = accepted_length
         self._first_ms = accepted_length * costs.plain / speedup
+        self._is_first = True  # the next tree is the generation's first
         self._rest = 0  # plain steps still to come
         self._reset()
 
@@ -120,7 +121,7 @@ class DraftPauser(ProposerWrapper):
         self._is_judged = False
         self._step_ms = 0.0  # of the tree last proposed
         self._tokens, self._ms = self._first_tokens, self._first_ms
-        self._is_first = True  # the next tree is the generation's first
+        self._is_first = True
 
 
 class ProbabilityScaler(ProposerWrapper):

@@ -642,7 +642,7 @@ def test_a_least_probability_is_that_of_the_worth() -> None:
 
 
 def test_budgets_are_trusted_less_at_a_higher_temperature() -> None:
-    growth = replace(MARGINAL.growth, sampled_trust=0.25)  # type: ignore[type-var]
+    growth = replace(MARGINAL.growth, sampled_trust=0.25)  # type: ignore[arg-type]
     budget = replace(MARGINAL, growth=growth)
     assert budget.at(0.0) is budget
     assert MARGINAL.at(1.0) is MARGINAL
