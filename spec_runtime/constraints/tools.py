@@ -108,6 +108,23 @@ def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, A
     return {"type": "tagged_json", "begin": begin, "schema": schema, "end": end}
 
 
+def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any] | None:
+    """Returns the `response_format` that OpenAI's `tool_choice` asks for: None, "none" and "auto"
+    leave the answer free (None), "required" and {"type": "function", "function": {"name": …}}
+    force one call. Raises ValueError for another choice, see also `forced_call`."""
+    if tool_choice in (None, "none", "auto"):
+        return None
+    if tool_choice == "required":
+        return forced_call(tools, family)
+    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"got tool_choice {brief(repr(tool_choice), 80)}, expected none, auto, required, or a "
+            "function with its name"
+        )
+    return forced_call(tools, family, function["name"])
+
+
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
     """Returns tools in OpenAI's form as plain dictionaries; raises ValueError for others."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):

@@ -16,6 +16,7 @@ from spec_runtime.constraints.tools import (
     checked_tools,
     family_of,
     forced_call,
+    format_of_choice,
     parse_calls,
 )
 from spec_runtime.text import ChatTemplate
@@ -176,6 +177,17 @@ def test_a_wrong_choice_is_one_line() -> None:
         forced_call(TOOLS, "hermes", "now")
     with pytest.raises(ValueError, match="got no tools, expected at least one"):
         forced_call([], "hermes")
+
+
+def test_openais_choices_of_a_tool() -> None:
+    for free in (None, "none", "auto"):
+        assert format_of_choice(TOOLS, free, "hermes") is None
+    named = {"type": "function", "function": {"name": "stop"}}
+    assert format_of_choice(TOOLS, named, "phi") == forced_call(TOOLS, "phi", "stop")
+    assert format_of_choice(TOOLS, "required", "phi") == forced_call(TOOLS, "phi")
+    for wrong in ("any", {"type": "function"}, 3, [], {"function": {"name": 4}}):
+        with pytest.raises(ValueError, match=r"got tool_choice .*, expected none, auto, required"):
+            format_of_choice(TOOLS, wrong, "hermes")
 
 
 CHAT: list[dict[str, Any]] = [
