@@ -142,11 +142,11 @@ def test_rejection_without_drawn_children_gives_plain_rejections_tokens(drafter:
 
 def test_rejection_of_drawn_children_keeps_the_constrained_distribution() -> None:
     """Children outside the grammar are drawn and refused; what is left follows plain decoding's
-    law. Counts of all answers of two letters from 400 seeds of each; chi-square's upper 1e-6."""
+    law. Counts of all answers of two letters from 250 seeds of each; chi-square's upper 1e-6."""
     kind = as_regex("[a-d][abx]")
     counts: dict[str, dict[str, int]] = {"none": {}, "parallelspec": {}}
     for drafter, found in counts.items():
-        for seed in range(400):
+        for seed in range(250):
             options: dict[str, Any] = {"temperature": 2.5, "seed": seed, "acceptance": "rejection"}
             result = answer(drafter, kind, draw_widths=(2, 2), **options)
             found[result.text] = found.get(result.text, 0) + 1

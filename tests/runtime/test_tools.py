@@ -193,7 +193,8 @@ def test_openais_choices_of_a_tool() -> None:
     named = {"type": "function", "function": {"name": "stop"}}
     assert format_of_choice(TOOLS, named, "phi") == forced_call(TOOLS, "phi", "stop")
     assert format_of_choice(TOOLS, "required", "phi") == forced_call(TOOLS, "phi")
-    for wrong in ("any", {"type": "function"}, 3, [], {"function": {"name": 4}}):
+    wrong_ones: list[Any] = ["any", {"type": "function"}, 3, [], {"function": {"name": 4}}]
+    for wrong in wrong_ones:
         with pytest.raises(ValueError, match=r"got tool_choice .*, expected none, auto, required"):
             format_of_choice(TOOLS, wrong, "hermes")
 
