@@ -71,6 +71,19 @@ class DeviceBackend(ABC):
         """Runs once; returns `outputs` on the host, and `kept` [R, W] as rows on the device."""
 
 
+class RowBackend(ABC):
+    """A backend whose KV rows can be copied to the host and back. Those that can inherit from this
+    class."""
+
+    @abstractmethod
+    def read_rows(self, slot_N: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns copies of the rows in these slots, by buffer: bytes u8[G, N, B]."""
+
+    @abstractmethod
+    def write_rows(self, slot_N: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        """Puts what `read_rows` returned, or the first rows of it, into these slots."""
+
+
 @dataclass(frozen=True)
 class BackendKind:
     """Says what a backend's name stands for.

@@ -40,6 +40,7 @@ class _Found(NamedTuple):
 _DECODER = json.JSONDecoder()
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}")
 _OPENING_TAG, _CLOSING_TAG = "<tool_call>", "</tool_call>"
+_ENDING = re.compile(r"\s*(<\|/tool_call\|>|\[/TOOL_CALLS\])")
 _NAMED_CALL = re.compile(
     rf"\s*(?:\[TOOL_CALLS\])?\s*({_NAME.pattern})(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*(?={{)"
 )
@@ -106,6 +107,23 @@ def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, A
     if definitions:
         schema["$defs"] = definitions
     return {"type": "tagged_json", "begin": begin, "schema": schema, "end": end}
+
+
+def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any] | None:
+    """Returns the `response_format` that OpenAI's `tool_choice` asks for: None, "none" and "auto"
+    leave the answer free (None), "required" and {"type": "function", "function": {"name": …}}
+    force one call. Raises ValueError for another choice, see also `forced_call`."""
+    if tool_choice in (None, "none", "auto"):
+        return None
+    if tool_choice == "required":
+        return forced_call(tools, family)
+    function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"got tool_choice {brief(repr(tool_choice), 80)}, expected none, auto, required, or a "
+            "function with its name"
+        )
+    return forced_call(tools, family, function["name"])
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
@@ -245,22 +263,33 @@ def _read_llama(text: str) -> list[_Found]:
 
 
 def _read_listed(*markers: str) -> Callable[[str], list[_Found]]:
-    """Returns a reader of a JSON list (or object) of calls behind one of these markers, or as the
-    whole answer."""
+    """Returns a reader of JSON lists (or objects) of calls: behind these markers, or, without any
+    marker, of an answer that is nothing else."""
+    opening = re.compile("|".join(map(re.escape, markers)))
 
     def read(text: str) -> list[_Found]:
-        places = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
-        begin, marker = min(places, default=(0, ""))
-        value, end = _json_at(text, begin + len(marker))
-        if not (calls := _calls(value)):
-            return []
-        closing = re.match(r"\s*(<\|/tool_call\|>|\[/TOOL_CALLS\])", text[end:])
-        end += closing.end() if closing else 0
-        if not marker and text[end:].strip():
-            return []
-        return [_Found(calls, begin, end)]
+        found, at = [], 0
+        while match := opening.search(text, at):
+            value, end = _json_at(text, match.end())
+            at = max(end, match.end())
+            if calls := _calls(value):
+                ending = _ENDING.match(text, end)
+                at = ending.end() if ending else end
+                found.append(_Found(calls, match.start(), at))
+        return found if opening.search(text) else _read_bare(text)
 
     return read
+
+
+def _read_bare(text: str) -> list[_Found]:
+    """Reads an answer that is nothing but JSON lists (or objects) of calls."""
+    at, calls = 0, list[ToolCall]()
+    while text[at:].strip():
+        value, at = _json_at(text, at)
+        if not (more := _calls(value)):
+            return []
+        calls += more
+    return [_Found(calls, 0, len(text))] if calls else []
 
 
 _read_mistral_list = _read_listed("[TOOL_CALLS]")

@@ -70,8 +70,7 @@ def as_schema(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-@functools.cache
-def engine(drafter: str, nodes: int = 8, form: str = "slots") -> Engine:
+def new_engine(drafter: str, nodes: int = 8, form: str = "slots") -> Engine:
     """Returns an engine whose model is the same for all drafters."""
     return make_engine(
         drafter,
@@ -81,6 +80,9 @@ def engine(drafter: str, nodes: int = 8, form: str = "slots") -> Engine:
         budget=Budget(nodes, growth=Grown(0.01)),
         **LOOPS,
     )
+
+
+engine = functools.cache(new_engine)
 
 
 def answer(drafter: str, response_format: Any, **options: Any) -> GenerationResult:
@@ -140,11 +142,11 @@ def test_rejection_without_drawn_children_gives_plain_rejections_tokens(drafter:
 
 def test_rejection_of_drawn_children_keeps_the_constrained_distribution() -> None:
     """Children outside the grammar are drawn and refused; what is left follows plain decoding's
-    law. Counts of all answers of two letters from 400 seeds of each; chi-square's upper 1e-6."""
+    law. Counts of all answers of two letters from 250 seeds of each; chi-square's upper 1e-6."""
     kind = as_regex("[a-d][abx]")
     counts: dict[str, dict[str, int]] = {"none": {}, "parallelspec": {}}
     for drafter, found in counts.items():
-        for seed in range(400):
+        for seed in range(250):
             options: dict[str, Any] = {"temperature": 2.5, "seed": seed, "acceptance": "rejection"}
             result = answer(drafter, kind, draw_widths=(2, 2), **options)
             found[result.text] = found.get(result.text, 0) + 1
@@ -327,7 +329,7 @@ def test_chunks_say_that_forced_tokens_were_drafted() -> None:
     assert (letter.depths, forced.text, forced.depths) == ((0,), "true!12", (1, 2, 3, 4))
 
     async def read() -> list[Chunk]:
-        async with AsyncEngine(engine("prompt_lookup")) as shared:
+        async with AsyncEngine(new_engine("prompt_lookup")) as shared:
             return [chunk async for chunk in shared.stream("x", params=params)]
 
     assert "".join(chunk.text for chunk in asyncio.run(read())) == letter.text + forced.text
@@ -395,8 +397,7 @@ def test_a_missing_library_is_one_line_that_names_the_extra(
 def test_the_command_takes_a_schema_a_regex_or_a_grammar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded = engine("prompt_lookup")
-    monkeypatch.setattr(options, "open_engine", lambda *given: loaded)
+    monkeypatch.setattr(options, "open_engine", lambda *given: new_engine("prompt_lookup"))
 
     def run(*flags: object) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as end:

@@ -16,6 +16,7 @@ from spec_runtime.constraints.tools import (
     checked_tools,
     family_of,
     forced_call,
+    format_of_choice,
     parse_calls,
 )
 from spec_runtime.text import ChatTemplate
@@ -72,6 +73,14 @@ ANSWERS = [
     ("phi", f"<|tool_call|>[{{{_WEATHER}}}]<|/tool_call|>", "", [WEATHER]),
     ("phi", f"functools[{{{_WEATHER}}}, {{{_TIME}}}]", "", [WEATHER, TIME]),
     ("phi", f"[{{{_WEATHER}}}]", "", [WEATHER]),
+    (
+        "phi",
+        f"<|tool_call|>{{{_WEATHER}}}<|/tool_call|><|tool_call|>{{{_TIME}}}<|/tool_call|>",
+        "",
+        [WEATHER, TIME],
+    ),
+    ("phi", f"{{{_WEATHER}}}{{{_TIME}}}", "", [WEATHER, TIME]),
+    ("phi", f"{{{_WEATHER}}} is how", None, []),
     ("phi", f"Sure: functools[{{{_WEATHER}}}]", "Sure:", [WEATHER]),
     ("smollm", f"<tool_call>[{{{_WEATHER}}}]</tool_call>", "", [WEATHER]),
     ("smollm", f"<tool_call>[\n{{{_WEATHER}}},\n{{{_TIME}}}\n]</tool_call>", "", [WEATHER, TIME]),
@@ -176,6 +185,18 @@ def test_a_wrong_choice_is_one_line() -> None:
         forced_call(TOOLS, "hermes", "now")
     with pytest.raises(ValueError, match="got no tools, expected at least one"):
         forced_call([], "hermes")
+
+
+def test_openais_choices_of_a_tool() -> None:
+    for free in (None, "none", "auto"):
+        assert format_of_choice(TOOLS, free, "hermes") is None
+    named = {"type": "function", "function": {"name": "stop"}}
+    assert format_of_choice(TOOLS, named, "phi") == forced_call(TOOLS, "phi", "stop")
+    assert format_of_choice(TOOLS, "required", "phi") == forced_call(TOOLS, "phi")
+    wrong_ones: list[Any] = ["any", {"type": "function"}, 3, [], {"function": {"name": 4}}]
+    for wrong in wrong_ones:
+        with pytest.raises(ValueError, match=r"got tool_choice .*, expected none, auto, required"):
+            format_of_choice(TOOLS, wrong, "hermes")
 
 
 CHAT: list[dict[str, Any]] = [
