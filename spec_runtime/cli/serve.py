@@ -58,6 +58,15 @@ MaxPrompt = Annotated[
 Timeout = Annotated[
     float, typer.Option("--timeout", help="Seconds of a request, its wait included")
 ]
+KeptMb = Annotated[
+    int,
+    typer.Option(
+        "--kept-mb",
+        min=0,
+        help="Megabytes for the KV of earlier conversations, which then go on without being read "
+        "again; how fast an answer comes tells clients whether its prompt was asked before",
+    ),
+]
 MapWeights = Annotated[
     bool | None,
     typer.Option(
@@ -87,6 +96,7 @@ def command(
     max_prompt: MaxPrompt = None,
     timeout: Timeout = 300.0,
     grace: Grace = 60.0,
+    kept_mb: KeptMb = 0,
     map_weights: MapWeights = None,
     threads: options.Threads = None,
     backend: options.Backend = "onnxruntime",
@@ -128,6 +138,7 @@ def command(
         "fused": fused,
         "cuda_graphs": cuda_graphs,
         "map_weights": map_weights,
+        "kept_mb": kept_mb,
     }
     served = processes.ServedBundle(arguments, settings)
     with processes.bind(host, port) as bound:

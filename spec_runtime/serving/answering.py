@@ -62,8 +62,15 @@ class Answering:
         self._engine = engine
         self._timeout = timeout
         self._metrics = metrics
-        self._chunks: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()
-        self._task = asyncio.create_task(self._run(jobs, on_end))
+        chunks: asyncio.Queue[tuple[int, Chunk] | None] = asyncio.Queue()
+        self._chunks = chunks
+        self._task = asyncio.create_task(self._run(jobs))
+
+        def end(task: asyncio.Task[None]) -> None:  # also if it was cancelled before it began
+            on_end()
+            chunks.put_nowait(None)
+
+        self._task.add_done_callback(end)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Chunk]]:
         while (item := await self._chunks.get()) is not None:
@@ -78,7 +85,7 @@ class Answering:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, jobs: Sequence[Job], on_end: Callable[[], None]) -> None:
+    async def _run(self, jobs: Sequence[Job]) -> None:
         try:
             async with asyncio.timeout(self._timeout):  # also while others have the engine
                 for job in jobs:
@@ -92,9 +99,6 @@ class Answering:
         except asyncio.CancelledError:
             self._metrics.count_end("cancelled")
             raise
-        finally:
-            on_end()
-            self._chunks.put_nowait(None)
 
     async def _run_one(self, job: Job) -> GenerationResult:
         last = begun = time.monotonic()

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -56,10 +56,18 @@ class ServedBundle:
             raise SystemExit(FAILED) from None
 
 
+class _AccessHandler(logging.StreamHandler[TextIO]):
+    """Writes the access log; a reader of it that goes away is no reason to stop, or to complain."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), BrokenPipeError):
+            super().handleError(record)
+
+
 def set_up_logs() -> None:
     """Sends the access log to standard output as JSON lines, and all else to standard error."""
     access = logging.getLogger("spec_runtime.access")
-    access.handlers = [logging.StreamHandler(sys.stdout)]
+    access.handlers = [_AccessHandler(sys.stdout)]
     access.setLevel(logging.INFO)
     access.propagate = False
     others = logging.StreamHandler(sys.stderr)

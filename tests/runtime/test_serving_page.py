@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -137,6 +138,17 @@ def test_stopping_the_page_stops_the_engine() -> None:
         wait_until(lambda: "running_requests 0.0" in client.get("/metrics").text)
         holder.free()
         assert events(client.post(ANSWER, json={"prompt": "hello"}).text)[-1]["result"]
+
+
+def test_the_page_leaves_no_threads_behind(client: Any) -> None:
+    def num_engines() -> int:
+        return sum("spec_runtime" in thread.name for thread in threading.enumerate())
+
+    before = num_engines()
+    for has_drafter in (True, False) * 3:
+        body = {"prompt": "hello", "max_tokens": 5, "drafter": has_drafter}
+        assert client.post(ANSWER, json=body).status_code == 200
+    wait_until(lambda: num_engines() <= before)
 
 
 def test_a_step_is_drawn_with_the_text_of_its_tokens() -> None:
