@@ -140,7 +140,7 @@ def as_api_error(error: Exception) -> ApiError:
 def _param(message: str) -> str | None:
     """Returns the field of the request that a line of SamplingParams or a grammar is about."""
     word = message.removeprefix("got ").split(maxsplit=1)[0]
-    if word in ("json_schema", "schema", "regex", "grammar", "ebnf"):
+    if word in ("JSON", "json_schema", "schema", "regex", "grammar", "ebnf"):
         return "response_format"
     return word if word in SamplingOptions.__annotations__ else None
 

@@ -134,6 +134,11 @@ def test_calls_and_their_results_go_back_to_the_model(client: Any) -> None:
         ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
         ({"response_format": {"type": "regex", "regex": "("}}, "response_format", "regex"),
         ({"response_format": {"type": "regex"}}, "response_format", "None"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+            "not",
+        ),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
         ({"tools": [{"type": "custom"}]}, "tools", "custom"),
         ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice", "'required'"),
