@@ -43,6 +43,12 @@ def test_wrong_ends_are_counted() -> None:
     assert load_server.summary(outcomes)["wrong"] == 3
 
 
+def test_what_a_server_keeps_is_named() -> None:
+    before = {"threads": 5.0, "files": 7.0}
+    assert load_server.kept(before, {"threads": 9.0, "files": 7.0}) == []
+    assert load_server.kept(before, {"threads": 50.0, "files": 8.0}) == ["threads", "files"]
+
+
 def test_speed_and_order_are_those_of_the_parts() -> None:
     first = Outcome("stream", sent=0.0, first=2.0, last=4.0, tokens=11)
     assert first.tokens_per_second == 5
