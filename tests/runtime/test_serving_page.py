@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
+import page_screenshots
 import pytest
 
 from spec_runtime.step import Step
@@ -159,3 +161,20 @@ def test_a_step_is_drawn_with_the_text_of_its_tokens() -> None:
     assert "The last step of medusa: 2 drafted, 1 accepted, 2 committed" in svg
     assert "&lt;" in svg
     assert "(end)" in svg, "the EOS has no text of its own"
+
+
+def test_the_page_works_in_a_browser(server: Served) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no Chromium is installed")
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for window in page_screenshots.WINDOWS:
+            seen = page_screenshots.visit(browser, server.url, window, "hello", tokens=60)
+            assert seen.faults == []
+            assert seen.result.endswith("both texts are the same.")
+            assert seen.after_escape in ("Stopped.", ""), "the toy may have been faster"
+            assert seen.focused == ["most", "temperature", "compare", "numbers", "run"]
+            assert len(seen.picture) > 10_000
+        browser.close()
