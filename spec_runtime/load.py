@@ -85,7 +85,9 @@ def load(
     """Opens a bundle and returns an engine that generates with it.
 
     Args:
-        path: the bundle's folder.
+        path: the bundle's folder. "hf://org/name" or "hf://org/name@revision" is a repository of a
+            Hugging Face hub: the first call fetches it into the user's cache folder, later ones ask
+            the network for nothing.
         drafter: a name from its manifest, "prompt_lookup", "lookahead" or "none" (plain decoding).
             None takes the manifest's first, or prompt_lookup if there is none.
         threads: CPU threads; None takes as many as this process may use.
@@ -127,6 +129,10 @@ def load(
     }
     from_mapping(_Arguments, given, "load", none="None")
     options = LoadOptions(Runtime(backend, threads, cuda_graphs), profile, fused, memory)
+    if isinstance(path, str) and path.startswith("hf://"):
+        from spec_runtime.hub.pull import cached  # here: few need it
+
+        path = cached(path)
     bundle = bundles.read(path, verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow
