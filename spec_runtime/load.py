@@ -129,11 +129,7 @@ def load(
     }
     from_mapping(_Arguments, given, "load", none="None")
     options = LoadOptions(Runtime(backend, threads, cuda_graphs), profile, fused, memory)
-    if isinstance(path, str) and path.startswith("hf://"):
-        from spec_runtime.hub.pull import cached  # here: few need it
-
-        path = cached(path)
-    bundle = bundles.read(path, verify)
+    bundle = bundles.read(_local(path), verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow
         raise ValueError(_unknown(drafter, known))
@@ -149,6 +145,15 @@ def load(
             "with lookup"
         )
     return Engine(target, tokenizer, opened, opener)
+
+
+def _local(path: str | Path) -> str | Path:
+    """Returns the folder of a bundle; fetches that of "hf://org/name" if it is not there yet."""
+    if isinstance(path, str) and path.startswith("hf://"):
+        from spec_runtime.hub.pull import cached  # here: few need it
+
+        return cached(path)
+    return path
 
 
 def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Target:
