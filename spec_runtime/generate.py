@@ -52,7 +52,7 @@ def generate(
     _, token = accept(tree, TargetView(sample, tree, verified, target.length - 1))
     proposer.start(prompt, features, reused)
     logprobs = _logprobs(params, verified, [0], [token])
-    step = Step(limits.cut([token]), num_accepted=0, logprobs=logprobs)
+    step = Step(limits.cut([token]), num_accepted=0, logprobs=logprobs, stats=stats)
     sample.commit(step.tokens)
     clock.lap("prefill")
     yield step
@@ -76,6 +76,8 @@ def generate(
             verified=verified,
             logprobs=_logprobs(params, verified, step.path, step.tokens),
             num_drafted=tree.num_nodes - 1,
+            tree=tree,
+            stats=stats,
         )
         clock.lap("other")
         target.commit(step.path)
