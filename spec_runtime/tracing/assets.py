@@ -18,7 +18,7 @@ h1 { font-size: 1.25rem; margin: 0 0 .25rem } h2 { font-size: 1rem; margin: 0 }
 p { margin: .25rem 0 } .quiet { color: var(--quiet) }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate; padding: .75rem;
   background: var(--box); border: 1px solid var(--line); border-radius: .5rem; margin: .5rem 0 }
-details .text { max-height: 16rem; overflow: auto }
+details .text, .answer { max-height: 13rem; overflow: auto }
 summary { cursor: pointer; padding: .25rem 0 }
 .drafted { background: var(--drafted); border-radius: .15rem }
 .piece { cursor: pointer } .piece.here { outline: 2px solid var(--here); border-radius: .15rem }
@@ -68,6 +68,11 @@ function show(number) {
   at = Math.max(0, Math.min(steps.length - 1, number));
   steps.forEach((step, i) => step.classList.toggle("here", i === at));
   pieces.forEach(piece => piece.classList.toggle("here", Number(piece.dataset.step) === at));
+  const answer = document.querySelector(".answer"), piece = answer.querySelector(".here");
+  if (piece) {
+    const below = piece.getBoundingClientRect().top - answer.getBoundingClientRect().top;
+    if (below < 0 || below > answer.clientHeight - 24) answer.scrollTop += below - 60;
+  }
   range.value = at;
   range.setAttribute("aria-valuetext", "step " + at + " of " + (steps.length - 1));
   document.querySelector("output").textContent = at + " / " + (steps.length - 1);

@@ -46,8 +46,10 @@ style-src '{_digest(STYLE)}'; script-src '{_digest(SCRIPT)}'">
 <h1>Trace of one generation</h1>
 <p>Drafter {_escaped(trace.drafter)}: {_escaped(figures)}.</p>
 <details><summary>Prompt, {stats.prompt_tokens} tokens</summary>
-<div class="text" dir="auto">{_escaped(trace.prompt)}</div></details>
-<div class="text answer" dir="auto" aria-label="Answer">{_answer(steps)}</div>
+<div class="text" dir="auto" tabindex="0" role="region" aria-label="Prompt">\
+{_escaped(trace.prompt)}</div></details>
+<div class="text answer" dir="auto" tabindex="0" role="region" aria-label="Answer">\
+{_answer(steps)}</div>
 <p class="quiet"><span class="drafted">Tinted</span> tokens were drafted and accepted; the others
 are the target's own. Tap a token to see its step; the arrow keys, Home and End walk through
 them.</p>
