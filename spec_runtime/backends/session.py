@@ -21,6 +21,7 @@ from spec_runtime.backends.captures import no_capture
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.cuda_libraries import require_gpu
 from spec_runtime.backends.shapes import KV, is_cache
+from spec_runtime.backends.shared_sessions import shared_session
 from spec_runtime.bundle import BANK, Graph, TensorSpec
 from spec_runtime.mapping import brief
 from spec_runtime.untrusted.memory import buffer_shape
@@ -86,6 +87,8 @@ class SessionOptions:
 def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     """Opens the ONNX file of `graph`.
 
+    Sessions on the CPU are shared, see shared_sessions.py.
+
     Runs without CUDA graphs, and warns, if ONNX Runtime refuses them and need not capture. Raises
     ValueError if the provider, a library, a GPU, or the file's inputs and outputs are not what is
     expected.
@@ -93,7 +96,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     provider = options.provider
     prepare(options.device)
     try:
-        session = _open(path, options)
+        session = _open_shared(path, options)
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
         is_refused = options.has_cuda_graphs and REFUSED_CAPTURE in str(error)
         if is_refused and not options.must_capture:
@@ -141,6 +144,12 @@ def _quieten() -> None:
     afterwards keeps that.
     """
     ort.set_default_logger_severity(3)
+
+
+def _open_shared(path: Path, options: SessionOptions) -> Any:
+    if options.device != "cpu" or options.weights or options.settings:
+        return _open(path, options)
+    return shared_session(path, options.threads, lambda: _open(path, options))
 
 
 def _open(path: Path, options: SessionOptions) -> Any:
