@@ -178,11 +178,14 @@ class _Job:
             return  # its reader knows, see `look_at_call`
         try:
             with closing(engine.answer(call)) as chunks:
-                for chunk in chunks:
-                    if self._is_stream or chunk.result is not None:
-                        self._post(chunk)
-                    if self._is_stream and chunk.result is None:
+                is_last = False
+                while not is_last:
+                    if self._is_stream:
                         self._wait_for_room(call)
+                    chunk = next(chunks)
+                    is_last = chunk.result is not None
+                    if self._is_stream or is_last:
+                        self._post(chunk)
         except BaseException as error:
             self._post(error)
 
