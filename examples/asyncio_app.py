@@ -5,6 +5,7 @@ python examples/asyncio_app.py bundles/smollm2-135m-instruct
 
 import argparse
 import asyncio
+from contextlib import aclosing
 
 import spec_runtime
 
@@ -14,14 +15,11 @@ QUESTIONS = ("Name a colour.", "Name an animal.", "Name a city.")
 async def first_words(engine: spec_runtime.AsyncEngine, question: str, num_letters: int) -> str:
     """Returns the beginning of an answer; its generation ends once there is enough of it."""
     text = ""
-    stream = engine.stream(question, max_new_tokens=64)
-    try:
-        async for chunk in stream:
+    async with aclosing(engine.stream(question, max_new_tokens=64)) as chunks:
+        async for chunk in chunks:
             text += chunk.text
             if len(text) >= num_letters:
-                break
-    finally:
-        await stream.aclose()  # without it the generation ends when the stream is collected
+                break  # leaving the block ends the generation
     return text[:num_letters]
 
 

@@ -9,7 +9,7 @@ For OpenAI's API there is `spec-runtime serve`; this is for apps that have an AP
 
 import argparse
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import uvicorn
 from fastapi import FastAPI, HTTPException
@@ -47,12 +47,10 @@ def make_app(engine: spec_runtime.Engine) -> FastAPI:
 
         async def texts() -> AsyncIterator[str]:
             # A client that goes away cancels this, which ends the generation within one step.
-            try:
+            async with aclosing(chunks):
                 yield first.text
                 async for chunk in chunks:
                     yield chunk.text
-            finally:
-                await chunks.aclose()
 
         return StreamingResponse(texts(), media_type="text/plain; charset=utf-8")
 
