@@ -8,7 +8,7 @@ For OpenAI's API there is `spec-runtime serve`; this is for apps that have an AP
 """
 
 import argparse
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import uvicorn
@@ -29,7 +29,7 @@ def make_app(engine: spec_runtime.Engine) -> FastAPI:
     shared = spec_runtime.AsyncEngine(engine, max_waiting=8)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncGenerator[None, None]:
         yield
         await shared.close()
 

@@ -21,7 +21,7 @@ class Conversation:
     """The messages of one user."""
 
     user: str
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
     async def say(self, engine: spec_runtime.AsyncEngine, text: str) -> str:
         """Adds what the user says and what is answered; returns the answer.
