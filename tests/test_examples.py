@@ -101,14 +101,12 @@ def test_json_extraction(run: Run, bundle: Path) -> None:
 
 
 def test_fastapi_app(bundle: Path) -> None:
-    pytest.importorskip("fastapi", reason="FastAPI is not installed")
     pytest.importorskip("uvicorn", reason="uvicorn is not installed")
     pytest.importorskip("httpx", reason="httpx, which FastAPI's test client uses, is not installed")
-    from fastapi.testclient import TestClient
-
+    testclient = pytest.importorskip("fastapi.testclient", reason="FastAPI is not installed")
     engine = spec_runtime.load(bundle)
     expected = engine.generate("abcd", max_new_tokens=20).text
-    with TestClient(module("fastapi_app.py").make_app(engine)) as client:
+    with testclient.TestClient(module("fastapi_app.py").make_app(engine)) as client:
         asked = {"question": "abcd", "max_new_tokens": 20}
         with client.stream("POST", "/ask", json=asked) as response:
             assert response.status_code == 200
