@@ -85,9 +85,7 @@ def load(
     """Opens a bundle and returns an engine that generates with it.
 
     Args:
-        path: the bundle's folder. "hf://org/name" or "hf://org/name@revision" is a repository of a
-            Hugging Face hub: the first call fetches it into the user's cache folder, later ones ask
-            the network for nothing.
+        path: the bundle's folder, or "hf://org/name", which is fetched once (see hub.pull.cached).
         drafter: a name from its manifest, "prompt_lookup", "lookahead" or "none" (plain decoding).
             None takes the manifest's first, or prompt_lookup if there is none.
         threads: CPU threads; None takes as many as this process may use.
