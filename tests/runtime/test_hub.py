@@ -232,6 +232,37 @@ def test_a_broken_download_goes_on_where_it_stopped(
     assert not Path(".again.pull").exists()
 
 
+def test_an_interrupted_pull_leaves_no_bundle_and_goes_on(
+    hub: FakeHub, files: dict[str, bytes]
+) -> None:
+    hub.add(NAME, files)
+
+    def interrupt(progress: Progress) -> None:
+        if progress.file == "target/target.onnx":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(NAME, on_progress=interrupt)
+    assert [path.name for path in Path("bundles").iterdir()] == [".small.pull"]
+    hub.sent.clear()
+    assert contents(pull(NAME)) == files
+    assert "manifest.json" not in hub.sent, "it was there already"
+
+
+def test_two_pulls_into_one_folder(hub: FakeHub, files: dict[str, bytes]) -> None:
+    hub.add(NAME, files)
+    refused: list[str] = []
+
+    def pull_too(progress: Progress) -> None:
+        if not refused:
+            with pytest.raises(ValueError, match="is being written by process") as caught:
+                pull(NAME)
+            refused.append(str(caught.value))
+
+    assert contents(pull(NAME, on_progress=pull_too)) == files
+    assert len(refused) == 1
+
+
 @pytest.mark.parametrize("name", ["target/target.onnx", "tokenizer.json"])
 def test_a_wrong_hash_leaves_nothing(hub: FakeHub, files: dict[str, bytes], name: str) -> None:
     hub.add(NAME, files | {name: files[name][:-1] + b"?"})
