@@ -22,7 +22,7 @@ class Step:
     are the committed rows as node ids, root first. `features` f32[P, F] are those of the rows, if
     the proposer wants them; `logprobs` belong to `tokens`, if the request asks for them.
     `num_drafted` counts the nodes of the `tree` without the root. The prompt's step has the first
-    token and no rows.
+    token, no path, and the features of all rows that the prompt's pass added.
     """
 
     tokens: list[int]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Unpack
 
 from spec_runtime.calls.options import CallOptions
@@ -77,7 +77,7 @@ def record(
                 result: GenerationResult = end.value
                 break
             assert step.stats is not None, "a fused step"
-            raw.append(_Raw(step, dict(step.stats.timings)))
+            raw.append(_Raw(replace(step, features=None, verified=None), dict(step.stats.timings)))
             for token in step.tokens:
                 text.push(token)
             on_text(text.take())
