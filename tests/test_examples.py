@@ -84,11 +84,17 @@ def test_asyncio_app(run: Run, bundle: Path) -> None:
 
 
 def test_multi_user_chat(run: Run, bundle: Path) -> None:
-    lines = run("multi_user_chat.py", bundle)[0].splitlines()
+    text = run("multi_user_chat.py", bundle)[0]
     example = module("multi_user_chat.py")
+    turns = re.findall(
+        r"^(\w+): (.+?) -> .*?^ +(\d+) of (\d+) prompt", text, re.DOTALL | re.MULTILINE
+    )
+    assert len(turns) == 6
     for user, questions in example.QUESTIONS.items():
-        asked = [line.split(" -> ")[0] for line in lines if line.startswith(f"{user}: ")]
-        assert asked == [f"{user}: {question}" for question in questions]
+        own = [turn for turn in turns if turn[0] == user]
+        assert [question for _, question, _, _ in own] == [*questions]
+        (_, _, first, _), (_, _, reused, num_tokens) = own
+        assert int(first) < int(num_tokens) / 2 < int(reused), "the first turn was kept"
 
 
 def test_json_extraction(run: Run, bundle: Path) -> None:
