@@ -56,10 +56,10 @@ def command(
     ] = None,
 ) -> None:
     """Generate text from a prompt."""
-    if logprobs is not None and not as_json:
-        raise ValueError("got --logprobs without --json, where they are printed; add --json")
     if trace is not None:
         _require_traceable(trace, show_accepted, fused)
+    if logprobs is not None and not as_json:
+        raise ValueError("got --logprobs without --json, where they are printed; add --json")
     prompt = options.whole(_standard_input() if prompt is None else prompt, "a prompt")
     engine = options.open_engine(
         bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs
