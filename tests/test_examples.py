@@ -128,11 +128,9 @@ def test_fastapi_app(bundle: Path) -> None:
 @contextlib.contextmanager
 def served(bundle: Path, name: str) -> Iterator[str]:
     """Serves the bundle while the block runs; gives the URL of OpenAI's API."""
-    import uvicorn
-    from spec_runtime.serving.app import make_app
-    from spec_runtime.serving.settings import Settings
-
-    app = make_app(spec_runtime.load(bundle), Settings(name=name))
+    names = ("uvicorn", "spec_runtime.serving.app", "spec_runtime.serving.settings")
+    uvicorn, serving, settings = map(importlib.import_module, names)
+    app = serving.make_app(spec_runtime.load(bundle), settings.Settings(name=name))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()
