@@ -22,13 +22,15 @@ from spec_runtime.calls.kept_rows import KeptRows, Restored, RowStore, common_le
 from spec_runtime.calls.options import CallOptions, read_options
 from spec_runtime.calls.result import Chunk, GenerationResult
 from spec_runtime.calls.rows_file import RowsOwner, read_rows, write_rows
+from spec_runtime.constraints.path_masks import PathMasks
+from spec_runtime.constraints.proposer import ConstrainedProposer
 from spec_runtime.generate import generate
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
 from spec_runtime.target import Target, Wants
-from spec_runtime.text import Codec, Prompt, TextStream, encode_prompt
+from spec_runtime.text import Codec, Prompt, TextStream, Tools, encode_prompt
 from spec_runtime.trees.budget import Budget
 
 KEPT_ROWS = 32  # fewer are read again sooner than copied, and are not worth their place
@@ -235,17 +237,32 @@ class Engine:
         """
         request = read_options(options)
         self._require_strictly_greedy(request.params)
-        ids = self.encode(prompt, request.raw, request.system)
-        return Call(ids, request, TextStream(self.tokenizer.decode, request.params.stop))
+        ids = self.encode(prompt, request.raw, request.system, request.tools)
+        text = TextStream(self.tokenizer.decode, request.params.stop)
+        return Call(ids, request, text, self._masks(request.params))
+
+    def _masks(self, params: SamplingParams) -> PathMasks | None:
+        """Returns the masks of the request's grammar, None without one; raises ValueError for a
+        grammar that is not valid."""
+        if params.grammar is None:
+            return None
+        matcher = self.tokenizer.matcher(params.grammar, self.target.vocab_size)
+        return PathMasks(matcher, self.tokenizer.eos)
 
     def answer(self, call: Call) -> Generator[Chunk, None, GenerationResult]:
         """Yields the chunks of a prepared call, see `chunks`."""
         has_logprobs = call.params.logprobs is not None
         return read_chunks(self._steps(call), call.text, has_logprobs)
 
-    def encode(self, prompt: Prompt, raw: bool = False, system: str | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        system: str | None = None,
+        tools: Tools | None = None,
+    ) -> list[int]:
         """Returns the prompt's token ids, checked against vocabulary and context."""
-        ids = encode_prompt(self.tokenizer, prompt, raw, system)
+        ids = encode_prompt(self.tokenizer, prompt, raw, system, tools)
         if len(ids) > self.target.max_length:
             raise ValueError(
                 f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"
@@ -361,7 +378,10 @@ class Engine:
 
     def _run(self, parts: _Parts, call: Call) -> Steps:
         target, proposer = parts.target, parts.drafter.proposer
-        prompt, params = call.prompt, call.params
+        prompt, params, masks = call.prompt, call.params, call.masks
+        # plain decoding stays plain: it drafts no forced tokens
+        if masks is not None and parts.drafter.name != "none":
+            proposer = ConstrainedProposer(proposer, masks, target.max_nodes)
         reused, restored = self._bring_rows(parts, call)
         limits = self._limits(target, call)
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
@@ -384,6 +404,7 @@ class Engine:
                     parts.drafter.taps,
                     parts.drafter.fused,
                     restored,
+                    masks,
                 )
                 with closing(steps):  # a fused step hands its rows over before the turn ends
                     for step in steps:
@@ -406,7 +427,8 @@ class Engine:
                 self._held = (prompt + out)[: target.length]
                 target.rows_of = self._turn = call.turn
             result = self._finish(call, out, logprobs, stats, limits.finish_reason or CANCELLED)
-            if params.rule != "typical":  # its lengths are what its threshold makes them
+            # what a threshold or a grammar makes of the lengths says little about the drafter
+            if params.rule != "typical" and not params.reads_text:
                 self._warn_of_doubts(parts.drafter.name, stats, is_greedy=params.temperature == 0)
         return result
 
@@ -437,11 +459,12 @@ class Engine:
         return result
 
     def _require_strictly_greedy(self, params: SamplingParams) -> None:
-        is_processed = params.temperature > 0 or params.has_penalties or params.logit_bias
+        is_processed = params.temperature > 0 or params.has_processors
         if self.target.strict_gap is not None and is_processed:
             raise ValueError(
-                f"got temperature {params.temperature}, penalties or a logit bias with strict, "
-                "expected none: its near ties are those of the raw logits"
+                f"got temperature {params.temperature}, penalties, a logit bias, response_format or"
+                " logits_processor with strict, expected none: its near ties are those of the raw "
+                "logits"
             )
 
     def _bring_rows(self, parts: _Parts, call: Call) -> tuple[int, Restored | None]:

@@ -20,7 +20,11 @@ from spec_runtime.files import replacing
 from spec_runtime.mapping import brief
 
 TOKENS, FEATURES = "tokens", "features"
-DTYPES = {"I64": np.dtype(np.int64), "F32": np.dtype(np.float32), "U8": np.dtype(np.uint8)}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "I64": np.dtype(np.int64),
+    "F32": np.dtype(np.float32),
+    "U8": np.dtype(np.uint8),
+}
 MAX_HEADER_BYTES = 1 << 20
 
 

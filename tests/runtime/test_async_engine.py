@@ -154,7 +154,7 @@ def test_a_call_cancelled_while_it_waits_never_runs() -> None:
     run(main())
 
 
-def test_a_slow_reader_holds_the_engine_back() -> None:
+def test_a_slow_reader_holds_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         sync_engine = engine_of()
         num_steps = 0
@@ -172,7 +172,7 @@ def test_a_slow_reader_holds_the_engine_back() -> None:
 
             return chunks()
 
-        sync_engine.answer = counted  # type: ignore[method-assign]
+        monkeypatch.setattr(sync_engine, "answer", counted)
         async with AsyncEngine(sync_engine) as engine:
             async with aclosing(engine.stream(PROMPTS[0], max_new_tokens=100)) as stream:
                 chunks = [await anext(stream)]

@@ -267,7 +267,7 @@ def test_a_closed_engine_holds_neither_target_nor_drafter(drafter: str) -> None:
     gc.disable()
     try:
         engine.generate(PROMPT, max_new_tokens=9)
-        held = [weakref.ref(engine.target), weakref.ref(engine.proposer)]
+        held: list[weakref.ref[Any]] = [weakref.ref(engine.target), weakref.ref(engine.proposer)]
         engine.close()
         assert [reference() for reference in held] == [None, None]
     finally:
