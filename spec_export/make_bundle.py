@@ -29,8 +29,7 @@ from spec_export.progress import StageReport
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
 from spec_runtime import bundle as bundles
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.files import replacing_folder, require_replaceable, temporaries
-from spec_runtime.mapping import parse_json
+from spec_runtime.files import replacing_folder, require_replaceable
 
 console = Console(stderr=True)
 DEFAULT_MAX_LENGTH = 2048
@@ -45,11 +44,11 @@ def build(options: BuildOptions) -> Path:
     building there. Nothing is left half-written.
     """
     if options.out is not None:  # before a target is downloaded
-        require_replaceable(options.out, _files_of_bundle, "a bundle")
+        require_replaceable(options.out, bundles.own_files, "a bundle")
     source = target.resolve(options.model)
     out = options.out or Path("bundles") / source.name
     report = StageReport()
-    with replacing_folder(out, _files_of_bundle, "a bundle") as folder:
+    with replacing_folder(out, bundles.own_files, "a bundle") as folder:
         saved = drafters.choose(options, source)
         plan_builder = plans.open_builder(options, replaced=out)
         for drafter in saved:
@@ -67,25 +66,6 @@ def build(options: BuildOptions) -> Path:
             "lookup. To train one: spec-export distill, then spec-export train RECIPE"
         )
     return out
-
-
-def _files_of_bundle(folder: Path) -> set[str] | None:
-    """Returns the files of the bundle in `folder`, missing ones too; None if it holds no bundle.
-
-    The manifest says which these are, also that of a damaged bundle or of another version.
-    """
-    manifest_file = folder / bundles.MANIFEST
-    try:
-        found = parse_json(manifest_file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    keys = {"schema_version", "target", "graphs", "tokenizer", "files"}
-    if not isinstance(found, dict) or not keys <= found.keys():
-        return None
-    if not isinstance(found["files"], dict):
-        return None
-    left = {path.name for path in temporaries(manifest_file)}
-    return {bundles.MANIFEST, *found["files"], *left}
 
 
 # ---- loading ----

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from spec_runtime.files import sha256, write_atomically
+from spec_runtime.files import sha256, temporaries, write_atomically
 from spec_runtime.mapping import added_later, brief, from_mapping, parse_json, to_json
 from spec_runtime.untrusted.drafter_entry import config_fault, trees_fault
 
@@ -466,10 +466,22 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
     the manifest is of a newer schema, or if a key is unknown or missing.
     """
     folder = Path(path)
+    manifest = read_manifest(folder)
+    _check_files(folder, manifest, verify)
+    return Bundle(folder, manifest)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest alone: the files that it names need not be there yet, but none of them
+    lies outside of the folder.
+
+    Raises BundleError as `read` does.
+    """
     manifest_file = folder / MANIFEST
     _require(
         manifest_file.is_file(),
-        f"{folder}: no {MANIFEST} here, expected a bundle folder; make one with spec-export build",
+        f"{folder}: no {MANIFEST} here, expected a bundle folder; make one with spec-export build, "
+        "or fetch one with spec-runtime pull",
     )
     try:
         size = manifest_file.stat().st_size
@@ -498,11 +510,12 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
         manifest = from_mapping(Manifest, data, "manifest", BundleError)
     except BundleError as error:
         raise BundleError(f"{manifest_file}: {error}") from None
-    _check_files(folder, manifest, verify)
-    return Bundle(folder, manifest)
+    _check_names(folder, manifest)
+    return manifest
 
 
-def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
+def _check_names(folder: Path, manifest: Manifest) -> None:
+    """Checks that the files are hashed, and that their names and hashes are such."""
     for name in _named_files(manifest):
         _require(
             name in manifest.files,
@@ -515,11 +528,21 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
             not pure.is_absolute() and ".." not in pure.parts,
             f"{folder}: got file path {name!r:.200}, expected one inside the bundle",
         )
-        file = folder / name
         _require(
             re.fullmatch("[0-9a-f]{64}", expected) is not None,
             f"{folder}: {name}: got sha256 {expected!r:.80}, expected 64 hexadecimal digits",
         )
+    listed = manifest.files[manifest.tokenizer.file]
+    _require(
+        manifest.tokenizer.sha256 == listed,
+        f"{folder}: tokenizer.sha256 {manifest.tokenizer.sha256[:12]!r}… does not match the "
+        f"{listed[:12]}… of {manifest.tokenizer.file}; this is not the target's tokenizer",
+    )
+
+
+def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
+    for name, expected in manifest.files.items():
+        file = folder / name
         _require(file.is_file(), f"{file}: missing; build or copy the bundle again")
         _require_inside(folder, file)
         if verify:
@@ -532,12 +555,6 @@ def _check_files(folder: Path, manifest: Manifest, verify: bool) -> None:
                 f"{file}: got sha256 {found[:12]}…, expected {expected[:12]}…: truncated or "
                 "altered; build or copy the bundle again",
             )
-    listed = manifest.files[manifest.tokenizer.file]
-    _require(
-        manifest.tokenizer.sha256 == listed,
-        f"{folder}: tokenizer.sha256 {manifest.tokenizer.sha256[:12]!r}… does not match the "
-        f"{listed[:12]}… of {manifest.tokenizer.file}; this is not the target's tokenizer",
-    )
 
 
 def _require_inside(folder: Path, file: Path) -> None:
@@ -591,6 +608,26 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
     write_atomically(folder / MANIFEST, json.dumps(to_json(complete), indent=2) + "\n")
 
 
+def own_files(folder: Path) -> set[str] | None:
+    """Returns the files of the bundle in `folder`, missing ones too; None if it holds no bundle.
+
+    The manifest says which these are, also that of a damaged bundle or of another version.
+    `files.replacing_folder` takes this function to know what it may replace.
+    """
+    manifest_file = folder / MANIFEST
+    try:
+        found = parse_json(manifest_file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    keys = {"schema_version", "target", "graphs", "tokenizer", "files"}
+    if not isinstance(found, dict) or not keys <= found.keys():
+        return None
+    if not isinstance(found["files"], dict):
+        return None
+    left = {path.name for path in temporaries(manifest_file)}
+    return {MANIFEST, *found["files"], *left}
+
+
 def find(root: str | Path = "bundles") -> Path:
     """Returns the newest bundle, by its manifest's date, among the folders in `root`."""
     # Hidden folders are half-built bundles.
@@ -598,6 +635,6 @@ def find(root: str | Path = "bundles") -> Path:
     _require(
         bool(manifests),
         f"no bundle under {Path(root)}/, expected one; run spec-export build --drafter "
-        "parallelspec, or name a folder with --bundle",
+        "parallelspec or spec-runtime pull, or name a folder with --bundle",
     )
     return max(manifests, key=lambda file: file.stat().st_mtime).parent

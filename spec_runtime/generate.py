@@ -61,7 +61,9 @@ def generate(
     else:
         proposer.start(prompt, restored.features_before(features), 0)
     logprobs = _logprobs(params, verified, [0], [token])
-    step = Step(limits.cut([token]), num_accepted=0, logprobs=logprobs, features=features)
+    step = Step(
+        limits.cut([token]), num_accepted=0, logprobs=logprobs, features=features, stats=stats
+    )
     sample.commit(step.tokens)
     clock.lap("prefill")
     yield step
@@ -85,6 +87,8 @@ def generate(
             verified=verified,
             logprobs=_logprobs(params, verified, step.path, step.tokens),
             num_drafted=tree.num_nodes - 1,
+            tree=tree,
+            stats=stats,
         )
         clock.lap("other")
         target.commit(step.path)

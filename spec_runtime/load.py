@@ -93,7 +93,7 @@ def load(
     """Opens a bundle and returns an engine that generates with it.
 
     Args:
-        path: the bundle's folder.
+        path: the bundle's folder, or "hf://org/name", which is fetched once (see hub.pull.cached).
         drafter: a name from its manifest, "prompt_lookup", "lookahead" or "none" (plain decoding).
             None takes the manifest's first, or prompt_lookup if there is none.
         threads: CPU threads; None takes as many as this process may use.
@@ -133,7 +133,7 @@ def load(
     from_mapping(_Arguments, given, "load", none="None")
     runtime = Runtime(backend, threads, cuda_graphs, map_weights)
     options = LoadOptions(runtime, profile, fused, memory)
-    bundle = bundles.read(path, verify)
+    bundle = bundles.read(_local(path), verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow
         raise ValueError(_unknown(drafter, known))
@@ -149,6 +149,15 @@ def load(
             "with lookup"
         )
     return Engine(target, tokenizer, opened, opener, kept_mb << 20)
+
+
+def _local(path: str | Path) -> str | Path:
+    """Returns the folder of a bundle; fetches that of "hf://org/name" if it is not there yet."""
+    if isinstance(path, str) and path.startswith("hf://"):
+        from spec_runtime.hub.pull import cached  # here: few need it
+
+        return cached(path)
+    return path
 
 
 def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Target:

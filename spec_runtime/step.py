@@ -11,6 +11,7 @@ import numpy as np
 from spec_runtime.sampling import TokenLogprob
 from spec_runtime.stats import Clock, Stats
 from spec_runtime.target import Verified
+from spec_runtime.trees.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Step:
     `tokens` are the accepted draft and then the bonus, unless generation ended before it. `path`
     are the committed rows as node ids, root first. `features` f32[P, F] are those of the rows, if
     the proposer wants them; `logprobs` belong to `tokens`, if the request asks for them.
-    `num_drafted` counts the tree's nodes without the root. The prompt's step has the first token,
-    no path, and the features of all rows that the prompt's pass added.
+    `num_drafted` counts the nodes of the `tree` without the root. The prompt's step has the first
+    token, no path, and the features of all rows that the prompt's pass added.
     """
 
     tokens: list[int]
@@ -32,6 +33,9 @@ class Step:
     verified: Verified | None = field(default=None, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
     num_drafted: int = 0
+    # Both None in a fused step. The counts are the generation's so far, and go on changing.
+    tree: TokenTree | None = field(default=None, repr=False)
+    stats: Stats | None = field(default=None, repr=False)
 
     @property
     def depths(self) -> list[int]:

@@ -52,11 +52,3 @@ def test_only_whole_steps_with_an_accepted_token_count() -> None:
     assert draw.best_step([(tree, each) for each in (nothing, first, second, cut)])[1] is first
     with pytest.raises(ValueError, match="got no step with an accepted token"):
         draw.best_step([(tree, nothing), (tree, cut)])
-
-
-def test_texts_read_as_they_do_behind_what_is_before_them() -> None:
-    tree = TokenTree.chain(list("né".encode()))
-    step = Step([tree.token_N[1], tree.token_N[2], ord("e")], 2, [0, 1, 2])
-    texts, bonus = draw.node_texts(toy_engine().tokenizer, tree, step)
-    assert texts[0] == "n"
-    assert bonus == "e"

@@ -15,7 +15,7 @@ from spec_runtime.files import require_writable, write_atomically
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
-from spec_runtime.text import Codec
+from spec_runtime.tracing.record import node_texts
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.drawing import accepted_tree_svg
 from spec_runtime.trees.tree import TokenTree
@@ -50,18 +50,6 @@ def best_step(steps: Sequence[tuple[TokenTree, Step]]) -> tuple[TokenTree, Step]
     return tree, step
 
 
-def node_texts(codec: Codec, tree: TokenTree, step: Step) -> tuple[list[str], str]:
-    """Returns the text of each node and of the bonus, each as it reads behind what is before it."""
-
-    def text(before: list[int], token: int) -> str:
-        return codec.decode([*before, token])[len(codec.decode(before)) :]
-
-    tokens = tree.token_N
-    paths = [tree.path(node) for node in range(tree.num_nodes)]
-    texts = [text(tokens[path[:-1]].tolist(), int(tokens[path[-1]])) for path in paths]
-    return texts, text(tokens[step.path].tolist(), step.tokens[-1])
-
-
 def drawn(engine: spec_runtime.Engine, prompt: str, max_new_tokens: int, nodes: int | None) -> str:
     """Returns the SVG of the best step of an answer to `prompt`."""
     recorder: list[StepRecorder] = []
@@ -73,7 +61,8 @@ def drawn(engine: spec_runtime.Engine, prompt: str, max_new_tokens: int, nodes: 
     watched = engine.observed(record, None if nodes is None else Budget(nodes))
     watched.generate(prompt, max_new_tokens=max_new_tokens)
     tree, step = best_step(recorder[0].steps)
-    texts, bonus = node_texts(engine.tokenizer, tree, step)
+    texts, bonus = node_texts(engine.tokenizer, tree, step.path, step)
+    assert bonus is not None, "best_step leaves steps out that were cut short"
     title = (
         f"One step of {engine.drafter}: {tree.num_nodes - 1} nodes drafted, "
         f"{step.num_accepted} accepted, {len(step.tokens)} tokens committed"

@@ -14,7 +14,7 @@ import typer
 from spec_runtime.cli import boundary
 from spec_runtime.cli.terminal import visible
 
-VERBS = ("generate", "chat", "serve", "bench", "audit", "tune", "show")
+VERBS = ("generate", "chat", "serve", "bench", "audit", "tune", "show", "pull", "push")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

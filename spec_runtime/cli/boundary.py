@@ -45,6 +45,7 @@ EXTRAS = {
     "tensorrt": "tensorrt",
     "tensorrt_rtx_bindings": "tensorrt-rtx",
     "openvino_genai": "distill",
+    "huggingface_hub": "hub",
     **dict.fromkeys(
         ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf"), "export"
     ),

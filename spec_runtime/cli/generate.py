@@ -2,12 +2,14 @@
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spec_runtime.cli import answer_format, options
 from spec_runtime.cli.terminal import Console, streamed
+from spec_runtime.files import require_writable, write_atomically
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
@@ -40,6 +42,12 @@ def command(
     as_json: Annotated[
         bool, typer.Option("--json", help="Text, token ids and figures as one JSON object")
     ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="OUT", help="Write every step's tree and times as an HTML page"
+        ),
+    ] = None,
     logprobs: Annotated[
         int | None,
         typer.Option(
@@ -51,6 +59,8 @@ def command(
     ] = None,
 ) -> None:
     """Generate text from a prompt."""
+    if trace is not None:
+        _require_traceable(trace, show_accepted, fused)
     if logprobs is not None and not as_json:
         raise ValueError("got --logprobs without --json, where they are printed; add --json")
     wanted = answer_format.response_format(json_schema, regex, grammar)
@@ -61,6 +71,9 @@ def command(
     prompt_ids = engine.encode(prompt, raw, system)
     settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
     settings |= {"response_format": wanted}
+    if trace is not None:
+        _trace(engine, prompt_ids, settings, trace, as_json)
+        return
     if as_json:
         print(json.dumps(report(engine.generate(prompt_ids, **settings))))
         return
@@ -72,6 +85,35 @@ def command(
     print(flush=True)
     assert engine.last_result is not None
     print(options.summary_line(engine.last_result), file=sys.stderr)
+
+
+def _require_traceable(trace: Path, show_accepted: bool, fused: bool | None) -> None:
+    """Raises ValueError for options that --trace does not go with, and if its file cannot be
+    written."""
+    if show_accepted or fused:
+        other = "--show-accepted" if show_accepted else "--fused"
+        raise ValueError(f"got --trace with {other}, expected one of them")
+    require_writable(trace)
+
+
+def _trace(
+    engine: "Engine", prompt: list[int], settings: "SamplingOptions", out: Path, as_json: bool
+) -> None:
+    """Prints the answer as usual, and writes the page of its steps."""
+    from spec_runtime.tracing.page import page
+    from spec_runtime.tracing.record import record
+
+    def show(text: str) -> None:
+        if not as_json:
+            print(streamed(text), end="", flush=True)
+
+    traced = record(engine, prompt, show, **settings)
+    write_atomically(out, page(traced))
+    if as_json:
+        print(json.dumps(report(traced.result)))
+    else:
+        print(flush=True)
+        print(options.summary_line(traced.result), file=sys.stderr)
 
 
 def _print_coloured(engine: "Engine", prompt: list[int], settings: "SamplingOptions") -> None:

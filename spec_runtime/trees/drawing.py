@@ -10,6 +10,7 @@ import io
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from xml.sax.saxutils import escape, quoteattr
 
 from rich.tree import Tree
@@ -180,28 +181,10 @@ def accepted_tree_svg(
     Example: root 5 with children 7 and 8, of which 8 is accepted: path [0, 2]; node 2 stands to
     the right of the root, node 1 below node 2, the bonus to the right of node 2.
     """
-    if len(texts) != tree.num_nodes or list(path) != tree.path(path[-1] if path else 0):
-        raise ValueError(
-            f"got path {list(path)} and {len(texts)} texts for {tree.num_nodes} nodes, expected a "
-            "path from the root and one text a node"
-        )
-    kinds = ["accepted" if node in path else "refused" for node in range(tree.num_nodes)]
-    boxes = _boxes(
-        _ranks(tree, path),
-        ["root", *kinds[1:], "bonus"],
-        [_shown(text) for text in (*texts, bonus_text)],
-    )
-    parents = [*tree.parent_N.tolist(), path[-1]]
-    edges = [
-        (box.kind, _edge(boxes[parent], box))
-        for box, parent in zip(boxes[1:], parents[1:], strict=True)
-    ]
-    legend, legend_width = _legend(max(box.y for box in boxes) + BOX_ROW)
-    width = MARGIN + max(
-        *(box.x + box.width for box in boxes), legend_width, MARGIN + 8.5 * len(title)
-    )
-    height = max(box.y for box in boxes) + BOX_ROW + BOX_HEIGHT / 2 + MARGIN / 2
-    edges.sort(key=lambda edge: edge[0] != "refused")  # the path's are drawn over the others
+    picture = accepted_tree(tree, path, texts, bonus_text)
+    legend, legend_width = _legend(picture.bottom + BOX_ROW)
+    width = max(picture.right, MARGIN + legend_width, 2 * MARGIN + 8.5 * len(title))
+    height = picture.bottom + BOX_ROW + BOX_HEIGHT / 2 + MARGIN / 2
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
@@ -209,12 +192,59 @@ def accepted_tree_svg(
             f"<style>{STYLE}</style>",
             '<rect width="100%" height="100%" rx="8" fill="#ffffff"/>',
             f'<text class="title" x="{MARGIN}" y="{MARGIN + 8}">{escape(title)}</text>',
-            *(f'<path class="edge {kind}" d="{line}"/>' for kind, line in edges),
-            *(box.svg() for box in boxes),
+            *picture.elements,
             *legend,
             "</svg>",
             "",
         ]
+    )
+
+
+class AcceptedTree(NamedTuple):
+    """SVG elements of one step's tree, without a style: groups `node` and paths `edge`, both of
+    which also have the class root, accepted, refused or bonus.
+
+    In pixels: they end at `right`, and the middle of the lowest box is at `bottom`; there is room
+    for a title above them.
+    """
+
+    elements: list[str]
+    right: float
+    bottom: float
+
+
+def accepted_tree(
+    tree: TokenTree, path: Sequence[int], texts: Sequence[str], bonus_text: str | None
+) -> AcceptedTree:
+    """Returns the elements of `accepted_tree_svg`; `bonus_text` is None where there is no bonus.
+
+    Raises ValueError as that does.
+    """
+    if len(texts) != tree.num_nodes or list(path) != tree.path(path[-1] if path else 0):
+        raise ValueError(
+            f"got path {list(path)} and {len(texts)} texts for {tree.num_nodes} nodes, expected a "
+            "path from the root and one text a node"
+        )
+    kinds = ["accepted" if node in path else "refused" for node in range(tree.num_nodes)]
+    kinds[0] = "root"
+    ranks, shown, parents = _ranks(tree, path), [*texts], tree.parent_N.tolist()
+    if bonus_text is None:
+        del ranks[-1]
+    else:
+        kinds.append("bonus")
+        shown.append(bonus_text)
+        parents.append(path[-1])
+    boxes = _boxes(ranks, kinds, [_shown(text) for text in shown])
+    edges = [
+        (box.kind, _edge(boxes[parent], box))
+        for box, parent in zip(boxes[1:], parents[1:], strict=True)
+    ]
+    edges.sort(key=lambda edge: edge[0] != "refused")  # the path's are drawn over the others
+    lines = [f'<path class="edge {kind}" d="{line}"/>' for kind, line in edges]
+    return AcceptedTree(
+        [*lines, *(box.svg() for box in boxes)],
+        MARGIN + max(box.x + box.width for box in boxes),
+        max(box.y for box in boxes),
     )
 
 

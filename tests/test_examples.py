@@ -1,0 +1,169 @@
+"""Runs every example on a tiny target, as a reader would."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import re
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+import tiny_bundle
+
+import spec_runtime
+from spec_runtime import bundle as bundles
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+Run = Callable[..., tuple[str, str]]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose target writes letters, with room for more of them than in tests of limits."""
+    folder = tiny_bundle.write(tmp_path_factory.mktemp("examples") / "tiny")
+    manifest = bundles.read(folder).manifest
+    target = dataclasses.replace(manifest.target, max_length=4000)
+    bundles.write_manifest(folder, dataclasses.replace(manifest, target=target))
+    return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs an example as a program: (stdout, stderr)."""
+
+    def run(name: str, *arguments: object) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr()
+
+    return run
+
+
+def module(name: str) -> ModuleType:
+    """Imports an example, without running it."""
+    spec = importlib.util.spec_from_file_location(f"example_{Path(name).stem}", EXAMPLES / name)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_script(run: Run, bundle: Path) -> None:
+    out, err = run("script.py", bundle, "abcd", "--max-new-tokens", 20)
+    with spec_runtime.load(bundle) as engine:
+        assert out == engine.generate("abcd", max_new_tokens=20).text + "\n"
+    assert re.fullmatch(r"20 tokens, \d+ tokens/s, accepted length \d.\d\d, length\n", err)
+    with pytest.raises(SystemExit, match=r"error: nowhere: no manifest\.json here"):
+        run("script.py", "nowhere", "abcd")
+
+
+def test_asyncio_app(run: Run, bundle: Path) -> None:
+    lines = run("asyncio_app.py", bundle)[0].splitlines()
+    assert [line.partition(".")[0] for line in lines] == [
+        "Name a colour",
+        "Name an animal",
+        "Name a city",
+        "Tell me a story",
+        "cancelled",
+    ]
+    assert lines[3].startswith("Tell me a story. ")
+
+
+def test_multi_user_chat(run: Run, bundle: Path) -> None:
+    text = run("multi_user_chat.py", bundle)[0]
+    example = module("multi_user_chat.py")
+    turns = re.findall(
+        r"^(\w+): (.+?) -> .*?^ +(\d+) of (\d+) prompt", text, re.DOTALL | re.MULTILINE
+    )
+    assert len(turns) == 6
+    for user, questions in example.QUESTIONS.items():
+        own = [turn for turn in turns if turn[0] == user]
+        assert [question for _, question, _, _ in own] == [*questions]
+        (_, _, first, _), (_, _, reused, num_tokens) = own
+        assert int(first) < int(num_tokens) / 2 < int(reused), "the first turn was kept"
+
+
+def test_json_extraction(run: Run, bundle: Path) -> None:
+    pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
+    people = [
+        json.loads(line) for line in run("json_extraction.py", bundle, "abc", "bcd")[0].splitlines()
+    ]
+    assert [set(person) for person in people] == [{"name", "age", "city"}] * 2
+    assert all(0 <= person["age"] <= 150 for person in people)
+
+
+def test_fastapi_app(bundle: Path) -> None:
+    pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+    pytest.importorskip("httpx", reason="httpx, which FastAPI's test client uses, is not installed")
+    testclient = pytest.importorskip("fastapi.testclient", reason="FastAPI is not installed")
+    engine = spec_runtime.load(bundle)
+    expected = engine.generate("abcd", max_new_tokens=20).text
+    with testclient.TestClient(module("fastapi_app.py").make_app(engine)) as client:
+        asked = {"question": "abcd", "max_new_tokens": 20}
+        with client.stream("POST", "/ask", json=asked) as response:
+            assert response.status_code == 200
+            assert "".join(response.iter_text()) == expected
+        too_long = client.post("/ask", json={"question": "é" * 2000})
+        assert too_long.status_code == 400
+        assert too_long.json()["detail"].startswith("got a prompt of ")
+        assert client.post("/ask", json={"question": ""}).status_code == 422
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        engine.generate("abcd")
+
+
+@contextlib.contextmanager
+def served(bundle: Path, name: str) -> Iterator[str]:
+    """Serves the bundle while the block runs; gives the URL of OpenAI's API."""
+    names = ("uvicorn", "spec_runtime.serving.app", "spec_runtime.serving.settings")
+    uvicorn, serving, settings = map(importlib.import_module, names)
+    app = serving.make_app(spec_runtime.load(bundle), settings.Settings(name=name))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_langchain_chat(run: Run, bundle: Path) -> None:
+    pytest.importorskip("langchain_openai", reason="LangChain's client is not installed")
+    pytest.importorskip("spec_runtime.serving.app", reason="the extra `serve` is not installed")
+    with served(bundle, "tiny") as url:
+        out, _ = run("langchain_chat.py", url, "tiny", "--max-tokens", 20)
+    with spec_runtime.load(bundle) as engine:
+        messages = [
+            {"role": "system", "content": "Answer in one sentence."},
+            {"role": "user", "content": "Name three colours."},
+        ]
+        first = engine.generate(messages, max_new_tokens=20).text
+    assert out.startswith(first + "\n")
+    assert len(out) > len(first) + 2
+
+
+def test_every_example_is_run_here_and_walked_through_on_the_page() -> None:
+    page = (ROOT / "docs/embed.md").read_text(encoding="utf-8")
+    own = Path(__file__).read_text(encoding="utf-8")
+    for file in EXAMPLES.glob("*.py"):
+        assert f"examples/{file.name}" in page, "docs/embed.md walks through every example"
+        assert f"def test_{file.stem}(" in own
+        assert f"python examples/{file.name}" in file.read_text(encoding="utf-8")
