@@ -235,7 +235,7 @@ class Engine:
         """
         request = read_options(options)
         self._require_strictly_greedy(request.params)
-        ids = self.encode(prompt, request.raw, request.system)
+        ids = self.encode(prompt, request.raw, request.system, request.continue_final)
         return Call(ids, request, TextStream(self.tokenizer.decode, request.params.stop))
 
     def answer(self, call: Call) -> Generator[Chunk, None, GenerationResult]:
@@ -243,9 +243,15 @@ class Engine:
         has_logprobs = call.params.logprobs is not None
         return read_chunks(self._steps(call), call.text, has_logprobs)
 
-    def encode(self, prompt: Prompt, raw: bool = False, system: str | None = None) -> list[int]:
+    def encode(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        system: str | None = None,
+        continue_final: bool = False,
+    ) -> list[int]:
         """Returns the prompt's token ids, checked against vocabulary and context."""
-        ids = encode_prompt(self.tokenizer, prompt, raw, system)
+        ids = encode_prompt(self.tokenizer, prompt, raw, system, continue_final)
         if len(ids) > self.target.max_length:
             raise ValueError(
                 f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"
