@@ -86,12 +86,13 @@ def _try_drawn(
             left_V = p_V.copy()
             left_V[id_C] = np.maximum(0, p_V[id_C] - q_C)
             mass = left_V.sum()
-            is_accepted = mass == 0  # p and q are the same: refused by rounding alone
+            # p and q are the same: refused by rounding alone, unless p excludes the token
+            is_accepted = mass == 0 and p_V[token] > 0
         if is_accepted:
             child = tree.child(node, token)
             assert child is not None, (node, token)
             return child, p_V
-        p_V = left_V / mass
+        p_V = left_V / mass if mass > 0 else p_V
         if not draws.with_replacement:
             q_C = q_C.copy()
             q_C[index] = 0

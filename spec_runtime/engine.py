@@ -19,13 +19,15 @@ from spec_runtime.calls.interruption import CANCELLED, Interrupted
 from spec_runtime.calls.options import CallOptions, read_options
 from spec_runtime.calls.result import Chunk, GenerationResult
 from spec_runtime.calls.rows_file import RowsOwner
+from spec_runtime.constraints.path_masks import PathMasks
+from spec_runtime.constraints.proposer import ConstrainedProposer
 from spec_runtime.generate import generate
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
 from spec_runtime.target import Target, Wants
-from spec_runtime.text import Codec, Prompt, TextStream, encode_prompt
+from spec_runtime.text import Codec, Prompt, TextStream, Tools, encode_prompt
 from spec_runtime.trees.budget import Budget
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
@@ -230,8 +232,19 @@ class Engine:
         """
         request = read_options(options)
         self._require_strictly_greedy(request.params)
-        ids = self.encode(prompt, request.raw, request.system, request.continue_final)
-        return Call(ids, request, TextStream(self.tokenizer.decode, request.params.stop))
+        ids = self.encode(
+            prompt, request.raw, request.system, request.tools, request.continue_final
+        )
+        text = TextStream(self.tokenizer.decode, request.params.stop)
+        return Call(ids, request, text, self._masks(request.params))
+
+    def _masks(self, params: SamplingParams) -> PathMasks | None:
+        """Returns the masks of the request's grammar, None without one; raises ValueError for a
+        grammar that is not valid."""
+        if params.grammar is None:
+            return None
+        matcher = self.tokenizer.matcher(params.grammar, self.target.vocab_size)
+        return PathMasks(matcher, self.tokenizer.eos)
 
     def answer(self, call: Call) -> Generator[Chunk, None, GenerationResult]:
         """Yields the chunks of a prepared call, see `chunks`."""
@@ -243,10 +256,11 @@ class Engine:
         prompt: Prompt,
         raw: bool = False,
         system: str | None = None,
+        tools: Tools | None = None,
         continue_final: bool = False,
     ) -> list[int]:
         """Returns the prompt's token ids, checked against vocabulary and context."""
-        ids = encode_prompt(self.tokenizer, prompt, raw, system, continue_final)
+        ids = encode_prompt(self.tokenizer, prompt, raw, system, tools, continue_final)
         if len(ids) > self.target.max_length:
             raise ValueError(
                 f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"
@@ -344,12 +358,11 @@ class Engine:
                 give_back_memory()
 
     def _run(self, parts: _Parts, call: Call) -> Steps:
-        target, proposer, conversations = (
-            parts.target,
-            parts.drafter.proposer,
-            parts.conversations,
-        )
-        prompt, params = call.prompt, call.params
+        target, conversations, proposer = parts.target, parts.conversations, parts.drafter.proposer
+        prompt, params, masks = call.prompt, call.params, call.masks
+        # plain decoding stays plain: it drafts no forced tokens
+        if masks is not None and parts.drafter.name != "none":
+            proposer = ConstrainedProposer(proposer, masks, target.max_nodes)
         reused, restored = conversations.begin(call)
         limits = self._limits(target, call)
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
@@ -372,6 +385,7 @@ class Engine:
                     parts.drafter.taps,
                     parts.drafter.fused,
                     restored,
+                    masks,
                 )
                 with closing(steps):  # a fused step hands its rows over before the turn ends
                     for step in steps:
@@ -394,7 +408,8 @@ class Engine:
             if is_consistent:  # not interrupted inside a step
                 conversations.end(call.turn, prompt + out)
             result = self._finish(call, out, logprobs, stats, limits.finish_reason or CANCELLED)
-            if params.rule != "typical":  # its lengths are what its threshold makes them
+            # what a threshold or a grammar makes of the lengths says little about the drafter
+            if params.rule != "typical" and not params.reads_text:
                 self._warn_of_doubts(parts.drafter.name, stats, is_greedy=params.temperature == 0)
         return result
 
@@ -425,11 +440,12 @@ class Engine:
         return result
 
     def _require_strictly_greedy(self, params: SamplingParams) -> None:
-        is_processed = params.temperature > 0 or params.has_penalties or params.logit_bias
+        is_processed = params.temperature > 0 or params.has_processors
         if self.target.strict_gap is not None and is_processed:
             raise ValueError(
-                f"got temperature {params.temperature}, penalties or a logit bias with strict, "
-                "expected none: its near ties are those of the raw logits"
+                f"got temperature {params.temperature}, penalties, a logit bias, response_format or"
+                " logits_processor with strict, expected none: its near ties are those of the raw "
+                "logits"
             )
 
     def _limits(self, target: Target, call: Call) -> Limits:

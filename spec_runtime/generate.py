@@ -13,6 +13,7 @@ import numpy as np
 
 from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
 from spec_runtime.calls.kept_rows import Restored
+from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_logprob
 from spec_runtime.stats import Clock, Stats
@@ -36,17 +37,19 @@ def generate(
     taps: tuple[int, ...] = (),
     fused: StepRunner | None = None,
     restored: Restored | None = None,
+    masks: PathMasks | None = None,
 ) -> Generator[Step, None, None]:
     """Yields the prompt's step, then one step per verify pass, until `limits` says stop.
 
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.
     `taps` are the layers whose states the proposer's features have besides the final one. `fused`
     takes over, while it can, if the request is plainly greedy. `restored` says that the target's
-    rows were brought back from a copy, of which the proposer knows nothing. Whenever a step is out,
-    target.length = prompt + tokens - 1: the last token has no row yet. Raises Interrupted if
-    `limits` says stop within the prompt.
+    rows were brought back from a copy, of which the proposer knows nothing. `masks` are those of
+    the request's grammar, which no accepted token is outside of, whatever the proposer drafts.
+    Whenever a step is out, target.length = prompt + tokens - 1: the last token has no row yet.
+    Raises Interrupted if `limits` says stop within the prompt.
     """
-    sample = Sampler(params, target.vocab_size, prompt)
+    sample = Sampler(params, target.vocab_size, prompt, masks)
     wants = Wants(proposer.wants_features, taps, sample.reads_top)
     accept, budget = _acceptance(params, sample, budget)
     clock = Clock(stats.timings)

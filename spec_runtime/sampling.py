@@ -1,9 +1,10 @@
 """Turns a row of logits into p and into a token: processors, keyed Gumbel noise, log-probabilities.
 
-Processors run in the order of transformers and vLLM: on raw logits the bias, the repetition
-penalty, frequency and presence penalties; then temperature, top-k, top-p, min-p. What they leave
-is p, for plain and speculative decoding alike. Penalties look at the text so far, so they differ
-from node to node of a tree: they are told the tokens between the text and the node.
+Processors run in the order of transformers and vLLM: on raw logits the caller's own processor, the
+mask of a grammar, the bias, the repetition penalty, frequency and presence penalties; then
+temperature, top-k, top-p, min-p. What they leave is p, for plain and speculative decoding alike.
+All but the bias look at the text so far, so they differ from node to node of a tree: they are told
+the tokens between the text and the node.
 
 Target sampling has no generator state: the noise of a token depends only on (seed, absolute
 position, token id), so the same seed gives the same tokens whatever was drafted, rejected or
@@ -14,13 +15,16 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
+from spec_runtime.constraints.formats import Grammar, read_format
+from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.mapping import brief
 
 ACCEPTANCES = ("target_sampling", "rejection", "typical")
@@ -30,6 +34,8 @@ MIN_TEMPERATURE = 1e-6
 # The most that a bias or penalty may add to a logit, and a repetition penalty may multiply it by:
 # more than any logit, and far from float32's largest number.
 MAX_SHIFT, MAX_FACTOR = 1e9, 1e3
+# Takes the tokens of prompt and answer on a row's path, and the row f32[V]; returns another row.
+LogitsProcessor = Callable[[Sequence[int], np.ndarray], np.ndarray]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -54,6 +60,8 @@ class SamplingOptions(TypedDict, total=False):
     typical_delta: float | None
     draw_widths: tuple[int, ...] | list[int] | None
     draw_with_replacement: bool
+    response_format: Mapping[str, Any] | None
+    logits_processor: LogitsProcessor | None
 
 
 def _whole(value: Any) -> int | None:
@@ -137,6 +145,17 @@ class SamplingParams:
     draw_with_replacement how. "typical" is Medusa's rule, which does not preserve the distribution:
     it has typical_epsilon and typical_delta (None: the square root of epsilon).
 
+    response_format keeps the answer inside a grammar, in OpenAI's form: {"type": "json_schema",
+    "json_schema": {"name": …, "schema": {…}}}, {"type": "json_object"}, {"type": "text"} (free), or
+    {"type": "regex", "regex": …}, {"type": "ebnf", "grammar": …}. Tokens outside get p = 0. The
+    answer ends by EOS where the grammar is complete; max_new_tokens may cut it before. It needs the
+    extra `grammar`, see docs/guide/structured.md.
+
+    logits_processor(tokens, logits_V) returns the logits f32[V] to use in place of the target's. It
+    is called for every row that is looked at, before all other processors: `tokens` are those of
+    prompt and answer that lead to the row, drafted ones included, and logits_V is a copy. Its
+    result must depend on its arguments alone; then any drafter gives the tokens of plain decoding.
+
     NumPy's scalars are taken as Python's. Raises ValueError, which names the field, for a value of
     another type or outside its range.
     """
@@ -160,6 +179,8 @@ class SamplingParams:
     typical_delta: float | None = None
     draw_widths: tuple[int, ...] | list[int] | None = None
     draw_with_replacement: bool = False
+    response_format: Mapping[str, Any] | None = None
+    logits_processor: LogitsProcessor | None = None
 
     def __post_init__(self) -> None:
         self._convert_numbers()
@@ -184,6 +205,7 @@ class SamplingParams:
             raise ValueError(f"got logprobs {self.logprobs}, expected 0 or more, or None for off")
         self._check_penalties()
         self._check_acceptance()
+        self._check_rows()
 
     def _convert_numbers(self) -> None:
         """Makes Python's own numbers of NumPy's; raises ValueError for what is no number."""
@@ -231,6 +253,18 @@ class SamplingParams:
                 raise ValueError(f"got draw_widths {widths}, expected {expected}")
             object.__setattr__(self, "draw_widths", widths)
 
+    def _check_rows(self) -> None:
+        if self.grammar is not None and self.ignore_eos:
+            raise ValueError(
+                "got ignore_eos with response_format, expected one of them: EOS ends what a "
+                "grammar allows"
+            )
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise ValueError(
+                f"got logits_processor {_shown(self.logits_processor)}, expected a function of "
+                "tokens and logits, or None for none"
+            )
+
     def _checked_stop(self) -> tuple[str, ...]:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, Collection) or not all(isinstance(s, str) and s for s in stop):
@@ -259,8 +293,23 @@ class SamplingParams:
     @property
     def is_plainly_greedy(self) -> bool:
         """True if each token is the argmax of the raw logits, and nothing else is asked for."""
-        is_processed = self.has_penalties or bool(self.logit_bias) or self.logprobs is not None
+        is_processed = self.has_processors or self.logprobs is not None
         return self.temperature == 0 and not is_processed
+
+    @cached_property
+    def grammar(self) -> Grammar | None:
+        """The grammar that `response_format` asks for, None for free text."""
+        return read_format(self.response_format)
+
+    @property
+    def has_processors(self) -> bool:
+        """True if anything changes the logits before the temperature."""
+        return self.has_penalties or bool(self.logit_bias) or self.reads_text
+
+    @property
+    def reads_text(self) -> bool:
+        """True if a grammar or the caller's own processor decides what may follow the text."""
+        return self.logits_processor is not None or self.grammar is not None
 
     @property
     def has_penalties(self) -> bool:
@@ -342,15 +391,23 @@ def _gumbel(bits: np.ndarray) -> np.ndarray:
 
 
 class _Processors:
-    """Applies bias and penalties to raw logits; keeps the counts of the text so far that they
-    need."""
+    """Applies the caller's processor, a grammar's masks, bias and penalties to raw logits; keeps
+    what they need of the text so far."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt: Sequence[int],
+        masks: PathMasks | None,
+    ) -> None:
         if params.logit_bias and max(params.logit_bias) >= vocab_size:
             raise ValueError(
                 f"got logit_bias for token {max(params.logit_bias)}, expected 0 to {vocab_size - 1}"
             )
         self._params = params
+        self._masks = masks
+        self._tokens = [*prompt]
         self._biased = np.array(list(params.logit_bias), np.int64)
         self._bias = np.array(list(params.logit_bias.values()), np.float32)
         self._is_seen_V = np.zeros(vocab_size, np.bool_)  # in prompt or answer
@@ -358,12 +415,19 @@ class _Processors:
         self._count_V = np.zeros(vocab_size, np.float32)  # in the answer
 
     def commit(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
         self._is_seen_V[tokens] = True
         np.add.at(self._count_V, tokens, 1)
+        if self._masks is not None:
+            self._masks.commit(tokens)
 
     def __call__(self, logits_V: np.ndarray, path: Sequence[int] | np.ndarray) -> np.ndarray:
         params, path = self._params, np.asarray(path, np.int64)
         out_V = logits_V.astype(np.float32)
+        if params.logits_processor is not None:
+            out_V = self._own(params.logits_processor, out_V, path)
+        if self._masks is not None:
+            np.putmask(out_V, ~self._masks.behind(path), -np.inf)
         out_V[self._biased] += self._bias
         if params.repetition_penalty != 1:
             is_seen_V = self._is_seen_V.copy()
@@ -378,20 +442,40 @@ class _Processors:
             out_V -= np.float32(params.presence_penalty) * (count_V > 0)
         return out_V
 
+    def _own(
+        self, processor: LogitsProcessor, logits_V: np.ndarray, path: np.ndarray
+    ) -> np.ndarray:
+        """Returns what the caller's processor makes of a row; raises ValueError if that is none."""
+        result_V = np.array(processor([*self._tokens, *path.tolist()], logits_V), np.float32)
+        if result_V.shape != logits_V.shape or not math.isfinite(result_V.max()):
+            largest = f", the largest {result_V.max()}" if result_V.size else ""
+            raise ValueError(
+                f"got logits of shape {list(result_V.shape)}{largest} from logits_processor, "
+                f"expected {list(logits_V.shape)} and at least one finite, none of them NaN"
+            )
+        return result_V
+
 
 class Sampler:
     """Draws tokens from p: `sampler(logits_V, position, path)` returns the token at `position`.
 
     `path` holds the tokens between the committed ones and that token; it is read only if
     `reads_path` is set. reads_top: the largest logits alone settle most draws, see
-    `draw_from_top`.
+    `draw_from_top`. `masks` are those of the request's grammar.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt: Sequence[int] = (),
+        masks: PathMasks | None = None,
+    ) -> None:
         self.params = params
-        self.reads_path = params.has_penalties
-        is_processed = params.has_penalties or params.logit_bias
-        self._process = _Processors(params, vocab_size, prompt) if is_processed else None
+        self.reads_path = params.has_penalties or params.reads_text
+        self._process = None
+        if params.has_processors:
+            self._process = _Processors(params, vocab_size, prompt, masks)
         is_drawn = params.rule == "target_sampling" and params.logprobs is None
         self.reads_top = is_drawn and self._process is None  # see `draw_from_top`
         if params.temperature > 0:

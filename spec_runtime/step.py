@@ -28,7 +28,8 @@ class Step:
     num_accepted: int  # how many of `tokens` were drafted
     path: list[int] = field(default_factory=list)
     features: np.ndarray | None = field(default=None, repr=False)
-    verified: Verified | None = field(default=None, repr=False)  # valid until the next target run
+    # Valid until the next target run. None for a proposer whose tree was changed by a grammar.
+    verified: Verified | None = field(default=None, repr=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
     num_drafted: int = 0
 

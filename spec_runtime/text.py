@@ -15,9 +15,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from spec_runtime.bundle import Bundle, BundleError
+from spec_runtime.constraints.base import Matcher
+from spec_runtime.constraints.formats import Grammar
+from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
+from spec_runtime.constraints.tool_prompts import ToolPrompter
+from spec_runtime.constraints.tools import family_of
 from spec_runtime.untrusted import tokenizer as untrusted
 
 Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]  # functions in OpenAI's form
 # A prompt may be as long as the context, all of it tokens of this length, and a little longer. What
 # is longer is refused before it is encoded.
 MAX_TOKEN_BYTES = 256
@@ -45,6 +51,10 @@ class Codec(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
 
+    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
+        """Returns what follows this grammar over the tokenizer's tokens, with masks of so many
+        logits; raises ValueError for a grammar that is not valid."""
+
 
 class ChatTemplate:
     """Renders a Hugging Face chat template in a sandbox, see untrusted/chat_template.py.
@@ -58,13 +68,17 @@ class ChatTemplate:
         from spec_runtime.untrusted.chat_template import MeteredTemplate  # here: it imports jinja2
 
         self._template = MeteredTemplate(source, bos_token, eos_token, name)
+        self._prompter = ToolPrompter(source)
+        self.tool_family = family_of(source)  # how the model writes calls, see constraints/tools.py
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
         """Returns the messages as one text that ends where the assistant's answer begins.
 
-        Raises ValueError if the template refuses them, fails, or takes too long.
+        `tools` are functions in OpenAI's form. A template that knows none gets them, and calls and
+        their results, as text. Raises ValueError if the template refuses the messages, fails, or
+        takes too long, and for tools in another form.
         """
-        return self._template.render(messages)
+        return self._template.render(*self._prompter.prepared(messages, tools))
 
 
 class Tokenizer:
@@ -83,6 +97,7 @@ class Tokenizer:
             )
         self._file = info.file
         self._max_length = bundle.manifest.target.max_length
+        self._compiler: GrammarCompiler | None = None  # opened for the first grammar
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.bos: int | None = info.special_ids["bos"]
@@ -134,6 +149,12 @@ class Tokenizer:
         with untrusted.no_panics(self._file):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
+        """See Codec.matcher."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._tokenizer.to_str(), self.eos, num_logits)
+        return self._compiler.matcher(grammar)
+
 
 def _read_template(path: Path) -> str:
     try:
@@ -157,7 +178,12 @@ Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
 
 
 def encode_prompt(
-    codec: Codec, prompt: Prompt, raw: bool, system: str | None, continue_final: bool = False
+    codec: Codec,
+    prompt: Prompt,
+    raw: bool,
+    system: str | None,
+    tools: Tools | None = None,
+    continue_final: bool = False,
 ) -> list[int]:
     """Returns the token ids of a prompt.
 
@@ -167,17 +193,22 @@ def encode_prompt(
     `continue_final` the last one is an answer of the assistant's that has begun. Ids, a list or an
     array i64[T] with at least one, stay as they are. A text without any token is BOS alone.
 
-    Raises ValueError for what cannot be a prompt.
+    `tools` need a chat template. Raises ValueError for what cannot be a prompt.
     """
     if continue_final and not (not isinstance(prompt, str) and _is_begun(prompt)):
         raise ValueError(
             "got continue_final, expected messages of which the last is the assistant's and a text"
         )
+    if tools and (raw or codec.template is None or not _is_chat(prompt)):
+        raise ValueError(
+            "got tools, expected them with messages or a string for a bundle's chat template, "
+            "which shows them to the model"
+        )
     if isinstance(prompt, str):
         require_characters(prompt, "the prompt")
         if codec.template is not None and not raw:
             messages: list[Message] = [{"role": "user", "content": prompt}]
-            return _some(codec, _encode_messages(codec, codec.template, messages, system))
+            return _some(codec, _encode_messages(codec, codec.template, messages, system, tools))
         if system is not None:
             raise ValueError("got a system prompt, expected none without a chat template")
         return _some(codec, codec.encode(prompt, special_tokens=True))
@@ -188,7 +219,7 @@ def encode_prompt(
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
             raise ValueError(f"got messages, expected a string or token ids: {why}")
-        ids = _encode_messages(codec, codec.template, items, system, continue_final)
+        ids = _encode_messages(codec, codec.template, items, system, tools, continue_final)
         return _some(codec, ids)
     if system is not None:
         raise ValueError("got a system prompt with token ids, expected it among the ids")
@@ -237,11 +268,20 @@ def _is_begun(prompt: Any) -> bool:
     )
 
 
+def _is_chat(prompt: Any) -> bool:
+    """Returns True for a string and for messages, False for token ids."""
+    if isinstance(prompt, str):
+        return True
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return is_list and isinstance(prompt[0], Mapping)
+
+
 def _encode_messages(
     codec: Codec,
     template: ChatTemplate,
     messages: Sequence[Message],
     system: str | None,
+    tools: Tools | None,
     continue_final: bool = False,
 ) -> list[int]:
     messages = [_plain_message(message) for message in messages]
@@ -261,7 +301,7 @@ def _encode_messages(
         message if message["role"] in TRUSTED_ROLES else hidden.hide(message)
         for message in messages
     ]
-    return hidden.encode(template.render(messages) + begun)
+    return hidden.encode(template.render(messages, tools) + begun)
 
 
 class _HiddenTokens:

@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from bpe_tokenizer import definition
 
+from spec_runtime.constraints.base import Matcher
+from spec_runtime.constraints.formats import Grammar
+from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
 from spec_runtime.text import ChatTemplate
 
 _COMMON = ("input_ids", "position_ids", "mask", "logit_rows")
@@ -234,3 +238,6 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
+        return GrammarCompiler(definition(()), self.eos, num_logits).matcher(grammar)

@@ -10,6 +10,7 @@ from spec_runtime.backends.turns import Turn
 from spec_runtime.calls.interruption import Interruption
 from spec_runtime.calls.options import Request
 from spec_runtime.calls.result import Chunk, GenerationResult, Piece
+from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.step import Step
 from spec_runtime.text import TextStream
@@ -23,11 +24,18 @@ class Call:
     Its time runs from its making on. `is_stream` says that its thread leaves it between two steps.
     """
 
-    def __init__(self, prompt: list[int], request: Request, text: TextStream) -> None:
+    def __init__(
+        self,
+        prompt: list[int],
+        request: Request,
+        text: TextStream,
+        masks: PathMasks | None = None,
+    ) -> None:
         self.prompt = prompt
         self.params: SamplingParams = request.params
         self.reuse = request.reuse
         self.text = text
+        self.masks = masks  # of the grammar that the answer has to keep to
         self.interruption: Interruption = request.interruption()
         self.turn = Turn()
         self.is_stream = True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spec_runtime.cli import options
+from spec_runtime.cli import answer_format, options
 from spec_runtime.cli.terminal import Console, streamed
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ def command(
     backend: options.Backend = "onnxruntime",
     fused: options.Fused = None,
     cuda_graphs: options.CudaGraphs = True,
+    json_schema: answer_format.JsonSchema = None,
+    regex: answer_format.Regex = None,
+    grammar: answer_format.GrammarFile = None,
     show_accepted: Annotated[
         bool, typer.Option("--show-accepted", help="Colour the tokens the drafter guessed")
     ] = False,
@@ -50,12 +53,14 @@ def command(
     """Generate text from a prompt."""
     if logprobs is not None and not as_json:
         raise ValueError("got --logprobs without --json, where they are printed; add --json")
+    wanted = answer_format.response_format(json_schema, regex, grammar)
     prompt = options.whole(_standard_input() if prompt is None else prompt, "a prompt")
     engine = options.open_engine(
         bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs
     )
     prompt_ids = engine.encode(prompt, raw, system)
     settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
+    settings |= {"response_format": wanted}
     if as_json:
         print(json.dumps(report(engine.generate(prompt_ids, **settings))))
         return

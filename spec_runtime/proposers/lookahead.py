@@ -45,7 +45,8 @@ class LookaheadProposer:
 
     With a smaller budget at most half of the nodes are the pool's, and the window loses its
     rightmost columns, also if they reach below `max_depth`. They do not come back in that
-    generation. A budget for the root alone leaves the window as it is.
+    generation. A budget for the root alone leaves the window as it is, and so does a step without
+    the target's answers: a grammar left out nodes of the tree, the window's among them.
     """
 
     wants_features = False
@@ -84,9 +85,8 @@ class LookaheadProposer:
         return tree.build()
 
     def commit(self, step: Step) -> None:
-        if not self._newest_W:
+        if not self._newest_W or step.verified is None:
             return
-        assert step.verified is not None, "the target's answers are needed"
         answer_W = step.verified.argmax_N[self._newest_W].tolist()
         if len(self._level_JW) == self._num_levels:
             for first, *rest in zip(*self._level_JW, answer_W, strict=True):

@@ -94,9 +94,12 @@ class MeteredTemplate:
         except Exception as error:  # parsing and compiling what a stranger wrote raises anything
             raise ValueError(f"{name} is not valid: {_reason(error)}") from None
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
         """Returns the messages as one text that ends where the assistant's answer begins.
 
+        `tools` are functions in OpenAI's form, which the template shows to the model.
         Raises ValueError if the template refuses them, fails, or goes beyond a limit.
         """
         self._meter.start()
@@ -104,7 +107,7 @@ class MeteredTemplate:
             return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=True,
-                tools=None,
+                tools=None if tools is None else list(tools),
                 documents=None,
                 **self._names,
             )

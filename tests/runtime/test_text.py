@@ -297,8 +297,10 @@ def test_text_parts_are_joined_and_tool_calls_need_no_content() -> None:
     assert chat([{"role": "user", "content": parts}]) == chat("ab")
     assert chat([{"role": "user", "content": []}]) == chat("")
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
-    template = ChatTemplate("{{ messages[0].content is none }}")
-    assert encode_prompt(ByteTokenizer(template), [call], False, None) == [*b"True"]
+    template = ChatTemplate("{{ messages[0].content is none and messages[0].tool_calls[0].name }}")
+    assert encode_prompt(ByteTokenizer(template), [call], False, None) == [*b"f"]
+    with pytest.raises(ValueError, match=r"got tool call .*, expected a function with a name"):
+        encode_prompt(ByteTokenizer(ChatTemplate("{{ messages[0] }}")), [call], False, None)
 
 
 def test_a_template_that_writes_nothing_is_an_empty_prompt() -> None:

@@ -1,0 +1,4 @@
+"""Keeps answers inside a grammar: a JSON schema, a regular expression or a context-free grammar.
+
+Nothing outside of `llguidance_matcher.py` knows which library reads grammars.
+"""

@@ -1,0 +1,111 @@
+"""Reads `response_format`: OpenAI's mapping, and two kinds of our own, as a `Grammar`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spec_runtime.mapping import brief
+
+# What each type holds besides "type".
+_KEYS = {"text": (), "json_object": (), "json_schema": ("json_schema",)}
+_OWN_KEYS = {
+    "regex": ("regex",),
+    "ebnf": ("grammar",),
+    "tagged_json": ("begin", "schema", "end"),
+}
+_KNOWN: dict[str, tuple[str, ...]] = {**_KEYS, **_OWN_KEYS}
+# What OpenAI's "json_schema" holds; only `schema` changes what is allowed.
+_SCHEMA_KEYS = ("name", "schema", "description", "strict")
+_ANY_OBJECT = json.dumps({"type": "object"})
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A grammar as its author wrote it: a JSON schema (as JSON), a regular expression, or a
+    context-free grammar (Lark's or GBNF's notation).
+
+    JSON may stand between two fixed texts, `begin` and `end`.
+    """
+
+    kind: Literal["json_schema", "regex", "ebnf"]
+    text: str
+    begin: str = ""
+    end: str = ""
+
+
+def read_format(response_format: Any) -> Grammar | None:
+    """Returns the grammar that a `response_format` asks for, None for free text.
+
+    Raises ValueError, in one line, for what has not the form of one. Whether the grammar itself is
+    valid shows when it is compiled.
+
+    Example: {"type": "regex", "regex": "[0-9]+"} is Grammar("regex", "[0-9]+").
+    """
+    if response_format is None:
+        return None
+    if not isinstance(response_format, Mapping):
+        raise ValueError(f"got response_format {_shown(response_format)}, expected a mapping")
+    kind = response_format.get("type")
+    if not isinstance(kind, str) or kind not in _KNOWN:
+        raise ValueError(
+            f"got response_format of type {_shown(kind)}, expected one of {', '.join(_KNOWN)}"
+        )
+    _require_keys("response_format", response_format, ("type", *_KNOWN[kind]))
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar("json_schema", _ANY_OBJECT)
+    if kind == "json_schema":
+        return Grammar("json_schema", _schema(response_format.get("json_schema")))
+    if kind == "tagged_json":
+        return _tagged(response_format)
+    value = response_format.get(_KNOWN[kind][0])
+    if not isinstance(value, str):
+        raise ValueError(f"got {_KNOWN[kind][0]} {_shown(value)}, expected a string")
+    return Grammar("regex" if kind == "regex" else "ebnf", value)
+
+
+def _schema(entry: Any) -> str:
+    """Returns the schema of OpenAI's "json_schema" as JSON."""
+    if not isinstance(entry, Mapping):
+        raise ValueError(
+            f"got json_schema {_shown(entry)}, expected a mapping with a name and a schema"
+        )
+    _require_keys("json_schema", entry, _SCHEMA_KEYS)
+    return schema_text(entry.get("schema"))
+
+
+def _tagged(entry: Mapping[str, Any]) -> Grammar:
+    """Returns the grammar of JSON between two texts, as tool calls have it."""
+    begin, end = entry.get("begin"), entry.get("end")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        raise ValueError(
+            f"got tagged_json from {_shown(begin)} to {_shown(end)}, expected two strings"
+        )
+    return Grammar("json_schema", schema_text(entry.get("schema")), begin, end)
+
+
+def schema_text(schema: Any) -> str:
+    """Returns a JSON schema, an object or a boolean, as JSON; raises ValueError for others."""
+    if not isinstance(schema, Mapping | bool):
+        raise ValueError(f"got schema {_shown(schema)}, expected a JSON schema, which is an object")
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"got a schema that cannot be written as JSON ({brief(error)}), expected objects, "
+            "arrays, strings, numbers, booleans and null"
+        ) from None
+
+
+def _require_keys(where: str, mapping: Mapping[Any, Any], known: tuple[str, ...]) -> None:
+    unknown = [key for key in mapping if key not in known]
+    if unknown:
+        raise ValueError(f"got {where} with {_shown(unknown[0])}, expected {', '.join(known)}")
+
+
+def _shown(value: Any) -> str:
+    return brief(repr(value), 80)

@@ -1,0 +1,171 @@
+"""Follows grammars with llguidance, the one file that knows this library.
+
+Its masks choose the tokenizer's own way to write what the grammar determines: where `{"name": "`
+has to follow, only the first token of its usual tokenisation is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from spec_runtime.constraints.base import read
+from spec_runtime.constraints.formats import Grammar
+from spec_runtime.mapping import brief
+
+# JSON is written as Python's json.dumps writes it. Free whitespace would leave little determined,
+# and small models fall into endless runs of it. A schema's own "x-guidance" goes before these.
+_JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_WORD_BITS = 32
+
+
+class GrammarCompiler:
+    """Compiles grammars over the tokens of one tokenizer.
+
+    `definition` is its tokenizer.json as text, `eos` the tokens that end an answer, and
+    `vocab_size` the number of logits, which may be more than there are tokens. Raises ValueError if
+    the library is missing or cannot read the tokenizer, and for a tokenizer without EOS.
+    """
+
+    def __init__(self, definition: str, eos: Sequence[int], vocab_size: int) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise ValueError(
+                "llguidance is not installed, which response_format needs: pip install "
+                "'specsplit[grammar]'"
+            ) from None
+        if not eos:
+            raise ValueError(
+                "got response_format for a tokenizer without EOS, expected one with EOS, which "
+                "ends what a grammar allows; build the bundle again"
+            )
+        self._library: Any = llguidance
+        self._eos, self._vocab_size = tuple(eos), vocab_size
+        try:
+            self._tokenizer = llguidance.LLTokenizer(
+                definition, n_vocab=vocab_size, eos_token=list(eos)
+            )
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of its Rust code is no Exception
+            raise ValueError(
+                f"llguidance cannot read this bundle's tokenizer ({brief(error)}); generate "
+                "without response_format"
+            ) from None
+
+    def matcher(self, grammar: Grammar) -> LlguidanceMatcher:
+        """Returns a matcher of this grammar; raises ValueError if that is not valid or allows
+        nothing."""
+        try:
+            compiled = self._compiled(grammar)
+        except ValueError as error:
+            raise _invalid(grammar, error) from None
+        matcher = self._library.LLMatcher(self._tokenizer, compiled, log_level=0)
+        if matcher.is_error():
+            raise _invalid(grammar, matcher.get_error())
+        result = LlguidanceMatcher(matcher, self._tokenizer, self._eos, self._vocab_size)
+        try:
+            result.allowed()
+        except ValueError:
+            raise _invalid(grammar, "no text fits it, or it is too complex") from None
+        return result
+
+    def _compiled(self, grammar: Grammar) -> str:
+        """Returns the grammar as the library takes it; raises ValueError for some bad ones."""
+        library = self._library.LLMatcher
+        if grammar.begin or grammar.end:
+            begin, end = json.dumps(grammar.begin), json.dumps(grammar.end)
+            schema = json.loads(grammar.text)
+            if isinstance(schema, dict):
+                schema = {"x-guidance": _JSON_STYLE, **schema}
+            tagged: str = library.grammar_from_lark(
+                f"start: {begin} json {end}\njson: %json {json.dumps(schema)}"
+            )
+            return tagged
+        if grammar.kind == "json_schema":
+            alone: str = library.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
+            return alone
+        if grammar.kind == "regex":
+            regex: str = library.grammar_from_regex(grammar.text)
+            return regex
+        either: str = self._library.grammar_from("ebnf", grammar.text)
+        return either
+
+
+def _invalid(grammar: Grammar, why: object) -> ValueError:
+    what = {"json_schema": "JSON schema", "regex": "regex", "ebnf": "grammar"}[grammar.kind]
+    reason = brief(why, 200)
+    return ValueError(f"got {what} {brief(grammar.text, 60)}: {reason}; expected a valid one")
+
+
+class LlguidanceMatcher:
+    """Implements constraints.base.Matcher."""
+
+    def __init__(self, matcher: Any, tokenizer: Any, eos: Sequence[int], vocab_size: int) -> None:
+        self._matcher, self._tokenizer = matcher, tokenizer
+        self._eos, self._vocab_size = eos, vocab_size
+        self._word_W = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
+        self._is_ended = False  # EOS was read, of which the library itself is not told
+
+    def advance(self, token: int) -> bool:
+        """See Matcher.advance."""
+        if self._is_ended:
+            return False
+        if token in self._eos:
+            self._is_ended = self._matcher.is_accepting()
+            return self._is_ended
+        # The library reads other tokens of determined characters too, but its masks exclude them.
+        forced = self._matcher.compute_ff_tokens()
+        if forced and token != forced[0]:
+            return False
+        is_read = self._matcher.try_consume_tokens([token]) == 1
+        self._require_health()
+        return is_read
+
+    def retreat(self, num_tokens: int) -> None:
+        """See Matcher.retreat."""
+        if num_tokens and self._is_ended:
+            self._is_ended = False
+            num_tokens -= 1
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+            self._require_health()
+
+    def allowed(self) -> np.ndarray:
+        """See Matcher.allowed."""
+        word_W = self._word_W
+        self._matcher.unsafe_compute_mask_ptr(word_W.ctypes.data, word_W.nbytes)
+        self._require_health()
+        is_bit_V = np.unpackbits(word_W.view(np.uint8), count=self._vocab_size, bitorder="little")
+        return is_bit_V.view(np.bool_)
+
+    def forced(self, most: int) -> list[int]:
+        """See Matcher.forced.
+
+        The library itself says which tokens have to follow; the last characters before something
+        free may belong to a longer token, so that they are guessed by tokenizing them alone.
+        """
+        if self._is_ended:
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()[:most]
+        num_read = read(self, tokens)
+        assert num_read == len(tokens), (num_read, tokens)
+        if rest := self._matcher.compute_ff_bytes():
+            guesses = self._tokenizer.tokenize_bytes(rest)[: most - len(tokens)]
+            num_guessed = read(self, guesses)
+            tokens = tokens + guesses[:num_guessed]
+        is_complete = self._matcher.is_stopped()
+        self.retreat(len(tokens))
+        return [*tokens, self._eos[0]] if is_complete and len(tokens) < most else tokens
+
+    def _require_health(self) -> None:
+        """Raises ValueError if the library has given up."""
+        if self._matcher.is_error():
+            raise ValueError(
+                f"the grammar cannot be followed here ({brief(self._matcher.stop_reason())}), "
+                "expected one of less complexity; simplify it"
+            )

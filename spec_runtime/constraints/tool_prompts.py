@@ -1,0 +1,99 @@
+"""Shows tools, calls and their results to a model, whether its chat template knows tools or not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spec_runtime.constraints.tools import checked_tools
+from spec_runtime.mapping import brief
+
+Message = Mapping[str, Any]
+
+_INSTRUCTIONS = (
+    "You can call functions. These are the ones there are, with their parameters as JSON schemas:\n"
+    "<tools>{tools}</tools>\n"
+    "To call them, answer with the calls and nothing else, in this form:\n"
+    '<tool_call>[{{"name": "a function", "arguments": {{"a parameter": "its value"}}}}]</tool_call>'
+)
+
+
+class ToolPrompter:
+    """Prepares messages and tools for one chat template, by what its source reads.
+
+    Most templates with tools read a variable `tools`; Phi-4's reads them from the system message. A
+    template that knows neither gets them as text in the system prompt. A template that knows no
+    calls gets these in the assistant's text, and their results as a user's messages.
+
+    Example of the last: {"role": "tool", "content": "12 °C"} becomes a user's message
+    "<tool_response>\\n12 °C\\n</tool_response>".
+    """
+
+    def __init__(self, source: str) -> None:
+        self._reads_variable = re.search(r"(?<![\w.'\"])tools\b", source) is not None
+        self._reads_message = re.search(r"message(\[['\"]|\.)tools\b", source) is not None
+        self._reads_calls = "tool_calls" in source
+
+    def prepared(
+        self, messages: Sequence[Message], tools: Any
+    ) -> tuple[list[Message], list[dict[str, Any]] | None]:
+        """Returns the messages and the variable `tools` to render; raises ValueError for tools that
+        are not in OpenAI's form."""
+        prepare = _with_objects if self._reads_calls else _written
+        prepared = [prepare(message) for message in messages]
+        if not tools:
+            return prepared, None
+        checked = checked_tools(tools)
+        if self._reads_variable:
+            return prepared, checked
+        text = json.dumps(checked, ensure_ascii=False)
+        if not prepared or prepared[0].get("role") != "system":
+            prepared.insert(0, {"role": "system", "content": ""})
+        first = prepared[0]
+        if self._reads_message:
+            prepared[0] = {**first, "tools": text}
+        else:
+            content = f"{first.get('content') or ''}\n\n{_INSTRUCTIONS.format(tools=text)}"
+            prepared[0] = {**first, "content": content.strip()}
+        return prepared, None
+
+
+def _with_objects(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    """Returns a call whose arguments are an object, if they are JSON text of one."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _written(message: Message) -> Message:
+    content, calls = message.get("content"), message.get("tool_calls")
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{content or ''}\n</tool_response>"}
+    if not isinstance(calls, list | tuple) or not calls:
+        return message
+    functions = [_function_of(_with_object(call)) for call in calls]
+    text = f"<tool_call>{json.dumps(functions, ensure_ascii=False)}</tool_call>"
+    return {"role": message.get("role"), "content": f"{content or ''}\n{text}".strip()}
+
+
+def _function_of(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(
+            f"got tool call {brief(repr(call), 80)}, expected a function with a name and arguments"
+        )
+    return {"name": function["name"], "arguments": function.get("arguments", {})}

@@ -1,0 +1,84 @@
+"""Makes a small byte-level BPE tokenizer, a few of whose tokens are longer than a byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from spec_runtime.constraints.base import Matcher
+from spec_runtime.constraints.formats import Grammar
+from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
+from spec_runtime.text import ChatTemplate
+
+# Pairs that become one token, in this order; the last ones build on those before.
+MERGES = ('{ "', '" :', "t r", "u e", "tr ue", "f a", "n a", "m e", "na me", '" ,', "a b", "1 2")
+BOS, EOS = 256, 257
+FIRST_MERGED = 258
+
+
+def _byte_letters() -> list[str]:
+    """Returns the letter that stands for each byte in a byte-level vocabulary."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain}
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [letters[byte] for byte in range(256)]
+
+
+def definition(merges: Sequence[str] = MERGES) -> str:
+    """Returns a tokenizer.json: bytes are tokens 0 to 255, then BOS, EOS and the merged ones."""
+    vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
+    vocab |= {"<bos>": BOS, "<eos>": EOS}
+    for merge in merges:
+        vocab[merge.replace(" ", "")] = len(vocab)
+    special = [
+        {"id": i, "content": name, "special": True, "normalized": False}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+        for name, i in (("<bos>", BOS), ("<eos>", EOS))
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": special,
+            "pre_tokenizer": byte_level | {"use_regex": False},
+            "decoder": byte_level | {"use_regex": False},
+            "model": {
+                "type": "BPE",
+                "vocab": vocab,
+                "merges": [merge.split() for merge in merges],
+                "byte_fallback": False,
+                "fuse_unk": False,
+            },
+        }
+    )
+
+
+class BpeTokenizer:
+    """A codec over `definition`, as an engine needs it."""
+
+    vocab_size = FIRST_MERGED + len(MERGES)
+    bos: int | None = BOS
+    eos: tuple[int, ...] = (EOS,)
+    control_tokens: tuple[str, ...] = ()
+
+    def __init__(self, template: ChatTemplate | None = None) -> None:
+        self.template = template
+        self._definition = definition()
+        self._tokenizer: Any = Tokenizer.from_str(self._definition)
+        self._compiler: GrammarCompiler | None = None
+
+    def encode(self, text: str, special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [BOS] * special_tokens + ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._definition, self.eos, num_logits)
+        return self._compiler.matcher(grammar)

@@ -1,0 +1,463 @@
+"""Constrained answers stay inside their grammar, and are constrained plain decoding's for every
+drafter, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bpe_tokenizer import EOS, MERGES, BpeTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_engine import DRAFTERS, make_engine, random_prompt
+
+pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+
+from spec_runtime import AsyncEngine, Chunk
+from spec_runtime.cli import main, options
+from spec_runtime.constraints.base import read
+from spec_runtime.constraints.formats import Grammar, read_format
+from spec_runtime.constraints.path_masks import PathMasks
+from spec_runtime.engine import Engine, GenerationResult
+from spec_runtime.sampling import SamplingParams
+from spec_runtime.trees.budget import Budget, Grown
+from spec_runtime.trees.grow import TreeBuilder
+from spec_runtime.trees.tree import TokenTree
+
+TOKENIZER = BpeTokenizer()
+NUM_LOGITS = TOKENIZER.vocab_size + 3  # more than there are tokens, as padded models have
+SPECULATIVE = [name for name in DRAFTERS if name != "none"]
+# short loops, and drafts that are right half the time
+LOOPS: dict[str, Any] = {"num_successors": 4, "peak": 7.0, "noise": 4.0}
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "seed": 3},
+    "processed": {
+        "temperature": 1.2,
+        "seed": 4,
+        "top_p": 0.95,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {65: 20.0, 97: 2.0},
+    },
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "fame": {"type": "boolean"},
+        "n": {"type": "array", "items": {"enum": [1, 12, "ab"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "fame", "n"],
+    "additionalProperties": False,
+}
+
+
+def as_regex(pattern: str) -> dict[str, Any]:
+    return {"type": "regex", "regex": pattern}
+
+
+def as_schema(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def new_engine(drafter: str, nodes: int = 8, form: str = "slots") -> Engine:
+    """Returns an engine whose model is the same for all drafters."""
+    return make_engine(
+        drafter,
+        vocab_size=NUM_LOGITS,
+        tokenizer=TOKENIZER,
+        form=form,
+        budget=Budget(nodes, growth=Grown(0.01)),
+        **LOOPS,
+    )
+
+
+engine = functools.cache(new_engine)
+
+
+def answer(drafter: str, response_format: Any, **options: Any) -> GenerationResult:
+    nodes, form = options.pop("nodes", 8), options.pop("form", "slots")
+    prompt = random_prompt(options.pop("prompt", 1), 12)
+    options = {"max_new_tokens": 60, "response_format": response_format, **options}
+    return engine(drafter, nodes, form).generate(prompt, **options)
+
+
+def matcher(grammar: Grammar | None) -> Any:
+    assert grammar is not None
+    return TOKENIZER.matcher(grammar, NUM_LOGITS)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("form", ["slots", "contiguous"])
+def test_output_is_that_of_constrained_plain_decoding(sampling: str, form: str) -> None:
+    """For a schema, a regex and a recursive grammar; the texts fit these, and the forced tokens
+    make steps longer than the drafter alone does."""
+    nested = 'start: "a" b+ "!"\nb: "12" | "(" b ")"'
+    for kind in (
+        as_schema(SCHEMA),
+        as_regex("(ab|name){3,9}!"),
+        {"type": "ebnf", "grammar": nested},
+    ):
+        options: dict[str, Any] = {**SAMPLINGS[sampling], "prompt": 2}
+        plain = answer("none", kind, **options)
+        assert plain.stats.accepted_length == 1.0
+        for drafter in SPECULATIVE:
+            result = answer(drafter, kind, form=form, nodes=5, **options)
+            assert result.token_ids == plain.token_ids, (kind, drafter)
+            assert result.finish_reason == plain.finish_reason
+            assert result.stats.accepted_length > 1.1
+        if plain.finish_reason == "stop":
+            assert plain.token_ids[-1] == EOS
+            require_fit(plain.text, kind)
+
+
+def require_fit(text: str, kind: dict[str, Any]) -> None:
+    if kind["type"] == "regex":
+        assert re.fullmatch(kind["regex"], text), text
+    if kind["type"] == "json_schema":
+        value = json.loads(text)
+        assert list(value) == ["name", "fame", "n"]
+        assert isinstance(value["name"], str)
+        assert isinstance(value["fame"], bool)
+        assert {*value["n"]} <= {1, 12, "ab"}
+
+
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "lookahead"])
+def test_rejection_without_drawn_children_gives_plain_rejections_tokens(drafter: str) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "seed": 8, "acceptance": "rejection"}
+    for kind in (as_schema(SCHEMA), as_regex("(ab|name){3,9}!")):
+        plain = answer("none", kind, **options)
+        assert answer(drafter, kind, **options).token_ids == plain.token_ids
+
+
+def test_rejection_of_drawn_children_keeps_the_constrained_distribution() -> None:
+    """Children outside the grammar are drawn and refused; what is left follows plain decoding's
+    law. Counts of all answers of two letters from 250 seeds of each; chi-square's upper 1e-6."""
+    kind = as_regex("[a-d][abx]")
+    counts: dict[str, dict[str, int]] = {"none": {}, "parallelspec": {}}
+    for drafter, found in counts.items():
+        for seed in range(250):
+            options: dict[str, Any] = {"temperature": 2.5, "seed": seed, "acceptance": "rejection"}
+            result = answer(drafter, kind, draw_widths=(2, 2), **options)
+            found[result.text] = found.get(result.text, 0) + 1
+    plain, drafted = counts["none"], counts["parallelspec"]
+    assert drafted != plain, "the drafter changes no draw: no test"
+    texts = ["".join(pair) for pair in itertools.product("abcd", "abx")]
+    assert {*plain, *drafted} <= {*texts}
+    total = [(plain.get(text, 0), drafted.get(text, 0)) for text in texts]
+    statistic = sum((a - b) ** 2 / (a + b) for a, b in total if a + b)
+    assert statistic < 55, total  # 11 degrees of freedom
+
+
+def test_typical_acceptance_keeps_to_the_grammar() -> None:
+    options: dict[str, Any] = {"temperature": 1.2, "seed": 2, "acceptance": "typical"}
+    for drafter in DRAFTERS:
+        kind = as_regex("(ab|name){3,9}!")
+        require_fit(answer(drafter, kind, typical_epsilon=0.01, **options).text, kind)
+
+
+# Small grammars at random: regular expressions whose letters and words are partly merged tokens.
+_WORDS = st.sampled_from(["a", "b", "ab", "12", "name", "true", '{"', "x"])
+_REGEXES = st.recursive(
+    _WORDS.map(re.escape),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.tuples(inner, inner).map(lambda pair: f"(?:{pair[0]}|{pair[1]})"),
+        st.tuples(inner, st.sampled_from(["?", "{1,3}", "+"])).map(lambda p: f"(?:{p[0]}){p[1]}"),
+    ),
+    max_leaves=6,
+)
+_SCHEMAS = st.recursive(
+    st.one_of(
+        st.just({"type": "boolean"}),
+        st.just({"type": "integer", "minimum": 0, "maximum": 120}),
+        st.just({"type": "string", "maxLength": 4}),
+        st.lists(_WORDS, min_size=1, max_size=3, unique=True).map(lambda words: {"enum": words}),
+    ),
+    lambda inner: st.one_of(
+        inner.map(lambda items: {"type": "array", "items": items, "maxItems": 2}),
+        st.dictionaries(st.sampled_from(["name", "ab", "x"]), inner, min_size=1).map(
+            lambda parts: {
+                "type": "object",
+                "properties": parts,
+                "required": [*parts],
+                "additionalProperties": False,
+            }
+        ),
+    ),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.one_of(_REGEXES.map(as_regex), _SCHEMAS.map(as_schema)),
+    st.sampled_from(SPECULATIVE),
+    st.integers(0, 5),
+    st.integers(2, 9),
+    st.sampled_from([*SAMPLINGS]),
+)
+def test_any_small_grammar_gives_plain_decodings_tokens(
+    kind: dict[str, Any], drafter: str, prompt: int, nodes: int, sampling: str
+) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 24, "prompt": prompt, **SAMPLINGS[sampling]}
+    plain = answer("none", kind, **options)
+    result = answer(drafter, kind, nodes=nodes, **options)
+    assert result.token_ids == plain.token_ids
+    assert result.text == plain.text
+    assert result.finish_reason == plain.finish_reason
+    if plain.finish_reason == "stop" and kind["type"] == "regex":
+        assert re.fullmatch(kind["regex"], plain.text), (plain.text, kind)
+    elif plain.finish_reason == "stop":
+        json.loads(plain.text)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(_REGEXES, st.lists(st.lists(st.integers(0, NUM_LOGITS - 1), max_size=4), max_size=8))
+def test_masks_depend_on_the_path_alone(pattern: str, paths: Sequence[Sequence[int]]) -> None:
+    """However the matcher came to a path, the mask is that of a matcher which read it at once; and
+    a token is read where the mask allows it, and only there."""
+    masks = PathMasks(matcher(Grammar("regex", pattern)), TOKENIZER.eos)
+    likely = [97, 98, 120, EOS, *range(258, TOKENIZER.vocab_size)]
+    for path in paths:
+        tokens = [likely[token % len(likely)] for token in path]
+        fresh = matcher(Grammar("regex", pattern))
+        allowed = tokens[: read(fresh, tokens)]
+        expected_V = fresh.allowed() if EOS not in allowed else None
+        if expected_V is not None:
+            np.testing.assert_array_equal(masks.behind(allowed), expected_V)
+            for token in likely:
+                assert fresh.advance(token) == bool(expected_V[token]), token
+                fresh.retreat(int(expected_V[token]))
+        forced = fresh.forced(5)
+        assert read(fresh, forced) == len(forced) <= 5
+
+
+def test_a_tree_is_pruned_and_gets_what_the_grammar_determines() -> None:
+    """See the example of PathMasks.restrict; here the draft is below a root that forces nothing."""
+    masks = PathMasks(matcher(Grammar("regex", "(yes|no)!")), TOKENIZER.eos)
+    builder = TreeBuilder(7)
+    for letters in ("y", "n", "x", "na"):
+        node = 0
+        for letter in letters:
+            node = builder.add(node, ord(letter))
+    tree = masks.restrict(builder.build(), max_nodes=12, max_depth=9, room=32)
+    assert paths_of(tree) == ["n", "no", "no!", "no!$", "y", "ye", "yes", "yes!", "yes!$"]
+    small = masks.restrict(builder.build(), max_nodes=5, max_depth=2, room=32)
+    assert paths_of(small) == ["n", "no", "y", "ye"]
+    unchanged = TokenTree.chain([7, *b"yes!"])
+    assert masks.restrict(unchanged, max_nodes=5, max_depth=4, room=32) is unchanged
+
+
+def test_the_forced_chain_of_the_root_is_beyond_the_budget() -> None:
+    """It costs no node of the draft, but keeps to the depth and to the target's room."""
+    masks = PathMasks(matcher(Grammar("regex", "12true(a|b)x")), TOKENIZER.eos)
+    root = TokenTree.root(7)
+    one_two, true = (258 + MERGES.index(pair) for pair in ("1 2", "tr ue"))
+    assert masks.restrict(root, max_nodes=1, max_depth=9, room=9).token_N.tolist() == [
+        7,
+        one_two,
+        true,
+    ]
+    assert masks.restrict(root, max_nodes=1, max_depth=1, room=9).num_nodes == 2
+    assert masks.restrict(root, max_nodes=1, max_depth=9, room=2).num_nodes == 2
+    masks.commit([one_two, true, 98])
+    assert masks.restrict(root, max_nodes=1, max_depth=9, room=9).token_N.tolist() == [7, 120, EOS]
+
+
+def paths_of(tree: TokenTree) -> list[str]:
+    """Returns the texts of all paths below the root, sorted; "$" is EOS."""
+    texts = []
+    for node in range(1, tree.num_nodes):
+        tokens = tree.token_N[tree.path(node)[1:]].tolist()
+        texts.append("".join("$" if token == EOS else chr(token) for token in tokens))
+    return sorted(texts)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_no_token_outside_the_grammar_is_verified(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = as_schema(SCHEMA)
+    fresh = make_engine(drafter, vocab_size=NUM_LOGITS, tokenizer=TOKENIZER, **LOOPS)
+    verify, trees = fresh.target.verify, list[TokenTree]()
+
+    def spy(tree: TokenTree, wants: Any) -> Any:
+        trees.append(tree)
+        return verify(tree, wants)
+
+    monkeypatch.setattr(fresh.target, "verify", spy)
+    text: list[int] = []
+    sizes = set()
+    for step in fresh.steps(random_prompt(1, 12), max_new_tokens=40, response_format=kind):
+        if text:
+            tree = trees[-1]
+            sizes.add(tree.num_nodes)
+            for node in range(tree.num_nodes):
+                path = [*text, *tree.token_N[tree.path(node)[1:]].tolist()]
+                assert read(matcher(read_format(kind)), path) == len(path), path
+        text += step.tokens
+    assert (sizes == {1}) == (drafter == "none")
+
+
+def test_the_grammars_end_and_max_new_tokens() -> None:
+    for drafter in DRAFTERS:
+        result = answer(drafter, as_regex("ab"))
+        assert (result.text, result.finish_reason, result.token_ids[-1]) == ("ab", "stop", EOS)
+        result = answer(drafter, as_regex("true!{40}"), max_new_tokens=11)
+        assert (result.finish_reason, len(result.token_ids)) == ("length", 11)
+        assert re.fullmatch("true!*", result.text)
+        assert result.stats.accepted_length > 3 or drafter == "none"
+        assert answer(drafter, as_regex("true!{9}"), stop="!!").text == "true"
+
+
+def test_chunks_say_that_forced_tokens_were_drafted() -> None:
+    """Also under asyncio, and if the sampling comes as one object."""
+    params = SamplingParams(response_format=as_regex("[ab]true!12"), max_new_tokens=20)
+    chunks = list(engine("prompt_lookup").chunks("x", params=params))
+    letter, forced, _ = chunks
+    assert (letter.depths, forced.text, forced.depths) == ((0,), "true!12", (1, 2, 3, 4))
+
+    async def read() -> list[Chunk]:
+        async with AsyncEngine(new_engine("prompt_lookup")) as shared:
+            return [chunk async for chunk in shared.stream("x", params=params)]
+
+    assert "".join(chunk.text for chunk in asyncio.run(read())) == letter.text + forced.text
+
+
+def test_free_text_and_any_object() -> None:
+    free = answer("parallelspec", {"type": "text"})
+    assert free.token_ids == answer("parallelspec", None).token_ids
+    result = answer("prompt_lookup", {"type": "json_object"}, logit_bias={123: 99.0, 125: 9.0})
+    assert json.loads(result.text) == {}
+
+
+def test_constraints_and_sampling_are_refused_where_they_cannot_go() -> None:
+    with pytest.raises(ValueError, match="got ignore_eos with response_format, expected one"):
+        SamplingParams(response_format=as_regex("a"), ignore_eos=True)
+    assert not SamplingParams(response_format=as_regex("a")).is_plainly_greedy  # no fused step
+    assert not SamplingParams(logits_processor=lambda tokens, row: row).is_plainly_greedy
+    assert SamplingParams(response_format={"type": "text"}).is_plainly_greedy
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("response_format", "message"),
+    [
+        ("json", "got response_format 'json', expected a mapping"),
+        ({"type": "xml"}, "got response_format of type 'xml', expected one of text, json_object"),
+        ({}, "got response_format of type None"),
+        ({"type": "regex", "pattern": "a"}, "got response_format with 'pattern', expected type"),
+        ({"type": "regex"}, "got regex None, expected a string"),
+        ({"type": "json_schema"}, "got json_schema None, expected a mapping"),
+        (as_schema(None), "got schema None, expected a JSON schema"),
+        (as_schema({"enum": [{1}]}), "got a schema that cannot be written as JSON"),
+        (as_schema({"enum": [float("nan")]}), "got a schema that cannot be written as JSON"),
+        (as_schema({"type": "foo"}), 'got JSON schema {"type": "foo"}: Invalid type: foo'),
+        (as_schema({"type": "array", "uniqueItems": True}), "Unimplemented keys"),
+        (as_schema(nested(300)), "got JSON schema .*: recursion limit exceeded"),
+        (as_schema(nested(30_000)), "got a schema that cannot be written as JSON"),
+        (as_schema({"$ref": "file:///etc/passwd"}), "is not present in a registry"),
+        (as_regex("a(b"), r"got regex a\(b: .*unclosed group"),
+        (as_regex(r"[^\s\S]"), "no text fits it"),
+        ({"type": "ebnf", "grammar": "start: nothing"}, "got grammar start: nothing: .*unknown"),
+        ({"type": "ebnf", "grammar": "root ::= ("}, r"got grammar root ::= \("),
+    ],
+)
+def test_a_wrong_format_is_one_line(response_format: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        answer("none", response_format)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_library_is_one_line_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"pip install 'specsplit\[grammar\]'"):
+        BpeTokenizer().matcher(Grammar("regex", "a"), NUM_LOGITS)
+
+
+def test_the_command_takes_a_schema_a_regex_or_a_grammar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "open_engine", lambda *given: new_engine("prompt_lookup"))
+
+    def run(*flags: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["generate", "--raw", "--max-new-tokens", "60", *map(str, flags), "name"])
+        out, err = capsys.readouterr()
+        assert isinstance(end.value.code, int | None)
+        return end.value.code or 0, out, err
+
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text(json.dumps(SCHEMA))
+    grammar.write_text('start: "12" "ab"')
+    code, out, err = run("--json-schema", schema)
+    assert (code, err.rpartition(" ")[2]) == (0, "stop\n")
+    require_fit(out, as_schema(SCHEMA))
+    assert run("--regex", "true!")[:2] == (0, "true!\n")
+    assert run("--grammar", grammar)[:2] == (0, "12ab\n")
+    schema.write_bytes(b'{"a": \xff}')
+    for flags, line in {
+        ("--regex", "a(b"): "got regex a(b: ",
+        ("--regex", "a", "--grammar", grammar): "got --regex and --grammar, expected one of them",
+        ("--regex", "a", "--ignore-eos"): "got ignore_eos with response_format",
+        ("--json-schema", grammar): f"{grammar}: got no JSON (",
+        ("--json-schema", schema): f"{schema}: got bytes that are not UTF-8",
+        ("--grammar", tmp_path / "none"): "No such file",
+    }.items():
+        code, out, err = run(*flags)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert line in err
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_a_logits_processor_sees_the_path_of_its_row(sampling: str) -> None:
+    """A processor that forbids the token before the last makes the same answers with any drafter;
+    what it is told is always the prompt and a beginning of some text."""
+    prompt = random_prompt(5, 6)
+
+    def forbid(tokens: Sequence[int], logits_V: np.ndarray) -> np.ndarray:
+        assert [*tokens[:6]] == prompt
+        logits_V[tokens[-2]] = -np.inf
+        logits_V[(sum(tokens) + len(tokens)) % NUM_LOGITS] += 5.0
+        return logits_V
+
+    options: dict[str, Any] = {"max_new_tokens": 40, **SAMPLINGS[sampling], "ignore_eos": True}
+    plain = engine("none").generate(prompt, logits_processor=forbid, **options)
+    free = engine("none").generate(prompt, **options)
+    assert plain.token_ids != free.token_ids
+    text = [*prompt, *plain.token_ids]
+    assert all(a != c for a, _, c in zip(text[4:], text[5:], text[6:], strict=False))
+    for drafter in SPECULATIVE:
+        result = engine(drafter).generate(prompt, logits_processor=forbid, **options)
+        assert result.token_ids == plain.token_ids
+    both = engine("parallelspec").generate(
+        prompt, logits_processor=lambda _, row: row[::-1], response_format=as_regex("(ab|12)+!")
+    )
+    assert re.fullmatch("(ab|12)+!?", both.text)
+
+
+@pytest.mark.parametrize("result", [np.zeros(3), np.full(NUM_LOGITS, -np.inf), np.full(1, np.nan)])
+def test_a_logits_processors_bad_result_is_refused(result: np.ndarray) -> None:
+    with pytest.raises(ValueError, match="from logits_processor, expected"):
+        engine("none").generate([1], logits_processor=lambda tokens, row: result)
+    with pytest.raises(ValueError, match="got logits_processor 3, expected a function"):
+        SamplingParams(logits_processor=3)  # type: ignore[arg-type]

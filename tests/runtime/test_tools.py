@@ -1,0 +1,272 @@
+"""Tool calls are read from answers as each family writes them, forced on request, and shown to the
+model; what is not a whole call stays text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from bpe_tokenizer import BpeTokenizer
+from toy_engine import make_engine
+
+from spec_runtime.constraints.tools import (
+    FAMILIES,
+    ToolCall,
+    checked_tools,
+    family_of,
+    forced_call,
+    format_of_choice,
+    parse_calls,
+)
+from spec_runtime.text import ChatTemplate
+
+WEATHER = ToolCall("get_current_weather", '{"location": "San Francisco, CA"}')
+TIME = ToolCall("get_time", '{"zone": "Europe/Zürich", "dst": true}')
+_WEATHER = '"name": "get_current_weather", "arguments": {"location": "San Francisco, CA"}'
+_TIME = '"name": "get_time", "arguments": {"zone": "Europe/Zürich", "dst": true}'
+
+# (family, an answer as such models give it, its content, its calls)
+ANSWERS = [
+    ("llama3", f"{{{_WEATHER}}}".replace("arguments", "parameters"), "", [WEATHER]),
+    ("llama3", f'<|python_tag|>{{"type": "function", {_WEATHER}}}', "", [WEATHER]),
+    ("llama3", f"{{{_WEATHER}}}; {{{_TIME}}}".replace("arguments", "parameters"), "", 2),
+    ("llama3", f"\n{{{_WEATHER}}}\n{{{_TIME}}}\n", "", [WEATHER, TIME]),
+    ("llama3", f"I would call {{{_WEATHER}}}", None, []),
+    ("llama3", '{"name": "Ada", "born": 1815}', None, []),
+    ("mistral", f"[TOOL_CALLS] [{{{_WEATHER}}}]", "", [WEATHER]),
+    ("mistral", f'[TOOL_CALLS][{{{_WEATHER}, "id": "VvvODy9mT"}}, {{{_TIME}}}]', "", 2),
+    ("mistral", f"Let me look.[TOOL_CALLS][{{{_WEATHER}}}]", "Let me look.", [WEATHER]),
+    ("mistral", f" [{{{_WEATHER}}}]", "", [WEATHER]),  # the marker is a special token
+    (
+        "mistral",
+        '[TOOL_CALLS]get_time[ARGS]{"zone": "UTC"}',
+        "",
+        [ToolCall("get_time", '{"zone": "UTC"}')],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]a[CALL_ID]x9[ARGS]{}[TOOL_CALLS]b{"c": 1}',
+        "",
+        [ToolCall("a", "{}"), ToolCall("b", '{"c": 1}')],
+    ),
+    ("mistral", "See [1] and [2].", None, []),
+    ("hermes", f"<tool_call>\n{{{_WEATHER}}}\n</tool_call>", "", [WEATHER]),
+    (
+        "hermes",
+        f"<tool_call>\n{{{_WEATHER}}}\n</tool_call>\n<tool_call>\n{{{_TIME}}}\n</tool_call>",
+        "",
+        [WEATHER, TIME],
+    ),
+    (
+        "hermes",
+        f"<think>\nhm\n</think>\n\n<tool_call>\n{{{_WEATHER}}}",
+        "<think>\nhm\n</think>",
+        [WEATHER],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "now", "arguments": "{}"}</tool_call> done',
+        "done",
+        [ToolCall("now", "{}")],
+    ),
+    ("phi", f"<|tool_call|>[{{{_WEATHER}}}]<|/tool_call|>", "", [WEATHER]),
+    ("phi", f"functools[{{{_WEATHER}}}, {{{_TIME}}}]", "", [WEATHER, TIME]),
+    ("phi", f"[{{{_WEATHER}}}]", "", [WEATHER]),
+    (
+        "phi",
+        f"<|tool_call|>{{{_WEATHER}}}<|/tool_call|><|tool_call|>{{{_TIME}}}<|/tool_call|>",
+        "",
+        [WEATHER, TIME],
+    ),
+    ("phi", f"{{{_WEATHER}}}{{{_TIME}}}", "", [WEATHER, TIME]),
+    ("phi", f"{{{_WEATHER}}} is how", None, []),
+    ("phi", f"Sure: functools[{{{_WEATHER}}}]", "Sure:", [WEATHER]),
+    ("smollm", f"<tool_call>[{{{_WEATHER}}}]</tool_call>", "", [WEATHER]),
+    ("smollm", f"<tool_call>[\n{{{_WEATHER}}},\n{{{_TIME}}}\n]</tool_call>", "", [WEATHER, TIME]),
+    ("smollm", "<tool_call>[]</tool_call>", None, []),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "content", "calls"), ANSWERS)
+def test_calls_are_read(family: str, text: str, content: str | None, calls: Any) -> None:
+    expected = [WEATHER, TIME] if calls == 2 else calls
+    assert parse_calls(text, family) == (text if content is None else content, expected)
+    for call in expected:
+        assert isinstance(json.loads(call.arguments_json), dict)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_broken_calls_stay_text(family: str) -> None:
+    whole = {each: text for each, text, _, calls in reversed(ANSWERS) if calls == [WEATHER]}[family]
+    for end in range(whole.index("{") + 1, whole.rindex("}")):
+        assert parse_calls(whole[:end], family) == (whole[:end], []), end
+    for text in (
+        "",
+        "Hello.",
+        '{"name": 3, "arguments": {}}',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f"}</tool_call>',
+        '[TOOL_CALLS][{"name": "f", "arguments": "no JSON"}]',
+        "<tool_call>" * 50 + "[" * 3000,
+        "functools" + "[" * 100_000,
+        "[TOOL_CALLS]f[ARGS]{",
+    ):
+        assert parse_calls(text, family) == (text, []), text[:50]
+
+
+def test_an_unknown_family_is_one_line() -> None:
+    with pytest.raises(ValueError, match="got tool family 'gpt', expected one of llama3"):
+        parse_calls("", "gpt")
+
+
+def test_families_are_told_by_their_chat_templates() -> None:
+    assert family_of(None) == family_of("{{ messages }}") == "smollm"
+    assert family_of("{% if tools %}<tool_call>{% endif %}") == "hermes"
+    assert family_of("{{ tools }} [AVAILABLE_TOOLS]") == "mistral"
+    assert family_of("{% if builtin_tools or tools %}<|python_tag|>{% endif %}") == "llama3"
+    assert family_of("<|tool|>{{ message['tools'] }}<|/tool|>") == "phi"
+
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_time",
+            "description": "Tells the time",
+            "parameters": {
+                "type": "object",
+                "properties": {"zone": {"$ref": "#/$defs/Zone"}},
+                "required": ["zone"],
+                "$defs": {"Zone": {"enum": ["UTC", "CET"]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "stop"}},
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", [None, "get_time", "stop"])
+def test_a_forced_call_is_read_back(family: str, name: str | None) -> None:
+    """Whatever the model would say: the toy knows nothing of tools."""
+    pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+    codec = BpeTokenizer()
+    engine = make_engine("prompt_lookup", vocab_size=codec.vocab_size, tokenizer=codec)
+    kind = forced_call(TOOLS, family, name)
+    bias = {ord("}"): 50.0, ord('"'): 9.0}
+    result = engine.generate([65], response_format=kind, max_new_tokens=150, logit_bias=bias)
+    assert result.finish_reason == "stop"
+    content, [call] = parse_calls(result.text, family)
+    assert content == ""
+    assert name in (None, call.name)
+    if call.name == "get_time":
+        assert json.loads(call.arguments_json)["zone"] in ("UTC", "CET")
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("get_time", "got tools 'get_time', expected a list of functions"),
+        ([{"name": "f"}], "got tool .*, expected type 'function' and a function with a name"),
+        ([{"type": "function", "function": {"name": "a b"}}], "expected type 'function'"),
+        ([{"type": "code", "function": {"name": "f"}}], "expected type 'function'"),
+        ([{"function": {"name": "f", "parameters": []}}], r"got parameters \[\] of tool f"),
+        ([{"function": {"name": "f", "parameters": {"a": {1}}}}], "cannot be written as JSON"),
+    ],
+)
+def test_wrong_tools_are_one_line(tools: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked_tools(tools)
+
+
+def test_a_wrong_choice_is_one_line() -> None:
+    with pytest.raises(ValueError, match="got tool 'now', expected one of get_time, stop"):
+        forced_call(TOOLS, "hermes", "now")
+    with pytest.raises(ValueError, match="got no tools, expected at least one"):
+        forced_call([], "hermes")
+
+
+def test_openais_choices_of_a_tool() -> None:
+    for free in (None, "none", "auto"):
+        assert format_of_choice(TOOLS, free, "hermes") is None
+    named = {"type": "function", "function": {"name": "stop"}}
+    assert format_of_choice(TOOLS, named, "phi") == forced_call(TOOLS, "phi", "stop")
+    assert format_of_choice(TOOLS, "required", "phi") == forced_call(TOOLS, "phi")
+    wrong_ones: list[Any] = ["any", {"type": "function"}, 3, [], {"function": {"name": 4}}]
+    for wrong in wrong_ones:
+        with pytest.raises(ValueError, match=r"got tool_choice .*, expected none, auto, required"):
+            format_of_choice(TOOLS, wrong, "hermes")
+
+
+CHAT: list[dict[str, Any]] = [
+    {"role": "user", "content": "What time is it?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"type": "function", "function": {"name": "get_time", "arguments": '{"zone": "UTC"}'}}
+        ],
+    },
+    {"role": "tool", "content": "12:30"},
+]
+# What Qwen 2.5's template does with tools, calls and results.
+QWEN = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{% for call in m.tool_calls %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": '
+    "{{ call.function.arguments | tojson }}}</tool_call>{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] + '' }}{% endfor %}"
+
+
+def test_a_template_that_knows_tools_gets_them() -> None:
+    text = ChatTemplate(QWEN).render(CHAT, TOOLS)
+    assert text.startswith('<tools>{"type": "function", "function": {"name": "get_time"')
+    assert text.endswith(
+        "[user]What time is it?[assistant]"
+        '<tool_call>{"name": "get_time", "arguments": {"zone": "UTC"}}</tool_call>[tool]12:30'
+    )
+    assert "<tools>" not in ChatTemplate(QWEN).render(CHAT)
+
+
+def test_a_template_without_tools_gets_them_as_text() -> None:
+    template = ChatTemplate(PLAIN)
+    assert template.tool_family == "smollm"
+    text = template.render([{"role": "system", "content": "Be brief."}, *CHAT], TOOLS)
+    assert text.startswith("[system]Be brief.\n\nYou can call functions.")
+    assert '<tools>[{"type": "function", "function": {"name": "get_time"' in text
+    assert text.endswith(
+        '[assistant]<tool_call>[{"name": "get_time", "arguments": {"zone": "UTC"}}]</tool_call>'
+        "[user]<tool_response>\n12:30\n</tool_response>"
+    )
+    assert template.render(CHAT, TOOLS).startswith("[system]You can call functions.")
+    assert template.render(CHAT).startswith("[user]What time is it?")
+
+
+def test_phi_reads_tools_from_the_system_message() -> None:
+    """As Phi-4 mini's template does."""
+    phi = (
+        "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}"
+        "{{ message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}"
+        "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate(phi)
+    assert template.tool_family == "phi"
+    text = template.render(CHAT, TOOLS)
+    assert text.startswith('<|tool|>[{"type": "function", "function": {"name": "get_time"')
+    assert "<|/tool|><|user|>What time is it?<|assistant|><tool_call>[" in text
+
+
+def test_the_engine_passes_tools_on() -> None:
+    codec = BpeTokenizer(ChatTemplate(PLAIN))
+    engine = make_engine("none", vocab_size=codec.vocab_size, tokenizer=codec, max_length=900)
+    assert "get_time" in codec.decode(engine.encode("Now?", tools=TOOLS))
+    for call in (engine.stream, engine.steps):
+        assert next(iter(call("Now?", tools=TOOLS, max_new_tokens=2))) is not None
+    result = engine.generate(CHAT, tools=TOOLS, max_new_tokens=1)
+    assert result.stats.prompt_tokens > 300
+    for prompt, raw in (([1, 2], False), ("Now?", True), ([], False)):
+        with pytest.raises(ValueError, match="got tools, expected them with messages"):
+            engine.encode(prompt, raw, tools=TOOLS)
