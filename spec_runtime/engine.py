@@ -223,11 +223,21 @@ class Engine:
         See `generate` and `stream`."""
         return self._begin(prompt, raw, system, reuse, sampling)[0]
 
-    def encode(self, prompt: Prompt, raw: bool = False, system: str | None = None) -> list[int]:
-        """Returns the prompt's token ids, checked against vocabulary and context."""
+    def encode(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        system: str | None = None,
+        control_tokens: bool | None = None,
+    ) -> list[int]:
+        """Returns the prompt's token ids, checked against vocabulary and context.
+
+        `control_tokens` lets the names of control tokens in the prompt, such as "<|im_end|>",
+        become these tokens. None allows it in raw prompts alone: what a user types is text.
+        """
         if system is not None and not isinstance(system, str):
             raise ValueError(f"got system {system!r:.60}, expected a string, or None for none")
-        ids = encode_prompt(self.tokenizer, prompt, raw, system)
+        ids = encode_prompt(self.tokenizer, prompt, raw, system, control_tokens)
         if len(ids) > self.target.max_length:
             raise ValueError(
                 f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"

@@ -14,6 +14,7 @@ import numpy as np
 
 from spec_runtime.bundle import Bundle, BundleError
 from spec_runtime.untrusted import tokenizer as untrusted
+from spec_runtime.untrusted.control_tokens import MARK, ControlTokens
 
 Message = Mapping[str, Any]
 # A prompt may be as long as the context, all of it tokens of this length, and a little longer. What
@@ -31,7 +32,11 @@ class Codec(Protocol):
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """Returns the ids of a text; `special_tokens` adds those that the tokenizer adds by itself,
-        like BOS."""
+        like BOS. Names of control tokens become these tokens, unless `marked` has marked them."""
+
+    def marked(self, value: Any, by_assistant: bool = False) -> Any:
+        """Returns a text, or a message's values, whose control tokens' names are marked, so that
+        `encode` takes them for ordinary text; see untrusted/control_tokens.py."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
@@ -85,14 +90,13 @@ class Tokenizer:
                     f"{num_logits}; build the bundle again"
                 )
         self.template: ChatTemplate | None = None
+        source = None
         if info.chat_template is not None:
-            self.template = self._open_template(bundle.path / info.chat_template)
+            source = _read_template(bundle.path / info.chat_template)
+            self.template = self._open_template(bundle.path / info.chat_template, source)
+        self._controls = ControlTokens(self._tokenizer, info.file, source)
 
-    def _open_template(self, path: Path) -> ChatTemplate:
-        try:
-            source = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise BundleError(f"{path} is not UTF-8 ({error}); build the bundle again") from None
+    def _open_template(self, path: Path, source: str) -> ChatTemplate:
         eos = self.eos[0] if self.eos else None
         try:
             return ChatTemplate(
@@ -115,12 +119,25 @@ class Tokenizer:
                 f"context of {self._max_length} tokens; shorten it or build with a larger "
                 "--max-length"
             )
+        if MARK in text:
+            return self._controls.encode(text, special_tokens)
         with untrusted.no_panics(self._file):
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+
+    def marked(self, value: Any, by_assistant: bool = False) -> Any:
+        """See Codec.marked."""
+        return self._controls.marked(value, by_assistant)
 
     def decode(self, ids: Sequence[int]) -> str:
         with untrusted.no_panics(self._file):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{path} is not UTF-8 ({error}); build the bundle again") from None
 
 
 def require_characters(text: str, what: str) -> None:
@@ -137,23 +154,34 @@ def require_characters(text: str, what: str) -> None:
 Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
 
 
-def encode_prompt(codec: Codec, prompt: Prompt, raw: bool, system: str | None) -> list[int]:
+def encode_prompt(
+    codec: Codec,
+    prompt: Prompt,
+    raw: bool,
+    system: str | None,
+    control_tokens: bool | None = None,
+) -> list[int]:
     """Returns the token ids of a prompt.
 
     A string, even an empty one, becomes a user message if there is a chat template and `raw` is not
     set; otherwise it is encoded as it stands. Messages need a template; ids, a list or an array
     i64[T] with at least one, stay as they are. A text without any token is BOS alone.
 
+    `control_tokens` says whether the names of control tokens, such as "<|im_end|>", become these
+    tokens where a text or a message holds them. None allows it in raw prompts alone, whose writer
+    does the template's work; elsewhere they are ordinary text.
+
     Raises ValueError for what cannot be a prompt.
     """
+    marked = _unmarked if (raw if control_tokens is None else control_tokens) else codec.marked
     if isinstance(prompt, str):
         require_characters(prompt, "the prompt")
         if codec.template is not None and not raw:
             messages: list[Message] = [{"role": "user", "content": prompt}]
-            return _some(codec, _encode_messages(codec, codec.template, messages, system))
+            return _some(codec, _encode_messages(codec, codec.template, messages, system, marked))
         if system is not None:
             raise ValueError("got a system prompt, expected none without a chat template")
-        return _some(codec, codec.encode(prompt, special_tokens=True))
+        return _some(codec, codec.encode(marked(prompt, False), special_tokens=True))
     items = _items(prompt)
     if len(items) == 0:
         raise ValueError("got prompt [], expected at least one message or one token id")
@@ -161,7 +189,7 @@ def encode_prompt(codec: Codec, prompt: Prompt, raw: bool, system: str | None) -
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
             raise ValueError(f"got messages, expected a string or token ids: {why}")
-        return _some(codec, _encode_messages(codec, codec.template, items, system))
+        return _some(codec, _encode_messages(codec, codec.template, items, system, marked))
     if system is not None:
         raise ValueError("got a system prompt with token ids, expected it among the ids")
     return [_token_id(item) for item in items]
@@ -198,8 +226,17 @@ def _token_id(item: Any) -> int:
     return int(item)
 
 
+def _unmarked(value: Any, by_assistant: bool = False) -> Any:
+    """Leaves control tokens as they are; see Codec.marked."""
+    return value
+
+
 def _encode_messages(
-    codec: Codec, template: ChatTemplate, messages: Sequence[Message], system: str | None
+    codec: Codec,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    system: str | None,
+    marked: Callable[[Any, bool], Any],
 ) -> list[int]:
     messages = [_plain_message(message) for message in messages]
     if system is not None:
@@ -209,6 +246,7 @@ def _encode_messages(
         if messages[0]["role"] == "system":
             raise ValueError("got two system prompts, expected one: in the messages or apart")
         messages = [{"role": "system", "content": system}, *messages]
+    messages = [marked(message, message["role"] == "assistant") for message in messages]
     # the template writes BOS itself where the model wants one
     return codec.encode(template.render(messages), special_tokens=False)
 
