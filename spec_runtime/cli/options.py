@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from spec_runtime.cli.completion import drafter_names
 from spec_runtime.files import write_atomically
 from spec_runtime.mapping import brief
 
@@ -26,6 +27,7 @@ Drafter = Annotated[
         "--drafter",
         help="A drafter of the bundle, prompt_lookup, prompt_lookup:published, lookahead, or none",
         show_default="the bundle's first",
+        autocompletion=drafter_names,
     ),
 ]
 Lookup = Annotated[
