@@ -9,13 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import closing
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, Unpack
+from typing import NamedTuple, Protocol, Self, Unpack
 
+from spec_runtime.backends.heap import give_back_memory
 from spec_runtime.backends.turns import Turn
+from spec_runtime.calls.call import Call, Steps, read_chunks, read_result, read_texts
+from spec_runtime.calls.interruption import CANCELLED, Interrupted
+from spec_runtime.calls.options import CallOptions, read_options
+from spec_runtime.calls.result import Chunk, GenerationResult
 from spec_runtime.generate import generate
 from spec_runtime.proposers.base import Proposer
-from spec_runtime.sampling import SamplingOptions, SamplingParams, TokenLogprob, checked_flag
+from spec_runtime.sampling import SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
 from spec_runtime.target import Target, Wants
@@ -25,28 +29,6 @@ from spec_runtime.trees.budget import Budget
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 
 log = logging.getLogger("spec_runtime")
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """Holds one answer.
-
-    `text` is without the stop string; `token_ids` include the EOS or the token that ended it.
-    `acceptance` is greedy, target_sampling, rejection or typical. `logprobs` belong to `token_ids`,
-    if the request asked for them.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str  # stop | length | cancelled
-    stats: Stats
-    acceptance: str = "greedy"
-    logprobs: list[TokenLogprob] | None = None
-
-    @property
-    def preserves_distribution(self) -> bool:
-        """Says whether the tokens follow the target's distribution: typical acceptance's do not."""
-        return self.acceptance != "typical"
 
 
 class OpenedDrafter(NamedTuple):
@@ -72,6 +54,14 @@ class Opener(Protocol):
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter: ...
 
 
+class _Parts(NamedTuple):
+    """What an engine lets go of when it is closed."""
+
+    target: Target
+    drafter: OpenedDrafter
+    opener: Opener | None
+
+
 class Engine:
     """One drafter on one target, which several engines may share, each with a drafter of its own.
 
@@ -79,8 +69,10 @@ class Engine:
     of their calls, and each gives what it would give alone. `generate` waits for those before it. A
     stream waits at its first piece, and from then on the others wait until it is exhausted, closed
     or dropped. A thread that would wait for the stream that it read last itself gets a
-    RuntimeError. With asyncio, run each call, and the whole loop over a stream, in one worker
-    thread (`asyncio.to_thread`).
+    RuntimeError. With asyncio, use AsyncEngine.
+
+    `close` gives the memory back, and so does `with load(…) as engine:`. A closed engine raises
+    RuntimeError.
 
     Raises ValueError if the drafter's trees are larger than what the target has room for.
     """
@@ -97,14 +89,22 @@ class Engine:
                 f"got trees of {drafter.budget.max_nodes} nodes, expected at most the bundle's "
                 f"scratch of {target.max_nodes}"
             )
-        self.target = target
         self.tokenizer = tokenizer
         self.last_result: GenerationResult | None = None
-        self._opened = drafter
-        self._opener = opener
+        self._parts: _Parts | None = _Parts(target, drafter, opener)  # None once closed
         self._expected = drafter.expected_accepted_length  # None once a warning is out
+        self._calls: set[Call] = set()  # that wait or run
         self._turn: Turn | None = None  # of our last run
         self._held: list[int] = []  # tokens whose KV the target has while its rows are that turn's
+
+    @property
+    def target(self) -> Target:
+        """Returns the target; raises RuntimeError if the engine is closed."""
+        return self._open_parts().target
+
+    @property
+    def _opened(self) -> OpenedDrafter:
+        return self._open_parts().drafter
 
     @property
     def drafter(self) -> str:
@@ -140,17 +140,18 @@ class Engine:
         `name` and `lookup` are those of `load`. Raises ValueError for an unknown name or a wrong
         type, and if this engine was not loaded from a bundle.
         """
-        if self._opener is None:
+        opener = self._open_parts().opener
+        if opener is None:
             raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
         if lookup is not None:
             lookup = checked_flag("lookup", lookup)
-        opened = self._opener.open(name, lookup)
-        return Engine(self.target, self.tokenizer, opened, self._opener)
+        return Engine(self.target, self.tokenizer, opener.open(name, lookup), opener)
 
     def with_budget(self, budget: Budget) -> Engine:
         """Returns an engine like this one whose trees may spend `budget`."""
-        opened = self._opened._replace(budget=budget)
-        return Engine(self.target, self.tokenizer, opened, self._opener)
+        parts = self._open_parts()
+        opened = parts.drafter._replace(budget=budget)
+        return Engine(parts.target, self.tokenizer, opened, parts.opener)
 
     def observed(
         self, wrap: Callable[[Proposer], Proposer], budget: Budget | None = None
@@ -167,39 +168,20 @@ class Engine:
         )
         return Engine(self.target, self.tokenizer, opened)
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        raw: bool = False,
-        system: str | None = None,
-        reuse: bool = True,
-        **sampling: Unpack[SamplingOptions],
-    ) -> GenerationResult:
+    def generate(self, prompt: Prompt, **options: Unpack[CallOptions]) -> GenerationResult:
         """Returns the whole answer to a string, chat messages or token ids.
 
-        `raw` takes a string past the chat template. `reuse` keeps the KV of the prefix shared with
-        the previous call, unless there is a seed and the target is not fp32, whose rows would then
-        depend on that call. `sampling` are the fields of SamplingParams. Raises ValueError for bad
-        arguments and for a prompt longer than the context, and RuntimeError if this thread has not
-        finished a stream on the same target.
+        `options` are the fields of SamplingParams, or `params` in their place, and what CallOptions
+        lists besides. Raises ValueError for bad arguments and for a prompt longer than the context,
+        and RuntimeError if this thread has not finished a stream on the same target, or the engine
+        is closed.
         """
-        with closing(self._begin(prompt, raw, system, reuse, sampling)[0]) as steps:
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    result: GenerationResult = end.value
-                    return result
+        call = self.prepare(prompt, **options)
+        call.is_stream = False
+        return read_result(self._steps(call))
 
     def stream(
-        self,
-        prompt: Prompt,
-        *,
-        raw: bool = False,
-        system: str | None = None,
-        reuse: bool = True,
-        **sampling: Unpack[SamplingOptions],
+        self, prompt: Prompt, **options: Unpack[CallOptions]
     ) -> Generator[str, None, GenerationResult]:
         """Yields pieces of the text as they come; see `generate` for the arguments.
 
@@ -207,21 +189,37 @@ class Engine:
         generator returns (`result = yield from engine.stream(…)`): where threads share the engine,
         `last_result` may already be another call's.
         """
-        steps, text = self._begin(prompt, raw, system, reuse, sampling)
-        return _pieces(steps, text)
+        call = self.prepare(prompt, **options)
+        return read_texts(self._steps(call), call.text)
 
     def steps(
-        self,
-        prompt: Prompt,
-        *,
-        raw: bool = False,
-        system: str | None = None,
-        reuse: bool = True,
-        **sampling: Unpack[SamplingOptions],
+        self, prompt: Prompt, **options: Unpack[CallOptions]
     ) -> Generator[Step, None, GenerationResult]:
         """Yields what each step commits, and returns the result; the first step is the prompt's.
         See `generate` and `stream`."""
-        return self._begin(prompt, raw, system, reuse, sampling)[0]
+        return self._steps(self.prepare(prompt, **options))
+
+    def chunks(
+        self, prompt: Prompt, **options: Unpack[CallOptions]
+    ) -> Generator[Chunk, None, GenerationResult]:
+        """Yields a chunk a step, with text, tokens and what was drafted; the last one, which has no
+        tokens, has the result. See `generate` and `stream`."""
+        return self.answer(self.prepare(prompt, **options))
+
+    def prepare(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Call:
+        """Checks the arguments and encodes the prompt, for one `answer`; see `generate`.
+
+        No other call is waited for, so that a server can refuse a bad request at once.
+        """
+        request = read_options(options)
+        self._require_strictly_greedy(request.params)
+        ids = self.encode(prompt, request.raw, request.system)
+        return Call(ids, request, TextStream(self.tokenizer.decode, request.params.stop))
+
+    def answer(self, call: Call) -> Generator[Chunk, None, GenerationResult]:
+        """Yields the chunks of a prepared call, see `chunks`."""
+        has_logprobs = call.params.logprobs is not None
+        return read_chunks(self._steps(call), call.text, has_logprobs)
 
     def encode(
         self,
@@ -235,8 +233,6 @@ class Engine:
         `control_tokens` lets the names of control tokens in the prompt, such as "<|im_end|>",
         become these tokens. None allows it in raw prompts alone: what a user types is text.
         """
-        if system is not None and not isinstance(system, str):
-            raise ValueError(f"got system {system!r:.60}, expected a string, or None for none")
         ids = encode_prompt(self.tokenizer, prompt, raw, system, control_tokens)
         if len(ids) > self.target.max_length:
             raise ValueError(
@@ -250,42 +246,68 @@ class Engine:
             )
         return ids
 
-    def _begin(
-        self,
-        prompt: Prompt,
-        raw: bool,
-        system: str | None,
-        reuse: bool,
-        sampling: SamplingOptions,
-    ) -> tuple[Generator[Step, None, GenerationResult], TextStream]:
-        """Checks the arguments; returns the steps, none of which has run yet, and their text."""
-        params = SamplingParams(**sampling)
-        raw, reuse = checked_flag("raw", raw), checked_flag("reuse", reuse)
-        text = TextStream(self.tokenizer.decode, params.stop)
-        return self._run(self.encode(prompt, raw, system), params, reuse, text), text
+    def cancel(self) -> None:
+        """Ends the generation that is running on this engine, if one is, from any thread.
 
-    def _run(
-        self, prompt: list[int], params: SamplingParams, reuse: bool, text: TextStream
-    ) -> Generator[Step, None, GenerationResult]:
-        self._require_strictly_greedy(params)
-        with self.target.turns.take() as turn:
-            return (yield from self._run_in(turn, prompt, params, reuse, text))
+        It ends at its next step, or within a long prompt after at most 256 tokens more, with
+        finish reason "cancelled". Calls that wait go on waiting.
+        """
+        for call in self._calls.copy():
+            if call.turn.has_come:
+                call.end()
 
-    def _run_in(
-        self,
-        turn: Turn,
-        prompt: list[int],
-        params: SamplingParams,
-        reuse: bool,
-        text: TextStream,
-    ) -> Generator[Step, None, GenerationResult]:
-        target, proposer = self.target, self.proposer
-        reused = self._num_reusable(prompt, params) if reuse else 0
+    def close(self) -> None:
+        """Ends the running generation as `cancel` does, refuses all others, and gives memory back.
+
+        Calls that wait get a RuntimeError. Waits until other threads have left their calls; a
+        stream that nobody reads keeps the memory until it is closed or dropped. Engines on the same
+        target (`with_drafter`) go on, and keep it. Closing twice is fine.
+        """
+        self._parts = None
+        calls = self._calls.copy()
+        for call in calls:
+            call.end()
+        for call in calls:
+            call.wait_until_left()
+        give_back_memory()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _open_parts(self) -> _Parts:
+        if self._parts is None:
+            raise RuntimeError("this engine is closed; load the bundle again")
+        return self._parts
+
+    def _steps(self, call: Call) -> Steps:
+        self._calls.add(call)
+        call.enter()
+        try:
+            with self.target.turns.take(call.turn, call.interruption):
+                return (yield from self._run(self._open_parts(), call))
+        except Interrupted:  # while it waited
+            self._open_parts()
+            reason = call.interruption.reason or CANCELLED
+            stats = Stats(prompt_tokens=len(call.prompt))
+            return self._finish(call, [], [], stats, reason)
+        finally:
+            self._calls.discard(call)
+            call.leave()
+            if self._parts is None:
+                give_back_memory()
+
+    def _run(self, parts: _Parts, call: Call) -> Steps:
+        target, proposer = parts.target, parts.drafter.proposer
+        prompt, params = call.prompt, call.params
+        reused = self._num_reusable(target, call) if call.reuse else 0
         target.rows_of = None  # whatever interrupts this run, no later one relies on its rows
-        limits = self._limits(params, len(prompt), text)
+        limits = self._limits(target, call)
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
         out: list[int] = []
-        logprobs: list[TokenLogprob] | None = None if params.logprobs is None else []
+        logprobs: list[TokenLogprob] = []
         is_consistent = False
         try:
             target.truncate(reused)
@@ -298,31 +320,58 @@ class Engine:
                     reused,
                     params,
                     limits,
-                    self.budget,
+                    parts.drafter.budget,
                     stats,
-                    self._opened.taps,
-                    self.fused,
+                    parts.drafter.taps,
+                    parts.drafter.fused,
                 )
                 with closing(steps):  # a fused step hands its rows over before the turn ends
                     for step in steps:
                         out += step.tokens
-                        if logprobs is not None:
-                            logprobs += step.logprobs
+                        logprobs += step.logprobs
                         is_consistent = True
+                        if call.is_stream:
+                            call.leave()
                         yield step
-                        turn.resume()
+                        call.enter()
                         is_consistent = limits.finish_reason is not None
+            is_consistent = True
+        except Interrupted:  # within the prompt, of whose new rows the proposer knows nothing
+            target.truncate(reused)
             is_consistent = True
         finally:
             if is_consistent:  # not interrupted inside a step
                 self._held = (prompt + out)[: target.length]
-                target.rows_of = self._turn = turn
-            text.finish()
-            reason = limits.finish_reason or "cancelled"
-            result = GenerationResult(text.text, out, reason, stats, params.rule, logprobs)
-            self.last_result = result
+                target.rows_of = self._turn = call.turn
+            result = self._finish(call, out, logprobs, stats, limits.finish_reason or CANCELLED)
             if params.rule != "typical":  # its lengths are what its threshold makes them
-                self._warn_of_doubts(stats, is_greedy=params.temperature == 0)
+                self._warn_of_doubts(parts.drafter.name, stats, is_greedy=params.temperature == 0)
+        return result
+
+    def _finish(
+        self,
+        call: Call,
+        tokens: list[int],
+        logprobs: list[TokenLogprob],
+        stats: Stats,
+        reason: str,
+    ) -> GenerationResult:
+        """Returns the call's result, which is also the engine's last one."""
+        text, params = call.text, call.params
+        text.finish()
+        stop: str | int | None = text.stop
+        if stop is None and reason == "stop":
+            stop = tokens[-1]
+        result = GenerationResult(
+            text.text,
+            tokens,
+            reason,
+            stats,
+            params.rule,
+            None if params.logprobs is None else logprobs,
+            stop,
+        )
+        self.last_result = result
         return result
 
     def _require_strictly_greedy(self, params: SamplingParams) -> None:
@@ -333,27 +382,28 @@ class Engine:
                 "expected none: its near ties are those of the raw logits"
             )
 
-    def _num_reusable(self, prompt: list[int], params: SamplingParams) -> int:
+    def _num_reusable(self, target: Target, call: Call) -> int:
         """Returns how many of the prompt's rows the target still has from our last run.
 
         A row depends a little on which others were computed with it. In fp32 these are some last
         bits. Below, rounding enlarges them so far that a seed would not give the same tokens again.
         """
-        if self._turn is None or self.target.rows_of is not self._turn:
+        if self._turn is None or target.rows_of is not self._turn:
             return 0
-        if params.seed is not None and self.target.precision != "fp32":
+        if call.params.seed is not None and target.precision != "fp32":
             return 0
         # One token fewer is reused: the last row's feature and logits have to be computed anew.
-        return max(0, _common_length(self._held, prompt) - 1)
+        return max(0, _common_length(self._held, call.prompt) - 1)
 
-    def _limits(self, params: SamplingParams, prompt_length: int, text: TextStream) -> Limits:
+    def _limits(self, target: Target, call: Call) -> Limits:
+        params = call.params
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= frozenset(self.tokenizer.eos)
-        max_tokens = min(params.max_new_tokens, self.target.max_length - prompt_length)
-        return Limits(max_tokens, stop_ids, text.push)
+        max_tokens = min(params.max_new_tokens, target.max_length - len(call.prompt))
+        return Limits(max_tokens, stop_ids, call.text.push, lambda: call.interruption.reason)
 
-    def _warn_of_doubts(self, stats: Stats, is_greedy: bool) -> None:
+    def _warn_of_doubts(self, drafter: str, stats: Stats, is_greedy: bool) -> None:
         """Warns, once, of the two signatures of wrong weights.
 
         A wrong drafter changes no token, only the speed, so that nothing else would show it.
@@ -372,26 +422,9 @@ class Engine:
             log.warning(
                 "drafter %s: %s; unless the text is unusual, its weights are not right: run "
                 "spec-export check or build the bundle again",
-                self.drafter,
+                drafter,
                 doubt,
             )
-
-
-def _pieces(
-    steps: Generator[Step, None, GenerationResult], text: TextStream
-) -> Generator[str, None, GenerationResult]:
-    with closing(steps):
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: GenerationResult = end.value
-                break
-            if piece := text.take():
-                yield piece
-        if piece := text.take():
-            yield piece
-        return result
 
 
 def _common_length(a: list[int], b: list[int]) -> int:

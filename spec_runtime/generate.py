@@ -40,13 +40,14 @@ def generate(
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.
     `taps` are the layers whose states the proposer's features have besides the final one. `fused`
     takes over, while it can, if the request is plainly greedy. Whenever a step is out,
-    target.length = prompt + tokens - 1: the last token has no row yet.
+    target.length = prompt + tokens - 1: the last token has no row yet. Raises Interrupted if
+    `limits` says stop within the prompt.
     """
     sample = Sampler(params, target.vocab_size, prompt)
     wants = Wants(proposer.wants_features, taps, sample.reads_top)
     accept, budget = _acceptance(params, sample, budget)
     clock = Clock(stats.timings)
-    verified, features = target.prefill(prompt[reused:], wants)
+    verified, features = target.prefill(prompt[reused:], wants, limits.goes_on)
     tree = TokenTree.root(prompt[-1])
     _, token = accept(tree, TargetView(sample, tree, verified, target.length - 1))
     proposer.start(prompt, features, reused)
@@ -58,7 +59,7 @@ def generate(
     if fused is not None and params.is_plainly_greedy and target.strict_gap is None:
         token = yield from fused.run(token, limits, stats, clock)
 
-    while limits.finish_reason is None:
+    while limits.goes_on():
         clock.start()
         engine_seconds = target.run_seconds + proposer.run_seconds
 
@@ -74,6 +75,7 @@ def generate(
             features=verified.features(step.path) if wants.features else None,
             verified=verified,
             logprobs=_logprobs(params, verified, step.path, step.tokens),
+            num_drafted=tree.num_nodes - 1,
         )
         clock.lap("other")
         target.commit(step.path)
@@ -82,7 +84,7 @@ def generate(
         clock.lap("commit")
 
         stats.engine_seconds += target.run_seconds + proposer.run_seconds - engine_seconds
-        count_step(stats, step, tree.num_nodes - 1, bool(tree.children(step.path[-1])))
+        count_step(stats, step, bool(tree.children(step.path[-1])))
         clock.lap("other")
         yield step
 

@@ -19,8 +19,9 @@ class Step:
 
     `tokens` are the accepted draft and then the bonus, unless generation ended before it. `path`
     are the committed rows as node ids, root first. `features` f32[P, F] are those of the rows, if
-    the proposer wants them; `logprobs` belong to `tokens`, if the request asks for them. The
-    prompt's step has the first token and no rows.
+    the proposer wants them; `logprobs` belong to `tokens`, if the request asks for them.
+    `num_drafted` counts the tree's nodes without the root. The prompt's step has the first token
+    and no rows.
     """
 
     tokens: list[int]
@@ -29,12 +30,24 @@ class Step:
     features: np.ndarray | None = field(default=None, repr=False)
     verified: Verified | None = field(default=None, repr=False)  # valid until the next target run
     logprobs: list[TokenLogprob] = field(default_factory=list, repr=False)
+    num_drafted: int = 0
+
+    @property
+    def depths(self) -> list[int]:
+        """Returns the depth in the tree at which each token was drafted; 0 is the target's own
+        token.
+
+        >>> Step(tokens=[7, 8, 9], num_accepted=2).depths
+        [1, 2, 0]
+        """
+        return [i if i <= self.num_accepted else 0 for i in range(1, len(self.tokens) + 1)]
 
 
 class Limits:
     """Decides where generation ends: at EOS and stop ids, stop strings, or a number of tokens.
 
-    `finish_reason` is None until then, and "stop" or "length" from then on.
+    `finish_reason` is None until then, and "stop" or "length" from then on. Between two steps
+    `interruption` may end it too: it returns the reason, or None while generation may go on.
     """
 
     def __init__(
@@ -42,11 +55,19 @@ class Limits:
         max_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
         ends_stop_string: Callable[[int], bool] = lambda token: False,
+        interruption: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.remaining = max_tokens
         self.finish_reason: str | None = None if max_tokens > 0 else "length"
         self._stop_ids = stop_ids
         self._ends_stop_string = ends_stop_string
+        self._interruption = interruption
+
+    def goes_on(self) -> bool:
+        """Asks, before a step, whether generation goes on, and notes why not."""
+        if self.finish_reason is None:
+            self.finish_reason = self._interruption()
+        return self.finish_reason is None
 
     def cut(self, tokens: list[int]) -> list[int]:
         """Returns the tokens up to and including the one that ends generation, if one does."""
@@ -86,11 +107,8 @@ def end_step(path: list[int], tokens: list[int], limits: Limits) -> Step:
     return Step(tokens, min(len(tokens), len(path) - 1), path[: len(tokens)])
 
 
-def count_step(stats: Stats, step: Step, num_drafted: int, has_children: bool) -> None:
-    """Adds a step to the statistics.
-
-    `num_drafted` counts the tree's nodes below the root; `has_children` says whether the last node
-    of the path had children, all of which were then refused.
-    """
+def count_step(stats: Stats, step: Step, has_children: bool) -> None:
+    """Adds a step to the statistics; `has_children` says whether the last node of the path had
+    children, all of which were then refused."""
     missed = has_children and step.num_accepted < len(step.tokens)
-    stats.count(len(step.tokens), step.num_accepted, num_drafted, missed)
+    stats.count(len(step.tokens), step.num_accepted, step.num_drafted, missed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +12,7 @@ import numpy as np
 
 from spec_runtime.backends import Backend, DeviceBackend, Rows, RowsReader
 from spec_runtime.backends.turns import Turn, Turns
+from spec_runtime.calls.interruption import Interrupted
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
 from spec_runtime.trees.tree import TokenTree
@@ -211,14 +212,20 @@ class Target:
         return self._cache.slots(begin, end)
 
     def prefill(
-        self, tokens: Sequence[int], wants: Wants = LOGITS
+        self,
+        tokens: Sequence[int],
+        wants: Wants = LOGITS,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> tuple[Verified, np.ndarray | None]:
         """Commits `tokens` (at least one) in chunks.
 
         Returns the last row's logits and the new rows' features f32[T, F], None if not wanted.
+        Asks `goes_on` before each chunk; raises Interrupted once that says no.
         """
         chunks_TF = []
         for begin in range(0, len(tokens), PREFILL_ROWS):
+            if not goes_on():
+                raise Interrupted
             chunk = TokenTree.chain(tokens[begin : begin + PREFILL_ROWS])
             last = chunk.num_nodes - 1
             verified = self._run(chunk, self._row_N[last : last + 1], wants)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from dataclasses import replace
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class FusedSteps:
         clock.lap("draft")
         num_rows = 0  # of the last step
         try:
-            while limits.finish_reason is None and self._need(fresh) <= cache.capacity:
+            while limits.goes_on() and self._need(fresh) <= cache.capacity:
                 clock.start()
                 if self._need(fresh) > width:
                     width = self._mask_width(fresh)
@@ -82,11 +83,12 @@ class FusedSteps:
                 slot_N[path[:count]] = fresh + np.arange(count)
                 fresh += count
                 step = end_step(path[:count].tolist(), emitted[:count].tolist(), limits)
+                step = replace(step, num_drafted=int(result[2 * P + 1]))
                 num_rows = len(step.path)
                 cache.commit(step.path)
                 self._follower.follow(step.tokens)
                 clock.lap("commit")
-                count_step(stats, step, int(result[2 * P + 1]), bool(result[2 * P]))
+                count_step(stats, step, bool(result[2 * P]))
                 token = step.tokens[-1]
                 clock.lap("other")
                 yield step

@@ -5,19 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+
+from spec_runtime.calls.interruption import Interrupted, Interruption
 
 
 class Turn:
-    """One caller's turn. `thread` is the one that used it last, which need not be the first."""
+    """One caller's turn. `thread` is the one that used it last, which need not be the first;
+    `has_come` says whether the waiting is over."""
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
-        self.gate: SimpleQueue[None] = SimpleQueue()  # holds an entry once the turn has come
+        self.has_come = False
+        self.gate: SimpleQueue[None] = SimpleQueue()  # an entry wakes the thread that waits
 
     def resume(self) -> None:
         """Notes that this thread goes on with the turn."""
         self.thread = threading.current_thread()
+
+    def wake(self) -> None:
+        """Lets the thread that waits for the turn look again at whether it is still wanted."""
+        self.gate.put(None)
 
 
 class Turns:
@@ -34,12 +42,17 @@ class Turns:
         self._queue: list[Turn] = []
 
     @contextmanager
-    def take(self) -> Iterator[Turn]:
+    def take(
+        self, turn: Turn | None = None, interruption: Interruption | None = None
+    ) -> Iterator[Turn]:
         """Waits for those who asked before, then has the turn while the block runs.
 
-        Raises RuntimeError if this thread has a turn already: it would wait for itself.
+        Raises RuntimeError if this thread has a turn already: it would wait for itself. Raises
+        Interrupted if the interruption has a reason before the turn has come.
         """
-        turn = Turn()
+        turn = Turn() if turn is None else turn
+        turn.resume()
+        interruption = Interruption() if interruption is None else interruption
         if any(other.thread is turn.thread for other in self._queue[:]):
             raise RuntimeError(
                 "this thread has an open stream on this target, which would have to end first; "
@@ -48,7 +61,12 @@ class Turns:
         try:
             self._queue.append(turn)
             self._let_first_in()
-            turn.gate.get()
+            while self._queue[0] is not turn:
+                with suppress(Empty):
+                    turn.gate.get(timeout=interruption.seconds_to_wait)
+                if interruption.reason is not None:
+                    raise Interrupted
+            turn.has_come = True
             yield turn
         finally:
             with suppress(ValueError):  # interrupted before it was in the queue
@@ -57,4 +75,4 @@ class Turns:
 
     def _let_first_in(self) -> None:
         for first in self._queue[:1]:
-            first.gate.put(None)
+            first.wake()

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from spec_runtime.engine import Engine, GenerationResult
+from spec_runtime import Engine, GenerationResult
 
 NUM_THREADS = 6
 

@@ -17,7 +17,7 @@ import pytest
 from mixed_calls import problems
 from toy_engine import DRAFTERS, make_engine, make_proposer, random_prompt
 
-from spec_runtime.engine import Engine, GenerationResult
+from spec_runtime import Engine, GenerationResult
 from spec_runtime.load import load
 from spec_runtime.trees.budget import Budget
 

@@ -1,0 +1,63 @@
+"""Ends a call before its answer does: from another thread, or because its time is over."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from numbers import Real
+
+CANCELLED, TIMEOUT = "cancelled", "timeout"
+# Seconds after which a call that waits for its turn looks at the caller's event again: an event
+# wakes only those who wait for it alone.
+EVENT_SECONDS = 0.02
+
+
+class Interrupted(Exception):
+    """Says, inside the runtime, that a call ended before its first token."""
+
+
+class Interruption:
+    """Says whether a call has to end early, and why.
+
+    `timeout` are seconds from the making of this object on; `event` is the caller's own, set from
+    any thread. Raises ValueError for a timeout that is no number above 0.
+    """
+
+    def __init__(self, timeout: float | None = None, event: threading.Event | None = None) -> None:
+        self._deadline = math.inf
+        if timeout is not None:
+            is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+            if not (is_number and timeout > 0):
+                raise ValueError(
+                    f"got timeout {timeout!r:.60}, expected seconds above 0, or None for no limit"
+                )
+            self._deadline = time.monotonic() + float(timeout)
+        if event is not None and not isinstance(event, threading.Event):
+            raise ValueError(
+                f"got cancel {event!r:.60}, expected a threading.Event, or None for none"
+            )
+        self._event = event
+        self._is_ended = False
+
+    def end(self) -> None:
+        """Ends the call as if its event had been set."""
+        self._is_ended = True
+
+    @property
+    def reason(self) -> str | None:
+        """Returns "cancelled" or "timeout", and None while the call may go on."""
+        if self._is_ended or (self._event is not None and self._event.is_set()):
+            return CANCELLED
+        if self._deadline < math.inf and time.monotonic() >= self._deadline:
+            return TIMEOUT
+        return None
+
+    @property
+    def seconds_to_wait(self) -> float | None:
+        """Returns how long a waiting call may sleep before it asks for `reason` again; None: until
+        it is woken."""
+        seconds = self._deadline - time.monotonic() if self._deadline < math.inf else math.inf
+        if self._event is not None:
+            seconds = min(seconds, EVENT_SECONDS)
+        return max(0.0, seconds) if seconds < math.inf else None

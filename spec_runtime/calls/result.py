@@ -1,0 +1,88 @@
+"""Holds answers: whole ones, and chunks of one that is on its way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spec_runtime.sampling import TokenLogprob
+from spec_runtime.stats import Stats
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts the tokens of one call.
+
+    `reused_tokens` are those of the prompt whose KV was still there. `drafted_tokens` are all that
+    drafters guessed, right or wrong; `completion_tokens` are the answer's.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int
+    completion_tokens: int
+    drafted_tokens: int
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Holds one answer.
+
+    `text` is without the stop string; `token_ids` include the EOS or the token that ended it.
+    `acceptance` is greedy, target_sampling, rejection or typical. `logprobs` belong to `token_ids`,
+    if the request asked for them. `stop` is what ended it where the finish reason is "stop": the
+    stop string, or the token's id.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # stop | length | cancelled | timeout
+    stats: Stats
+    acceptance: str = "greedy"
+    logprobs: list[TokenLogprob] | None = None
+    stop: str | int | None = None
+
+    @property
+    def preserves_distribution(self) -> bool:
+        """Says whether the tokens follow the target's distribution: typical acceptance's do not."""
+        return self.acceptance != "typical"
+
+    @property
+    def usage(self) -> Usage:
+        """Counts prompt, reused, completion and drafted tokens."""
+        stats = self.stats
+        return Usage(
+            prompt_tokens=stats.prompt_tokens,
+            reused_tokens=stats.reused_tokens,
+            completion_tokens=len(self.token_ids),
+            drafted_tokens=stats.drafted_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Holds the text of one token and the token's depth, see Chunk."""
+
+    text: str
+    depth: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Holds what one step adds to an answer.
+
+    `depths` are those of `token_ids`: 0 is the target's own token, and k was drafted as guess k of
+    the step's tree. `logprobs` belong to `token_ids`, if the request asked for them. `num_drafted`
+    counts the nodes of the step's tree without its root.
+
+    `text` may lag behind the tokens: a character whose last byte is missing, and what may be the
+    beginning of a stop string, come with a later chunk. The texts of `pieces` joined are `text`;
+    each has the depth of the token that completed it. The last chunk has no tokens but what was
+    held back of the text, and is the only one with a `result`.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    depths: tuple[int, ...] = ()
+    pieces: tuple[Piece, ...] = ()
+    num_drafted: int = 0
+    result: GenerationResult | None = None
