@@ -213,7 +213,7 @@ class Engine:
         """
         request = read_options(options)
         self._require_strictly_greedy(request.params)
-        ids = self.encode(prompt, request.raw, request.system)
+        ids = self.encode(prompt, request.raw, request.system, request.control_tokens)
         return Call(ids, request, TextStream(self.tokenizer.decode, request.params.stop))
 
     def answer(self, call: Call) -> Generator[Chunk, None, GenerationResult]:

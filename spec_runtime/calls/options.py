@@ -15,16 +15,18 @@ class CallOptions(SamplingOptions, total=False):
     """Lists the keyword arguments of an engine's calls: these, and the fields of SamplingParams.
 
     `raw` takes a string past the chat template. `system` is the system prompt of a string or of
-    messages without one. `reuse` keeps the KV of the prefix shared with the previous call, unless
-    there is a seed and the target is not fp32, whose rows would then depend on that call. `params`
-    are taken in place of single fields of SamplingParams. The call ends early, with what it has,
-    `timeout` seconds after it was made, the waiting for its turn included, or once another thread
-    sets the event `cancel`: at the next step or after at most 256 tokens of the prompt. Its finish
-    reason is then "timeout" or "cancelled".
+    messages without one. `control_tokens` lets the names of control tokens in the prompt, such as
+    "<|im_end|>", become these tokens; None does so in raw prompts alone. `reuse` keeps the KV of
+    the prefix shared with the previous call, unless there is a seed and the target is not fp32,
+    whose rows would then depend on that call. `params` are taken in place of single fields of
+    SamplingParams. The call ends early, with what it has, `timeout` seconds after it was made, the
+    waiting for its turn included, or once another thread sets the event `cancel`: at the next step
+    or after at most 256 tokens of the prompt. Its finish reason is then "timeout" or "cancelled".
     """
 
     raw: bool
     system: str | None
+    control_tokens: bool | None
     reuse: bool
     params: SamplingParams | None
     timeout: float | None
@@ -38,6 +40,7 @@ class Request:
     params: SamplingParams
     raw: bool = False
     system: str | None = None
+    control_tokens: bool | None = None
     reuse: bool = True
     timeout: float | None = None
     cancel: threading.Event | None = None
@@ -47,6 +50,9 @@ class Request:
             raise ValueError(f"got params {self.params!r:.60}, expected SamplingParams, or None")
         for name in ("raw", "reuse"):
             object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
+        if self.control_tokens is not None:
+            allowed = checked_flag("control_tokens", self.control_tokens)
+            object.__setattr__(self, "control_tokens", allowed)
         if self.system is not None and not isinstance(self.system, str):
             raise ValueError(f"got system {self.system!r:.60}, expected a string, or None for none")
 

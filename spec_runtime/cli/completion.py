@@ -42,19 +42,6 @@ def complete(command: Any, program: str) -> None:
     command.main(args=[], prog_name=program, complete_var=_variable(program))
 
 
-def drafter_names(context: typer.Context) -> list[str]:
-    """Returns the drafters that the bundle of a command line has; the built-in ones without it."""
-    from spec_runtime import bundle
-    from spec_runtime.proposers import BUILT_IN
-
-    try:
-        folder = context.params.get("bundle") or bundle.find()
-        trained = [entry.name for entry in bundle.read(folder, verify=False).manifest.drafters]
-    except (OSError, ValueError):  # the command itself will say what is wrong with it
-        trained = []
-    return [*trained, *BUILT_IN]
-
-
 def _variable(program: str) -> str:
     """Returns the name of the variable by which a script asks: "_SPEC_RUNTIME_COMPLETE"."""
     return f"_{program.replace('-', '_').upper()}_COMPLETE"
