@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spec_runtime.files import write_atomically
+from spec_runtime.files import require_writable, write_atomically
 from spec_runtime.mapping import brief, parse_json
 
 EXAMPLE = '[{"role": "user", "content": "…"}]'
@@ -53,4 +53,5 @@ def write(path: Path, messages: Sequence[dict[str, Any]]) -> None:
                 f"{path} is there and holds no messages, expected a new file or one that /save "
                 "wrote; choose another name"
             ) from None
+    require_writable(path)
     write_atomically(path, json.dumps(messages, indent=1, ensure_ascii=False) + "\n")

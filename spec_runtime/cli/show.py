@@ -51,7 +51,12 @@ def command(
         Path | None, typer.Option("--svg", metavar="OUT", help="Draw the tree into this file")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="OUT", help="The same; needs matplotlib")
+        Path | None,
+        typer.Option(
+            "--png",
+            metavar="OUT",
+            help="The same as a picture; needs matplotlib (the extra figures)",
+        ),
     ] = None,
     as_json: Annotated[
         bool,

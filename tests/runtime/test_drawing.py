@@ -286,5 +286,5 @@ def test_png_without_matplotlib_names_the_extra(
     code, _, err = show("--tree", "--png", tmp_path / "t.png")
     assert (code, err.count("\n")) == (2, 1)
     assert "matplotlib is not installed" in err
-    assert "specsplit[export]" in err
+    assert "specsplit[figures]" in err
     assert not (tmp_path / "t.png").exists()
