@@ -40,4 +40,4 @@ def __getattr__(name: str) -> Any:
         from spec_runtime.calls import async_engine
 
         return {"AsyncEngine": async_engine.AsyncEngine, "QueueFull": async_engine.QueueFull}[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(name)

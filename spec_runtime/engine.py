@@ -9,14 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator
 from contextlib import closing
+from pathlib import Path
 from typing import NamedTuple, Protocol, Self, Unpack
+
+import numpy as np
 
 from spec_runtime.backends.heap import give_back_memory
 from spec_runtime.backends.turns import Turn
 from spec_runtime.calls.call import Call, Steps, read_chunks, read_result, read_texts
 from spec_runtime.calls.interruption import CANCELLED, Interrupted
+from spec_runtime.calls.kept_rows import KeptRows, Restored, RowStore, common_length
 from spec_runtime.calls.options import CallOptions, read_options
 from spec_runtime.calls.result import Chunk, GenerationResult
+from spec_runtime.calls.rows_file import RowsOwner, read_rows, write_rows
 from spec_runtime.generate import generate
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import SamplingParams, TokenLogprob, checked_flag
@@ -26,6 +31,7 @@ from spec_runtime.target import Target, Wants
 from spec_runtime.text import Codec, Prompt, TextStream, encode_prompt
 from spec_runtime.trees.budget import Budget
 
+KEPT_ROWS = 32  # fewer are read again sooner than copied, and are not worth their place
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 
 log = logging.getLogger("spec_runtime")
@@ -49,7 +55,11 @@ class OpenedDrafter(NamedTuple):
 
 
 class Opener(Protocol):
-    """Opens further drafters of the same bundle, see load.DrafterOpener."""
+    """Opens further drafters of the same bundle, see load.DrafterOpener; `bundle_hash` is the
+    SHA-256 of its manifest."""
+
+    @property
+    def bundle_hash(self) -> str: ...
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter: ...
 
@@ -60,6 +70,7 @@ class _Parts(NamedTuple):
     target: Target
     drafter: OpenedDrafter
     opener: Opener | None
+    store: RowStore
 
 
 class Engine:
@@ -83,19 +94,28 @@ class Engine:
         tokenizer: Codec,
         drafter: OpenedDrafter,
         opener: Opener | None = None,
+        kept_bytes: int = 0,
     ) -> None:
         if drafter.budget.max_nodes > target.max_nodes:
             raise ValueError(
                 f"got trees of {drafter.budget.max_nodes} nodes, expected at most the bundle's "
                 f"scratch of {target.max_nodes}"
             )
+        if kept_bytes and not (target.keeps_rows and drafter.fused is None):
+            raise ValueError(
+                "got kept_mb with a target or fused step whose rows stay on a device, expected "
+                "backend onnxruntime without fused"
+            )
         self.tokenizer = tokenizer
         self.last_result: GenerationResult | None = None
-        self._parts: _Parts | None = _Parts(target, drafter, opener)  # None once closed
+        self._parts: _Parts | None = _Parts(
+            target, drafter, opener, RowStore(kept_bytes)
+        )  # None once closed
         self._expected = drafter.expected_accepted_length  # None once a warning is out
         self._calls: set[Call] = set()  # that wait or run
         self._turn: Turn | None = None  # of our last run
         self._held: list[int] = []  # tokens whose KV the target has while its rows are that turn's
+        self._features: list[np.ndarray] = []  # of these, if rows are kept and the drafter has any
 
     @property
     def target(self) -> Target:
@@ -140,18 +160,20 @@ class Engine:
         `name` and `lookup` are those of `load`. Raises ValueError for an unknown name or a wrong
         type, and if this engine was not loaded from a bundle.
         """
-        opener = self._open_parts().opener
+        parts = self._open_parts()
+        opener = parts.opener
         if opener is None:
             raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
         if lookup is not None:
             lookup = checked_flag("lookup", lookup)
-        return Engine(self.target, self.tokenizer, opener.open(name, lookup), opener)
+        opened = opener.open(name, lookup)
+        return Engine(parts.target, self.tokenizer, opened, opener, parts.store.max_bytes)
 
     def with_budget(self, budget: Budget) -> Engine:
         """Returns an engine like this one whose trees may spend `budget`."""
         parts = self._open_parts()
         opened = parts.drafter._replace(budget=budget)
-        return Engine(parts.target, self.tokenizer, opened, parts.opener)
+        return Engine(parts.target, self.tokenizer, opened, parts.opener, parts.store.max_bytes)
 
     def observed(
         self, wrap: Callable[[Proposer], Proposer], budget: Budget | None = None
@@ -246,6 +268,54 @@ class Engine:
             )
         return ids
 
+    def save_conversation(self, path: str | Path) -> None:
+        """Writes the conversation answered last to a safetensors file: its tokens and their KV.
+
+        `load_conversation` takes it up again, in this process or another. Waits for its turn, as
+        `generate` does. Raises ValueError if nothing was answered since another engine used the
+        target, or if the engine was loaded without kept_mb, and OSError if it cannot be written.
+        """
+        parts, owner = self._open_parts(), self._rows_owner()
+        with parts.target.turns.take():
+            is_ours = self._turn is not None and parts.target.rows_of is self._turn
+            if not (is_ours and self._held):
+                raise ValueError("got no conversation to save, expected an answer before")
+            write_rows(Path(path), self._live_rows(parts.target), owner)
+
+    def load_conversation(self, path: str | Path) -> None:
+        """Reads a conversation that `save_conversation` wrote; the next call that begins like it
+        goes on from there.
+
+        Raises ValueError for a file of another bundle or drafter or one that is damaged, if it
+        takes more room than kept_mb, and if the engine was loaded without; OSError if there is no
+        file.
+        """
+        parts, owner = self._open_parts(), self._rows_owner()
+        target = parts.target
+        sizes = {name: (G, B) for name, (G, _, B) in target.row_shapes().items()}
+        rows = read_rows(Path(path), owner, sizes)
+        has_features = rows.features_TF is not None
+        if has_features != self.proposer.wants_features or not (
+            len(rows.tokens) <= target.max_length
+            and 0 <= min(rows.tokens) <= max(rows.tokens) < target.vocab_size
+        ):
+            raise ValueError(f"{path} holds tokens that this bundle has not; begin anew")
+        if rows.num_bytes > parts.store.max_bytes:
+            raise ValueError(
+                f"{path} takes {rows.num_bytes / 1e6:.0f} MB, expected at most the "
+                f"{parts.store.max_bytes / 1e6:.0f} MB of kept_mb; load with more"
+            )
+        with target.turns.take():
+            parts.store.add(rows)
+
+    def _rows_owner(self) -> RowsOwner:
+        parts = self._open_parts()
+        if parts.opener is None or not parts.store.max_bytes:
+            raise ValueError(
+                "got an engine that keeps no conversations, expected one of load(…, kept_mb=…)"
+            )
+        return RowsOwner(parts.opener.bundle_hash, parts.drafter.name)
+
     def cancel(self) -> None:
         """Ends the generation that is running on this engine, if one is, from any thread.
 
@@ -302,8 +372,7 @@ class Engine:
     def _run(self, parts: _Parts, call: Call) -> Steps:
         target, proposer = parts.target, parts.drafter.proposer
         prompt, params = call.prompt, call.params
-        reused = self._num_reusable(target, call) if call.reuse else 0
-        target.rows_of = None  # whatever interrupts this run, no later one relies on its rows
+        reused, restored = self._bring_rows(parts, call)
         limits = self._limits(target, call)
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
         out: list[int] = []
@@ -311,7 +380,7 @@ class Engine:
         is_consistent = False
         try:
             target.truncate(reused)
-            proposer.truncate(reused)
+            proposer.truncate(reused if restored is None else 0)
             if limits.finish_reason is None:
                 steps = generate(
                     target,
@@ -324,11 +393,14 @@ class Engine:
                     stats,
                     parts.drafter.taps,
                     parts.drafter.fused,
+                    restored,
                 )
                 with closing(steps):  # a fused step hands its rows over before the turn ends
                     for step in steps:
                         out += step.tokens
                         logprobs += step.logprobs
+                        if parts.store.max_bytes and step.features is not None:
+                            self._features.append(step.features)
                         is_consistent = True
                         if call.is_stream:
                             call.leave()
@@ -337,7 +409,7 @@ class Engine:
                         is_consistent = limits.finish_reason is not None
             is_consistent = True
         except Interrupted:  # within the prompt, of whose new rows the proposer knows nothing
-            target.truncate(reused)
+            target.truncate(reused if restored is None else 0)
             is_consistent = True
         finally:
             if is_consistent:  # not interrupted inside a step
@@ -382,18 +454,37 @@ class Engine:
                 "expected none: its near ties are those of the raw logits"
             )
 
-    def _num_reusable(self, target: Target, call: Call) -> int:
-        """Returns how many of the prompt's rows the target still has from our last run.
+    def _bring_rows(self, parts: _Parts, call: Call) -> tuple[int, Restored | None]:
+        """Returns how many of the prompt's rows the target has, perhaps brought back from the
+        store; keeps there what it has of another conversation.
 
         A row depends a little on which others were computed with it. In fp32 these are some last
         bits. Below, rounding enlarges them so far that a seed would not give the same tokens again.
         """
-        if self._turn is None or target.rows_of is not self._turn:
-            return 0
-        if call.params.seed is not None and target.precision != "fp32":
-            return 0
-        # One token fewer is reused: the last row's feature and logits have to be computed anew.
-        return max(0, _common_length(self._held, call.prompt) - 1)
+        target, store, prompt = parts.target, parts.store, call.prompt
+        is_ours = self._turn is not None and target.rows_of is self._turn
+        target.rows_of = None  # whatever interrupts this run, no later one relies on its rows
+        may_reuse = call.reuse and (call.params.seed is None or target.precision == "fp32")
+        length = common_length(self._held, prompt) if is_ours and may_reuse else 0
+        kept, kept_length = store.find(prompt) if may_reuse else (None, 0)
+        if is_ours and store.max_bytes and len(self._held) - length >= KEPT_ROWS:
+            store.add(self._live_rows(target))
+        if kept is None or kept_length - length < KEPT_ROWS:
+            # One token fewer: the last row's feature and logits have to be computed anew.
+            reused = max(0, length - 1)
+            self._features = [np.concatenate(self._features)[:reused]] if self._features else []
+            return reused, None
+        reused = kept_length - 1
+        target.restore_rows(kept.kv, reused)
+        features = None if kept.features_TF is None else kept.features_TF[:reused]
+        self._features = [] if features is None else [features]
+        return reused, Restored(features)
+
+    def _live_rows(self, target: Target) -> KeptRows:
+        """Returns copies of the rows that the target has of our last run."""
+        length = len(self._held)
+        features = np.concatenate(self._features)[:length] if self._features else None
+        return KeptRows(self._held, target.copy_rows(length), features)
 
     def _limits(self, target: Target, call: Call) -> Limits:
         params = call.params
@@ -425,10 +516,3 @@ class Engine:
                 drafter,
                 doubt,
             )
-
-
-def _common_length(a: list[int], b: list[int]) -> int:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))

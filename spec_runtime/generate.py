@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
+from spec_runtime.calls.kept_rows import Restored
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_logprob
 from spec_runtime.stats import Clock, Stats
@@ -34,12 +35,14 @@ def generate(
     stats: Stats,
     taps: tuple[int, ...] = (),
     fused: StepRunner | None = None,
+    restored: Restored | None = None,
 ) -> Generator[Step, None, None]:
     """Yields the prompt's step, then one step per verify pass, until `limits` says stop.
 
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.
     `taps` are the layers whose states the proposer's features have besides the final one. `fused`
-    takes over, while it can, if the request is plainly greedy. Whenever a step is out,
+    takes over, while it can, if the request is plainly greedy. `restored` says that the target's
+    rows were brought back from a copy, of which the proposer knows nothing. Whenever a step is out,
     target.length = prompt + tokens - 1: the last token has no row yet. Raises Interrupted if
     `limits` says stop within the prompt.
     """
@@ -50,9 +53,12 @@ def generate(
     verified, features = target.prefill(prompt[reused:], wants, limits.goes_on)
     tree = TokenTree.root(prompt[-1])
     _, token = accept(tree, TargetView(sample, tree, verified, target.length - 1))
-    proposer.start(prompt, features, reused)
+    if restored is None:
+        proposer.start(prompt, features, reused)
+    else:
+        proposer.start(prompt, restored.features_before(features), 0)
     logprobs = _logprobs(params, verified, [0], [token])
-    step = Step(limits.cut([token]), num_accepted=0, logprobs=logprobs)
+    step = Step(limits.cut([token]), num_accepted=0, logprobs=logprobs, features=features)
     sample.commit(step.tokens)
     clock.lap("prefill")
     yield step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from spec_runtime import bundle as bundles
 from spec_runtime import profile as profiles
 from spec_runtime.backends import Runtime
 from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.files import sha256
 from spec_runtime.kv import open_cache
 from spec_runtime.mapping import from_mapping
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS, VARIANTS
@@ -47,10 +49,14 @@ class _Arguments:
     fused: bool | None
     cuda_graphs: bool
     memory: int
+    map_weights: bool
+    kept_mb: int
 
     def __post_init__(self) -> None:
         if self.memory < 0:
             raise ValueError(f"got memory {self.memory}, expected 0 or more tokens")
+        if self.kept_mb < 0:
+            raise ValueError(f"got kept_mb {self.kept_mb}, expected 0 or more megabytes")
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ def load(
     fused: bool | None = None,
     cuda_graphs: bool = True,
     memory: int = 0,
+    map_weights: bool = False,
+    kept_mb: int = 0,
 ) -> Engine:
     """Opens a bundle and returns an engine that generates with it.
 
@@ -107,26 +115,24 @@ def load(
             engine's earlier answers. No token changes, but a request that repeats an earlier answer
             gets faster, which its sender can notice: do not share such an engine between users who
             must not learn of each other's answers.
+        map_weights: map weights, packed for this CPU, from files in the user's cache folder, which
+            take twice the bundle's room; other processes share them then. CPU only. The engines of
+            one process share weights without it.
+        kept_mb: keep the KV of earlier conversations, and what the drafter reads of them, in so
+            many megabytes; that least recently used goes. A conversation that goes on, or shares a
+            beginning, then needs not be read again. Backend "onnxruntime" only.
 
     Raises:
         ValueError: in one line, if anything does not fit; BundleError for the bundle's own faults.
     """
-    threads, memory = _plain_int(threads), _plain_int(memory)
-    given = {
-        "path": os.fspath(path) if isinstance(path, os.PathLike) else path,
-        "drafter": drafter,
-        "threads": threads,
-        "verify": verify,
-        "lookup": lookup,
-        "profile": profile,
-        "strict": strict,
-        "backend": backend,
-        "fused": fused,
-        "cuda_graphs": cuda_graphs,
-        "memory": memory,
-    }
+    given = dict(locals())
+    given["path"] = os.fspath(path) if isinstance(path, os.PathLike) else path
+    for name in ("threads", "memory", "kept_mb"):
+        given[name] = _plain_int(given[name])
+    threads, memory, kept_mb = given["threads"], given["memory"], given["kept_mb"]
     from_mapping(_Arguments, given, "load", none="None")
-    options = LoadOptions(Runtime(backend, threads, cuda_graphs), profile, fused, memory)
+    runtime = Runtime(backend, threads, cuda_graphs, map_weights)
+    options = LoadOptions(runtime, profile, fused, memory)
     bundle = bundles.read(path, verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow
@@ -142,7 +148,7 @@ def load(
             f"got memory with drafter {opened.name}, expected prompt_lookup, or a trained drafter "
             "with lookup"
         )
-    return Engine(target, tokenizer, opened, opener)
+    return Engine(target, tokenizer, opened, opener, kept_mb << 20)
 
 
 def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Target:
@@ -170,6 +176,11 @@ class DrafterOpener:
     def __init__(self, bundle: bundles.Bundle, target: Target, options: LoadOptions) -> None:
         self._bundle, self._target, self._options = bundle, target, options
         self._known = _drafter_names(bundle)
+
+    @cached_property
+    def bundle_hash(self) -> str:
+        """See engine.Opener."""
+        return sha256(self._bundle.path / bundles.MANIFEST)
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
         """Opens the drafter `name`, None = the first; `lookup` is that of `load`.

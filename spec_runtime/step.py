@@ -20,8 +20,8 @@ class Step:
     `tokens` are the accepted draft and then the bonus, unless generation ended before it. `path`
     are the committed rows as node ids, root first. `features` f32[P, F] are those of the rows, if
     the proposer wants them; `logprobs` belong to `tokens`, if the request asks for them.
-    `num_drafted` counts the tree's nodes without the root. The prompt's step has the first token
-    and no rows.
+    `num_drafted` counts the tree's nodes without the root. The prompt's step has the first token,
+    no path, and the features of all rows that the prompt's pass added.
     """
 
     tokens: list[int]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from spec_runtime.backends import Backend, DeviceBackend, Rows, RowsReader
+from spec_runtime.backends import Backend, DeviceBackend, RowBackend, Rows, RowsReader
 from spec_runtime.backends.turns import Turn, Turns
 from spec_runtime.calls.interruption import Interrupted
 from spec_runtime.kv import Cache, SlotCache
@@ -269,6 +269,33 @@ class Target:
     def truncate(self, length: int) -> None:
         """Forgets committed rows from `length` on."""
         self._cache.truncate(length)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Says whether `copy_rows` and `restore_rows` work with this backend and form of cache."""
+        return isinstance(self._backend, RowBackend) and isinstance(self._cache, SlotCache)
+
+    def row_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes (G, 0, B) of no rows at all, by buffer, see `copy_rows`."""
+        assert isinstance(self._backend, RowBackend)
+        none = self._backend.read_rows(np.zeros(0, np.int64))
+        return {name: rows.shape for name, rows in none.items()}
+
+    def copy_rows(self, length: int) -> dict[str, np.ndarray]:
+        """Returns copies of the first `length` rows, by buffer."""
+        assert isinstance(self._backend, RowBackend)
+        assert isinstance(self._cache, SlotCache)
+        return self._backend.read_rows(self._cache.slots(0, length))
+
+    def restore_rows(self, rows: Mapping[str, np.ndarray], length: int) -> None:
+        """Makes the first `length` of these rows the committed ones, in place of all there are."""
+        assert isinstance(self._backend, RowBackend)
+        assert isinstance(self._cache, SlotCache)
+        slot_N = np.arange(length, dtype=np.int64)
+        self._cache.truncate(0)
+        self._backend.write_rows(slot_N, rows)
+        self._cache.hold(slot_N)
+        self._cache.commit(range(length))
 
     def forget(self) -> None:
         """Drops all rows, so that the next generation reuses none; waits as `alone` does."""

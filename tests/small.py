@@ -97,6 +97,8 @@ def write_small_bundle(path: Path) -> Path:
 class ToyOpener:
     """Opens plain decoding or prompt lookup, as load.DrafterOpener does for a bundle."""
 
+    bundle_hash = ""
+
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
         proposer: Proposer = PlainProposer() if name == "none" else LookupProposer()
         return OpenedDrafter(name or "prompt_lookup", proposer, DEFAULT_BUDGET)

@@ -71,6 +71,19 @@ class DeviceBackend(ABC):
         """Runs once; returns `outputs` on the host, and `kept` [R, W] as rows on the device."""
 
 
+class RowBackend(ABC):
+    """A backend whose KV rows can be copied to the host and back. Those that can inherit from this
+    class."""
+
+    @abstractmethod
+    def read_rows(self, slot_N: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns copies of the rows in these slots, by buffer: bytes u8[G, N, B]."""
+
+    @abstractmethod
+    def write_rows(self, slot_N: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        """Puts what `read_rows` returned, or the first rows of it, into these slots."""
+
+
 @dataclass(frozen=True)
 class BackendKind:
     """Says what a backend's name stands for.
@@ -97,13 +110,15 @@ class Runtime:
     """Says what runs a bundle's graphs: a backend by its name in BACKENDS, and CPU threads.
 
     `threads` None means as many as this process may use. `cuda_graphs` False leaves CUDA graphs
-    out on a GPU; on the CPU there are none. Raises ValueError for an unknown backend and for a
+    out on a GPU; on the CPU there are none. `map_weights` takes weights on the CPU from files that
+    processes share, see packed_files.py. Raises ValueError for an unknown backend and for a
     number of threads that this machine cannot serve.
     """
 
     backend: str = "onnxruntime"
     threads: int | None = None
     cuda_graphs: bool = True
+    map_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:

@@ -6,13 +6,14 @@ that a step writes in place and no row is ever copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from spec_runtime.backends.base import Backend, Runtime
+from spec_runtime.backends.base import Backend, RowBackend, Runtime
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.session import (
     NamingGraph,
@@ -23,14 +24,14 @@ from spec_runtime.backends.session import (
     open_buffers,
     open_session,
 )
-from spec_runtime.backends.shapes import is_cache, require_feeds, shape_of
+from spec_runtime.backends.shapes import KV, is_cache, require_feeds, shape_of
 from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import Bundle, Graph
 from spec_runtime.untrusted.memory import require_memory
 from spec_runtime.untrusted.operators import require_known_graph
 
 
-class CpuBackend(OrtBackend):
+class CpuBackend(OrtBackend, RowBackend):
     """One session on the CPU with its KV buffers and banks, see OrtBackend."""
 
     def __init__(
@@ -41,12 +42,14 @@ class CpuBackend(OrtBackend):
         threads: int | None = None,
         share: OrtBackend | None = None,
         banks: OrtBackend | None = None,
+        is_mapped: bool = False,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
         self._graph = graph
         self._naming = NamingGraph(graph.file)
         self.copies = Copies()
-        self.session = open_session(path, graph, SessionOptions(threads or default_threads()))
+        options = SessionOptions(threads or default_threads(), is_mapped=is_mapped)
+        self.session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
         self._feed_names = [spec.name for spec in graph.inputs if not is_cache(spec)]
@@ -72,6 +75,26 @@ class CpuBackend(OrtBackend):
         with self._naming:
             self.session.run_with_iobinding(binding)
         return results
+
+    def read_rows(self, slot_N: np.ndarray) -> dict[str, np.ndarray]:
+        """See RowBackend.read_rows."""
+        return {name: bytes_GSB[:, slot_N] for name, bytes_GSB in self._kv_bytes().items()}
+
+    def write_rows(self, slot_N: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        """See RowBackend.write_rows."""
+        for name, bytes_GSB in self._kv_bytes().items():
+            bytes_GSB[:, slot_N] = rows[name][:, : len(slot_N)]
+
+    def _kv_bytes(self) -> dict[str, np.ndarray]:
+        """Returns views u8[G, S, B] of the KV buffers' memory, whatever their type."""
+        views = {}
+        for name, value in self.buffers.items():
+            if name.startswith(KV):
+                _, groups, capacity, _ = value.shape()
+                memory = ctypes.c_uint8 * value.tensor_size_in_bytes()
+                flat = np.ctypeslib.as_array(memory.from_address(value.data_ptr()))
+                views[name] = flat.reshape(groups, capacity, -1)
+        return views
 
     def _binding(self, outputs: tuple[str, ...], feeds: dict[str, np.ndarray]) -> Any:
         """Returns the binding of this set of outputs: those not bound are not computed.
@@ -120,6 +143,7 @@ def open_graph(
         runtime.num_threads,
         share=None if share is None else as_lender(share),
         banks=None if banks is None else as_lender(banks),
+        is_mapped=runtime.map_weights,
     )
 
 

@@ -20,7 +20,9 @@ from spec_runtime.backends.base import Backend
 from spec_runtime.backends.captures import no_capture
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.cuda_libraries import require_gpu
+from spec_runtime.backends.packed_files import GRAPH, WEIGHTS, packed_file
 from spec_runtime.backends.shapes import KV, is_cache
+from spec_runtime.backends.shared_sessions import shared_session
 from spec_runtime.bundle import BANK, Graph, TensorSpec
 from spec_runtime.mapping import brief
 from spec_runtime.untrusted.memory import buffer_shape
@@ -60,7 +62,8 @@ class SessionOptions:
     `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has
     others runs without, unless `must_capture`. `settings` are the provider's, besides those that
     every session on the device has. `weights` are used in place of those in the graph's files, by
-    name (see weights.DeviceWeights).
+    name (see weights.DeviceWeights). `is_mapped` takes weights on the CPU from a file of packed
+    ones, see packed_files.py.
     """
 
     threads: int
@@ -69,6 +72,7 @@ class SessionOptions:
     settings: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, Any] = field(default_factory=dict)
     must_capture: bool = False
+    is_mapped: bool = False
 
     @property
     def provider(self) -> str:
@@ -86,6 +90,8 @@ class SessionOptions:
 def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     """Opens the ONNX file of `graph`.
 
+    Sessions on the CPU are shared, see shared_sessions.py.
+
     Runs without CUDA graphs, and warns, if ONNX Runtime refuses them and need not capture. Raises
     ValueError if the provider, a library, a GPU, or the file's inputs and outputs are not what is
     expected.
@@ -93,7 +99,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     provider = options.provider
     prepare(options.device)
     try:
-        session = _open(path, options)
+        session = _open_shared(path, options)
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public
         is_refused = options.has_cuda_graphs and REFUSED_CAPTURE in str(error)
         if is_refused and not options.must_capture:
@@ -143,8 +149,45 @@ def _quieten() -> None:
     ort.set_default_logger_severity(3)
 
 
-def _open(path: Path, options: SessionOptions) -> Any:
+def _open_shared(path: Path, options: SessionOptions) -> Any:
+    if options.device != "cpu" or options.weights or options.settings:
+        return _open(path, options)
+
+    def open_new() -> Any:
+        if not options.is_mapped:
+            return _open(path, options)
+        packed = packed_file(path, ort.__version__, lambda folder: _write_packed(path, folder))
+        if packed is None:
+            return _open(path, options)
+        try:
+            return _open(packed, options, is_optimized=True)
+        except Exception as error:  # ONNX Runtime's own kinds
+            log.warning("%s is ignored: %s; remove its folder", packed, brief(error))
+            return _open(path, options)
+
+    return shared_session(path, (options.threads, options.is_mapped), open_new)
+
+
+def _write_packed(path: Path, folder: Path) -> None:
+    """Writes the graph at `path` and its weights, optimised and packed for this CPU."""
     chosen = ort.SessionOptions()
+    chosen.intra_op_num_threads = chosen.inter_op_num_threads = 1
+    chosen.log_severity_level = 4  # it warns that the files are for this CPU alone
+    chosen.add_session_config_entry("session.load_model_format", "ONNX")
+    chosen.add_session_config_entry("session.save_model_format", "ONNX")
+    chosen.optimized_model_filepath = str(folder / GRAPH)
+    external = "session.optimized_model_external_initializers"
+    chosen.add_session_config_entry(f"{external}_file_name", WEIGHTS)
+    chosen.add_session_config_entry(f"{external}_min_size_in_bytes", "1024")
+    chosen.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
+    with no_capture():
+        ort.InferenceSession(str(path), chosen, [PROVIDERS["cpu"]], enable_fallback=0)
+
+
+def _open(path: Path, options: SessionOptions, is_optimized: bool = False) -> Any:
+    chosen = ort.SessionOptions()
+    if is_optimized:
+        chosen.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     chosen.intra_op_num_threads = options.threads
     chosen.inter_op_num_threads = 1
     chosen.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL

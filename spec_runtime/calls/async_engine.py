@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Self, Unpack
 
@@ -18,6 +18,8 @@ from spec_runtime.text import Prompt
 
 MAX_UNREAD = 4  # chunks of a stream that its reader may lag behind
 LOOP_SECONDS = 1.0  # until a thread that waits for a reader looks whether the loop is still open
+
+NEVER_BEGUN = "this engine was closed before the call's turn came; load the bundle again"
 
 
 class QueueFull(RuntimeError):
@@ -50,7 +52,12 @@ class AsyncEngine:
     @property
     def num_waiting(self) -> int:
         """Counts the calls that wait for one before them."""
-        return max(0, len(self._jobs) - 1)
+        with self._lock:
+            return max(0, self._num_unanswered - 1)
+
+    @property
+    def _num_unanswered(self) -> int:
+        return sum(not job.answer.done() for job in self._jobs)
 
     async def generate(self, prompt: Prompt, **options: Unpack[CallOptions]) -> GenerationResult:
         """Returns the whole answer; see Engine.generate for arguments and errors.
@@ -89,7 +96,7 @@ class AsyncEngine:
             self._is_closed = True
             jobs = self._jobs.copy()
         for job in jobs:
-            job.refuse(RuntimeError("this engine was closed before the call's turn came"))
+            job.refuse(RuntimeError(NEVER_BEGUN))
             job.end()
         await asyncio.to_thread(self._shut_down)
 
@@ -109,14 +116,14 @@ class AsyncEngine:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this engine is closed; load the bundle again")
-            if len(self._jobs) > self._max_waiting:
+            if (num_unanswered := self._num_unanswered) > self._max_waiting:
                 raise QueueFull(
-                    f"got a call while {self.num_waiting} wait, expected at most "
+                    f"got a call while {num_unanswered - 1} wait, expected at most "
                     f"{self._max_waiting}; try again later"
                 )
-            self._jobs.add(job)
             job.call = self._preparer.submit(self.engine.prepare, prompt, **options)
             job.answer = self._runner.submit(job.run, self.engine)
+            self._jobs.add(job)
         job.call.add_done_callback(job.look_at_call)
         return job
 
@@ -174,15 +181,21 @@ class _Job:
         """Answers the call, in the engine's thread."""
         try:
             call = self.call.result()
+        except CancelledError:  # ended before it was prepared
+            self._post(RuntimeError(NEVER_BEGUN))
+            return
         except Exception:
             return  # its reader knows, see `look_at_call`
         try:
             with closing(engine.answer(call)) as chunks:
-                for chunk in chunks:
-                    if self._is_stream or chunk.result is not None:
-                        self._post(chunk)
-                    if self._is_stream and chunk.result is None:
+                is_last = False
+                while not is_last:
+                    if self._is_stream:
                         self._wait_for_room(call)
+                    chunk = next(chunks)
+                    is_last = chunk.result is not None
+                    if self._is_stream or is_last:
+                        self._post(chunk)
         except BaseException as error:
             self._post(error)
 
@@ -191,7 +204,8 @@ class _Job:
         interruption = call.interruption
         while interruption.reason is None and not self._loop.is_closed():
             seconds = interruption.seconds_to_wait
-            if self._room.acquire(timeout=min(LOOP_SECONDS, seconds or LOOP_SECONDS)):
+            seconds = LOOP_SECONDS if seconds is None else min(seconds, LOOP_SECONDS)
+            if self._room.acquire(timeout=seconds):
                 return
 
     def _post(self, found: Chunk | BaseException) -> None:

@@ -72,6 +72,8 @@ def make_engine(
     )
 
     class ToyOpener:
+        bundle_hash = ""
+
         def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
             name = name or drafter
             proposer = make_proposer(name, backend, backend.form)

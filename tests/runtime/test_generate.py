@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -320,7 +321,7 @@ def test_what_counts_as_a_trial() -> None:
         (Step([1, 3], 2, [0, 1]), [1, 1], [1, 1]),
     ):
         stats = Stats()
-        count_step(stats, step, bool(tree.children(step.path[-1])))
+        count_step(stats, replace(step, num_drafted=3), bool(tree.children(step.path[-1])))
         assert (stats.depth_trials, stats.depth_accepts) == (trials, accepts)
         assert (stats.steps, stats.committed_tokens) == (1, len(step.tokens))
         assert stats.drafted_tokens == 3

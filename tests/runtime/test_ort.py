@@ -133,6 +133,17 @@ def test_inputs_need_not_be_contiguous(backend: CpuBackend) -> None:
     assert cache_rows(backend)[5:7] == [0, 6]
 
 
+def test_rows_are_copied_out_and_back(backend: CpuBackend) -> None:
+    backend.run(feeds(1, value=5.0), [])
+    backend.run(feeds(4, value=7.0), [])
+    rows = backend.read_rows(np.array([4, 1, 0]))
+    assert {name: row.shape for name, row in rows.items()} == {"kv.0.k": (1, 3, DH * 4)}
+    backend.run(feeds(1, 4, value=0.0), [])
+    backend.write_rows(np.array([6, 2]), rows)  # the first two of the three
+    assert cache_rows(backend) == [0, 0, 5, 0, 0, 0, 7, 0]
+    assert backend.read_rows(np.zeros(0, np.int64))["kv.0.k"].shape == (1, 0, DH * 4)
+
+
 def test_two_backends_have_their_own_caches(tmp_path: Path, backend: CpuBackend) -> None:
     other = CpuBackend(tmp_path / "small.onnx", GRAPH, 4, threads=1)
     other.run(feeds(3), [])

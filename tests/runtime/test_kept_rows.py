@@ -1,0 +1,270 @@
+"""Conversations beside each other: rows that are kept, brought back, shared, and let go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gates import GatedRuns
+from toy_backend import ByteTokenizer, ToyTarget
+from toy_engine import DRAFTERS, make_engine, make_proposer, random_prompt
+
+from spec_runtime import Engine
+from spec_runtime.backends import RowBackend
+from spec_runtime.calls.kept_rows import KeptRows, RowStore
+from spec_runtime.engine import KEPT_ROWS, OpenedDrafter
+from spec_runtime.kv import open_cache
+from spec_runtime.target import PREFILL_ROWS, Target
+from spec_runtime.trees.budget import Budget
+
+MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
+MAX_LENGTH, SCRATCH = 600, 32
+
+
+class RowTarget(ToyTarget, RowBackend):  # type: ignore[misc]
+    """A toy target whose rows can be copied; the records of a slot are its row's bytes."""
+
+    def read_rows(self, slot_N: np.ndarray) -> dict[str, np.ndarray]:
+        return {"kv": self._rows.row_SW[None, slot_N].view(np.uint8)}
+
+    def write_rows(self, slot_N: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        self._rows.row_SW[...] = -1  # whatever is not written is gone
+        self._rows.row_SW[slot_N] = rows["kv"][0, : len(slot_N)].view(np.int64)
+
+
+class ToyOpener:
+    def __init__(self, bundle_hash: str) -> None:
+        self.bundle_hash = bundle_hash
+
+    def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
+        raise AssertionError("not asked for")
+
+
+def keeping(drafter: str, kept_bytes: int = 1 << 20, bundle_hash: str = "abc") -> Engine:
+    vocab_size, capacity = ByteTokenizer.vocab_size, MAX_LENGTH + SCRATCH
+    backend = RowTarget(vocab_size=vocab_size, capacity=capacity, **MODEL)
+    target = Target(
+        backend, open_cache("slots", capacity), vocab_size=vocab_size, max_length=MAX_LENGTH
+    )
+    opened = OpenedDrafter(drafter, make_proposer(drafter, backend), Budget(8))
+    return Engine(target, ByteTokenizer(), opened, ToyOpener(bundle_hash), kept_bytes)
+
+
+def answer_alone(drafter: str, prompt: list[int], num_tokens: int) -> list[int]:
+    engine = make_engine(drafter, max_length=MAX_LENGTH, **MODEL)
+    return engine.generate(prompt, max_new_tokens=num_tokens).token_ids
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_conversations_in_turn_are_not_read_again(drafter: str) -> None:
+    engine = keeping(drafter)
+    system = random_prompt(0, length=40)
+    talks = [[*system, *random_prompt(seed, length=60)] for seed in (1, 2, 3)]
+    for turn in range(3):
+        for number, talk in enumerate(talks):
+            result = engine.generate(talk, max_new_tokens=20)
+            assert result.token_ids == answer_alone(drafter, talk, 20), (turn, number)
+            known = len(talk) - (0 if turn == 0 else 5)
+            if turn:  # all but what came since: the last answer's last token, and what was asked
+                assert result.usage.reused_tokens >= known - 2, (turn, number)
+            elif number:
+                assert result.usage.reused_tokens == len(system) - 1  # shared
+            talk += [*result.token_ids, *random_prompt(turn + 9, length=4)]
+
+
+def test_without_a_store_only_the_last_conversation_is_known() -> None:
+    engine = keeping("parallelspec", kept_bytes=0)
+    talks = [random_prompt(seed, length=60) for seed in (1, 2)]
+    for talk in talks:
+        engine.generate(talk, max_new_tokens=5)
+    assert engine.generate(talks[0], max_new_tokens=5).usage.reused_tokens == 0
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_prompt_left_in_the_middle_after_rows_came_back(drafter: str) -> None:
+    engine = keeping(drafter)
+    first = random_prompt(1, length=60)
+    engine.generate(first, max_new_tokens=5)
+    engine.generate(random_prompt(2, length=60), max_new_tokens=5)
+    runs = GatedRuns(engine)
+    longer = [*first, *random_prompt(3, length=PREFILL_ROWS + 30)]
+    runs.let_through()
+    interruption = engine.prepare(longer, max_new_tokens=5)
+    backend: Any = engine.target.lend()[0]
+    run = backend.run
+
+    def cancel_and_run(*arguments: Any) -> Any:
+        interruption.end()
+        return run(*arguments)
+
+    backend.run = cancel_and_run
+    (last,) = engine.answer(interruption)
+    backend.run = run
+    assert last.result is not None
+    assert last.result.finish_reason == "cancelled"
+    assert last.result.usage.reused_tokens == len(first) - 1
+    result = engine.generate(longer, max_new_tokens=9)
+    assert result.token_ids == answer_alone(drafter, longer, 9)
+    assert result.usage.reused_tokens == len(first) - 1
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_an_error_while_rows_come_back_loses_no_answer(drafter: str) -> None:
+    engine = keeping(drafter)
+    first = random_prompt(1, length=60)
+    engine.generate(first, max_new_tokens=5)
+    engine.generate(random_prompt(2, length=60), max_new_tokens=5)
+    backend: Any = engine.target.lend()[0]
+    write_rows = backend.write_rows
+
+    def broken(*arguments: Any) -> None:
+        raise MemoryError
+
+    backend.write_rows = broken
+    with pytest.raises(MemoryError):
+        engine.generate(first)
+    backend.write_rows = write_rows
+    assert engine.generate(first, max_new_tokens=9).token_ids == answer_alone(drafter, first, 9)
+
+
+def test_short_beginnings_are_read_again() -> None:
+    engine = keeping("none")
+    talks = [random_prompt(seed, length=KEPT_ROWS - 8) for seed in (1, 2)]
+    for talk in talks:
+        engine.generate(talk, max_new_tokens=2)
+    assert engine.generate(talks[0], max_new_tokens=2).usage.reused_tokens == 0
+
+
+def test_rows_that_a_device_keeps_to_itself_are_refused() -> None:
+    engine = make_engine("none")
+    opened = OpenedDrafter("none", engine.proposer, Budget(1))
+    with pytest.raises(ValueError, match="got kept_mb with") as caught:
+        Engine(engine.target, engine.tokenizer, opened, kept_bytes=1)
+    assert "\n" not in str(caught.value)
+
+
+# ---- on the disk ----
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_saved_conversation_goes_on_in_another_engine(drafter: str, tmp_path: Path) -> None:
+    path, talk = tmp_path / "talk.safetensors", random_prompt(1, length=60)
+    engine = keeping(drafter)
+    result = engine.generate(talk, max_new_tokens=20)
+    engine.save_conversation(path)
+    longer = [*talk, *result.token_ids, 5, 6, 7]
+    other = keeping(drafter)
+    other.load_conversation(path)
+    found = other.generate(longer, max_new_tokens=20)
+    assert found.token_ids == answer_alone(drafter, longer, 20)
+    assert found.usage.reused_tokens == len(talk) + 18
+    assert engine.generate(longer, max_new_tokens=20).token_ids == found.token_ids
+
+
+def test_the_file_is_a_safetensors_file(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    path, talk = tmp_path / "talk.safetensors", random_prompt(1, length=60)
+    engine = keeping("parallelspec")
+    engine.generate(talk, max_new_tokens=1)
+    engine.save_conversation(path)
+    arrays = safetensors.load_file(path)
+    assert arrays["tokens"].tolist() == talk
+    assert arrays["features"].shape == (60, 4)
+    assert arrays["kv"].shape == (1, 60, 16)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    engine = keeping("parallelspec")
+    engine.generate(random_prompt(1, length=60), max_new_tokens=5)
+    engine.save_conversation(tmp_path / "talk.safetensors")
+    return tmp_path / "talk.safetensors"
+
+
+def test_a_file_of_another_bundle_or_drafter_is_refused(saved: Path) -> None:
+    for engine, why in (
+        (keeping("parallelspec", bundle_hash="other"), "holds a conversation of bundle abc"),
+        (keeping("none"), "holds a conversation of drafter parallelspec"),
+        (keeping("parallelspec", kept_bytes=100), "MB of kept_mb"),
+        (keeping("parallelspec", kept_bytes=0), "got an engine that keeps no conversations"),
+    ):
+        with pytest.raises(ValueError, match=why) as caught:
+            engine.load_conversation(saved)
+        assert "\n" not in str(caught.value)
+
+
+def test_nothing_to_save(tmp_path: Path) -> None:
+    engine = keeping("none")
+    with pytest.raises(ValueError, match="got no conversation to save"):
+        engine.save_conversation(tmp_path / "talk")
+    with pytest.raises(ValueError, match="keeps no conversations"):
+        keeping("none", kept_bytes=0).save_conversation(tmp_path / "talk")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_file_is_one_line(saved: Path) -> None:
+    """Each byte of the header, and each length of the file, at random."""
+    data = saved.read_bytes()
+    rng = np.random.default_rng(0)
+    engine, refused = keeping("parallelspec"), list[str]()
+    for trial in range(300):
+        damaged = bytearray(data)
+        if trial % 2:
+            del damaged[rng.integers(0, len(data)) :]
+        else:
+            size = int.from_bytes(data[:8], "little")
+            damaged[rng.integers(0, 8 + size)] = rng.integers(0, 256)
+        saved.write_bytes(damaged)
+        try:
+            engine.load_conversation(saved)
+        except ValueError as error:
+            refused.append(str(error))
+    assert len(refused) > 200
+    assert not any("\n" in line for line in refused)
+
+
+# ---- the store ----
+
+
+def rows_of(*tokens: int, num_bytes: int = 10) -> KeptRows:
+    return KeptRows(list(tokens), {"kv": np.zeros(num_bytes, np.uint8)})
+
+
+def tokens_of(store: RowStore, *prompt: int) -> list[int] | None:
+    kept, _ = store.find(prompt)
+    return None if kept is None else kept.tokens
+
+
+def test_the_rows_with_the_longest_common_beginning_are_found() -> None:
+    store = RowStore(100)
+    for rows in (rows_of(1, 2, 3), rows_of(1, 2, 4, 5), rows_of(7)):
+        store.add(rows)
+    assert tokens_of(store, 1, 2, 4, 6) == [1, 2, 4, 5]
+    assert store.find([1, 2, 4, 6])[1] == 3
+    assert tokens_of(store, 1, 2, 3, 4, 5) == [1, 2, 3]
+    assert tokens_of(store, 9) is None
+
+
+def test_a_longer_conversation_takes_the_place_of_its_beginning() -> None:
+    store = RowStore(100)
+    store.add(rows_of(1, 2))
+    store.add(rows_of(1, 2, 3))
+    assert len(store) == 1
+    store.add(rows_of(1, 2))  # nothing new
+    assert len(store) == 1
+    assert tokens_of(store, 1, 2) == [1, 2, 3]
+
+
+def test_the_rows_least_recently_used_go_first() -> None:
+    store = RowStore(30)
+    for token in (1, 2, 3):
+        store.add(rows_of(token))
+    assert tokens_of(store, 1) == [1]  # used
+    store.add(rows_of(4))
+    assert [tokens_of(store, token) for token in (1, 2, 3, 4)] == [[1], None, [3], [4]]
+    assert store.num_bytes == 30
+    store.add(rows_of(5, num_bytes=31))  # has no room at all
+    assert len(store) == 3

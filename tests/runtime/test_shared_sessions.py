@@ -1,0 +1,106 @@
+"""Engines that run the same file in the same way have one session, and nothing else, in common."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.bundle import Graph, TensorSpec
+
+onnx = pytest.importorskip("onnx")
+
+WIDTH = 64
+GRAPH = Graph(
+    "scale.onnx",
+    "stateless",
+    (TensorSpec("x", "float32", ("N", WIDTH)),),
+    (TensorSpec("y", "float32", ("N", 8)),),
+)
+
+
+def write(folder: Path, factor: float) -> Path:
+    """Writes a graph y = x · w, all of whose weights, in a file of their own, are `factor`."""
+    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
+    weight = onnx.numpy_helper.from_array(np.full((WIDTH, 8), factor, np.float32), "w")
+    graph = h.make_graph(
+        [h.make_node("MatMul", ["x", "w"], ["y"])],
+        "scale",
+        [h.make_tensor_value_info("x", f32, ["N", WIDTH])],
+        [h.make_tensor_value_info("y", f32, ["N", 8])],
+        [weight],
+    )
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
+    path = folder / "scale.onnx"
+    (folder / "scale.bin").unlink(missing_ok=True)
+    onnx.save(model, path, save_as_external_data=True, location="scale.bin", size_threshold=0)
+    return path
+
+
+def open_graph(path: Path, threads: int = 1) -> CpuBackend:
+    return CpuBackend(path, GRAPH, 1, threads)
+
+
+def product(backend: CpuBackend, factor: float) -> float:
+    x = np.full((2, WIDTH), factor, np.float32)
+    return float(backend.run({"x": x}, ["y"])["y"][0, 0])
+
+
+def test_backends_of_the_same_file_share_its_session(tmp_path: Path) -> None:
+    path = write(tmp_path, 2.0)
+    first, second = open_graph(path), open_graph(tmp_path / "." / "scale.onnx")
+    assert first.session is second.session
+    assert open_graph(path, threads=2).session is not first.session
+    other = tmp_path / "other"
+    other.mkdir()
+    assert open_graph(write(other, 2.0)).session is not first.session
+    assert (product(first, 1.0), product(second, 3.0)) == (2.0 * WIDTH, 6.0 * WIDTH)
+
+
+def test_the_session_goes_with_its_last_backend(tmp_path: Path) -> None:
+    path = write(tmp_path, 2.0)
+    first, second = open_graph(path), open_graph(path)
+    session = weakref.ref(first.session)
+    del first
+    assert product(second, 1.0) == 2.0 * WIDTH
+    del second
+    assert session() is None
+
+
+def test_a_file_whose_weights_changed_is_another_one(tmp_path: Path) -> None:
+    before = open_graph(write(tmp_path, 2.0))
+    path = write(tmp_path, 5.0)
+    os.utime(path, ns=(1, 1))  # the graph itself may well have the time that it had
+    after = open_graph(path)
+    assert after.session is not before.session
+    assert (product(after, 1.0), product(before, 1.0)) == (5.0 * WIDTH, 2.0 * WIDTH)
+
+
+def test_threads_run_a_shared_session_at_the_same_time(tmp_path: Path) -> None:
+    path = write(tmp_path, 1.0)
+    wrong: list[float] = []
+
+    def work(factor: float) -> None:
+        backend = open_graph(path)
+        wrong.extend(got for _ in range(200) if (got := product(backend, factor)) != factor * WIDTH)
+
+    threads = [threading.Thread(target=work, args=[float(n)]) for n in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_file_that_is_no_graph_is_refused_each_time(tmp_path: Path) -> None:
+    path = tmp_path / "scale.onnx"
+    path.write_bytes(b"nothing of ONNX")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"cannot load scale\.onnx") as caught:
+            open_graph(path)
+        assert "\n" not in str(caught.value)
