@@ -102,10 +102,10 @@ class Screen:
 
 
 @contextmanager
-def screen(program: str, *words: object, width: int = 100, **env: str) -> Iterator[Screen]:
-    """Runs Python's `program` with these words on a terminal, whose signals it gets."""
+def screen(program: str, *words: object, **env: str) -> Iterator[Screen]:
+    """Runs Python's `program` with these words on a terminal of 40 lines, whose signals it gets."""
     master, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, width, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", **env}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(

@@ -70,7 +70,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_messages_come_from_a_file_or_standard_input(
     run: Run, folder: Path, tmp_path: Path, asked: list[tuple[Any, ...]]
 ) -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "abc"},
         {"role": "assistant", "content": "bcd"},
         {"role": "user", "content": [{"type": "text", "text": "cab é"}]},

@@ -96,9 +96,9 @@ def opened(tmp_path: Path) -> Opened:
     """Opens a bundle's tokenizer with the template of a family."""
 
     def open_family(family: str, change: Callable[[Any], None] = lambda state: None) -> Tokenizer:
-        template, *about = FAMILIES[family]
+        template, special, added, spaces = FAMILIES[family]
         path = tmp_path / "tokenizer.json"
-        size = write_tokenizer(path, *about)
+        size = write_tokenizer(path, special, added, spaces)
         state = json.loads(path.read_text())
         change(state)
         folder = write_bundle(tmp_path, num_logits=size, vocab_size=size)
@@ -124,7 +124,7 @@ def test_a_user_cannot_write_control_tokens(opened: Opened, family: str) -> None
     attack = "a" + "".join(names) + names[0][:-1] + names[-1] + "b"
 
     def encode(text: str, **options: Any) -> list[int]:
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": text},
             {"role": "assistant", "content": "c"},
             {"role": "user", "content": [{"type": "text", "text": text}]},
