@@ -233,7 +233,12 @@ class Engine:
         request = read_options(options)
         self._require_strictly_greedy(request.params)
         ids = self.encode(
-            prompt, request.raw, request.system, request.tools, request.continue_final
+            prompt,
+            request.raw,
+            request.system,
+            request.tools,
+            request.continue_final,
+            request.control_tokens,
         )
         text = TextStream(self.tokenizer.decode, request.params.stop)
         return Call(ids, request, text, self._masks(request.params))
@@ -258,9 +263,16 @@ class Engine:
         system: str | None = None,
         tools: Tools | None = None,
         continue_final: bool = False,
+        control_tokens: bool | None = None,
     ) -> list[int]:
-        """Returns the prompt's token ids, checked against vocabulary and context."""
-        ids = encode_prompt(self.tokenizer, prompt, raw, system, tools, continue_final)
+        """Returns the prompt's token ids, checked against vocabulary and context.
+
+        `control_tokens` lets the names of control tokens in the prompt, such as "<|im_end|>",
+        become these tokens. None allows it in raw prompts alone: what a user types is text.
+        """
+        ids = encode_prompt(
+            self.tokenizer, prompt, raw, system, tools, continue_final, control_tokens
+        )
         if len(ids) > self.target.max_length:
             raise ValueError(
                 f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"

@@ -153,7 +153,7 @@ def _acceptance(params: SamplingParams, sample: Sampler, budget: Budget) -> tupl
         epsilon, delta = params.typical_epsilon, params.typical_delta
         delta = epsilon**0.5 if delta is None else delta
         return lambda tree, view: by_typical(tree, view.p, epsilon, delta), budget
-    return lambda tree, view: by_target_sampling(tree, view.draw), budget
+    return lambda tree, view: by_target_sampling(tree, view.draw), budget.at(params.temperature)
 
 
 def _logprobs(

@@ -193,6 +193,7 @@ class _StoredBudget:
     step_ms: tuple[float, ...] = ()
     level_ms: float = 0.0
     reliability: tuple[tuple[float, ...], ...] = ()
+    sampled_trust: float = mapping.added_later(1.0)
 
     @classmethod
     def of(cls, budget: Budget) -> _StoredBudget:
@@ -208,10 +209,13 @@ class _StoredBudget:
             growth.step_ms,
             growth.level_ms,
             growth.reliability,
+            growth.sampled_trust,
         )
 
     def budget(self) -> Budget:
-        grown = Grown(self.min_probability, self.step_ms, self.level_ms, self.reliability)
+        grown = Grown(
+            self.min_probability, self.step_ms, self.level_ms, self.reliability, self.sampled_trust
+        )
         growth = grown if self.paths is None else Static(self.paths)
         return Budget(self.max_nodes, self.max_depth, growth)
 

@@ -176,7 +176,7 @@ def grown_points(curve: Curve, costs: Costs, max_nodes: int) -> list[Point]:
     return points
 
 
-def paying_budget(curve: Curve, costs: Costs, max_nodes: int, lookup_nodes: int = 0) -> Budget:
+def paying_budget(curve: Curve, costs: Costs, max_nodes: int) -> Budget:
     """Returns the budget whose trees are cut at each step where more nodes do not pay.
 
     Its least probability leaves out only nodes that never could pay: a node pays if it adds more
@@ -187,7 +187,7 @@ def paying_budget(curve: Curve, costs: Costs, max_nodes: int, lookup_nodes: int 
     t_N = np.array(step_ms)
     later, sooner = np.tril_indices(len(t_N), -1)
     slope = ((t_N[later] - t_N[sooner]) / (later - sooner)).min(initial=np.inf)
-    longest = t_N[: lookup_nodes + 1].max() + costs.level * max(0, len(curve.accuracy) - 1)
+    longest = t_N[0] + costs.level * max(0, len(curve.accuracy) - 1)
     least = min(1.0, max(0.0, slope / longest))
     if reliability:
         predicted, seen = np.array([(0.0, 0.0), *reliability]).T

@@ -1,7 +1,8 @@
 """Finds the budget that is fastest on this machine: measures the times, predicts the speed-ups
 (curve.py), and lets the best few budgets race.
 
-Where the prediction is inexact (merged prompt lookup, drafting level by level), the race decides.
+Where the prediction is inexact (static trees with merged prompt lookup, drafting level by level),
+the race decides.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from spec_runtime.measure.curve import (
     static_points,
 )
 from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
-from spec_runtime.proposers.adaptive import scale_probabilities
+from spec_runtime.proposers.adaptive import LARGEST_TRUST, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.stats import Stats
 from spec_runtime.step import Step
 from spec_runtime.target import LOGITS, Target, Wants
+from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree, chain_parents
 
@@ -125,8 +127,8 @@ def decoding(engine: Engine, budget: Budget | None) -> Engine:
 
 
 def _recording(engine: Engine, budget: Budget) -> tuple[Engine, Recorder]:
-    """Returns an engine with the drafter alone, and what records its trees."""
-    recorder = Recorder(_alone(engine.proposer))
+    """Returns an engine like this one, and what records its trees."""
+    recorder = Recorder(engine.proposer)
     return engine.observed(lambda _: recorder, budget), recorder
 
 
@@ -138,7 +140,8 @@ def _alone(proposer: Proposer) -> Proposer:
 def _draft_ms(
     engine: Engine, recorder: Recorder, prompt: list[int], max_nodes: int
 ) -> tuple[float, float]:
-    """Returns the drafter's milliseconds with one level, and those of each further level.
+    """Returns the milliseconds of `engine`'s proposer with one level, and those of each further
+    level.
 
     A drafter that runs a graph is timed over `prompt` with trees of several depths, and both times
     follow by least squares. One that runs none takes the time that the recorder saw, at any depth.
@@ -212,7 +215,8 @@ def tune(
 
     on_stage("trees of the drafter")
     num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
-    recording, recorder = _recording(engine, Budget(min(num_nodes, limit)))
+    alone = engine.observed(_alone)
+    recording, recorder = _recording(alone, Budget(min(num_nodes, limit)))
     run = race({"run": recording}, prompts, max_new_tokens, num_rounds=1)["run"]
     if not run.steps:
         raise ValueError("got prompts that the target answers with nothing; give others")
@@ -220,13 +224,28 @@ def tune(
         curve = Curve.observed(recorder.seen)
     else:
         curve = Curve.from_calibration(calibration)
+    trust = 1.0
+    if curve.reliability and target.strict_gap is None:
+        on_stage("trees at temperature 1")
+        budget = Budget(min(DRAFT_NODES, limit), growth=_grown(curve))
+        trust = _sampled_trust(alone, budget, prompts, max_new_tokens)
+    merged = curve
+    if lookup_nodes and curve.reliability:
+        on_stage("trees with prompt lookup")
+        budget = Budget(min(RECORD_NODES, limit), growth=_grown(curve))
+        recording, merging = _recording(engine, budget)
+        race({"run": recording}, prompts, max_new_tokens, num_rounds=1)
+        merged = replace(Curve.observed(merging.seen), accuracy=curve.accuracy)
 
     on_stage("drafting")
-    draft_ms = _draft_ms(engine, recorder, prompts[0], min(DRAFT_NODES, limit))
+    draft_ms = _draft_ms(alone, recorder, prompts[0], min(DRAFT_NODES, limit))
     costs = _costs(*verify_ms, *draft_ms, run)
 
     candidates = [Candidate(PLAIN, None, 1.0, expected_speedup=1.0)]
-    candidates += _candidates(curve, costs, limit, lookup_nodes)
+    candidates += [
+        _trusting(candidate, trust)
+        for candidate in _candidates(curve, merged, costs, limit, lookup_nodes)
+    ]
     candidates.append(Candidate("bundle", engine.budget))
     if not quick:
         on_stage("race")
@@ -239,6 +258,40 @@ def tune(
     on_stage("sizes of tree")
     points = static_points(curve, costs, limit) or grown_points(curve, costs, limit)
     return TuneReport(profile, _sweep(engine, points, prompts, max_new_tokens))
+
+
+def _grown(curve: Curve) -> Grown:
+    return Grown(reliability=monotone(curve.reliability))
+
+
+def _sampled_trust(
+    engine: Engine, budget: Budget, prompts: Sequence[list[int]], max_new_tokens: int
+) -> float:
+    """Returns the drafted tokens accepted at temperature 1 over those that the budget's reliability
+    expects, within the bounds of a ProbabilityScaler."""
+    assert isinstance(budget.growth, Grown), budget
+    recording, recorder = _recording(engine, budget)
+    for seed, prompt in enumerate(prompts):
+        recording.generate(
+            prompt, max_new_tokens=max_new_tokens, reuse=False, temperature=1.0, seed=seed
+        )
+    expected = accepted = 0.0
+    for tree, path in recorder.seen:
+        if tree.log_prob_N is not None:
+            worth_N = payoff.probabilities(tree.log_prob_N[1:], budget.growth.reliability)
+            expected += float(worth_N.sum())
+            accepted += len(path) - 1
+    trust = accepted / expected if expected else 1.0
+    return round(min(LARGEST_TRUST, max(1 / LARGEST_TRUST, trust)), 4)
+
+
+def _trusting(candidate: Candidate, trust: float) -> Candidate:
+    """Returns the candidate with this `sampled_trust` in a grown budget with a reliability."""
+    budget = candidate.budget
+    if budget is None or not isinstance(budget.growth, Grown) or not budget.growth.reliability:
+        return candidate
+    growth = replace(budget.growth, sampled_trust=trust)
+    return replace(candidate, budget=replace(budget, growth=growth))
 
 
 def require_trees(engine: Engine) -> None:
@@ -270,43 +323,59 @@ def choose(candidates: Sequence[Candidate]) -> str:
     return fastest.name if fastest.pace[1] >= CLEARLY_FASTER else PLAIN
 
 
-def _candidates(curve: Curve, costs: Costs, limit: int, lookup_nodes: int) -> list[Candidate]:
-    """Returns the best candidate of each kind, with room for lookup's nodes.
+def _candidates(
+    curve: Curve, merged: Curve, costs: Costs, limit: int, lookup_nodes: int
+) -> list[Candidate]:
+    """Returns the best candidate of each kind.
 
-    Predictions are of the drafter alone. Of equal predictions the first is preferred.
+    `curve` is the drafter's, `merged` that of its trees with prompt lookup's candidates. A grown
+    tree's places go to the likeliest nodes of both, so `merged` predicts it. A static tree keeps
+    room for lookup's nodes, and its prediction is of the drafter alone. Of equal predictions the
+    first is preferred.
     """
     found = []
     own = max(2, limit - lookup_nodes)
-    for name, points in (
-        ("static", static_points(curve, costs, own)),
-        ("dynamic", grown_points(curve, costs, own)),
-    ):
-        if points:
-            best = max(points, key=lambda point: point.speedup)
-            found.append(
-                Candidate(
-                    name,
-                    _with_room(best.budget, curve, limit, lookup_nodes),
-                    round(best.nodes, 2),
-                    expected_speedup=round(best.speedup, 4),
-                    accepted_length=round(best.accepted_length, 4),
-                )
-            )
+    if points := static_points(curve, costs, own):
+        best = _best(points)
+        room = min(limit, best.budget.max_nodes + lookup_nodes)
+        found.append(_predicted("static", best, replace(best.budget, max_nodes=room)))
+    if points := grown_points(merged, costs, limit):
+        best = _best(points)
+        found.append(_predicted("dynamic", best, _with_reliability(best.budget, curve)))
     if curve.reliability and found:
         # what a fixed threshold reaches, choosing at each step reaches too
-        budget = paying_budget(curve, costs, limit, lookup_nodes)
+        budget = paying_budget(curve, costs, limit)
         found.append(replace(found[-1], name="paying", budget=budget, nodes=None))
     return found[::-1]
 
 
-def _with_room(budget: Budget, curve: Curve, limit: int, lookup_nodes: int) -> Budget:
-    """Returns `budget` with room for lookup's nodes; a grown one with the curve's reliability, for
-    the ProbabilityScaler."""
-    growth = budget.growth
-    if isinstance(growth, Grown):
-        growth = replace(growth, reliability=monotone(curve.reliability))
-    room = min(limit, budget.max_nodes + lookup_nodes)
-    return replace(budget, max_nodes=room, growth=growth)
+def _best(points: Sequence[Point]) -> Point:
+    return max(points, key=lambda point: point.speedup)
+
+
+def _predicted(name: str, point: Point, budget: Budget) -> Candidate:
+    """Returns the candidate with what the point predicts."""
+    return Candidate(
+        name,
+        budget,
+        round(point.nodes, 2),
+        expected_speedup=round(point.speedup, 4),
+        accepted_length=round(point.accepted_length, 4),
+    )
+
+
+def _with_reliability(budget: Budget, curve: Curve) -> Budget:
+    """Returns a grown `budget` with the drafter's reliability, for the ProbabilityScaler.
+
+    The least probability of the budget is a worth, what reliability makes of the drafter's own
+    probability, and becomes the probability with that worth.
+    """
+    growth, reliability = budget.growth, monotone(curve.reliability)
+    if not isinstance(growth, Grown) or not reliability:
+        return budget
+    predicted, worth = np.array([(0.0, 0.0), *reliability]).T
+    least = float(np.interp(growth.min_probability, worth, predicted))
+    return replace(budget, growth=replace(growth, min_probability=least, reliability=reliability))
 
 
 def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:

@@ -10,8 +10,8 @@ machine profile. It pauses when drafting is slower than plain decoding,
 
     tokens accepted / tokens expected,
 
-averaged in the same way: on texts harder than those of `tune`, or at a higher temperature, trees
-get smaller, on easier ones larger.
+averaged in the same way: on texts harder than those of `tune` trees get smaller, on easier ones
+larger. Above temperature 0 both begin with what `tune` saw there (`Budget.at`).
 
 Both follow from the committed tokens and the measured costs, never from a clock, so that the same
 prompt gets the same trees again.
@@ -43,8 +43,9 @@ LARGEST_TRUST = 4.0  # the smallest is its inverse
 class DraftPauser(ProposerWrapper):
     """Passes on the trees of `proposer`, or, while drafting does not pay, proposes roots alone.
 
-    `accepted_length` and `speedup` are what `tune` saw; the averages begin each generation there.
-    After a rest they begin at the break-even point, so that the probe alone decides.
+    `accepted_length` and `speedup` are what `tune` saw; the averages begin each generation there,
+    with fewer drafted tokens above temperature 0, by the budget's trust. Where these would not pay,
+    and after a rest, they begin at the break-even point, so that what is seen alone decides.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class DraftPauser(ProposerWrapper):
         self._costs = costs
         self._first_tokens = accepted_length
         self._first_ms = accepted_length * costs.plain / speedup
+        self._is_first = True  # the next tree is the generation's first
         self._rest = 0  # plain steps still to come
         self._reset()
 
@@ -68,6 +70,9 @@ class DraftPauser(ProposerWrapper):
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         self._is_judged = not (self.is_resting or budget.is_root_only)
+        if self._is_first:
+            self._is_first = False
+            self._begin_at(budget.growth.trust if isinstance(budget.growth, Grown) else 1.0)
         tree = super().propose(token, budget.within(0) if self.is_resting else budget)
         if self._is_judged:
             # where nothing was found, or nothing paid, one level has been drafted all the same
@@ -103,6 +108,12 @@ class DraftPauser(ProposerWrapper):
     def _pays(self) -> bool:
         return self._tokens * self._costs.plain >= self._ms
 
+    def _begin_at(self, trust: float) -> None:
+        """Multiplies the drafted tokens of the first average by `trust`."""
+        if trust != 1:
+            self._tokens = 1 + trust * (self._tokens - 1)
+            self._ms = min(self._ms, self._tokens * self._costs.plain)
+
     def _reset(self) -> None:
         self._rest = 0
         self._probe = 0  # speculative steps until the next verdict
@@ -110,6 +121,7 @@ class DraftPauser(ProposerWrapper):
         self._is_judged = False
         self._step_ms = 0.0  # of the tree last proposed
         self._tokens, self._ms = self._first_tokens, self._first_ms
+        self._is_first = True
 
 
 class ProbabilityScaler(ProposerWrapper):
@@ -139,7 +151,7 @@ class ProbabilityScaler(ProposerWrapper):
         if not isinstance(growth, Grown) or not growth.reliability or budget.is_root_only:
             self._tree = None
             return super().propose(token, budget)
-        scaled = replace(budget, growth=_scaled(growth, self.trust))
+        scaled = replace(budget, growth=growth.trusting(self.trust))
         tree = self._tree = super().propose(token, scaled)
         assert tree.num_nodes == 1 or tree.log_prob_N is not None, "a tree without probabilities"
         if tree.log_prob_N is None:
@@ -167,18 +179,3 @@ def scale_probabilities(proposer: Proposer) -> Proposer:
     if isinstance(proposer, MergedProposer):
         return proposer.with_drafter(ProbabilityScaler(proposer.drafter))
     return ProbabilityScaler(proposer)
-
-
-def _scaled(growth: Grown, trust: float) -> Grown:
-    """Returns the growth for paths that are worth `trust` times what the reliability says.
-
-    With step times, the least probability only spares nodes that can never pay, so it falls where
-    more nodes may. Without them it is the least worth that is asked for, and decides by itself.
-    """
-    if not growth.step_ms:
-        return replace(growth, min_probability=min(1.0, growth.min_probability / trust))
-    return replace(
-        growth,
-        min_probability=growth.min_probability / max(1.0, trust),
-        reliability=tuple((p, min(1.0, trust * seen)) for p, seen in growth.reliability),
-    )

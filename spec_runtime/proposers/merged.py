@@ -95,12 +95,14 @@ class MergedProposer(ProposerWrapper):
     def _competing(self, drafted: TokenTree, budget: Budget, growth: Grown) -> TokenTree:
         """Returns the likeliest nodes of both, as many as pay.
 
-        The drafter's probabilities count as much as its reliability says.
+        The drafter's probabilities count as much as its reliability says, and as it is trusted.
         """
         index = self._index
         log_prob_N = np.zeros(1) if drafted.log_prob_N is None else drafted.log_prob_N
         points = growth.reliability
-        worth = [1.0, *payoff.probabilities(log_prob_N[1:], points).tolist()]
+        trust = self._proposer.trust if isinstance(self._proposer, ProposerWrapper) else 1.0
+        worth_N = np.minimum(1.0, trust * payoff.probabilities(log_prob_N[1:], points))
+        worth = [1.0, *worth_N.tolist()]
         floor = float(payoff.probabilities([growth.log_floor], points)[0])
         if drafted.num_nodes == budget.max_nodes:  # no node below the drafter's last can enter
             floor = max(floor, worth[-1])

@@ -23,6 +23,11 @@ class ProposerWrapper:
     def run_seconds(self) -> float:
         return self._proposer.run_seconds
 
+    @property
+    def trust(self) -> float:
+        """By what the worth of the trees' paths is multiplied, besides their budget's trust."""
+        return 1.0
+
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         self._proposer.start(prompt, features_TF, reused)
 

@@ -28,13 +28,16 @@ class Grown:
     where most tokens are expected a millisecond (payoff.py). level_ms: what each level of drafting
     after the first adds, for a drafter that runs its levels one by one. reliability: what a path's
     probability is worth, as points (predicted, observed), ascending in both; without points a
-    probability is worth itself.
+    probability is worth itself. sampled_trust: by what `at` multiplies this worth at temperature 1.
+    trust: by what it is multiplied already.
     """
 
     min_probability: float = 0.0
     step_ms: tuple[float, ...] = ()
     level_ms: float = 0.0
     reliability: tuple[tuple[float, ...], ...] = ()
+    sampled_trust: float = 1.0
+    trust: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.min_probability <= 1.0:
@@ -43,6 +46,11 @@ class Grown:
             raise ValueError(
                 f"got step times from {min(self.step_ms)} ms and level_ms {self.level_ms}, "
                 "expected positive ones"
+            )
+        if min(self.sampled_trust, self.trust) <= 0:
+            raise ValueError(
+                f"got sampled_trust {self.sampled_trust} and trust {self.trust}, expected more "
+                "than 0"
             )
         for (x, y), (next_x, next_y) in itertools.pairwise(((0.0, 0.0), *self.reliability)):
             if not (x < next_x <= 1 and y <= next_y <= 1):
@@ -55,6 +63,20 @@ class Grown:
     def log_floor(self) -> float:
         """The logarithm of `min_probability`, minus infinity where that is 0."""
         return math.log(self.min_probability) if self.min_probability > 0 else -math.inf
+
+    def trusting(self, trust: float) -> Grown:
+        """Returns the growth for paths that are worth `trust` times what the reliability says.
+
+        With step times, the least probability only spares nodes that can never pay, so it falls
+        where more nodes may. Without them it stands for the least worth that is asked for.
+        """
+        least = self.min_probability / (max(1.0, trust) if self.step_ms else trust)
+        return replace(
+            self,
+            min_probability=min(1.0, least),
+            reliability=tuple((p, min(1.0, trust * seen)) for p, seen in self.reliability),
+            trust=self.trust * trust,
+        )
 
 
 @dataclass(frozen=True)
@@ -168,19 +190,20 @@ class Budget:
         """True if no node fits but the root."""
         return self.max_nodes == 1 or self.max_depth == 0
 
+    def at(self, temperature: float) -> Budget:
+        """Returns the budget for texts drawn at this temperature, which are harder to guess.
+
+        A grown tree with a reliability is trusted by `sampled_trust` at temperature 1 and above,
+        and in proportion below.
+        """
+        growth = self.growth
+        if not temperature or not isinstance(growth, Grown) or not growth.reliability:
+            return self
+        trust = 1 + min(temperature, 1.0) * (growth.sampled_trust - 1)
+        return self if trust == 1 else replace(self, growth=growth.trusting(trust))
+
     def within(self, max_depth: int) -> Budget:
         """Returns this budget with trees no deeper than `max_depth`."""
         if self.max_depth is not None and self.max_depth <= max_depth:
             return self
         return replace(self, max_depth=max_depth)
-
-    def behind(self, num_nodes: int) -> Budget:
-        """Returns what is left if the tree has `num_nodes` drafted nodes of another proposer.
-
-        Only a grown tree with step times is charged for them: behind 2 nodes, the times t(1), t(2),
-        t(3), t(4) become t(3), t(4).
-        """
-        if not (isinstance(self.growth, Grown) and self.growth.step_ms and num_nodes):
-            return self
-        growth = replace(self.growth, step_ms=self.growth.step_ms[num_nodes:])
-        return replace(self, max_nodes=self.max_nodes - num_nodes, growth=growth)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spec_runtime.proposers.adaptive import ProbabilityScaler
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.proposers.merged import MergedProposer
@@ -82,6 +83,22 @@ def merged(drafter: Proposer, text: list[int], budget: Budget) -> TokenTree:
 
 ONCE = [7, 2, 3, 4, 1, 2]  # 2 was there once, but not behind a 1: about .25 for the 3
 LONG = [*range(10, 30), 3, 1, *range(10, 30)]  # 3 behind twenty tokens: about .94
+
+
+def test_a_drafter_that_was_wrong_loses_its_places_to_lookup() -> None:
+    """Trust falls where nothing of the drafter's is accepted, and scales what its nodes are worth:
+    a guess of .6, whose worth was above the .25 of lookup, is below it in the end."""
+    scaler = ProbabilityScaler(Guesser(t9=0.6))
+    proposer = MergedProposer(scaler, lookup_nodes=1)
+    proposer.start(ONCE[:-1], None, 0)
+    budget = Budget(2, growth=Grown(reliability=((1.0, 1.0),)))
+    trees = []
+    for _ in range(80):
+        trees.append(proposer.propose(2, budget).token_N.tolist())
+        proposer.truncate(len(ONCE) - 1)  # so that the text is the same again
+        scaler.commit(Step([5], num_accepted=0))
+    assert trees[0] == [2, 9]
+    assert trees[-1] == [2, 3]
 
 
 def test_the_likelier_nodes_of_both_get_the_places() -> None:

@@ -193,10 +193,6 @@ def test_step_times_are_validated() -> None:
     ):
         with pytest.raises(ValueError, match="expected"):
             Budget(3, growth=Grown(**bad))  # type: ignore[arg-type]
-    budget = Budget(4, growth=Grown(step_ms=(1.0, 2.0, 3.0, 4.0)))
-    assert budget.behind(2) == Budget(2, growth=Grown(step_ms=(3.0, 4.0)))
-    assert budget.behind(0) is budget
-    assert Budget(4).behind(2) == Budget(4)
 
 
 # --------------------------------------------------------------------------- what is predicted
@@ -346,6 +342,43 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     assert choice.tokens_per_second is not None
     assert choice.tokens_per_second >= 0.95 * max(speed.values()), speed
     assert max(speed.values()) > 1.1 * speed[PLAIN], "otherwise there is nothing to choose"
+
+
+def test_grown_trees_are_predicted_with_what_lookup_adds(clock: Clock) -> None:
+    """The prediction is within 25 % of what decoding gives, whose last step is cut short, and above
+    that of the drafter alone; lookup's nodes take places of the tree, and get none besides."""
+    toy: dict[str, Any] = {"num_successors": 4, "noise": 1.0}
+    alone = timed_engine(clock, convex, **toy)
+    merged = timed_engine(clock, convex, **toy)
+    merged = merged.observed(lambda proposer: MergedProposer(proposer, 4), Budget(8))
+    dynamic = {}
+    for name, engine in (("alone", alone), ("merged", merged)):
+        profile = tune.tune(engine, PROMPTS, KEY, max_new_tokens=40, quick=True).profile
+        dynamic[name] = next(c for c in profile.candidates if c.name == "dynamic")
+        limit = min(engine.target.max_nodes, tune.SIZES[-1])
+        assert dynamic[name].budget is not None
+        assert dynamic[name].budget.max_nodes == limit  # type: ignore[union-attr]
+    budget, predicted = dynamic["merged"].budget, dynamic["merged"].accepted_length
+    assert predicted is not None
+    stats = tune.race({"run": merged.observed(lambda p: p, budget)}, PROMPTS, 40, num_rounds=1)
+    assert predicted == pytest.approx(stats["run"].accepted_length, rel=0.25)
+    assert predicted > 1.05 * (dynamic["alone"].accepted_length or 0)
+
+
+def test_what_sampled_texts_are_worth_is_measured_and_kept(clock: Clock, cache: Path) -> None:
+    """Draws at temperature 1 leave the drafter's first guess more often than greedy decoding."""
+    engine = timed_engine(clock, convex)
+    found = tune.tune(engine, PROMPTS, KEY, max_new_tokens=32, quick=True).profile
+    trusts = {
+        candidate.budget.growth.sampled_trust
+        for candidate in found.candidates
+        if candidate.budget is not None and isinstance(candidate.budget.growth, Grown)
+        if candidate.budget.growth.reliability
+    }
+    assert len(trusts) == 1
+    assert 1 / LARGEST_TRUST <= trusts.pop() < 0.9
+    profile.write(found)
+    assert profile.find(KEY) == found
 
 
 def test_plain_decoding_is_kept_unless_another_is_clearly_faster() -> None:
@@ -606,6 +639,44 @@ def test_a_least_probability_is_that_of_the_worth() -> None:
     for _ in range(300):
         committed(proposer, budget)
     assert script.least_probability() == 0.4
+
+
+def test_budgets_are_trusted_less_at_a_higher_temperature() -> None:
+    growth = replace(MARGINAL.growth, sampled_trust=0.25)  # type: ignore[arg-type]
+    budget = replace(MARGINAL, growth=growth)
+    assert budget.at(0.0) is budget
+    assert MARGINAL.at(1.0) is MARGINAL
+    seen = {t: budget.at(t).growth for t in (0.4, 1.0, 2.0)}
+    points = {t: each.reliability for t, each in seen.items() if isinstance(each, Grown)}
+    assert points[0.4] == ((0.5, pytest.approx(0.35)), (1.0, pytest.approx(0.7)))
+    assert points[1.0] == points[2.0] == ((0.5, 0.125), (1.0, 0.25))
+    # a quarter as likely: the best guess alone pays
+    sizes = [Guesser().propose(0, each).num_nodes for each in (budget, budget.at(1.0))]
+    assert sizes == [4, 2]
+    # half as likely: a worth of .1 takes twice the probability
+    least = Budget(8, growth=Grown(0.1, reliability=((1.0, 1.0),), sampled_trust=0.5)).at(1.0)
+    assert least.growth == Grown(0.2, reliability=((1.0, 0.5),), sampled_trust=0.5, trust=0.5)
+    for budget in (STATIC, Budget(3), Budget(3, growth=Grown(sampled_trust=0.5))):
+        assert budget.at(1.0) is budget
+
+
+@pytest.mark.parametrize(
+    ("length", "speedup", "trust", "steps"),
+    [(3.0, 1.9, 1.0, 21), (3.0, 1.9, 0.5, 10), (2.0, 1.05, 0.5, 1)],
+)
+def test_averages_begin_with_what_is_trusted(
+    length: float, speedup: float, trust: float, steps: int
+) -> None:
+    """After n steps with one token each, of 15 ms, with w = 15 / 16 and plain decoding at 10 ms:
+    from 3 tokens in 15.8 ms 1 + 2 w^n < (15 + 0.8 w^n) / 10, from the 2 that half of the trust
+    leaves 1 + w^n; from 1.5 in 19 ms break-even is where it begins."""
+    budget = Budget(8, growth=Grown(reliability=((1.0, 1.0),), sampled_trust=trust)).at(1.0)
+    script = Script()
+    pauser = DraftPauser(script, COSTS, length, speedup)
+    for _ in range(steps + 5):
+        pauser.propose(0, budget)
+        pauser.commit(Step([1], num_accepted=0))
+    assert runs_of(script.sizes) == [(4, steps), (1, 5)]
 
 
 def test_the_accepted_path_is_that_of_the_drafters_own_tree() -> None:
