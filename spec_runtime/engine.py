@@ -233,7 +233,7 @@ class Engine:
         request = read_options(options)
         self._require_strictly_greedy(request.params)
         ids = self.encode(
-            prompt, request.raw, request.system, request.continue_final, request.tools
+            prompt, request.raw, request.system, request.tools, request.continue_final
         )
         text = TextStream(self.tokenizer.decode, request.params.stop)
         return Call(ids, request, text, self._masks(request.params))
@@ -256,11 +256,11 @@ class Engine:
         prompt: Prompt,
         raw: bool = False,
         system: str | None = None,
-        continue_final: bool = False,
         tools: Tools | None = None,
+        continue_final: bool = False,
     ) -> list[int]:
         """Returns the prompt's token ids, checked against vocabulary and context."""
-        ids = encode_prompt(self.tokenizer, prompt, raw, system, continue_final, tools)
+        ids = encode_prompt(self.tokenizer, prompt, raw, system, tools, continue_final)
         if len(ids) > self.target.max_length:
             raise ValueError(
                 f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"
@@ -358,11 +358,7 @@ class Engine:
                 give_back_memory()
 
     def _run(self, parts: _Parts, call: Call) -> Steps:
-        target, proposer, conversations = (
-            parts.target,
-            parts.drafter.proposer,
-            parts.conversations,
-        )
+        target, conversations, proposer = parts.target, parts.conversations, parts.drafter.proposer
         prompt, params, masks = call.prompt, call.params, call.masks
         # plain decoding stays plain: it drafts no forced tokens
         if masks is not None and parts.drafter.name != "none":

@@ -5,8 +5,6 @@ Tokenizers, chat templates and stop strings are handled here and nowhere else.
 
 from __future__ import annotations
 
-import re
-import secrets
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,22 +25,15 @@ Tools = Sequence[Mapping[str, Any]]  # functions in OpenAI's form
 # A prompt may be as long as the context, all of it tokens of this length, and a little longer. What
 # is longer is refused before it is encoded.
 MAX_TOKEN_BYTES = 256
-# Whose messages may hold control tokens: the developer's own, and what the model wrote.
-TRUSTED_ROLES = ("system", "developer", "assistant")
 FREE_BYTES = 1 << 16
 
 
 class Codec(Protocol):
-    """Declares what an engine needs of a tokenizer.
-
-    `control_tokens` are the texts that it reads as one token each and that say where messages,
-    calls or thoughts begin and end.
-    """
+    """Declares what an engine needs of a tokenizer."""
 
     bos: int | None
     eos: tuple[int, ...]
     template: ChatTemplate | None
-    control_tokens: tuple[str, ...]
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """Returns the ids of a text; `special_tokens` adds those that the tokenizer adds by itself,
@@ -109,17 +100,14 @@ class Tokenizer:
                     f"{num_logits}; build the bundle again"
                 )
         self.template: ChatTemplate | None = None
-        source = ""
         if info.chat_template is not None:
-            path = bundle.path / info.chat_template
-            source = _read_template(path)
-            self.template = self._open_template(path, source)
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self.control_tokens: tuple[str, ...] = tuple(
-            token.content for token in added if token.special or token.content in source
-        )
+            self.template = self._open_template(bundle.path / info.chat_template)
 
-    def _open_template(self, path: Path, source: str) -> ChatTemplate:
+    def _open_template(self, path: Path) -> ChatTemplate:
+        try:
+            source = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{path} is not UTF-8 ({error}); build the bundle again") from None
         eos = self.eos[0] if self.eos else None
         try:
             return ChatTemplate(
@@ -156,13 +144,6 @@ class Tokenizer:
         return self._compiler.matcher(grammar)
 
 
-def _read_template(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise BundleError(f"{path} is not UTF-8 ({error}); build the bundle again") from None
-
-
 def require_characters(text: str, what: str) -> None:
     """Raises ValueError if `text` holds half a surrogate pair, which no tokenizer can take."""
     try:
@@ -182,34 +163,32 @@ def encode_prompt(
     prompt: Prompt,
     raw: bool,
     system: str | None,
-    continue_final: bool = False,
     tools: Tools | None = None,
+    continue_final: bool = False,
 ) -> list[int]:
     """Returns the token ids of a prompt.
 
     A string, even an empty one, becomes a user message if there is a chat template and `raw` is not
-    set; otherwise it is encoded as it stands. Control tokens that a user's or a tool's message
-    spells out stay text; a string with `raw` may hold some. Messages need a template; with
-    `continue_final` the last one is an answer of the assistant's that has begun. Ids, a list or an
-    array i64[T] with at least one, stay as they are. A text without any token is BOS alone.
+    set; otherwise it is encoded as it stands. Messages need a template; with `continue_final` the
+    last one is an answer of the assistant's that has begun. Ids, a list or an array i64[T] with at
+    least one, stay as they are. A text without any token is BOS alone.
 
     `tools` need a chat template. Raises ValueError for what cannot be a prompt.
     """
+    if continue_final and not (not isinstance(prompt, str) and _is_begun(prompt)):
+        raise ValueError(
+            "got continue_final, expected messages of which the last is the assistant's and a text"
+        )
     if tools and (raw or codec.template is None or not _is_chat(prompt)):
         raise ValueError(
             "got tools, expected them with messages or a string for a bundle's chat template, "
             "which shows them to the model"
         )
-    if continue_final and not (not isinstance(prompt, str) and _is_begun(prompt)):
-        raise ValueError(
-            "got continue_final, expected messages of which the last is the assistant's and a text"
-        )
     if isinstance(prompt, str):
         require_characters(prompt, "the prompt")
         if codec.template is not None and not raw:
             messages: list[Message] = [{"role": "user", "content": prompt}]
-            ids = _encode_messages(codec, codec.template, messages, system, tools=tools)
-            return _some(codec, ids)
+            return _some(codec, _encode_messages(codec, codec.template, messages, system, tools))
         if system is not None:
             raise ValueError("got a system prompt, expected none without a chat template")
         return _some(codec, codec.encode(prompt, special_tokens=True))
@@ -220,7 +199,7 @@ def encode_prompt(
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
             raise ValueError(f"got messages, expected a string or token ids: {why}")
-        ids = _encode_messages(codec, codec.template, items, system, continue_final, tools)
+        ids = _encode_messages(codec, codec.template, items, system, tools, continue_final)
         return _some(codec, ids)
     if system is not None:
         raise ValueError("got a system prompt with token ids, expected it among the ids")
@@ -258,14 +237,6 @@ def _token_id(item: Any) -> int:
     return int(item)
 
 
-def _is_chat(prompt: Any) -> bool:
-    """Returns True for a string and for messages, False for token ids."""
-    if isinstance(prompt, str):
-        return True
-    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
-    return is_list and isinstance(prompt[0], Mapping)
-
-
 def _is_begun(prompt: Any) -> bool:
     """Returns whether the last of these messages is a text of the assistant's."""
     items = _items(prompt)
@@ -277,13 +248,21 @@ def _is_begun(prompt: Any) -> bool:
     )
 
 
+def _is_chat(prompt: Any) -> bool:
+    """Returns True for a string and for messages, False for token ids."""
+    if isinstance(prompt, str):
+        return True
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return is_list and isinstance(prompt[0], Mapping)
+
+
 def _encode_messages(
     codec: Codec,
     template: ChatTemplate,
     messages: Sequence[Message],
     system: str | None,
+    tools: Tools | None,
     continue_final: bool = False,
-    tools: Tools | None = None,
 ) -> list[int]:
     messages = [_plain_message(message) for message in messages]
     if system is not None:
@@ -297,59 +276,8 @@ def _encode_messages(
     if continue_final:
         *messages, last = messages
         begun = last["content"]
-    hidden = _HiddenTokens(codec)
-    messages = [
-        message if message["role"] in TRUSTED_ROLES else hidden.hide(message)
-        for message in messages
-    ]
-    return hidden.encode(template.render(messages, tools) + begun)
-
-
-class _HiddenTokens:
-    """Keeps control tokens that a user's text spells out from being read as such.
-
-    Otherwise whoever writes a message could end it and write another in somebody else's name. Their
-    texts are replaced by marks before the template is rendered, and encoded as ordinary text, in
-    two pieces, where the marks have come to stand. Texts without any are encoded as ever.
-    """
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-        tokens = sorted((t for t in codec.control_tokens if len(t) > 1), key=len, reverse=True)
-        self._token = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
-        # digits, which templates leave as they are; nobody can guess these
-        self._nonce = secrets.randbelow(10**20)
-        self._found: list[str] = []
-
-    def hide(self, message: Message) -> Message:
-        """Returns the message with marks in place of control tokens."""
-        content = message["content"]
-        if not isinstance(content, str) or self._token.search(content) is None:
-            return message
-        return {**message, "content": self._token.sub(self._mark, content)}
-
-    def _mark(self, match: re.Match[str]) -> str:
-        self._found.append(match.group())
-        return f"[{self._nonce}-{len(self._found) - 1}]"
-
-    def encode(self, text: str) -> list[int]:
-        """Returns the ids of a rendered text; the template writes BOS where the model wants one."""
-        if not self._found:
-            return self._codec.encode(text, special_tokens=False)
-        parts = re.split(rf"\[{self._nonce}-(\d+)\]", text)
-        ids = []
-        for number, part in enumerate(parts):
-            if number % 2:
-                ids += self._encode_plainly(self._found[int(part)])
-            elif part:
-                ids += self._codec.encode(part, special_tokens=False)
-        return ids
-
-    def _encode_plainly(self, text: str) -> list[int]:
-        if self._token.search(text) is None:
-            return self._codec.encode(text, special_tokens=False)
-        first = self._codec.encode(text[:1], special_tokens=False)
-        return first + self._encode_plainly(text[1:])
+    # the template writes BOS itself where the model wants one
+    return codec.encode(template.render(messages, tools) + begun, special_tokens=False)
 
 
 def _plain_message(message: Message) -> Message:

@@ -63,7 +63,6 @@ class BpeTokenizer:
     vocab_size = FIRST_MERGED + len(MERGES)
     bos: int | None = BOS
     eos: tuple[int, ...] = (EOS,)
-    control_tokens: tuple[str, ...] = ()
 
     def __init__(self, template: ChatTemplate | None = None) -> None:
         self.template = template

@@ -228,7 +228,6 @@ class ByteTokenizer:
     vocab_size = 258
     bos: int | None = 256
     eos: tuple[int, ...] = (257,)
-    control_tokens: tuple[str, ...] = ()
 
     def __init__(self, template: ChatTemplate | None = None) -> None:
         self.template = template

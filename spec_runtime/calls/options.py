@@ -16,11 +16,11 @@ class CallOptions(SamplingOptions, total=False):
     """Lists the keyword arguments of an engine's calls: these, and the fields of SamplingParams.
 
     `raw` takes a string past the chat template. `system` is the system prompt of a string or of
-    messages without one. `continue_final` goes on with the last message, an answer of the
-    assistant's that has begun; the result has what is added. `tools` are functions in OpenAI's
-    form, which the chat template shows to the model (see constraints/tools.py). `reuse` keeps the
-    KV of the prefix shared with the previous call, unless there is a seed and the target is not
-    fp32, whose rows would then depend on that call. `params` are taken in place of single fields of
+    messages without one. `tools` are functions in OpenAI's form, which the chat template shows to
+    the model (see constraints/tools.py). `continue_final` goes on with the last message, an answer
+    of the assistant's that has begun; the result has what is added. `reuse` keeps the KV of the
+    prefix shared with the previous call, unless there is a seed and the target is not fp32, whose
+    rows would then depend on that call. `params` are taken in place of single fields of
     SamplingParams.
 
     The call ends early, with what it has, `timeout` seconds after it was made, the waiting for its
@@ -30,8 +30,8 @@ class CallOptions(SamplingOptions, total=False):
 
     raw: bool
     system: str | None
-    continue_final: bool
     tools: Tools | None
+    continue_final: bool
     reuse: bool
     params: SamplingParams | None
     timeout: float | None
@@ -45,8 +45,8 @@ class Request:
     params: SamplingParams
     raw: bool = False
     system: str | None = None
-    continue_final: bool = False
     tools: Tools | None = None
+    continue_final: bool = False
     reuse: bool = True
     timeout: float | None = None
     cancel: threading.Event | None = None
