@@ -47,18 +47,19 @@ def build(options: BuildOptions) -> Path:
         require_replaceable(options.out, bundles.own_files, "a bundle")
     source = target.resolve(options.model)
     out = options.out or Path("bundles") / source.name
-    report = StageReport()
     with replacing_folder(out, bundles.own_files, "a bundle") as folder:
         saved = drafters.choose(options, source)
         plan_builder = plans.open_builder(options, replaced=out)
         for drafter in saved:
             drafters.warn_of_doubts(drafter, source)
-        models = _load(options, source, saved, report)
-        result = _write_graphs(models, options, folder, report)
-        if plan_builder is not None:
-            result = plans.with_plans(result, plan_builder, options, folder, report)
-        with report.stage("hashing the files"):
-            bundles.write_manifest(folder, result)
+        target.local_folder(source)  # a download has bars of its own
+        with StageReport(_num_stages(options, saved)) as report:
+            models = _load(options, source, saved, report)
+            result = _write_graphs(models, options, folder, report)
+            if plan_builder is not None:
+                result = plans.with_plans(result, plan_builder, options, folder, report)
+            with report.stage("hashing the files"):
+                bundles.write_manifest(folder, result)
 
     if not options.trained_drafters and not models.drafters:
         console.print(
@@ -66,6 +67,12 @@ def build(options: BuildOptions) -> Path:
             "lookup. To train one: spec-export distill, then spec-export train RECIPE"
         )
     return out
+
+
+def _num_stages(options: BuildOptions, saved: list[SavedDrafter]) -> int:
+    """Counts the stages that a build reports; those of TensorRT plans are known later."""
+    loading_and_exporting = 2 * (options.draft_model is not None)
+    return 3 + len(saved) + loading_and_exporting  # the target's two, a drafter each, hashing
 
 
 # ---- loading ----

@@ -1,31 +1,68 @@
-"""Says on the standard error how far a long command is, on a terminal and in a log file."""
+"""Says on the standard error how far a long command is: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from typing import Self
+
+from rich.console import RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from spec_runtime.cli.terminal import Console, visible
 
 
 class StageReport:
-    """Prints a line as each stage of a command begins, with the seconds since the first.
+    """Shows the stages of a command, of which there are `num_stages`.
 
-    A terminal shows a spinner too, while the stage runs; a log file gets the line alone:
+    A terminal shows one bar, which is gone at the end. Elsewhere each stage is a line as it begins,
+    with the seconds since the first:
 
         0.0 s  loading the target
        12.4 s  exporting the target
+
+    What is printed by `print`, or by Python's own on the standard error, comes above the bar.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_stages: int) -> None:
         self._console = Console(stderr=True)
         self._started = time.monotonic()
+        self._bar = Progress(
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._total = num_stages
+        self._task = self._bar.add_task("", total=num_stages)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def print(self, what: RenderableType) -> None:
+        """Prints something of `rich` that stays."""
+        self._console.print(what)
+
+    def expect(self, num_stages: int) -> None:
+        """Notes that there are so many stages more than was known at the beginning."""
+        self._total += num_stages
+        self._bar.update(self._task, total=self._total)
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
         """Says that the block does `what`, such as "loading the target"."""
-        seconds = time.monotonic() - self._started
-        self._console.print(f"{seconds:7.1f} s  {visible(what)}", soft_wrap=True)
-        with self._console.status("") if self._console.is_terminal else nullcontext():
-            yield
+        if self._console.is_terminal:
+            self._bar.update(self._task, description=visible(what), refresh=True)
+        else:
+            seconds = time.monotonic() - self._started
+            self._console.print(f"{seconds:7.1f} s  {visible(what)}", soft_wrap=True)
+        yield
+        self._bar.advance(self._task)

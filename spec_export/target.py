@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,10 @@ def local_folder(source: Source) -> Path:
     if source.kind != "hub":
         return source.path
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # a log file would get each state of the bars
     patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
     try:
         folder = Path(snapshot_download(str(source.path), allow_patterns=[*patterns, SAFETENSORS]))

@@ -12,16 +12,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, Unpack
 
-import numpy as np
-
 from spec_runtime.backends.heap import give_back_memory
-from spec_runtime.backends.turns import Turn
 from spec_runtime.calls.call import Call, Steps, read_chunks, read_result, read_texts
+from spec_runtime.calls.conversations import Conversations
 from spec_runtime.calls.interruption import CANCELLED, Interrupted
-from spec_runtime.calls.kept_rows import KeptRows, Restored, RowStore, common_length
 from spec_runtime.calls.options import CallOptions, read_options
 from spec_runtime.calls.result import Chunk, GenerationResult
-from spec_runtime.calls.rows_file import RowsOwner, read_rows, write_rows
+from spec_runtime.calls.rows_file import RowsOwner
 from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.constraints.proposer import ConstrainedProposer
 from spec_runtime.generate import generate
@@ -33,7 +30,6 @@ from spec_runtime.target import Target, Wants
 from spec_runtime.text import Codec, Prompt, TextStream, Tools, encode_prompt
 from spec_runtime.trees.budget import Budget
 
-KEPT_ROWS = 32  # fewer are read again sooner than copied, and are not worth their place
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 
 log = logging.getLogger("spec_runtime")
@@ -67,12 +63,12 @@ class Opener(Protocol):
 
 
 class _Parts(NamedTuple):
-    """What an engine lets go of when it is closed."""
+    """What an engine lets go of when it is closed; it has None then."""
 
     target: Target
     drafter: OpenedDrafter
     opener: Opener | None
-    store: RowStore
+    conversations: Conversations
 
 
 class Engine:
@@ -110,14 +106,11 @@ class Engine:
             )
         self.tokenizer = tokenizer
         self.last_result: GenerationResult | None = None
-        self._parts: _Parts | None = _Parts(
-            target, drafter, opener, RowStore(kept_bytes)
-        )  # None once closed
+        has_features = drafter.proposer.wants_features
+        conversations = Conversations(target, has_features, kept_bytes)
+        self._parts: _Parts | None = _Parts(target, drafter, opener, conversations)
         self._expected = drafter.expected_accepted_length  # None once a warning is out
         self._calls: set[Call] = set()  # that wait or run
-        self._turn: Turn | None = None  # of our last run
-        self._held: list[int] = []  # tokens whose KV the target has while its rows are that turn's
-        self._features: list[np.ndarray] = []  # of these, if rows are kept and the drafter has any
 
     @property
     def target(self) -> Target:
@@ -169,13 +162,15 @@ class Engine:
         if lookup is not None:
             lookup = checked_flag("lookup", lookup)
         opened = opener.open(name, lookup)
-        return Engine(parts.target, self.tokenizer, opened, opener, parts.store.max_bytes)
+        return Engine(parts.target, self.tokenizer, opened, opener, parts.conversations.max_bytes)
 
     def with_budget(self, budget: Budget) -> Engine:
         """Returns an engine like this one whose trees may spend `budget`."""
         parts = self._open_parts()
         opened = parts.drafter._replace(budget=budget)
-        return Engine(parts.target, self.tokenizer, opened, parts.opener, parts.store.max_bytes)
+        return Engine(
+            parts.target, self.tokenizer, opened, parts.opener, parts.conversations.max_bytes
+        )
 
     def observed(
         self, wrap: Callable[[Proposer], Proposer], budget: Budget | None = None
@@ -237,7 +232,14 @@ class Engine:
         """
         request = read_options(options)
         self._require_strictly_greedy(request.params)
-        ids = self.encode(prompt, request.raw, request.system, request.tools)
+        ids = self.encode(
+            prompt,
+            request.raw,
+            request.system,
+            request.tools,
+            request.continue_final,
+            request.control_tokens,
+        )
         text = TextStream(self.tokenizer.decode, request.params.stop)
         return Call(ids, request, text, self._masks(request.params))
 
@@ -260,9 +262,17 @@ class Engine:
         raw: bool = False,
         system: str | None = None,
         tools: Tools | None = None,
+        continue_final: bool = False,
+        control_tokens: bool | None = None,
     ) -> list[int]:
-        """Returns the prompt's token ids, checked against vocabulary and context."""
-        ids = encode_prompt(self.tokenizer, prompt, raw, system, tools)
+        """Returns the prompt's token ids, checked against vocabulary and context.
+
+        `control_tokens` lets the names of control tokens in the prompt, such as "<|im_end|>",
+        become these tokens. None allows it in raw prompts alone: what a user types is text.
+        """
+        ids = encode_prompt(
+            self.tokenizer, prompt, raw, system, tools, continue_final, control_tokens
+        )
         if len(ids) > self.target.max_length:
             raise ValueError(
                 f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"
@@ -282,12 +292,9 @@ class Engine:
         `generate` does. Raises ValueError if nothing was answered since another engine used the
         target, or if the engine was loaded without kept_mb, and OSError if it cannot be written.
         """
-        parts, owner = self._open_parts(), self._rows_owner()
-        with parts.target.turns.take():
-            is_ours = self._turn is not None and parts.target.rows_of is self._turn
-            if not (is_ours and self._held):
-                raise ValueError("got no conversation to save, expected an answer before")
-            write_rows(Path(path), self._live_rows(parts.target), owner)
+        conversations, owner = self._open_parts().conversations, self._rows_owner()
+        with self.target.turns.take():
+            conversations.save(Path(path), owner)
 
     def load_conversation(self, path: str | Path) -> None:
         """Reads a conversation that `save_conversation` wrote; the next call that begins like it
@@ -297,27 +304,13 @@ class Engine:
         takes more room than kept_mb, and if the engine was loaded without; OSError if there is no
         file.
         """
-        parts, owner = self._open_parts(), self._rows_owner()
-        target = parts.target
-        sizes = {name: (G, B) for name, (G, _, B) in target.row_shapes().items()}
-        rows = read_rows(Path(path), owner, sizes)
-        has_features = rows.features_TF is not None
-        if has_features != self.proposer.wants_features or not (
-            len(rows.tokens) <= target.max_length
-            and 0 <= min(rows.tokens) <= max(rows.tokens) < target.vocab_size
-        ):
-            raise ValueError(f"{path} holds tokens that this bundle has not; begin anew")
-        if rows.num_bytes > parts.store.max_bytes:
-            raise ValueError(
-                f"{path} takes {rows.num_bytes / 1e6:.0f} MB, expected at most the "
-                f"{parts.store.max_bytes / 1e6:.0f} MB of kept_mb; load with more"
-            )
-        with target.turns.take():
-            parts.store.add(rows)
+        conversations, owner = self._open_parts().conversations, self._rows_owner()
+        with self.target.turns.take():
+            conversations.load(Path(path), owner)
 
     def _rows_owner(self) -> RowsOwner:
         parts = self._open_parts()
-        if parts.opener is None or not parts.store.max_bytes:
+        if parts.opener is None or not parts.conversations.max_bytes:
             raise ValueError(
                 "got an engine that keeps no conversations, expected one of load(…, kept_mb=…)"
             )
@@ -377,12 +370,12 @@ class Engine:
                 give_back_memory()
 
     def _run(self, parts: _Parts, call: Call) -> Steps:
-        target, proposer = parts.target, parts.drafter.proposer
+        target, conversations, proposer = parts.target, parts.conversations, parts.drafter.proposer
         prompt, params, masks = call.prompt, call.params, call.masks
         # plain decoding stays plain: it drafts no forced tokens
         if masks is not None and parts.drafter.name != "none":
             proposer = ConstrainedProposer(proposer, masks, target.max_nodes)
-        reused, restored = self._bring_rows(parts, call)
+        reused, restored = conversations.begin(call)
         limits = self._limits(target, call)
         stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
         out: list[int] = []
@@ -410,22 +403,22 @@ class Engine:
                     for step in steps:
                         out += step.tokens
                         logprobs += step.logprobs
-                        if parts.store.max_bytes and step.features is not None:
-                            self._features.append(step.features)
+                        conversations.add(step)
                         is_consistent = True
                         if call.is_stream:
                             call.leave()
                         yield step
                         call.enter()
                         is_consistent = limits.finish_reason is not None
+            elif restored is not None:  # rows of which the proposer knows nothing
+                target.truncate(0)
             is_consistent = True
-        except Interrupted:  # within the prompt, of whose new rows the proposer knows nothing
+        except Interrupted:  # within the prompt, of whose new rows it knows nothing either
             target.truncate(reused if restored is None else 0)
             is_consistent = True
         finally:
             if is_consistent:  # not interrupted inside a step
-                self._held = (prompt + out)[: target.length]
-                target.rows_of = self._turn = call.turn
+                conversations.end(call.turn, prompt + out)
             result = self._finish(call, out, logprobs, stats, limits.finish_reason or CANCELLED)
             # what a threshold or a grammar makes of the lengths says little about the drafter
             if params.rule != "typical" and not params.reads_text:
@@ -466,38 +459,6 @@ class Engine:
                 " logits_processor with strict, expected none: its near ties are those of the raw "
                 "logits"
             )
-
-    def _bring_rows(self, parts: _Parts, call: Call) -> tuple[int, Restored | None]:
-        """Returns how many of the prompt's rows the target has, perhaps brought back from the
-        store; keeps there what it has of another conversation.
-
-        A row depends a little on which others were computed with it. In fp32 these are some last
-        bits. Below, rounding enlarges them so far that a seed would not give the same tokens again.
-        """
-        target, store, prompt = parts.target, parts.store, call.prompt
-        is_ours = self._turn is not None and target.rows_of is self._turn
-        target.rows_of = None  # whatever interrupts this run, no later one relies on its rows
-        may_reuse = call.reuse and (call.params.seed is None or target.precision == "fp32")
-        length = common_length(self._held, prompt) if is_ours and may_reuse else 0
-        kept, kept_length = store.find(prompt) if may_reuse else (None, 0)
-        if is_ours and store.max_bytes and len(self._held) - length >= KEPT_ROWS:
-            store.add(self._live_rows(target))
-        if kept is None or kept_length - length < KEPT_ROWS:
-            # One token fewer: the last row's feature and logits have to be computed anew.
-            reused = max(0, length - 1)
-            self._features = [np.concatenate(self._features)[:reused]] if self._features else []
-            return reused, None
-        reused = kept_length - 1
-        target.restore_rows(kept.kv, reused)
-        features = None if kept.features_TF is None else kept.features_TF[:reused]
-        self._features = [] if features is None else [features]
-        return reused, Restored(features)
-
-    def _live_rows(self, target: Target) -> KeptRows:
-        """Returns copies of the rows that the target has of our last run."""
-        length = len(self._held)
-        features = np.concatenate(self._features)[:length] if self._features else None
-        return KeptRows(self._held, target.copy_rows(length), features)
 
     def _limits(self, target: Target, call: Call) -> Limits:
         params = call.params

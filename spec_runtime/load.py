@@ -246,7 +246,7 @@ class DrafterOpener:
         A fused step that was not asked for has to open and, where CUDA graphs are wanted, to be
         captured; otherwise this returns None and warns.
         """
-        from spec_runtime.fused import open_steps  # here: it imports an engine
+        from spec_runtime.backends.fused_steps import open_steps  # here: it imports an engine
 
         is_asked_for = self._options.fused is not None
         if name == "none" or (not is_asked_for and lookup):

@@ -19,6 +19,7 @@ from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
 from spec_runtime.constraints.tool_prompts import ToolPrompter
 from spec_runtime.constraints.tools import family_of
 from spec_runtime.untrusted import tokenizer as untrusted
+from spec_runtime.untrusted.control_tokens import MARK, ControlTokens
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # functions in OpenAI's form
@@ -37,7 +38,11 @@ class Codec(Protocol):
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """Returns the ids of a text; `special_tokens` adds those that the tokenizer adds by itself,
-        like BOS."""
+        like BOS. Names of control tokens become these tokens, unless `marked` has marked them."""
+
+    def marked(self, value: Any, by_assistant: bool = False) -> Any:
+        """Returns a text, or a message's values, whose control tokens' names are marked, so that
+        `encode` takes them for ordinary text; see untrusted/control_tokens.py."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
@@ -100,14 +105,13 @@ class Tokenizer:
                     f"{num_logits}; build the bundle again"
                 )
         self.template: ChatTemplate | None = None
+        source = None
         if info.chat_template is not None:
-            self.template = self._open_template(bundle.path / info.chat_template)
+            source = _read_template(bundle.path / info.chat_template)
+            self.template = self._open_template(bundle.path / info.chat_template, source)
+        self._controls = ControlTokens(self._tokenizer, info.file, source)
 
-    def _open_template(self, path: Path) -> ChatTemplate:
-        try:
-            source = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise BundleError(f"{path} is not UTF-8 ({error}); build the bundle again") from None
+    def _open_template(self, path: Path, source: str) -> ChatTemplate:
         eos = self.eos[0] if self.eos else None
         try:
             return ChatTemplate(
@@ -130,8 +134,14 @@ class Tokenizer:
                 f"context of {self._max_length} tokens; shorten it or build with a larger "
                 "--max-length"
             )
+        if MARK in text:
+            return self._controls.encode(text, special_tokens)
         with untrusted.no_panics(self._file):
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
+
+    def marked(self, value: Any, by_assistant: bool = False) -> Any:
+        """See Codec.marked."""
+        return self._controls.marked(value, by_assistant)
 
     def decode(self, ids: Sequence[int]) -> str:
         with untrusted.no_panics(self._file):
@@ -142,6 +152,13 @@ class Tokenizer:
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._tokenizer.to_str(), self.eos, num_logits)
         return self._compiler.matcher(grammar)
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise BundleError(f"{path} is not UTF-8 ({error}); build the bundle again") from None
 
 
 def require_characters(text: str, what: str) -> None:
@@ -164,28 +181,41 @@ def encode_prompt(
     raw: bool,
     system: str | None,
     tools: Tools | None = None,
+    continue_final: bool = False,
+    control_tokens: bool | None = None,
 ) -> list[int]:
     """Returns the token ids of a prompt.
 
     A string, even an empty one, becomes a user message if there is a chat template and `raw` is not
-    set; otherwise it is encoded as it stands. Messages need a template; ids, a list or an array
-    i64[T] with at least one, stay as they are. A text without any token is BOS alone.
+    set; otherwise it is encoded as it stands. Messages need a template; with `continue_final` the
+    last one is an answer of the assistant's that has begun. Ids, a list or an array i64[T] with at
+    least one, stay as they are. A text without any token is BOS alone.
+
+    `control_tokens` says whether the names of control tokens, such as "<|im_end|>", become these
+    tokens where a text or a message holds them. None allows it in raw prompts alone, whose writer
+    does the template's work; elsewhere they are ordinary text.
 
     `tools` need a chat template. Raises ValueError for what cannot be a prompt.
     """
+    if continue_final and not (not isinstance(prompt, str) and _is_begun(prompt)):
+        raise ValueError(
+            "got continue_final, expected messages of which the last is the assistant's and a text"
+        )
     if tools and (raw or codec.template is None or not _is_chat(prompt)):
         raise ValueError(
             "got tools, expected them with messages or a string for a bundle's chat template, "
             "which shows them to the model"
         )
+    marked = _unmarked if (raw if control_tokens is None else control_tokens) else codec.marked
     if isinstance(prompt, str):
         require_characters(prompt, "the prompt")
         if codec.template is not None and not raw:
             messages: list[Message] = [{"role": "user", "content": prompt}]
-            return _some(codec, _encode_messages(codec, codec.template, messages, system, tools))
+            ids = _encode_messages(codec, codec.template, messages, system, tools, marked)
+            return _some(codec, ids)
         if system is not None:
             raise ValueError("got a system prompt, expected none without a chat template")
-        return _some(codec, codec.encode(prompt, special_tokens=True))
+        return _some(codec, codec.encode(marked(prompt, False), special_tokens=True))
     items = _items(prompt)
     if len(items) == 0:
         raise ValueError("got prompt [], expected at least one message or one token id")
@@ -193,7 +223,8 @@ def encode_prompt(
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
             raise ValueError(f"got messages, expected a string or token ids: {why}")
-        return _some(codec, _encode_messages(codec, codec.template, items, system, tools))
+        ids = _encode_messages(codec, codec.template, items, system, tools, marked, continue_final)
+        return _some(codec, ids)
     if system is not None:
         raise ValueError("got a system prompt with token ids, expected it among the ids")
     return [_token_id(item) for item in items]
@@ -230,6 +261,17 @@ def _token_id(item: Any) -> int:
     return int(item)
 
 
+def _is_begun(prompt: Any) -> bool:
+    """Returns whether the last of these messages is a text of the assistant's."""
+    items = _items(prompt)
+    last = items[-1] if len(items) > 1 else None
+    return (
+        isinstance(last, Mapping)
+        and last.get("role") == "assistant"
+        and isinstance(last.get("content"), str)
+    )
+
+
 def _is_chat(prompt: Any) -> bool:
     """Returns True for a string and for messages, False for token ids."""
     if isinstance(prompt, str):
@@ -238,12 +280,19 @@ def _is_chat(prompt: Any) -> bool:
     return is_list and isinstance(prompt[0], Mapping)
 
 
+def _unmarked(value: Any, by_assistant: bool = False) -> Any:
+    """Leaves control tokens as they are; see Codec.marked."""
+    return value
+
+
 def _encode_messages(
     codec: Codec,
     template: ChatTemplate,
     messages: Sequence[Message],
     system: str | None,
     tools: Tools | None,
+    marked: Callable[[Any, bool], Any],
+    continue_final: bool = False,
 ) -> list[int]:
     messages = [_plain_message(message) for message in messages]
     if system is not None:
@@ -253,8 +302,13 @@ def _encode_messages(
         if messages[0]["role"] == "system":
             raise ValueError("got two system prompts, expected one: in the messages or apart")
         messages = [{"role": "system", "content": system}, *messages]
+    messages = [marked(message, message["role"] == "assistant") for message in messages]
+    begun = ""
+    if continue_final:
+        *messages, last = messages
+        begun = last["content"]
     # the template writes BOS itself where the model wants one
-    return codec.encode(template.render(messages, tools), special_tokens=False)
+    return codec.encode(template.render(messages, tools) + begun, special_tokens=False)
 
 
 def _plain_message(message: Message) -> Message:

@@ -77,6 +77,9 @@ class BpeTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
+    def marked(self, value: Any, by_assistant: bool = False) -> Any:
+        return value
+
     def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._definition, self.eos, num_logits)

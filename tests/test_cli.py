@@ -1,5 +1,6 @@
 """The commands on the toy target: what they print and write, and how they fail."""
 
+import dataclasses
 import io
 import json
 import re
@@ -191,13 +192,14 @@ def test_sampling_flags_have_the_names_of_the_parameters(
 ) -> None:
     """Each one reaches the engine, on its own too."""
     seen: list[dict[str, Any]] = []
-    inner = Engine.stream
+    inner = Engine.chunks
 
-    def stream(self: Engine, prompt: Any, **options: Any) -> Any:
-        seen.append(options)
+    def chunks(self: Engine, prompt: Any, **options: Any) -> Any:
+        names = {field.name for field in dataclasses.fields(SamplingParams)}
+        seen.append({name: value for name, value in options.items() if name in names})
         return inner(self, prompt, **options)
 
-    monkeypatch.setattr(Engine, "stream", stream)
+    monkeypatch.setattr(Engine, "chunks", chunks)
     wanted = {name: value for name, value in SAMPLING.items() if name != without}
     flags = [
         text for name, value in wanted.items() for text in (f"--{name}".replace("_", "-"), value)
@@ -277,9 +279,13 @@ def test_show_accepted_colours_drafted_tokens_only(
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     _, out, _ = run(*arguments)
-    green = re.findall(r"\x1b\[32m(.*?)\x1b\[0m", out)
     steps = list(toy_engine().steps(PROMPT, max_new_tokens=30))
-    assert len("".join(green)) == sum(step.num_accepted for step in steps) > 0
+    depths = [depth for step in steps for depth in step.depths]
+    assert max(depths) > 4, "the last colour is for all below"
+    for depth, colour in ((1, 32), (2, 36), (3, 34), (4, 35)):
+        coloured = re.findall(rf"\x1b\[{colour}m(.*?)\x1b\[0m", out)
+        expected = [each for each in depths if each == depth or (depth == 4 and each > 4)]
+        assert len("".join(coloured)) == len(expected) > 0, depth
     assert re.sub(r"\x1b\[\d+m", "", out) == text + "\n"
 
 

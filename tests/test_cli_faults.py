@@ -313,20 +313,6 @@ def test_a_second_sigterm_kills() -> None:
         assert process.wait(20) == -signal.SIGTERM
 
 
-def test_ctrl_c_at_the_prompt_leaves_chat(folder: Path) -> None:
-    ours, theirs = pty.openpty()
-    words = PROGRAM, "chat", "--bundle", str(folder)
-    with child(*words, stdin=theirs, stdout=-1, stderr=-1) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert process.stdout.readline().endswith("Ctrl-D leaves.\n")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-        assert process.stderr.read() == ""
-    os.close(ours)
-    os.close(theirs)
-
-
 @pytest.mark.parametrize("main", [runtime_cli.main, export_cli.main])
 def test_sigterm_is_as_it_was_afterwards(run: Run, main: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)

@@ -26,8 +26,8 @@ from spec_export import make_bundle  # noqa: E402
 from spec_export.graphs import fused_step as fuse  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime.backends import cuda, shapes  # noqa: E402
+from spec_runtime.backends.fused_steps import FusedSteps  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
-from spec_runtime.fused import FusedSteps  # noqa: E402
 from spec_runtime.step import Step  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
 from spec_runtime.trees.grow import grow  # noqa: E402

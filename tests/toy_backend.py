@@ -8,6 +8,7 @@ protocol says. Both check the feeds' names, types and shapes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from bpe_tokenizer import definition
@@ -234,6 +235,9 @@ class ByteTokenizer:
 
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         return [256] * (special_tokens and bool(text)) + list(text.encode())
+
+    def marked(self, value: Any, by_assistant: bool = False) -> Any:
+        return value  # it has no name for its BOS and EOS
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")

@@ -11,10 +11,7 @@ from spec_export.bundling.options import BuildOptions
 from spec_export.graphs.tensorrt import PlanBuilder, profiles_for
 from spec_export.progress import StageReport
 from spec_runtime import bundle as bundles
-from spec_runtime.cli.terminal import Console
 from spec_runtime.files import sha256
-
-console = Console(stderr=True)
 
 
 def open_builder(options: BuildOptions, replaced: Path) -> PlanBuilder | None:
@@ -53,6 +50,7 @@ def with_plans(
     graphs = dict(manifest.graphs)
     for info in manifest.drafters:
         graphs |= {f"{info.name}-{role}": graph for role, graph in info.graphs.items()}
+    report.expect(len(graphs))
     table = Table("graph", "GPU", "plan MB", "build seconds")
     for name, graph in graphs.items():
         with report.stage(f"building the plans of {name}"):
@@ -61,7 +59,7 @@ def with_plans(
         for each in built:
             size = f"{each.num_bytes / 1e6:.1f}"
             table.add_row(name, each.plan.compute_capability, size, f"{each.seconds:.1f}")
-    console.print(table)
+    report.print(table)
     infos = [
         replace(info, graphs={role: graphs[f"{info.name}-{role}"] for role in info.graphs})
         for info in manifest.drafters

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -106,10 +105,7 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     is damaged or holds a pickle that would run code.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # a log file would get each state of the bar
     if not gguf_file:
         read_generation_config(folder)
     where = folder / (gguf_file or "")
@@ -117,7 +113,7 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     for name in ("modeling_utils", "modeling_gguf_pytorch_utils"):
         logging.getLogger(f"transformers.{name}").addFilter(_is_error)
     loader: Any = AutoModelForCausalLM  # whose types leave out `output_loading_info`
-    with _reading(where):
+    with _reading(where), _without_bars():
         model, found = loader.from_pretrained(
             str(folder),
             config=config,
@@ -238,6 +234,25 @@ def _options(gguf_file: str | None) -> dict[str, Any]:
     """Returns the arguments that every call of `from_pretrained` has to be given."""
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     return options | ({"gguf_file": gguf_file} if gguf_file else {})
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keeps the library from drawing bars of its own: a log file would get each state of them, and
+    a terminal shows them torn, between what a command draws itself."""
+    from transformers import modeling_gguf_pytorch_utils
+    from transformers.utils import logging as library
+
+    reader: Any = modeling_gguf_pytorch_utils  # whose bar heeds no setting
+    bar, were_shown = reader.tqdm, library.is_progress_bar_enabled()
+    reader.tqdm = lambda items, **options: items
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        reader.tqdm = bar
+        if were_shown:
+            library.enable_progress_bar()
 
 
 @contextmanager

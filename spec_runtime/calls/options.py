@@ -17,17 +17,23 @@ class CallOptions(SamplingOptions, total=False):
 
     `raw` takes a string past the chat template. `system` is the system prompt of a string or of
     messages without one. `tools` are functions in OpenAI's form, which the chat template shows to
-    the model (see constraints/tools.py). `reuse` keeps the KV of the prefix shared with the
-    previous call, unless there is a seed and the target is not fp32, whose rows would then depend
-    on that call. `params` are taken in place of single fields of SamplingParams. The call ends
-    early, with what it has, `timeout` seconds after it was made, the waiting for its turn included,
-    or once another thread sets the event `cancel`: at the next step or after at most 256 tokens of
-    the prompt. Its finish reason is then "timeout" or "cancelled".
+    the model (see constraints/tools.py). `continue_final` goes on with the last message, an answer
+    of the assistant's that has begun; the result has what is added. `control_tokens` lets the names
+    of control tokens in the prompt, such as "<|im_end|>", become these tokens; None does so in raw
+    prompts alone. `reuse` keeps the KV of the prefix shared with the previous call, unless there is
+    a seed and the target is not fp32, whose rows would then depend on that call. `params` are taken
+    in place of single fields of SamplingParams.
+
+    The call ends early, with what it has, `timeout` seconds after it was made, the waiting for its
+    turn included, or once another thread sets the event `cancel`: at the next step or after at most
+    256 tokens of the prompt. Its finish reason is then "timeout" or "cancelled".
     """
 
     raw: bool
     system: str | None
     tools: Tools | None
+    continue_final: bool
+    control_tokens: bool | None
     reuse: bool
     params: SamplingParams | None
     timeout: float | None
@@ -42,6 +48,8 @@ class Request:
     raw: bool = False
     system: str | None = None
     tools: Tools | None = None
+    continue_final: bool = False
+    control_tokens: bool | None = None
     reuse: bool = True
     timeout: float | None = None
     cancel: threading.Event | None = None
@@ -49,8 +57,11 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
             raise ValueError(f"got params {self.params!r:.60}, expected SamplingParams, or None")
-        for name in ("raw", "reuse"):
+        for name in ("raw", "reuse", "continue_final"):
             object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
+        if self.control_tokens is not None:
+            allowed = checked_flag("control_tokens", self.control_tokens)
+            object.__setattr__(self, "control_tokens", allowed)
         if self.system is not None and not isinstance(self.system, str):
             raise ValueError(f"got system {self.system!r:.60}, expected a string, or None for none")
 

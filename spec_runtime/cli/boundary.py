@@ -49,8 +49,9 @@ EXTRAS = {
     **dict.fromkeys(
         ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf"), "export"
     ),
-    **dict.fromkeys(("accelerate", "peft", "optimum", "matplotlib"), "export"),
+    **dict.fromkeys(("accelerate", "peft", "optimum"), "export"),
     **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"), "serve"),
+    "matplotlib": "figures",
 }
 
 # What typer raises for any wrong command line. It has no name of its own for it, and takes it from

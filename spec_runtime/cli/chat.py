@@ -1,15 +1,36 @@
 """Implements spec-runtime chat: a conversation whose turns reuse the KV of those before."""
 
+import re
+import signal
 import sys
-from typing import TYPE_CHECKING
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from spec_runtime.cli import options
+import typer
+
+from spec_runtime.cli import line_input, messages, options
 from spec_runtime.cli.boundary import is_raised_by_us
-from spec_runtime.cli.terminal import streamed, visible
+from spec_runtime.cli.terminal import Console, print_chunk, streamed, visible
 
 if TYPE_CHECKING:
-    from spec_runtime import Engine
+    from spec_runtime import Engine, GenerationResult
     from spec_runtime.sampling import SamplingOptions
+    from spec_runtime.stats import Stats
+
+# A line is a command if its first word is one: "/usr/bin/env" is not, "/rest" is a mistyped one.
+COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+
+History = Annotated[
+    bool,
+    typer.Option(
+        "--history/--no-history",
+        help="Keep what is typed in the user's state folder, for the next chat",
+    ),
+]
 
 
 @options.with_sampling
@@ -26,52 +47,272 @@ def command(
     fused: options.Fused = None,
     cuda_graphs: options.CudaGraphs = True,
     memory: options.Memory = 0,
+    show_accepted: options.ShowAccepted = False,
+    control_tokens: options.ControlTokens = False,
+    history: History = True,
 ) -> None:
-    """Chat with the target; /reset starts anew, end of input leaves."""
-    interactive = options.standard_input().isatty()
+    """Chat with the target; /help lists what else there is, end of input leaves."""
+    options.standard_input()
     engine = options.open_engine(
         bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs, memory
     )
     settings |= {"max_new_tokens": max_new_tokens}
-    opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
-    if interactive:
-        print("/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D leaves.")
-    while True:
-        try:
-            line = input("> " if interactive else "").strip()
-        except EOFError:
-            if interactive:
-                print()
-            return
-        if line == "/reset":
-            messages = list(opening)
-        elif line:
-            messages = _turn(engine, [*messages, {"role": "user", "content": line}], settings)
+    chat = Chat(engine, settings, system or None, options.drafter_names(bundle), lookup)
+    chat.is_coloured, chat.control_tokens = show_accepted, control_tokens
+    source = line_input.open_input([f"/{name}" for name in chat.commands], history)
+    chat.help = source.help
+    if source.is_interactive:
+        print("/help lists commands, Ctrl-C stops an answer, Ctrl-D leaves.")
+    while _turn(chat, source):
+        pass
 
 
-def _turn(
-    engine: "Engine", messages: list[dict[str, str]], settings: "SamplingOptions"
-) -> list[dict[str, str]]:
-    """Prints the answer to ``messages`` and returns the conversation with it, or without the last
-    message if that failed."""
-    pieces = []
+def _turn(chat: "Chat", source: line_input.LineInput) -> bool:
+    """Reads and does one thing; returns whether there may be another.
+
+    On a terminal Ctrl-C ends nothing but what is typed or answered just now. Elsewhere it ends the
+    command, as SIGINT ends others.
+    """
     try:
-        options.whole(messages[-1]["content"], "a message")
-        for piece in engine.stream(messages, **settings):
-            pieces.append(piece)
-            print(streamed(piece), end="", flush=True)
-        print(flush=True)
-        assert engine.last_result is not None
-        print(options.summary_line(engine.last_result), file=sys.stderr)
+        text = source.read().strip()
+        with _catching_ctrl_c(source.is_interactive) as is_stopped:
+            chat.take(text, is_stopped)
+    except EOFError:
+        if source.is_interactive:
+            print()
+        return False
     except KeyboardInterrupt:
-        if not sys.stdin.isatty():
+        if not source.is_interactive:
             raise
-        print(" …", flush=True)
-    except ValueError as error:
-        if not is_raised_by_us(error):
-            raise
-        # above all a conversation longer than the context
-        print(f"error: {visible(error)} (/reset starts anew)", file=sys.stderr)
-        return messages[:-1]
-    return [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        print("\n(Ctrl-D leaves)")
+    return True
+
+
+@contextmanager
+def _catching_ctrl_c(is_wanted: bool) -> Iterator[threading.Event]:
+    """Lets Ctrl-C set the event instead of raising KeyboardInterrupt wherever the block is."""
+    is_stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        is_stopped.set()
+
+    if not is_wanted or threading.current_thread() is not threading.main_thread():
+        yield is_stopped
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield is_stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Command(NamedTuple):
+    """One command of a chat: what may follow it, what it does, and what does it."""
+
+    argument: str
+    what: str
+    run: Callable[[str], None]
+
+
+class Chat:
+    """A conversation with one target: its messages, what they are answered with, and the commands.
+
+    Answers go to standard output, and all else to standard error.
+    """
+
+    def __init__(
+        self,
+        engine: "Engine",
+        settings: "SamplingOptions",
+        system: str | None,
+        drafters: list[str],
+        lookup: bool | None = None,
+    ) -> None:
+        self.messages: list[dict[str, Any]] = []  # without the system prompt
+        self.is_coloured = False
+        self.control_tokens = False
+        self.help = ""
+        self.commands = {
+            "help": Command("", "list these commands", self._help),
+            "reset": Command("", "forget the conversation", self._reset),
+            "save": Command("FILE", "write the conversation as JSON", self._save),
+            "load": Command("FILE", "go on with a conversation that was saved", self._load),
+            "system": Command(
+                "[TEXT]", "show or set the system prompt; - takes it out", self._system
+            ),
+            "drafter": Command("[NAME]", "show or choose the drafter", self._drafter),
+            "stats": Command("", "figures of the last answer and of the conversation", self._stats),
+            "colour": Command("", "colour tokens by drafted depth, or stop that", self._colour),
+        }
+        self._engine = engine
+        self._settings = settings
+        self._system_prompt = system
+        self._drafters = drafters
+        self._lookup = lookup
+        self._opened = {engine.drafter.partition("+")[0]: engine}
+        self._results: list[GenerationResult] = []
+
+    def take(self, text: str, is_stopped: threading.Event) -> None:
+        """Does what the user typed: a command, or a message to answer; nothing if it is empty.
+
+        What the user can mend is one line, and the conversation stays as it was.
+        """
+        found = COMMAND.fullmatch(text)
+        try:
+            if found is not None:
+                self._run(found[1], (found[2] or "").strip())
+            elif text:
+                self._answer(text[1:] if text.startswith("//") else text, is_stopped)
+        except (OSError, ValueError) as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            if isinstance(error, ValueError) and not is_raised_by_us(error):
+                raise
+            # above all a conversation longer than the context
+            hint = " (/reset starts anew)" if found is None and self.messages else ""
+            _note(f"error: {error}{hint}")
+
+    def _run(self, name: str, argument: str) -> None:
+        wanted = self.commands.get(name)
+        if wanted is None:
+            names = ", ".join(f"/{each}" for each in self.commands)
+            raise ValueError(
+                f"got command /{name}, expected one of {names}; begin with // to send it as text"
+            )
+        if not wanted.argument and argument:
+            raise ValueError(f"got /{name} {argument!r:.60}, expected nothing behind it")
+        if wanted.argument and not wanted.argument.startswith("[") and not argument:
+            raise ValueError(f"got /{name} alone, expected /{name} {wanted.argument}")
+        wanted.run(argument)
+
+    # ---- answers ----
+
+    def _answer(self, text: str, is_stopped: threading.Event) -> None:
+        """Prints the answer to a message and adds both to the conversation.
+
+        An answer that was stopped is kept as far as it came; without any text, the message is not
+        kept either.
+        """
+        options.whole(text, "a message")
+        asked = [*self.messages, {"role": "user", "content": text}]
+        chunks = self._engine.chunks(
+            asked,
+            system=self._system_prompt,
+            control_tokens=self.control_tokens,
+            cancel=is_stopped,
+            **self._settings,
+        )
+        coloured = Console() if self.is_coloured else None
+        result = None
+        with closing(chunks):
+            for chunk in chunks:
+                print_chunk(chunk, coloured)
+                result = chunk.result
+        assert result is not None, "no last chunk"
+        is_cut = result.finish_reason == "cancelled"
+        print(" …" if is_cut else "", flush=True)
+        if is_cut and not result.text:
+            _note("stopped before the first word: the message is forgotten")
+            return
+        self.messages = [*asked, {"role": "assistant", "content": result.text}]
+        self._results.append(result)
+        if not is_cut:
+            print(options.summary_line(result), file=sys.stderr)
+
+    # ---- commands ----
+
+    def _help(self, argument: str) -> None:
+        for name, each in self.commands.items():
+            _note(f"{f'/{name} {each.argument}':16} {each.what}")
+        _note(f"{self.help} Ctrl-C clears the line or stops the answer, Ctrl-D leaves.")
+
+    def _reset(self, argument: str) -> None:
+        self.messages, self._results = [], []
+
+    def _save(self, argument: str) -> None:
+        if not self.messages:
+            raise ValueError("got nothing to save, expected a message before /save")
+        path = Path(argument).expanduser()
+        messages.write(path, [*self._opening(), *self.messages])
+        _note(f"saved {len(self.messages)} messages in {path}")
+
+    def _load(self, argument: str) -> None:
+        path = Path(argument).expanduser()
+        found = messages.read(path)
+        has_system = found[0]["role"] == "system"
+        content = found[0].get("content") if has_system else None
+        if has_system and not isinstance(content, str):
+            raise ValueError(f"{path}: got system prompt {content!r:.60}, expected a string")
+        loaded = found[has_system:]
+        self._engine.encode([*found, {"role": "user", "content": ""}])  # refuses what it cannot do
+        self.messages, self._system_prompt, self._results = loaded, content, []
+        _note(f"loaded {len(loaded)} messages of {path}")
+        if loaded:
+            _note(f"the last one, of {loaded[-1]['role']}:")
+            print(streamed(_text(loaded[-1])), flush=True)
+
+    def _system(self, argument: str) -> None:
+        if argument:
+            options.whole(argument, "a system prompt")
+            self._system_prompt = None if argument == "-" else argument
+        shown = self._system_prompt or "none but the template's own"
+        _note(f"system prompt: {shown}")
+
+    def _drafter(self, argument: str) -> None:
+        if argument:
+            self._engine = self._open(argument)
+        _note(f"drafter: {self._engine.drafter}; there are {', '.join(self._drafters)}")
+
+    def _open(self, name: str) -> "Engine":
+        if name not in self._opened:
+            from spec_runtime.proposers import BUILT_IN
+
+            lookup = None if name in BUILT_IN else self._lookup  # which is for trained ones
+            self._opened[name] = self._engine.with_drafter(name, lookup)
+        return self._opened[name]
+
+    def _stats(self, argument: str) -> None:
+        if not self._results:
+            _note("no answer yet")
+            return
+        from spec_runtime.stats import Stats
+
+        last = self._results[-1]
+        _note(f"last answer: {options.summary_line(last)}")
+        _note(_details(last.stats))
+        total = Stats.total(result.stats for result in self._results)
+        num_tokens = sum(len(result.token_ids) for result in self._results)
+        _note(
+            f"conversation: {len(self._results)} answers, {num_tokens} tokens, "
+            f"{total.tokens_per_second:.1f} tokens/s, accepted length {total.accepted_length:.2f}"
+        )
+
+    def _colour(self, argument: str) -> None:
+        self.is_coloured = not self.is_coloured
+        legend = "the target's own plain, guesses green, cyan, blue, then magenta"
+        _note(f"tokens by drafted depth: {legend if self.is_coloured else 'not coloured'}")
+
+    def _opening(self) -> list[dict[str, Any]]:
+        system = self._system_prompt
+        return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _note(text: str) -> None:
+    """Prints a line that is not an answer."""
+    print(visible(text), file=sys.stderr, flush=True)
+
+
+def _text(message: dict[str, Any]) -> str:
+    """Returns the text of a message that the engine has taken."""
+    content = message["content"] or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _details(stats: "Stats") -> str:
+    """Returns what a summary leaves out: the prompt's tokens, the drafted ones, and how many were
+    accepted at each depth."""
+    shares = ", ".join(f"{share:.0%}" for share in stats.acceptance_by_depth) or "none"
+    return (
+        f"prompt {stats.prompt_tokens} tokens, {stats.reused_tokens} of them reused; "
+        f"{stats.drafted_tokens} drafted, accepted by depth {shares}"
+    )

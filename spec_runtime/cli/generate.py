@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from spec_runtime.cli import answer_format, options
-from spec_runtime.cli.terminal import Console, streamed
+from spec_runtime.cli import messages as message_files
+from spec_runtime.cli.terminal import Console, print_chunk, streamed
 from spec_runtime.files import require_writable, write_atomically
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 def command(
     settings: "SamplingOptions",
     prompt: Annotated[
-        str | None, typer.Argument(help="The prompt", show_default="standard input")
+        str | None,
+        typer.Argument(help="The prompt; - is standard input", show_default="standard input"),
     ] = None,
     bundle: options.Bundle = None,
     drafter: options.Drafter = None,
@@ -36,9 +38,17 @@ def command(
     json_schema: answer_format.JsonSchema = None,
     regex: answer_format.Regex = None,
     grammar: answer_format.GrammarFile = None,
-    show_accepted: Annotated[
-        bool, typer.Option("--show-accepted", help="Colour the tokens the drafter guessed")
-    ] = False,
+    messages: Annotated[
+        Path | None,
+        typer.Option(
+            "--messages",
+            metavar="FILE",
+            help="Chat messages in place of a prompt: a JSON list; - is standard input",
+            allow_dash=True,
+        ),
+    ] = None,
+    control_tokens: options.ControlTokens = False,
+    show_accepted: options.ShowAccepted = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Text, token ids and figures as one JSON object")
     ] = False,
@@ -64,11 +74,11 @@ def command(
     if logprobs is not None and not as_json:
         raise ValueError("got --logprobs without --json, where they are printed; add --json")
     wanted = answer_format.response_format(json_schema, regex, grammar)
-    prompt = options.whole(_standard_input() if prompt is None else prompt, "a prompt")
+    asked = _read_prompt(prompt, messages)
     engine = options.open_engine(
         bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs
     )
-    prompt_ids = engine.encode(prompt, raw, system)
+    prompt_ids = engine.encode(asked, raw, system, control_tokens=control_tokens or None)
     settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
     settings |= {"response_format": wanted}
     if trace is not None:
@@ -77,11 +87,9 @@ def command(
     if as_json:
         print(json.dumps(report(engine.generate(prompt_ids, **settings))))
         return
-    if show_accepted:
-        _print_coloured(engine, prompt_ids, settings)
-    else:
-        for piece in engine.stream(prompt_ids, **settings):
-            print(streamed(piece), end="", flush=True)
+    coloured = Console() if show_accepted else None
+    for chunk in engine.chunks(prompt_ids, **settings):
+        print_chunk(chunk, coloured)
     print(flush=True)
     assert engine.last_result is not None
     print(options.summary_line(engine.last_result), file=sys.stderr)
@@ -116,30 +124,31 @@ def _trace(
         print(options.summary_line(traced.result), file=sys.stderr)
 
 
-def _print_coloured(engine: "Engine", prompt: list[int], settings: "SamplingOptions") -> None:
-    """Prints drafted tokens in green and the target's own as they are."""
-    from spec_runtime.text import TextStream
+def _read_prompt(prompt: str | None, messages: Path | None) -> "str | list[dict[str, Any]]":
+    """Returns what is to be answered: a text, or the messages of a file.
 
-    console = Console()
-    text = TextStream(engine.tokenizer.decode, settings["stop"])
-    style = ""
-    for step in engine.steps(prompt, **settings):
-        for index, token in enumerate(step.tokens):
-            text.push(token)
-            style = "green" if index < step.num_accepted else ""
-            # Text that was held back (a stop string, half a character) takes the later colour.
-            console.print(streamed(text.take()), end="", style=style, soft_wrap=True)
-    text.finish()
-    console.print(streamed(text.take()), end="", style=style, soft_wrap=True)
+    Raises ValueError if there is nothing, or both.
+    """
+    if messages is not None:
+        if prompt is not None:
+            raise ValueError("got a prompt and --messages, expected one of them")
+        if str(messages) == "-":
+            return message_files.parse(_standard_input("--messages -"), "standard input")
+        return message_files.read(messages)
+    if prompt is None or prompt == "-":
+        # The line end a shell adds is not part of the prompt.
+        prompt = _standard_input("prompt").removesuffix("\n")
+    if not prompt.strip():
+        raise ValueError("got an empty prompt, expected some text as an argument or on stdin")
+    return options.whole(prompt, "a prompt")
 
 
-def _standard_input() -> str:
-    """Reads the prompt from standard input. Raises ValueError if that is a terminal."""
+def _standard_input(what: str) -> str:
+    """Reads standard input. Raises ValueError if that is a terminal."""
     stdin = options.standard_input()
     if stdin.isatty():
-        raise ValueError("got no prompt; give it as an argument or on standard input")
-    # The line end a shell adds is not part of the prompt.
-    return stdin.read().removesuffix("\n")
+        raise ValueError(f"got no {what}; give it as an argument or on standard input")
+    return stdin.read()
 
 
 def report(result: "GenerationResult") -> dict[str, Any]:

@@ -16,6 +16,26 @@ if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
     from spec_runtime.sampling import SamplingOptions
 
+
+def drafter_names(bundle: Path | None) -> list[str]:
+    """Returns the drafters of a bundle, or of the newest under ./bundles; the built-in ones last.
+
+    Leaves the bundle's own out if it cannot be read.
+    """
+    from spec_runtime import bundle as bundles
+    from spec_runtime.proposers import BUILT_IN
+
+    try:
+        manifest = bundles.read(bundle or bundles.find(), verify=False).manifest
+    except (OSError, ValueError):  # who opens it will say what is wrong with it
+        return [*BUILT_IN]
+    return [*(entry.name for entry in manifest.drafters), *BUILT_IN]
+
+
+def _complete_drafter(context: typer.Context) -> list[str]:
+    return drafter_names(context.params.get("bundle"))
+
+
 Bundle = Annotated[
     Path | None,
     typer.Option("--bundle", help="Bundle folder", show_default="the newest under ./bundles"),
@@ -26,6 +46,7 @@ Drafter = Annotated[
         "--drafter",
         help="A drafter of the bundle, prompt_lookup, prompt_lookup:published, lookahead, or none",
         show_default="the bundle's first",
+        autocompletion=_complete_drafter,
     ),
 ]
 Lookup = Annotated[
@@ -87,6 +108,21 @@ Limit = Annotated[
 ]
 Out = Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the figures here")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens at most")]
+ShowAccepted = Annotated[
+    bool,
+    typer.Option(
+        "--show-accepted",
+        help="Colour the tokens the drafter guessed, by depth: green the first, then cyan, blue, "
+        "magenta",
+    ),
+]
+ControlTokens = Annotated[
+    bool,
+    typer.Option(
+        "--control-tokens",
+        help="Names of control tokens in the text, such as <|im_end|>, become these tokens",
+    ),
+]
 System = Annotated[
     str | None,
     typer.Option(

@@ -35,7 +35,11 @@ def command(
     ] = None,
     bundle: options.Bundle = None,
     tree: Annotated[
-        bool, typer.Option("--tree", help="Draw a static tree, with acceptance by the calibration")
+        bool,
+        typer.Option(
+            "--tree",
+            help="Draw a static tree, with acceptance by the calibration, or estimated without one",
+        ),
     ] = False,
     drafter: Annotated[
         str | None,
@@ -51,7 +55,12 @@ def command(
         Path | None, typer.Option("--svg", metavar="OUT", help="Draw the tree into this file")
     ] = None,
     png: Annotated[
-        Path | None, typer.Option("--png", metavar="OUT", help="The same; needs matplotlib")
+        Path | None,
+        typer.Option(
+            "--png",
+            metavar="OUT",
+            help="The same as a picture; needs matplotlib (the extra figures)",
+        ),
     ] = None,
     as_json: Annotated[
         bool,
@@ -61,9 +70,9 @@ def command(
     """Show a bundle: target, graphs, drafters, sizes, provenance; or a drafter's tree."""
     opened = bundles.read(bundle or bundles.find())
     if tree:
-        entry = _calibrated(opened, drafter)
-        name, paths = _named_tree(entry, template, nodes)
-        _show_tree(entry, name, paths, svg, png, as_json)
+        entry, accuracy = _drafter_with_accuracy(opened, drafter)
+        name, paths = _named_tree(entry, accuracy, template, nodes)
+        _show_tree(entry, accuracy, name, paths, svg, png, as_json)
         return
     if any(option is not None for option in (template, drafter, nodes, svg, png)):
         raise ValueError("got options of a tree, expected --tree with them")
@@ -75,23 +84,37 @@ def command(
     Console().print(_table(opened, sizes))
 
 
-def _calibrated(opened: bundles.Bundle, drafter: str | None) -> bundles.DrafterInfo:
-    """Returns the drafter of this name, None being the first; raises ValueError if the bundle has
-    none, or none with a calibration."""
+def _drafter_with_accuracy(
+    opened: bundles.Bundle, drafter: str | None
+) -> tuple[bundles.DrafterInfo, templates.Accuracy]:
+    """Returns the drafter of this name, None being the first, and how often its guesses are right:
+    by its calibration, or about so by the validation of its training.
+
+    Raises ValueError if the bundle has no such drafter, or nobody measured it.
+    """
     drafters = opened.manifest.drafters
     if drafter is None and not drafters:
         raise ValueError(f"{opened.path} has no trained drafter, expected one whose tree to draw")
     entry = opened.manifest.drafter(drafters[0].name if drafter is None else drafter)
-    if entry.calibration is None:
+    if entry.calibration is not None:
+        return entry, entry.calibration["accuracy"]
+    about = opened.manifest.provenance.get("drafters")
+    trained = about.get(entry.name) if isinstance(about, dict) else None
+    validation = trained.get("validation") if isinstance(trained, dict) else None
+    accuracy = templates.estimate_accuracy(validation)
+    if accuracy is None:
         raise ValueError(
             f"drafter {entry.name} has no calibration, which says how often a node is accepted: "
             f"run spec-export calibrate --bundle {opened.path}"
         )
-    return entry
+    return entry, accuracy
 
 
 def _named_tree(
-    entry: bundles.DrafterInfo, template: str | None, nodes: int | None
+    entry: bundles.DrafterInfo,
+    accuracy: templates.Accuracy,
+    template: str | None,
+    nodes: int | None,
 ) -> tuple[str, tuple[RankPath, ...]]:
     """Returns the name and the paths of the tree asked for.
 
@@ -104,14 +127,14 @@ def _named_tree(
         own = templates.paths_of(entry)
         if own is not None:
             return "its own tree", own
-    assert entry.calibration is not None, entry.name
     name = template or "searched"
     num_nodes = nodes or entry.trees.get("max_nodes", templates.DEFAULT_NODES)
-    return name, templates.parse_tree(name, entry.calibration["accuracy"], num_nodes)
+    return name, templates.parse_tree(name, accuracy, num_nodes)
 
 
 def _show_tree(
     entry: bundles.DrafterInfo,
+    accuracy: templates.Accuracy,
     name: str,
     paths: Sequence[RankPath],
     svg: Path | None,
@@ -119,11 +142,11 @@ def _show_tree(
     as_json: bool,
 ) -> None:
     """Draws the tree into the files given, and prints it."""
-    assert entry.calibration is not None, entry.name
-    accuracy = entry.calibration["accuracy"]
     length = templates.expected_accepted_length(paths, accuracy)
+    is_estimated = entry.calibration is None
     title = visible(
-        f"{entry.name}, {name}: {len(paths) + 1} nodes, accepted length {length:.2f} expected"
+        f"{entry.name}, {name}: {len(paths) + 1} nodes, accepted length {length:.2f} "
+        + ("estimated from the validation of its training" if is_estimated else "expected")
     )
     if svg is not None:
         _write(svg, drawing.svg(paths, accuracy, title).encode())
@@ -135,7 +158,8 @@ def _show_tree(
             {"path": path, "acceptance": accuracy[len(path) - 1][path[-1]], "probability": p}
             for path, p in probabilities.items()
         ]
-        print(json.dumps({"drafter": entry.name, "accepted_length": length, "nodes": rows}))
+        about = {"drafter": entry.name, "accepted_length": length, "is_estimated": is_estimated}
+        print(json.dumps({**about, "nodes": rows}))
         return
     Console().print(drawing.terminal(paths, accuracy, title))
 

@@ -5,8 +5,12 @@ have put anything into them.
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 import rich.console
+
+if TYPE_CHECKING:
+    from spec_runtime import Chunk
 
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 # Halves of surrogate pairs, line and paragraph separators, and what turns the writing's direction.
@@ -52,3 +56,17 @@ class Console(rich.console.Console):
         if not self.stderr:
             raise
         self.quiet = True
+
+
+# The colours of tokens by depth: the target's own, the first guess, the second, and so on.
+DEPTH_STYLES = ("", "green", "cyan", "blue", "magenta")
+
+
+def print_chunk(chunk: "Chunk", coloured: Console | None = None) -> None:
+    """Prints the text of a chunk as it comes; on `coloured`, each token in its depth's colour."""
+    if coloured is None:
+        print(streamed(chunk.text), end="", flush=True)
+        return
+    for piece in chunk.pieces:
+        style = DEPTH_STYLES[min(piece.depth, len(DEPTH_STYLES) - 1)]
+        coloured.print(streamed(piece.text), end="", style=style, soft_wrap=True)

@@ -24,10 +24,10 @@ class ToolPrompter:
     """Prepares messages and tools for one chat template, by what its source reads.
 
     Most templates with tools read a variable `tools`; Phi-4's reads them from the system message. A
-    template that knows neither gets them as text in the system prompt. A template that knows no
-    calls gets these in the assistant's text, and their results as a user's messages.
+    template that knows neither gets them as text in the system prompt, and the results of calls as
+    a user's messages. A template that knows no calls gets these in the assistant's text.
 
-    Example of the last: {"role": "tool", "content": "12 °C"} becomes a user's message
+    Example of a result: {"role": "tool", "content": "12 °C"} becomes a user's message
     "<tool_response>\\n12 °C\\n</tool_response>".
     """
 
@@ -41,8 +41,10 @@ class ToolPrompter:
     ) -> tuple[list[Message], list[dict[str, Any]] | None]:
         """Returns the messages and the variable `tools` to render; raises ValueError for tools that
         are not in OpenAI's form."""
-        prepare = _with_objects if self._reads_calls else _written
-        prepared = [prepare(message) for message in messages]
+        write = _with_objects if self._reads_calls else _with_calls_as_text
+        prepared = [write(message) for message in messages]
+        if not (self._reads_calls or self._reads_variable or self._reads_message):
+            prepared = [_with_result_as_text(message) for message in prepared]
         if not tools:
             return prepared, None
         checked = checked_tools(tools)
@@ -79,10 +81,15 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _written(message: Message) -> Message:
+def _with_result_as_text(message: Message) -> Message:
+    if message.get("role") != "tool":
+        return message
+    content = message.get("content") or ""
+    return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+
+
+def _with_calls_as_text(message: Message) -> Message:
     content, calls = message.get("content"), message.get("tool_calls")
-    if message.get("role") == "tool":
-        return {"role": "user", "content": f"<tool_response>\n{content or ''}\n</tool_response>"}
     if not isinstance(calls, list | tuple) or not calls:
         return message
     functions = [_function_of(_with_object(call)) for call in calls]

@@ -199,9 +199,12 @@ def show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Show:
         *arguments: object,
         calibration: dict[str, Any] | None = CALIBRATION,
         trees: dict[str, Any] | None = None,
+        validation: Any = None,
     ) -> tuple[int, str, str]:
         folder = write_small_bundle(tmp_path / "small")
         manifest = bundles.read(folder).manifest
+        about = {"drafters": {"parallelspec": {"validation": validation}}}
+        manifest = dataclasses.replace(manifest, provenance=about)
         drafter = dataclasses.replace(manifest.drafters[0], calibration=calibration)
         if trees is not None:
             drafter = dataclasses.replace(drafter, trees=trees)
@@ -278,6 +281,33 @@ def test_without_calibration_show_says_how_to_get_one(show: Show) -> None:
     assert "calibrated on 9 positions" in " ".join(out.replace("│", " ").split())
 
 
+VALIDATION = {"top1_0": 0.5, "top5_0": 0.8, "top1_1": 0.4, "top5_1": 0.4, "accepted_length": 1.8}
+
+
+def test_a_tree_needs_nothing_of_training(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its packages nor a calibration: what training validated will do."""
+    for name in ("torch", "transformers", "onnx", "matplotlib"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, out, err = show("--tree", "--nodes", 5, calibration=None, validation=VALIDATION)
+    assert (code, err) == (0, "")
+    title = "5 nodes, accepted length 1.94 estimated from the validation of its training"
+    assert title in " ".join(out.split())  # 1 + 0.5 + 0.5 * 0.4 + 0.16 + 0.08
+    _, out, _ = show("--tree", "--json", "--nodes", 3, calibration=None, validation=VALIDATION)
+    assert json.loads(out)["is_estimated"]
+    assert [node["acceptance"] for node in json.loads(out)["nodes"]] == [0.5, 0.4]
+    _, out, _ = show("--tree", "--json", "--nodes", 3)
+    assert not json.loads(out)["is_estimated"]
+
+
+@pytest.mark.parametrize(
+    "validation", [{}, [], {"top1_0": "0.5", "top5_0": 0.8}, {"top1_0": 0.9, "top5_0": 0.8}]
+)
+def test_a_validation_that_says_nothing_is_as_none(show: Show, validation: Any) -> None:
+    code, _, err = show("--tree", calibration=None, validation=validation)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "has no calibration" in err
+
+
 def test_png_without_matplotlib_names_the_extra(
     show: Show, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,5 +316,5 @@ def test_png_without_matplotlib_names_the_extra(
     code, _, err = show("--tree", "--png", tmp_path / "t.png")
     assert (code, err.count("\n")) == (2, 1)
     assert "matplotlib is not installed" in err
-    assert "specsplit[export]" in err
+    assert "specsplit[figures]" in err
     assert not (tmp_path / "t.png").exists()

@@ -14,8 +14,9 @@ from toy_engine import DRAFTERS, make_engine, make_proposer, random_prompt
 
 from spec_runtime import Engine
 from spec_runtime.backends import RowBackend
+from spec_runtime.calls.conversations import KEPT_ROWS
 from spec_runtime.calls.kept_rows import KeptRows, RowStore
-from spec_runtime.engine import KEPT_ROWS, OpenedDrafter
+from spec_runtime.engine import OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.target import PREFILL_ROWS, Target
 from spec_runtime.trees.budget import Budget
@@ -109,6 +110,17 @@ def test_a_prompt_left_in_the_middle_after_rows_came_back(drafter: str) -> None:
     result = engine.generate(longer, max_new_tokens=9)
     assert result.token_ids == answer_alone(drafter, longer, 9)
     assert result.usage.reused_tokens == len(first) - 1
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_prompt_that_fills_the_context_after_rows_came_back(drafter: str) -> None:
+    engine = keeping(drafter)
+    first = random_prompt(1, length=60)
+    for talk in (first, random_prompt(2, length=60)):
+        engine.generate(talk, max_new_tokens=5)
+    full = [*first, *random_prompt(3, length=MAX_LENGTH - 60)]
+    assert engine.generate(full).finish_reason == "length"
+    assert engine.generate(first, max_new_tokens=9).token_ids == answer_alone(drafter, first, 9)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -53,7 +53,9 @@ class Toy:
     def length(self) -> int:
         return len(self.text)
 
-    def prefill(self, tokens: Sequence[int], features: bool) -> tuple[Toy, None]:
+    def prefill(
+        self, tokens: Sequence[int], features: bool, goes_on: Callable[[], bool]
+    ) -> tuple[Toy, None]:
         self.text = [*tokens]
         return self, None
 

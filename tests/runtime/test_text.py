@@ -317,3 +317,27 @@ def test_a_system_prompt_is_a_string() -> None:
         chat("hi", system=system)
     with pytest.raises(ValueError, match="half a surrogate pair at character 0 of the system"):
         chat("hi", system="\ud800")
+
+
+def test_an_answer_that_has_begun_goes_on() -> None:
+    codec = ByteTokenizer(ChatTemplate(CHATML))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello, "}]
+    ids = encode_prompt(codec, messages, raw=False, system="be kind", continue_final=True)
+    assert bytes(ids).decode() == "<system>be kind</>\n<user>hi</>\n<assistant>Hello, "
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "hi",
+        [1, 2, 3],
+        [{"role": "user", "content": "hi"}],
+        [{"role": "assistant", "content": "Hello, "}],
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}],
+    ],
+)
+def test_only_an_answer_that_has_begun_goes_on(prompt: Any) -> None:
+    codec = ByteTokenizer(ChatTemplate(CHATML))
+    with pytest.raises(ValueError, match="got continue_final, expected messages") as caught:
+        encode_prompt(codec, prompt, raw=False, system=None, continue_final=True)
+    assert "\n" not in str(caught.value)

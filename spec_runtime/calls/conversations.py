@@ -1,0 +1,103 @@
+"""Knows which tokens the target's rows hold, and brings back those of earlier conversations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from spec_runtime.backends.turns import Turn
+from spec_runtime.calls.call import Call
+from spec_runtime.calls.kept_rows import KeptRows, Restored, RowStore, common_length
+from spec_runtime.calls.rows_file import RowsOwner, read_rows, write_rows
+from spec_runtime.step import Step
+from spec_runtime.target import Target
+
+KEPT_ROWS = 32  # fewer are read again sooner than copied, and are not worth their place
+
+
+class Conversations:
+    """What one engine remembers of its calls: the rows of the last, and copies of earlier ones.
+
+    The last call's rows are in the target as long as no other engine has run it. Copies take up to
+    `max_bytes` on the host, 0 for none; they hold the features of the rows too if `has_features`,
+    which says that the drafter reads some. All methods but `__init__` need the target's turn.
+    """
+
+    def __init__(self, target: Target, has_features: bool, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._target = target
+        self._has_features = has_features
+        self._store = RowStore(max_bytes)
+        self._turn: Turn | None = None  # of our last run
+        self._held: list[int] = []  # tokens whose KV the target has while its rows are that turn's
+        self._features: list[np.ndarray] = []  # of these, if copies are kept and have some
+
+    def begin(self, call: Call) -> tuple[int, Restored | None]:
+        """Returns how many of the prompt's rows the target has, perhaps brought back from a copy;
+        copies what it has of another conversation.
+
+        From here to `end` no call relies on the target's rows, whatever interrupts this one. A row
+        depends a little on which others were computed with it. In fp32 these are some last bits.
+        Below, rounding enlarges them so far that a seed would not give the same tokens again.
+        """
+        target, store, prompt = self._target, self._store, call.prompt
+        is_ours = self._is_ours
+        target.rows_of = None
+        may_reuse = call.reuse and (call.params.seed is None or target.precision == "fp32")
+        length = common_length(self._held, prompt) if is_ours and may_reuse else 0
+        kept, kept_length = store.find(prompt) if may_reuse else (None, 0)
+        if is_ours and self.max_bytes and len(self._held) - length >= KEPT_ROWS:
+            store.add(self._copy())
+        if kept is None or kept_length - length < KEPT_ROWS:
+            # One token fewer: the last row's feature and logits have to be computed anew.
+            reused = max(0, length - 1)
+            self._features = [np.concatenate(self._features)[:reused]] if self._features else []
+            return reused, None
+        reused = kept_length - 1
+        target.restore_rows(kept.kv, reused)
+        features = None if kept.features_TF is None else kept.features_TF[:reused]
+        self._features = [] if features is None else [features]
+        return reused, Restored(features)
+
+    def add(self, step: Step) -> None:
+        """Takes in what a step committed."""
+        if self.max_bytes and step.features is not None:
+            self._features.append(step.features)
+
+    def end(self, turn: Turn, tokens: list[int]) -> None:
+        """Notes that the target's rows are those of the first of `tokens`, and may be relied on."""
+        self._held = tokens[: self._target.length]
+        self._target.rows_of = self._turn = turn
+
+    def save(self, path: Path, owner: RowsOwner) -> None:
+        """See Engine.save_conversation."""
+        if not (self._is_ours and self._held):
+            raise ValueError("got no conversation to save, expected an answer before")
+        write_rows(path, self._copy(), owner)
+
+    def load(self, path: Path, owner: RowsOwner) -> None:
+        """See Engine.load_conversation."""
+        target = self._target
+        sizes = {name: (G, B) for name, (G, _, B) in target.row_shapes().items()}
+        rows = read_rows(path, owner, sizes)
+        are_ours = len(rows.tokens) <= target.max_length
+        are_ours = are_ours and 0 <= min(rows.tokens) <= max(rows.tokens) < target.vocab_size
+        if not are_ours or (rows.features_TF is not None) != self._has_features:
+            raise ValueError(f"{path} holds tokens that this bundle has not; begin anew")
+        if rows.num_bytes > self.max_bytes:
+            raise ValueError(
+                f"{path} takes {rows.num_bytes / 1e6:.0f} MB, expected at most the "
+                f"{self.max_bytes / 1e6:.0f} MB of kept_mb; load with more"
+            )
+        self._store.add(rows)
+
+    @property
+    def _is_ours(self) -> bool:
+        return self._turn is not None and self._target.rows_of is self._turn
+
+    def _copy(self) -> KeptRows:
+        """Returns copies of the rows that the target has of our last run."""
+        length = len(self._held)
+        features = np.concatenate(self._features)[:length] if self._features else None
+        return KeptRows(self._held, self._target.copy_rows(length), features)
