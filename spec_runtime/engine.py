@@ -236,9 +236,9 @@ class Engine:
             prompt,
             request.raw,
             request.system,
-            request.tools,
-            request.continue_final,
-            request.control_tokens,
+            tools=request.tools,
+            continue_final=request.continue_final,
+            control_tokens=request.control_tokens,
         )
         text = TextStream(self.tokenizer.decode, request.params.stop)
         return Call(ids, request, text, self._masks(request.params))

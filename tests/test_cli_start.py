@@ -54,11 +54,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     inner = Engine.encode
 
     def encode(
-        self: Engine, prompt: Any, raw: bool = False, system: Any = None, control_tokens: Any = None
+        self: Engine, prompt: Any, raw: bool = False, system: Any = None, *rest: Any, **others: Any
     ) -> list[int]:
         if not isinstance(prompt[0], int):
-            seen.append((prompt, raw, system, control_tokens))
-        return inner(self, prompt, raw, system, control_tokens)
+            seen.append((prompt, raw, system, others.get("control_tokens")))
+        return inner(self, prompt, raw, system, *rest, **others)
 
     monkeypatch.setattr(Engine, "encode", encode)
     return seen

@@ -6,6 +6,7 @@ and earlier ones come back with the arrow keys. Otherwise a turn is one line.
 
 import os
 import sys
+import termios
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -86,7 +87,11 @@ class EditedInput:
         )
 
     def read(self) -> str:
-        return self._session.prompt()
+        before = termios.tcgetattr(sys.stdin)
+        try:
+            return self._session.prompt()
+        finally:  # SIGTERM may come in the midst of prompt-toolkit's own cleaning up
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def state_folder() -> Path:
