@@ -44,8 +44,9 @@ class ServedBundle:
     def open(self) -> ASGIApp:
         from spec_runtime.serving.app import make_app  # here: it imports prometheus_client
 
+        engine = load(**self.arguments)
         set_up_logs()
-        return make_app(load(**self.arguments), self.settings)
+        return make_app(engine, self.settings)
 
     def __call__(self) -> ASGIApp:
         """Returns the app of a worker process; ends the process in one line if there is none."""
