@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 
 from spec_runtime.backends.turns import Turn
@@ -62,31 +62,37 @@ class Call:
             self._is_left.wait()
 
 
+class Run:
+    """Iterates over steps, and has the result that they return once they are through."""
+
+    result: GenerationResult
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[Step]:
+        self.result = yield from self._steps
+
+
 def read_result(steps: Steps) -> GenerationResult:
     """Runs the steps to their end and returns the result."""
+    run = Run(steps)
     with closing(steps):
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: GenerationResult = end.value
-                return result
+        for _ in run:
+            pass
+    return run.result
 
 
 def read_texts(steps: Steps, text: TextStream) -> Generator[str, None, GenerationResult]:
     """Yields pieces of the text as they come; returns the result."""
+    run = Run(steps)
     with closing(steps):
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                result: GenerationResult = end.value
-                break
+        for _ in run:
             if piece := text.take():
                 yield piece
         if piece := text.take():
             yield piece
-        return result
+    return run.result
 
 
 def read_chunks(
@@ -95,13 +101,9 @@ def read_chunks(
     """Yields a chunk a step, and a last one with the result, which is returned, too."""
     depths: list[int] = []  # of all tokens so far
     none = () if has_logprobs else None
+    run = Run(steps)
     with closing(steps):
-        while True:
-            try:
-                step = next(steps)
-            except StopIteration as end:
-                result: GenerationResult = end.value
-                break
+        for step in run:
             depths += step.depths
             pieces = _pieces(text, depths)
             yield Chunk(
@@ -114,8 +116,8 @@ def read_chunks(
             )
         pieces = _pieces(text, depths)
         rest = "".join(piece.text for piece in pieces)
-        yield Chunk(text=rest, logprobs=none, pieces=pieces, result=result)
-        return result
+        yield Chunk(text=rest, logprobs=none, pieces=pieces, result=run.result)
+    return run.result
 
 
 def _pieces(text: TextStream, depths: list[int]) -> tuple[Piece, ...]:

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Unpack
 
+from spec_runtime.calls.call import Run
 from spec_runtime.calls.options import CallOptions
 from spec_runtime.calls.result import GenerationResult
 from spec_runtime.engine import Engine
@@ -69,13 +70,9 @@ def record(
     steps = engine.observed(lambda proposer: proposer).steps(ids, **options)
     text = TextStream(engine.tokenizer.decode, _stops(options))
     raw: list[_Raw] = []
+    run = Run(steps)
     with closing(steps):
-        while True:
-            try:
-                step = next(steps)
-            except StopIteration as end:
-                result: GenerationResult = end.value
-                break
+        for step in run:
             assert step.stats is not None, "a fused step"
             raw.append(_Raw(replace(step, features=None, verified=None), dict(step.stats.timings)))
             for token in step.tokens:
@@ -84,7 +81,7 @@ def record(
     text.finish()
     on_text(text.take())
     prompt_text = engine.tokenizer.decode(ids)
-    return Trace(prompt_text, engine.drafter, _traced(engine.tokenizer, raw, options), result)
+    return Trace(prompt_text, engine.drafter, _traced(engine.tokenizer, raw, options), run.result)
 
 
 def _stops(options: CallOptions) -> Sequence[str]:
