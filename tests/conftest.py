@@ -16,16 +16,18 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints what tests recorded by `record_property("shown", …)`.
+    """Prints what tests recorded by `record_property("shown", …)`, where none failed.
 
     Printing it in the test would not do: the output of a parallel run's workers is lost.
+    Beside failures it would hide them.
     """
-    for outcome in ("passed", "failed"):
-        for report in terminalreporter.getreports(outcome):
-            for name, text in report.user_properties:
-                if name == "shown":
-                    terminalreporter.section(report.nodeid)
-                    terminalreporter.write_line(str(text))
+    if terminalreporter.getreports("failed") or terminalreporter.getreports("error"):
+        return
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "shown":
+                terminalreporter.section(report.nodeid)
+                terminalreporter.write_line(str(text))
 
 
 @pytest.fixture(scope="session")

@@ -13,5 +13,5 @@ make_venv "$extras"
 .venv/bin/mypy
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 # a process a core, each with one thread; a file's tests stay together, for the bundles they share
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu" -rs -n auto --maxprocesses 4 \
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu" -rsfE --tb=short -n auto --maxprocesses 4 \
   --dist loadfile "$@" < /dev/null
