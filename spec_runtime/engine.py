@@ -197,7 +197,7 @@ class Engine:
         """
         call = self.prepare(prompt, **options)
         call.is_stream = False
-        return read_result(self._steps(call))
+        return read_result(self.steps_of(call))
 
     def stream(
         self, prompt: Prompt, **options: Unpack[CallOptions]
@@ -209,14 +209,14 @@ class Engine:
         `last_result` may already be another call's.
         """
         call = self.prepare(prompt, **options)
-        return read_texts(self._steps(call), call.text)
+        return read_texts(self.steps_of(call), call.text)
 
     def steps(
         self, prompt: Prompt, **options: Unpack[CallOptions]
     ) -> Generator[Step, None, GenerationResult]:
         """Yields what each step commits, and returns the result; the first step is the prompt's.
         See `generate` and `stream`."""
-        return self._steps(self.prepare(prompt, **options))
+        return self.steps_of(self.prepare(prompt, **options))
 
     def chunks(
         self, prompt: Prompt, **options: Unpack[CallOptions]
@@ -226,7 +226,8 @@ class Engine:
         return self.answer(self.prepare(prompt, **options))
 
     def prepare(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Call:
-        """Checks the arguments and encodes the prompt, for one `answer`; see `generate`.
+        """Checks the arguments and encodes the prompt, for one `answer` or `steps_of`; see
+        `generate`.
 
         No other call is waited for, so that a server can refuse a bad request at once.
         """
@@ -254,7 +255,25 @@ class Engine:
     def answer(self, call: Call) -> Generator[Chunk, None, GenerationResult]:
         """Yields the chunks of a prepared call, see `chunks`."""
         has_logprobs = call.params.logprobs is not None
-        return read_chunks(self._steps(call), call.text, has_logprobs)
+        return read_chunks(self.steps_of(call), call.text, has_logprobs)
+
+    def steps_of(self, call: Call) -> Steps:
+        """Yields the steps of a prepared call, see `steps`; their text comes from `call.text`."""
+        self._calls.add(call)
+        call.enter()
+        try:
+            with self.target.turns.take(call.turn, call.interruption):
+                return (yield from self._run(self._open_parts(), call))
+        except Interrupted:  # while it waited
+            self._open_parts()
+            reason = call.interruption.reason or CANCELLED
+            stats = Stats(prompt_tokens=len(call.prompt))
+            return self._finish(call, [], [], stats, reason)
+        finally:
+            self._calls.discard(call)
+            call.leave()
+            if self._parts is None:
+                give_back_memory()
 
     def encode(
         self,
@@ -351,23 +370,6 @@ class Engine:
         if self._parts is None:
             raise RuntimeError("this engine is closed; load the bundle again")
         return self._parts
-
-    def _steps(self, call: Call) -> Steps:
-        self._calls.add(call)
-        call.enter()
-        try:
-            with self.target.turns.take(call.turn, call.interruption):
-                return (yield from self._run(self._open_parts(), call))
-        except Interrupted:  # while it waited
-            self._open_parts()
-            reason = call.interruption.reason or CANCELLED
-            stats = Stats(prompt_tokens=len(call.prompt))
-            return self._finish(call, [], [], stats, reason)
-        finally:
-            self._calls.discard(call)
-            call.leave()
-            if self._parts is None:
-                give_back_memory()
 
     def _run(self, parts: _Parts, call: Call) -> Steps:
         target, conversations, proposer = parts.target, parts.conversations, parts.drafter.proposer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 from spec_runtime.calls.call import Run
@@ -13,7 +13,7 @@ from spec_runtime.calls.result import GenerationResult
 from spec_runtime.engine import Engine
 from spec_runtime.stats import PHASES
 from spec_runtime.step import Step
-from spec_runtime.text import Codec, Prompt, TextStream
+from spec_runtime.text import Codec, Prompt
 from spec_runtime.trees.tree import TokenTree
 
 
@@ -52,6 +52,7 @@ class _Raw:
 
     step: Step
     seconds: dict[str, float]  # of all steps so far
+    pieces: list[tuple[str, int]] = field(default_factory=list)  # of text, with its token's depth
 
 
 def record(
@@ -66,65 +67,49 @@ def record(
     The drafter's fused step is not taken, since its trees are not known outside of its graph.
     Raises what `Engine.generate` raises.
     """
-    ids = engine.encode(prompt, options.pop("raw", False), options.pop("system", None))
-    steps = engine.observed(lambda proposer: proposer).steps(ids, **options)
-    text = TextStream(engine.tokenizer.decode, _stops(options))
+    observed = engine.observed(lambda proposer: proposer)
+    call = observed.prepare(prompt, **options)
+    steps = observed.steps_of(call)
     raw: list[_Raw] = []
+    places: list[tuple[_Raw, int]] = []  # of each token: its step and its depth
+
+    def take_text() -> None:
+        """Gives each piece of text to the step of the token that completed it."""
+        for token, text in call.text.take_pieces():
+            of_step, depth = places[token]
+            of_step.pieces.append((text, depth))
+            on_text(text)
+
     run = Run(steps)
     with closing(steps):
         for step in run:
             assert step.stats is not None, "a fused step"
-            raw.append(_Raw(replace(step, features=None, verified=None), dict(step.stats.timings)))
-            for token in step.tokens:
-                text.push(token)
-            on_text(text.take())
-    text.finish()
-    on_text(text.take())
-    prompt_text = engine.tokenizer.decode(ids)
-    return Trace(prompt_text, engine.drafter, _traced(engine.tokenizer, raw, options), run.result)
+            kept = _Raw(replace(step, features=None, verified=None), dict(step.stats.timings))
+            raw.append(kept)
+            places += [(kept, depth) for depth in step.depths]
+            take_text()
+    take_text()
+    codec = engine.tokenizer
+    return Trace(codec.decode(call.prompt), engine.drafter, _traced(codec, raw), run.result)
 
 
-def _stops(options: CallOptions) -> Sequence[str]:
-    params = options.get("params")
-    stop = options.get("stop", ()) if params is None else params.stop
-    return (stop,) if isinstance(stop, str) else stop
-
-
-def _traced(codec: Codec, raw: Sequence[_Raw], options: CallOptions) -> tuple[TracedStep, ...]:
-    """Returns the steps with their texts and each with its own seconds."""
-    pieces = _pieces(codec, [each.step for each in raw], _stops(options))
+def _traced(codec: Codec, raw: Sequence[_Raw]) -> tuple[TracedStep, ...]:
+    """Returns the steps with the texts of their trees, and each with its own seconds."""
     before = dict.fromkeys(PHASES, 0.0)
     steps = []
-    for each, step_pieces in zip(raw, pieces, strict=True):
+    for each in raw:
         step, tree = each.step, each.step.tree
         seconds = {phase: each.seconds[phase] - before[phase] for phase in PHASES}
         before = each.seconds
-        traced = TracedStep(tuple(step.tokens), step.num_accepted, seconds, step_pieces)
+        traced = TracedStep(tuple(step.tokens), step.num_accepted, seconds, tuple(each.pieces))
         if tree is not None:
             path = whole_path(tree, step)
             texts, bonus = node_texts(codec, tree, path, step)
-            parts = (tree, tuple(path), tuple(texts), bonus)
-            traced = TracedStep(traced.tokens, traced.num_accepted, seconds, step_pieces, *parts)
+            traced = replace(
+                traced, tree=tree, path=tuple(path), node_texts=tuple(texts), bonus_text=bonus
+            )
         steps.append(traced)
     return tuple(steps)
-
-
-def _pieces(
-    codec: Codec, steps: Sequence[Step], stops: Sequence[str]
-) -> list[tuple[tuple[str, int], ...]]:
-    """Returns the pieces of text that the tokens of each step completed."""
-    text = TextStream(codec.decode, stops)
-    places = []  # of each token: its step and its depth
-    for number, step in enumerate(steps):
-        for token, depth in zip(step.tokens, step.depths, strict=True):
-            places.append((number, depth))
-            text.push(token)
-    text.finish()
-    found: list[list[tuple[str, int]]] = [[] for _ in steps]
-    for token, piece in text.take_pieces():
-        number, depth = places[token]
-        found[number].append((piece, depth))
-    return [tuple(each) for each in found]
 
 
 def whole_path(tree: TokenTree, step: Step) -> list[int]:
