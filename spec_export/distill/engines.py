@@ -18,6 +18,8 @@ from spec_runtime.mapping import brief
 
 ENGINES = ("auto", "transformers", "openvino", "vllm")
 PRECISIONS = ("fp32", "bf16", "fp16")
+# The file type that a GGUF header names, by the type of its matrices.
+_GGUF_FILES = {"F32": 0, "F16": 1, "Q8_0": 7}
 
 
 class EngineError(ValueError):
@@ -292,6 +294,14 @@ def write_f16_gguf(source: Path, destination: Path) -> None:
     (every greedy answer of the demo changes). float16 keeps the dequantised weights to 11 bits.
     Raises EngineError if the file cannot be read or a weight exceeds float16.
     """
+    write_gguf(source, destination, "F16")
+
+
+def write_gguf(source: Path, destination: Path, kind: str) -> None:
+    """Copies a GGUF file with its matrices as `kind`, F32, F16 or Q8_0, and its vectors as float32.
+
+    Raises EngineError if the file cannot be read or a weight is not finite as `kind`.
+    """
     import gguf
 
     try:
@@ -306,15 +316,15 @@ def write_f16_gguf(source: Path, destination: Path) -> None:
             continue
         item_type = field.types[1] if len(field.types) > 1 else None
         writer.add_key_value(key, field.contents(), field.types[0], item_type)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(_GGUF_FILES[kind])
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         values = values.reshape([int(size) for size in reversed(tensor.shape)])
-        if values.ndim > 1:
-            values = values.astype(np.float16)
-            if not np.isfinite(values).all():
-                raise EngineError(f"{tensor.name} exceeds float16, choose engine transformers")
-        writer.add_tensor(tensor.name, values)
+        kept_as = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
+        packed = gguf.quantize(values, kept_as)
+        if kind == "F16" and not np.isfinite(packed).all():
+            raise EngineError(f"{tensor.name} exceeds float16, choose engine transformers")
+        writer.add_tensor(tensor.name, packed, raw_dtype=kept_as)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,0 +1,1 @@
+"""The engines that `compare_rivals.py` measures beside ours, each in an environment of its own."""

@@ -1,0 +1,36 @@
+"""Decodes with onnxruntime-genai: plainly, in the model's own precision."""
+
+import os
+
+import protocol
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+import onnxruntime_genai as og
+
+
+def open_engine(settings):
+    """Opens a model that genai's builder made; the number of threads is in its config."""
+    config = og.Config(settings["model"])
+    threads = {"intra_op_num_threads": settings["threads"]}
+    config.overlay(protocol.json.dumps({"model": {"decoder": {"session_options": threads}}}))
+    model = og.Model(config)
+
+    def generate(ids, max_new_tokens):
+        watch = protocol.Watch()
+        params = og.GeneratorParams(model)
+        length = len(ids) + max_new_tokens
+        params.set_search_options(do_sample=False, max_length=length, batch_size=1)
+        generator = og.Generator(model, params)
+        generator.append_tokens(ids)
+        tokens = []
+        while not generator.is_done():
+            generator.generate_next_token()
+            tokens.append(int(generator.get_next_tokens()[0]))
+            watch.tick(1)
+        return watch.reply(tokens)
+
+    return og.__version__, generate
+
+
+if __name__ == "__main__":
+    protocol.serve(open_engine)
