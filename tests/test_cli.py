@@ -476,13 +476,19 @@ def test_divergence_has_the_targets_logit_gap() -> None:
     fresh = toy_engine("none").target
     logits_V = fresh.prefill(prompt_ids + plain[:3])[0].row(0)
     gap = float(logits_V[plain[3]] - logits_V[plain[3] + 1])
-    assert found == audit.Divergence("p", 3, plain[3], plain[3] + 1, gap)
+    spread = float(logits_V.max() - logits_V.min())
+    assert found == audit.Divergence("p", 3, plain[3], plain[3] + 1, gap, spread)
     assert gap > 0
+    assert not found.is_near_tie
+    assert audit.Divergence("p", 3, 7, 8, -1e-4, 1.0).is_near_tie
     # the engine notices that its KV is gone
     assert engine.generate(prompt_ids, max_new_tokens=6).token_ids == plain
     assert audit.compare("p", prompt_ids, plain, plain, engine.target) is None
     shorter = audit.compare("p", prompt_ids, plain, plain[:5], engine.target)
-    assert shorter == audit.Divergence("p", 5, plain[5], None, None)
+    assert shorter is not None
+    assert (shorter.position, shorter.plain_id, shorter.id) == (5, plain[5], None)
+    assert shorter.gap is None
+    assert not shorter.is_near_tie
 
 
 def test_prompt_files(tmp_path: Path) -> None:

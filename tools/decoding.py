@@ -34,6 +34,7 @@ class Ledger:
     def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
         self.file = file
         self._decoded: dict[str, dict[str, dict[str, float]]] = {}
+        self._notes: dict[str, Any] = {}
         self._settings = json.loads(json.dumps(settings))
         if file.is_file():
             found = json.loads(file.read_text())
@@ -43,6 +44,7 @@ class Ledger:
                     "it to decode again"
                 )
             self._decoded = found["decoded"]
+            self._notes = found.get("notes", {})
 
     def has(self, name: str, subset: str) -> bool:
         return subset in self._decoded.get(name, {})
@@ -51,17 +53,33 @@ class Ledger:
         """Says whether a contender has not decoded a subset of the task yet."""
         return not all(self.has(name, subset) for name in names for subset in task.subsets)
 
-    def add(self, found: Mapping[str, Counts], subset: str) -> None:
-        """Adds each contender's counts over one subset of the prompts, and writes the file."""
+    def add(self, found: Mapping[str, Counts], subset: str, note: Any = None) -> None:
+        """Adds each contender's counts over one subset of the prompts, and writes the file.
+
+        A `note`, if there is one, is whatever else JSON can hold about the subset (see `notes`).
+        """
         for name, counts in found.items():
             self._decoded.setdefault(name, {})[subset] = dict(counts)
+        if note:
+            self._notes[subset] = note
         self.file.parent.mkdir(parents=True, exist_ok=True)
         content = {"settings": self._settings, "decoded": self._decoded}
+        if self._notes:
+            content["notes"] = self._notes
         write_atomically(self.file, json.dumps(content, indent=1) + "\n")
+
+    def counts(self, name: str) -> dict[str, Counts]:
+        """Returns a contender's counts by subset."""
+        return {key: Counter(counts) for key, counts in self._decoded.get(name, {}).items()}
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Returns the notes by subset, of those that have one."""
+        return dict(self._notes)
 
     def figures(self, name: str) -> dict[str, Any]:
         """Returns a contender's figures over all prompts decoded, and by subset."""
-        subsets = {key: Counter(counts) for key, counts in self._decoded[name].items()}
+        subsets = self.counts(name)
         categories = {key: figures(counts) for key, counts in subsets.items()}
         return {**figures(sum(subsets.values(), Counter())), "categories": categories}
 
@@ -127,7 +145,7 @@ def counted(report: bench.BenchReport) -> Counts:
         found[f"{prefix}steps"] = stats.steps
         found[f"{prefix}drafted"] = stats.drafted_tokens
         seconds: dict[str, Any] = {"decode": stats.decode_seconds, **stats.timings}
-        for phase in ("decode", "draft", "verify"):
+        for phase in ("prefill", "decode", "draft", "verify"):
             found[f"{prefix}{phase}_seconds"] = seconds[phase]
     return found
 

@@ -52,7 +52,7 @@ class Divergence:
 
     ``position`` counts generated tokens from 0. An id is None where that generation had ended;
     ``gap`` is then None too. Otherwise it is the target's logit of ``plain_id`` less that of
-    ``id``.
+    ``id``. ``spread`` is the range of the logits there, to which a near tie is relative.
     """
 
     prompt: str | int
@@ -60,6 +60,12 @@ class Divergence:
     plain_id: int | None
     id: int | None
     gap: float | None
+    spread: float = 0.0
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Says whether the two tokens' logits are so near that fp32's noise can swap them."""
+        return self.gap is not None and abs(self.gap) <= NEAR_TIE * self.spread
 
 
 @dataclass(frozen=True)
@@ -91,8 +97,8 @@ class RowDelta(NamedTuple):
 class Answer:
     """One prompt decoded both ways.
 
-    ``spread`` is the range of the replayed row's logits at the divergence. ``log_probs`` are the
-    log-likelihoods of the plain and of the speculative answer under the reference, if there is one.
+    ``log_probs`` are the log-likelihoods of the plain and of the speculative answer under the
+    reference, if there is one.
     """
 
     prompt: str | int
@@ -100,7 +106,6 @@ class Answer:
     speculative: list[int]
     stats: Stats
     divergence: Divergence | None
-    spread: float
     log_probs: tuple[float, float] | None
 
 
@@ -152,7 +157,7 @@ def compare(
     if position is None:
         return None
     logits_V = replay(target, [*prompt_ids, *plain[:position]])
-    return _divergence(prompt, position, plain, other, logits_V)
+    return _divergence(prompt, position, plain, other, logits_V, logits_V)
 
 
 def replay(target: Target, context: Sequence[int]) -> np.ndarray:
@@ -172,13 +177,14 @@ def _divergence(
     plain: Sequence[int],
     other: Sequence[int],
     score_V: np.ndarray,
+    logits_V: np.ndarray,
 ) -> Divergence:
     plain_id = plain[position] if position < len(plain) else None
     other_id = other[position] if position < len(other) else None
     gap = None
     if plain_id is not None and other_id is not None:
         gap = float(score_V[plain_id] - score_V[other_id])
-    return Divergence(prompt, position, plain_id, other_id, gap)
+    return Divergence(prompt, position, plain_id, other_id, gap, float(np.ptp(logits_V)))
 
 
 def scores(sampler: Sampler, logits_V: np.ndarray, position: int) -> np.ndarray:
@@ -304,14 +310,13 @@ def _answer(
     assert engine.last_result is not None
     stats = engine.last_result.stats
     report.chain_rows += _chain_rows(target, [*prompt_ids, *plain[:-1]], last)
-    divergence, spread = None, 0.0
+    divergence = None
     position = first_difference(plain, speculative)
     if position is not None:
         logits_V = replay(target, [*prompt_ids, *plain[:position]])
         sampler = Sampler(params, target.vocab_size, prompt_ids)
         score_V = scores(sampler, logits_V, len(prompt_ids) + position)
-        divergence = _divergence(prompt, position, plain, speculative, score_V)
-        spread = float(np.ptp(logits_V))
+        divergence = _divergence(prompt, position, plain, speculative, score_V, logits_V)
         if parting_V is not None and position not in kept:
             report.rows.append(_row_delta(prompt, position, parting_V, logits_V))
     log_probs = None
@@ -320,7 +325,7 @@ def _answer(
             quality.log_prob(reference.target, prompt_ids, plain),
             quality.log_prob(reference.target, prompt_ids, speculative),
         )
-    return Answer(prompt, plain, speculative, stats, divergence, spread, log_probs)
+    return Answer(prompt, plain, speculative, stats, divergence, log_probs)
 
 
 def _decode_plainly(
@@ -464,7 +469,9 @@ def _classified(report: AuditReport, allowed: Limits) -> list[dict[str, Any]]:
     return [
         {
             **dataclasses.asdict(answer.divergence),
-            "class": classify(answer.divergence.gap, NEAR_TIE * answer.spread, allowed.gap),
+            "class": classify(
+                answer.divergence.gap, NEAR_TIE * answer.divergence.spread, allowed.gap
+            ),
         }
         for answer in report.answers
         if answer.divergence is not None

@@ -62,6 +62,7 @@ def run(
     *,
     system: str | None = None,
     sampling: "SamplingOptions | None" = None,
+    num_before: int = 0,
 ) -> list[BenchReport]:
     """Decodes each prompt plainly and with each engine, and returns a report for each engine.
 
@@ -69,7 +70,9 @@ def run(
     nobody always meets the warmer machine. A prompt of several turns is a chat: each way of
     decoding gets the next question behind its own earlier answers, and the whole conversation is
     prefilled anew. ``sampling`` (None: greedy) holds for all, except that plain decoding always
-    draws from the target, since typical acceptance alone would make it greedy.
+    draws from the target, since typical acceptance alone would make it greedy. A caller who brings
+    the prompts in several calls says how many came ``num_before``: the turns rotate on, and only
+    the very first prompt is decoded once more beforehand to warm up.
 
     Calls ``on_prompt`` after each prompt. A turn longer than the context is skipped, and the later
     turns with it; ``on_skip`` gets the reason.
@@ -86,7 +89,7 @@ def run(
         where = f"prompt {prompt.id}" + (f", turn {turn}," if turn > 1 else "")
         on_skip(f"{where} skipped: {error}")
 
-    num_done = 0
+    num_done = num_before
     for prompt in prompts:
         chats = [_Chat(*contender, system, prompt) for contender in contenders]
         first = num_done % len(chats)

@@ -85,7 +85,7 @@ def test_all_turns_count() -> None:
 
 
 def test_a_prompt_is_identical_if_all_its_turns_are() -> None:
-    parting = Divergence("p", 3, 7, 8, 0.5)
+    parting = Divergence("p", 3, 7, 8, 0.5, 20.0)
     same = Turn(plain_result(), fast_result())
     first = pair(Turn(plain_result(), fast_result(), True, parting), Turn(*both(), False))
     second = pair(same, Turn(plain_result(), fast_result(), True, parting))
@@ -99,6 +99,7 @@ def test_a_prompt_is_identical_if_all_its_turns_are() -> None:
         "plain_id": 7,
         "id": 8,
         "gap": 0.5,
+        "spread": 20.0,
     }
 
 
