@@ -15,14 +15,14 @@ PLACE = ["--prompts", "p.jsonl", "--bundles", "b", "--results", "r"]
 
 
 def test_the_stages_are_the_headline_results(capsys: pytest.CaptureFixture[str]) -> None:
-    assert measure_all.main([*PLACE, "--genai-python", "python", "--list"]) == 0
+    assert measure_all.main([*PLACE, "--list"]) == 0
     names = capsys.readouterr().out.split()
     assert sorted(names) == sorted(
         [
             *("bench-fp32", "bench-int8", "lookup-fp32", "acceptance-int8", "memory-fp32"),
             *("audit-fp32", "audit-int8", "audit-int4", "audit-fp32-strict"),
             *(f"{what}-{each}" for what in ("tune", "sweep") for each in ("fp32", "int8", "int4")),
-            *("genai-fp32", "transformers-fp32"),
+            *("transformers-fp32", "spec-bench-fp32", "spec-bench-int8", "rivals"),
         ]
     )
     for precision in ("fp32", "int8", "int4"):
@@ -32,7 +32,7 @@ def test_the_stages_are_the_headline_results(capsys: pytest.CaptureFixture[str])
 
 def test_every_command_is_understood(tmp_path: Path) -> None:
     """Every flag that a stage gives is one that its verb or tool lists; none runs here."""
-    stages = measure_all.stages(tmp_path / "p", measure_all.Sizes(), Path("python"))
+    stages = measure_all.stages(tmp_path / "p", measure_all.Sizes())
     helped: dict[str, str] = {}
     for stage in stages:
         command = measure_all.command_of(stage, tmp_path, tmp_path)

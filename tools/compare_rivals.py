@@ -130,7 +130,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         finished = [each for each in contenders if each.name not in lost]
         rows = [row for row in journal.rows if row["precision"] == precision]
         rows = [row for row in rows if row["round"] < args.rounds]
-        figures["precisions"][precision] = report.summarise(rows, finished)
+        figures["precisions"][precision] = report.summarise(rows, finished, _exact(journal))
         figures["best"] += report.aims(precision, figures["precisions"][precision])
         write_figures(args.json, figures)
     return figures
@@ -202,6 +202,16 @@ def _run(
             failed.append(_failure(name, by_name[name].engine, by_name[name].mode, reason))
         versions = {by_name[name].engine: worker.version for name, worker in workers.items()}
     return versions, failed
+
+
+def _exact(journal: race.Journal) -> dict[str, report.Texts]:
+    """Returns our plain texts at fp32 by context, as far as the journal has them."""
+    rows = [row for row in journal.rows if row["precision"] == "fp32"]
+    names = dict.fromkeys(row["context"] for row in rows)
+    plain = f"{field.OURS}, {field.PLAIN}"
+    return {
+        name: report.texts([row for row in rows if row["context"] == name], plain) for name in names
+    }
 
 
 def _failure(name: str, engine: str, what: str, reason: object) -> dict[str, str]:

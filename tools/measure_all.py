@@ -2,7 +2,7 @@
 """Measures all headline results in sequence, at one commit and on a quiet machine.
 
 usage: measure_all.py --prompts SPEC_BENCH.jsonl --bundles DIR --results DIR
-       [--genai-python PYTHON] [--stages NAME ...] [--tiny] [--list]
+       [--stages NAME ...] [--tiny] [--list]
 
 Missing bundles (DIR/fp32, DIR/int8 and DIR/int4: the demo target with its own drafter) are built
 first. Every stage is one command, writes one file of --results and can be run alone by its name;
@@ -10,7 +10,8 @@ what it takes is printed after it and once more at the end. A stage that fails i
 others still run, and the exit code is 1.
 
 The stages follow each other so that `tune` comes before what uses its profile (sweep and
-acceptance); `bench` and `lookup` do without one. Commit everything first, so that the provenance
+acceptance); `bench`, `lookup` and `spec-bench` do without one. `rivals` installs other engines
+under runs/rivals; it and `spec-bench` take an hour or more and go on where they were stopped. Commit everything first, so that the provenance
 names a commit without "-dirty". --tiny takes a prompt or two and a few tokens of each,
 to see that everything runs; its figures are worth nothing.
 """
@@ -42,27 +43,29 @@ class Sizes:
     sweep_tokens: int = 64
     repeats: int = 5
     other_prompts: int = 20
-    genai_prompts: int = 10
+    rival_prompts: tuple[int, int] = (8, 4)  # short and long ones
+    rival_rounds: int = 3
     tuned_prompts: int | None = None  # None: as TUNED_PROMPTS says
+    questions: int | None = None  # of each subset of Spec-Bench; None: all
 
 
-TINY = Sizes(1, 2, 4, 4, 4, 1, 1, 1, 1)
+TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, 1, 1)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, the bundle it needs and the file it writes. ``is_tool``: a script beside this
-    one, else a verb of spec-runtime. Exit codes up to ``worst_code`` are results."""
+    """One command, the bundle it needs (None: all) and the file it writes. ``is_tool``: a script
+    beside this one, else a verb of spec-runtime. Exit codes up to ``worst_code`` are results."""
 
     name: str
     command: tuple[str, ...]
-    precision: str
+    precision: str | None
     is_tool: bool = False
     worst_code: int = 0
 
 
-def stages(prompts: Path, sizes: Sizes, genai_python: Path | None) -> list[Stage]:
-    """Returns all stages in their order; without an interpreter for genai, not its stage."""
+def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
+    """Returns all stages in their order."""
     given = ("--prompts", str(prompts))
     sixty = (*given, "--per-category", str(sizes.per_category))
     tokens = ("--max-new-tokens", str(sizes.bench_tokens))
@@ -86,19 +89,17 @@ def stages(prompts: Path, sizes: Sizes, genai_python: Path | None) -> list[Stage
     found.append(Stage("acceptance-int8", acceptance, "int8", is_tool=True))
     memory = ("measure_memory.py", *short)
     found.append(Stage("memory-fp32", memory, "fp32", is_tool=True))
-    if genai_python is not None:
-        few = ("--limit", str(sizes.genai_prompts))
-        genai = (
-            "compare_with_genai.py",
-            "--genai-python",
-            str(genai_python),
-            *given,
-            *tokens,
-            *few,
-        )
-        found.append(Stage("genai-fp32", genai, "fp32", is_tool=True))
     other = ("compare_with_transformers.py", *given, *tokens, "--num", str(sizes.other_prompts))
     found.append(Stage("transformers-fp32", other, "fp32", is_tool=True, worst_code=1))
+    few = () if sizes.questions is None else ("--limit", str(sizes.questions))
+    questions = ("spec_bench.py", *given, *tokens, *few, "--no-profile")
+    found += [
+        Stage(f"spec-bench-{each}", questions, each, is_tool=True) for each in ("fp32", "int8")
+    ]
+    few_short, few_long = map(str, sizes.rival_prompts)
+    field = ("--limit", few_short, "--long-limit", few_long, "--rounds", str(sizes.rival_rounds))
+    rivals = ("compare_rivals.py", *given, *tokens, *field)
+    found.append(Stage("rivals", rivals, None, is_tool=True))
     return found
 
 
@@ -106,7 +107,9 @@ def command_of(stage: Stage, bundles: Path, results: Path) -> list[str]:
     """Returns the whole command line of a stage, under this interpreter."""
     first, *words = stage.command
     program = [str(TOOLS / first)] if stage.is_tool else [*entry("spec_runtime"), first]
-    where = ["--bundle", str(bundles / stage.precision)]
+    where = ["--bundles", str(bundles)]
+    if stage.precision is not None:
+        where = ["--bundle", str(bundles / stage.precision)]
     where += ["--json", str(results / f"{stage.name}.json")]
     if stage.name.startswith("acceptance"):
         where += ["--figure", str(results / f"{stage.name}.svg")]
@@ -138,12 +141,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's questions")
     parser.add_argument("--bundles", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
-    parser.add_argument("--genai-python", type=Path, help="see compare_with_genai.py")
     parser.add_argument("--stages", nargs="+", metavar="NAME", help="these only; default: all")
     parser.add_argument("--tiny", action="store_true", help="a few tokens: does everything run?")
     parser.add_argument("--list", action="store_true", help="print the stages' names and end")
     args = parser.parse_args(words)
-    every = stages(args.prompts, TINY if args.tiny else Sizes(), args.genai_python)
+    every = stages(args.prompts, TINY if args.tiny else Sizes())
     known = [stage.name for stage in every]
     if args.list:
         print("\n".join(known))
@@ -154,11 +156,10 @@ def main(words: list[str] | None = None) -> int:
         )
     if not args.prompts.is_file():
         parser.error(f"got --prompts {args.prompts}, expected a file of JSON Lines")
-    if args.genai_python is None and not args.stages:
-        print("no --genai-python: the stage genai-fp32 is left out", flush=True)
     chosen = [stage for stage in every if args.stages is None or stage.name in args.stages]
     args.results.mkdir(parents=True, exist_ok=True)
-    for precision in dict.fromkeys(stage.precision for stage in chosen):
+    needed = [PRECISIONS if each.precision is None else (each.precision,) for each in chosen]
+    for precision in dict.fromkeys(each for some in needed for each in some):
         build(precision, args.bundles)
     lines = []
     for stage in chosen:

@@ -37,8 +37,9 @@ BLOCK = re.compile(
 SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 OPTIONS, TEMPERATURES = "ablation-parallelspec-options", "drafters-temperatures"
 BY_NODES, BY_MASKS = "drafters-nodes", "ablation-num-masks"
+RIVALS, SPEC_BENCH = "rivals", ("spec-bench-fp32", "spec-bench-int8")
 # new measurements, which a page may be ahead of
-AWAITED = ("lookup-fp32", OPTIONS, TEMPERATURES, BY_NODES)
+AWAITED = ("lookup-fp32", OPTIONS, TEMPERATURES, BY_NODES, RIVALS, *SPEC_BENCH)
 LEFT_OUT = "\n\n"  # what stands for a section whose figures are not there
 NOT_MEASURED = "\n\n*Not measured yet.*\n\n"
 CONTENDERS = {
@@ -454,7 +455,125 @@ def fills(rows: dict[int, dict[str, Any]], nodes: int) -> bool:
     return nodes in rows and rows[nodes]["nodes"] > 0.8 * nodes
 
 
+def rivals() -> str:
+    """specsplit beside other engines: ours over the best, everybody's speeds, who was left out."""
+    if not measured(RIVALS):
+        return LEFT_OUT
+    data = load(RIVALS)
+    shape = ", ".join(
+        f"{each['prompts']} {name} prompts of {each['tokens']:.0f} tokens on average"
+        for name, each in data["contexts"].items()
+    )
+    words = (
+        f"All engines decode {shape} in one run, {data['max_new_tokens']} new tokens each, at "
+        f"temperature 0 with {data['threads']} threads. Each engine and mode is a process of its "
+        f"own; they take turns in {data['rounds']} rounds, over which figures are medians with "
+        "their ranges. Tokens a second are of decoding alone. Prefill is the time of the prompt's "
+        "own pass. Every mode keeps the engine's own text up to rounding. First, our best over "
+        "the best of all others:"
+    )
+    best = [
+        [
+            f"{row['precision']}, {row['context']} prompts",
+            row["kind"],
+            row["ours"],
+            row["rival"],
+            f"{row['ratio']:.2f} ({row['least']:.2f} to {row['greatest']:.2f})",
+        ]
+        for row in data["best"]
+    ]
+    body = table(["", "compared", "ours", "the best rival", "ratio"], best, left=4)
+    body += "\n![Tokens a second by engine and mode](../images/rivals.svg)\n"
+    for precision, found in value(data, "precisions", RIVALS).items():
+        body += f"\n### Engines at {precision}\n{rivals_table(found)}"
+    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
+    body += (
+        "*As its plain*: answers that equal those of the same engine's plain decoding. *As same "
+        "weights*: answers that equal those of the first engine with the same weights. *Tokens as "
+        "fp32*: new tokens before an answer parts from fp32's. Memory is the process's peak "
+        f"resident size, loading included. Versions: {versions}.\n\n"
+    )
+    absent = [*data["left_out"], *data["failed"]]
+    lines = [f"- {each['engine']}, {each['what']}: {each['reason']}." for each in absent]
+    body += "\n".join(["Not measured:\n", *lines]) + "\n" if lines else ""
+    return framed("Beside other engines", words, body, RIVALS)
+
+
+def rivals_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Returns one precision's table: a row a contender, columns by context."""
+    names = list(dict.fromkeys(name for each in found.values() for name in each))
+    head, rows = ["engine, mode", "weights"], {name: [name] for name in names}
+    for name in names:
+        rows[name].append(next(each[name]["weights"] for each in found.values() if name in each))
+    for context, contenders in found.items():
+        head += [f"{context}: tokens/s", "prefill ms", "peak MB"]
+        head += ["as its plain", "as same weights", "tokens as fp32"]
+        for name in names:
+            rows[name] += rival_cells(contenders[name]) if name in contenders else [""] * 6
+    return table(head, list(rows.values()), left=2)
+
+
+def rival_cells(each: dict[str, Any]) -> list[str]:
+    speed = each["tokens_per_second"]
+    shares = [
+        "" if found is None else f"{found['identical']} of {found['prompts']}"
+        for found in (each["same_engine"], each["same_weights"])
+    ]
+    return [
+        f"{speed['median']:.1f} ({speed['least']:.1f} to {speed['greatest']:.1f})",
+        f"{each['prefill_ms']['median']:.0f}",
+        f"{each['peak_rss'] / 1e6:.0f}",
+        *shares,
+        number(each["follows_fp32"], ".0f"),
+    ]
+
+
+def spec_bench() -> str:
+    """All of Spec-Bench by subset, a table for each precision that is measured."""
+    files = [name for name in SPEC_BENCH if measured(name)]
+    body = "".join(spec_bench_table(name) for name in files)
+    if not files:
+        return LEFT_OUT
+    overall = load(files[0])["overall"]
+    words = (
+        f"{overall['prompts']} questions with {overall['turns']} turns, "
+        f"{load(files[0])['max_new_tokens']} new tokens a turn, at temperature 0, with the bundle's "
+        "own drafter and plainly; each second turn follows that way's own first answer. *Speed-up* "
+        "is of decoding alone, *end to end* with the prompts' passes, both over all tokens; "
+        "*Spec-Bench's* is its own ratio of means over questions, prompts' passes included."
+    )
+    return f"\n\n## All of Spec-Bench\n\n{words}\n{body}"
+
+
+def spec_bench_table(file: str) -> str:
+    data = load(file)
+    overall = {"all questions": value(data, "overall", file)}
+    rows = [
+        [
+            name if name in overall else f"`{name}`",
+            f"{each['prompts']}",
+            f"{each['plain_tokens_per_second']:.1f}",
+            f"{each['tokens_per_second']:.1f}",
+            *(
+                f"{each[key]:.2f}"
+                for key in ("speedup", "speedup_end_to_end", "speedup_of_means", "accepted_length")
+            ),
+            f"{each['identical']:.1%}",
+        ]
+        for name, each in (overall | data["categories"]).items()
+    ]
+    head = ["subset", "questions", "plain tokens/s", "tokens/s", "speed-up", "end to end"]
+    body = table([*head, "Spec-Bench's", "accepted length", "identical"], rows)
+    parted = (
+        f"{len(data['divergences'])} questions are answered otherwise than by plain decoding: "
+        f"{data['near_ties']} part at a near tie, {data['wider']} at a wider gap."
+    )
+    return f"\n### All questions at {data['precision']}\n{body}{parted}\n\nMeasured: {source(file)}\n\n"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
+    "rivals": rivals,
+    "spec_bench": spec_bench,
     "options": options_study,
     "masks": masks_speed,
     "temperatures": drafters_temperatures,

@@ -164,16 +164,57 @@ def accepted_by_nodes() -> str:
     return _svg(figure)
 
 
+def rivals() -> str:
+    """Bars: every engine and mode, in tokens a second, with the range over rounds."""
+    return rivals_of(_load("rivals"))
+
+
+def rivals_of(figures: dict[str, Any]) -> str:
+    """Draws what `tools/compare_rivals.py` measured: a row a precision, a column a context."""
+    precisions, contexts = figures["precisions"], list(figures["contexts"])
+    heights = [max(map(len, found.values()), default=1) for found in precisions.values()]
+    with rc_context({**STYLE, "font.size": 8}):
+        size = (4.6 * len(contexts), 0.2 * sum(heights) + 0.7 * len(heights))
+        figure = Figure(figsize=size, layout="constrained")
+        ratios = {"height_ratios": heights}
+        panels = figure.subplots(
+            len(precisions), len(contexts), squeeze=False, sharey="row", gridspec_kw=ratios
+        )
+        for row, (precision, found) in zip(panels, precisions.items(), strict=True):
+            for axes, context in zip(row, contexts, strict=True):
+                contenders = found.get(context, {})
+                places = range(len(contenders), 0, -1)
+                speeds = [each["tokens_per_second"] for each in contenders.values()]
+                medians = [each["median"] for each in speeds]
+                below = [each["median"] - each["least"] for each in speeds]
+                above = [each["greatest"] - each["median"] for each in speeds]
+                colours = [
+                    COLOURS[precision] if each["ours"] else "#bbb" for each in contenders.values()
+                ]
+                axes.barh(places, medians, 0.7, color=colours)
+                if contenders:
+                    axes.errorbar(
+                        medians, places, xerr=(below, above), fmt="none", ecolor="#222", capsize=2
+                    )
+                    axes.set_yticks(places, list(contenders))
+                axes.set_title(f"{precision}, {context} prompts", fontsize=9)
+        for axes in panels[-1]:
+            axes.set_xlabel("tokens a second of decoding")
+        return _svg(figure)
+
+
 CHARTS = {
     "guesses-by-drafter.svg": guesses_by_drafter,
     "accepted-by-nodes.svg": accepted_by_nodes,
     "speedup-by-category.svg": speedup_by_category,
     "speed-by-nodes.svg": speed_by_nodes,
     "typical-sweep.svg": typical_sweep,
+    "rivals.svg": rivals,
 }
 
 
-AWAITED = {"accepted-by-nodes.svg": "drafters-nodes"}  # the file that a chart waits for
+# the file that a chart waits for
+AWAITED = {"accepted-by-nodes.svg": "drafters-nodes", "rivals.svg": "rivals"}
 
 
 def drawable() -> list[str]:

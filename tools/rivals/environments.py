@@ -84,7 +84,7 @@ OPTIMUM = Environment(
     ),
 )
 GENAI = Environment("genai", (("onnxruntime-genai==0.18.0", "onnxruntime==1.32.0"),))
-OPENVINO = Environment("openvino", (("openvino-genai==2026.4.1.0",),))
+OPENVINO = Environment("openvino", (("openvino-genai==2026.4.1.0", "nncf==3.4.0"),))
 # On Linux the extra brings mlx's CPU backend; on a Mac the package runs as it is.
 MLX = Environment(
     "mlx",

@@ -117,6 +117,17 @@ RIVALS = (
         },
     ),
     Rival(
+        "openvino-nncf",
+        "OpenVINO GenAI with NNCF",
+        OPENVINO,
+        "openvino_worker.py",
+        (PLAIN, "lookup"),
+        {
+            "int8": Form("NNCF's int8, a scale a row", lambda files: files.openvino("int8")),
+            "int4": Form("NNCF's int4, groups of 32", lambda files: files.openvino("int4")),
+        },
+    ),
+    Rival(
         "llama.cpp",
         "llama.cpp",
         LLAMA_CPP,

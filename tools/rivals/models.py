@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rivals.environments import GENAI, MLX, OPTIMUM, RivalError, run
+from rivals.environments import GENAI, MLX, OPENVINO, OPTIMUM, RivalError, run
 from spec_export import target
 from spec_export.distill.engines import save_dequantized, write_gguf
 
@@ -85,6 +85,19 @@ class TargetFiles:
             with self._made(out) as folder:
                 python = str(OPTIMUM.program(self.work))
                 run([python, "-c", code, str(self.hugging_face()), str(folder)])
+        return out
+
+    def openvino(self, precision: str) -> Path:
+        """Returns OpenVINO's graph with weights that its own compressor, NNCF, made int8 or int4.
+
+        Raises RivalError if the target is no GGUF file, which its reader takes.
+        """
+        out = self._folder / f"openvino-{precision}"
+        if not out.is_dir():
+            command = [OPENVINO.program(self.work), Path(__file__).parent / "compress_openvino.py"]
+            source = self.gguf("F16")
+            with self._made(out) as folder:
+                run([str(part) for part in (*command, source, precision, folder)])
         return out
 
     def mlx(self, bits: int) -> Path:

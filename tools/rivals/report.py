@@ -15,26 +15,50 @@ from spec_runtime.measure.audit import first_difference
 from spec_runtime.stats import ratio
 
 Figures = dict[str, Any]
+Texts = Mapping[str, list[int]]  # a contender's tokens by prompt
+
+# What is set against the best rival: the key of the figures, and the mode (None: the fastest).
+KINDS = (
+    ("best mode", "tokens_per_second", None),
+    ("plain", "tokens_per_second", PLAIN),
+    ("prefill", "prefill_ms", PLAIN),
+)
+HEAD = ("contender", "prompts", "tokens/s", "range", "prefill ms", "peak MB", "PSS MB")
+HEAD += ("same text as its plain", "as same weights", "tokens as fp32")
 
 
-def summarise(rows: Sequence[Row], contenders: Sequence[Contender]) -> dict[str, Figures]:
+def summarise(
+    rows: Sequence[Row], contenders: Sequence[Contender], exact: Mapping[str, Texts] | None = None
+) -> dict[str, Figures]:
     """Returns, by context and contender, what one precision's rows come to.
 
     Of a contender, speeds are by round, over all prompts of the context: a median with the least
     and the greatest. `prefill_ms` is the mean over prompts, its spread that over rounds too.
+    `follows_fp32` is the mean number of tokens before a text parts from `exact`, the texts at fp32
+    by context: where it is small, the weights are another model's.
     """
     found: dict[str, Figures] = {}
     by_name = {each.name: each for each in contenders}
     for context in dict.fromkeys(row["context"] for row in rows):
         here = [row for row in rows if row["context"] == context]
-        texts = {name: _texts(here, name) for name in by_name}
+        all_texts = {name: texts(here, name) for name in by_name}
         found[context] = {
             name: _contender(contender, [row for row in here if row["contender"] == name])
-            | _agreement(contender, contenders, texts)
+            | _agreement(contender, contenders, all_texts)
+            | {"follows_fp32": follows((exact or {}).get(context, {}), all_texts[name])}
             for name, contender in by_name.items()
-            if texts[name]
+            if all_texts[name]
         }
     return found
+
+
+def follows(exact: Texts, got: Texts) -> float | None:
+    """Returns the mean number of tokens before texts part; None without a prompt of both."""
+    both = exact.keys() & got.keys()
+    if not both:
+        return None
+    parted = [(first_difference(exact[each], got[each]), len(exact[each])) for each in both]
+    return statistics.mean(length if at is None else at for at, length in parted)
 
 
 def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
@@ -42,7 +66,7 @@ def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
     for row in rows:
         rounds.setdefault(row["round"], []).append(row)
     speeds, prefill = [], []
-    for each in rounds.values():
+    for _, each in sorted(rounds.items()):
         tokens = sum(len(row["tokens"]) - row["first"] for row in each)
         seconds = sum(row["seconds"] - row["prefill_seconds"] for row in each)
         speeds.append(ratio(tokens, seconds))
@@ -54,8 +78,8 @@ def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
         "ours": contender.is_ours,
         "rounds": len(rounds),
         "tokens": sum(len(row["tokens"]) for row in rows) / len(rounds),
-        "tokens_per_second": {**_spread(speeds), "rounds": speeds},
-        "prefill_ms": {**_spread(prefill), "rounds": prefill},
+        "tokens_per_second": _spread(speeds),
+        "prefill_ms": _spread(prefill),
         "prompt_tokens": statistics.mean(row["prompt_tokens"] for row in rows),
         "peak_rss": max((row.get("peak_rss", 0) for row in rows), default=0),
         "pss": max((row.get("pss", 0) for row in rows), default=0),
@@ -64,11 +88,12 @@ def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
     }
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def _spread(values: Sequence[float]) -> Figures:
     return {
         "median": statistics.median(values),
         "least": min(values),
         "greatest": max(values),
+        "by_round": list(values),
     }
 
 
@@ -78,7 +103,7 @@ def _repeats(rows: Sequence[Row]) -> bool:
     return all(first.setdefault(row["prompt"], row["tokens"]) == row["tokens"] for row in rows)
 
 
-def _texts(rows: Sequence[Row], name: str) -> dict[str, list[int]]:
+def texts(rows: Sequence[Row], name: str) -> dict[str, list[int]]:
     """Returns the tokens of a contender's last round by prompt."""
     return {row["prompt"]: row["tokens"] for row in rows if row["contender"] == name}
 
@@ -86,10 +111,10 @@ def _texts(rows: Sequence[Row], name: str) -> dict[str, list[int]]:
 def _agreement(
     contender: Contender,
     contenders: Sequence[Contender],
-    texts: Mapping[str, Mapping[str, list[int]]],
+    written: Mapping[str, Texts],
 ) -> Figures:
     """Compares texts with the same engine's plain ones, and with the first on the same weights."""
-    present = [each for each in contenders if texts[each.name]]
+    present = [each for each in contenders if written[each.name]]
     alike = [each for each in present if each.weights == contender.weights]
     own = [each for each in present if each.engine == contender.engine and each.mode == PLAIN]
     found = {}
@@ -97,29 +122,28 @@ def _agreement(
         reference = references[0] if references and references[0] != contender else None
         found[key] = reference and {
             "reference": reference.name,
-            **compare(texts[reference.name], texts[contender.name]),
+            **compare(written[reference.name], written[contender.name]),
         }
     return found
 
 
-def compare(expected: Mapping[str, list[int]], got: Mapping[str, list[int]]) -> Figures:
+def compare(expected: Texts, got: Texts) -> Figures:
     """Returns how many prompts' texts are identical, and where the others part.
 
     An id of None is the end of that text.
     """
     differences = []
-    for prompt in expected.keys() & got.keys():
+    both = sorted(expected.keys() & got.keys())
+    for prompt in both:
         at = first_difference(expected[prompt], got[prompt])
         if at is not None:
             pair = [ids[at] if at < len(ids) else None for ids in (expected[prompt], got[prompt])]
             differences.append(
                 {"prompt": prompt, "position": at, "expected": pair[0], "got": pair[1]}
             )
-    prompts = len(expected.keys() & got.keys())
-    differences.sort(key=lambda each: each["prompt"])
     return {
-        "prompts": prompts,
-        "identical": prompts - len(differences),
+        "prompts": len(both),
+        "identical": len(both) - len(differences),
         "differences": differences,
     }
 
@@ -127,29 +151,24 @@ def compare(expected: Mapping[str, list[int]], got: Mapping[str, list[int]]) -> 
 def aims(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> list[Figures]:
     """Returns our best over the rivals' best, by context: in any mode, plainly, and in prefill.
 
-    Speeds are tokens a second of decoding, prefill is the rival's time over ours: above 1 we are
+    Speeds are tokens a second of decoding; prefill is the rival's time over ours: above 1 we are
     faster. A ratio's range is over rounds, each against the same round of the other. A row is left
     out where one of the two sides has nothing.
     """
     rows = []
     for context, contenders in contexts.items():
-        for kind, key, modes in (
-            ("best mode", "tokens_per_second", None),
-            ("plain", "tokens_per_second", PLAIN),
-            ("prefill", "prefill_ms", PLAIN),
-        ):
-            allowed = {n: f for n, f in contenders.items() if modes in (None, f["mode"])}
-            sides = [
-                {n: f for n, f in allowed.items() if f["ours"] == is_ours} for is_ours in (1, 0)
-            ]
-            if not all(sides):
+        for kind, key, mode in KINDS:
+            allowed = {n: each for n, each in contenders.items() if mode in (None, each["mode"])}
+            ours = _best({n: each for n, each in allowed.items() if each["ours"]}, key)
+            rival = _best({n: each for n, each in allowed.items() if not each["ours"]}, key)
+            if ours is None or rival is None:
                 continue
-            ours, rival = (_best(side, key) for side in sides)
-            pairs = [
-                (contenders[name][key]["rounds"], contenders[name][key]["median"])
-                for name in ((ours, rival) if key == "tokens_per_second" else (rival, ours))
+            above, below = contenders[ours][key], contenders[rival][key]
+            if key == "prefill_ms":  # a time
+                above, below = below, above
+            ratios = [
+                ratio(a, b) for a, b in zip(above["by_round"], below["by_round"], strict=True)
             ]
-            ratios = [ratio(a, b) for a, b in zip(pairs[0][0], pairs[1][0], strict=False)]
             rows.append(
                 {
                     "precision": precision,
@@ -157,7 +176,7 @@ def aims(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> list[
                     "kind": kind,
                     "ours": ours,
                     "rival": rival,
-                    "ratio": ratio(pairs[0][1], pairs[1][1]),
+                    "ratio": ratio(above["median"], below["median"]),
                     "least": min(ratios),
                     "greatest": max(ratios),
                 }
@@ -165,36 +184,35 @@ def aims(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> list[
     return rows
 
 
-def _best(contenders: Mapping[str, Figures], key: str) -> str:
-    """Returns the fastest: of times the least, of speeds the greatest median."""
+def _best(contenders: Mapping[str, Figures], key: str) -> str | None:
+    """Returns the fastest, by its median: of times the least, of speeds the greatest."""
     sign = 1 if key == "prefill_ms" else -1
-    return min(contenders, key=lambda name: sign * contenders[name][key]["median"])
+    return min(contenders, key=lambda name: sign * contenders[name][key]["median"], default=None)
 
 
 def table(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> str:
     """Returns a Markdown table of one precision, for the terminal."""
-    head = ["contender", "prompts", "tokens/s", "range", "prefill ms", "peak MB", "PSS MB"]
-    lines = [f"### {precision}", "", *_lines([[*head, "as its plain", "as same weights"]])]
+    rows = [HEAD, ("---",) * len(HEAD)]
     for context, contenders in contexts.items():
         for name, each in contenders.items():
             speed = each["tokens_per_second"]
-            cells = [
-                name,
-                context,
-                f"{speed['median']:.1f}",
-                f"{speed['least']:.1f} to {speed['greatest']:.1f}",
-                f"{each['prefill_ms']['median']:.0f}",
-                f"{each['peak_rss'] / 1e6:.0f}",
-                f"{each['pss'] / 1e6:.0f}",
-                agreement(each["same_engine"]),
-                agreement(each["same_weights"]),
-            ]
-            lines += _lines([cells])[:1]
-    return "\n".join(lines)
-
-
-def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+            follows = each["follows_fp32"]
+            rows.append(
+                (
+                    name,
+                    context,
+                    f"{speed['median']:.1f}",
+                    f"{speed['least']:.1f} to {speed['greatest']:.1f}",
+                    f"{each['prefill_ms']['median']:.0f}",
+                    f"{each['peak_rss'] / 1e6:.0f}",
+                    f"{each['pss'] / 1e6:.0f}",
+                    agreement(each["same_engine"]),
+                    agreement(each["same_weights"]),
+                    "" if follows is None else f"{follows:.0f}",
+                )
+            )
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([f"### {precision}", "", *lines])
 
 
 def agreement(found: Figures | None) -> str:

@@ -30,7 +30,7 @@ class Streamer(openvino_genai.StreamerBase):
 
 
 def open_engine(settings):
-    """Opens a GGUF file."""
+    """Opens a GGUF file, or a folder with OpenVINO's own graph."""
     properties = {"INFERENCE_NUM_THREADS": settings["threads"]}
     properties |= EXACT if settings["precision"] == "fp32" else {}
     scheduler = openvino_genai.SchedulerConfig()
