@@ -54,8 +54,12 @@ SHORT_TOKENS = 512  # of a short prompt, at most
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measures as the command line says; writes --json after each precision and prints tables."""
-    args = _parser().parse_args(words)
+    """Measures as the command line says."""
+    return run(parser().parse_args(words))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes --json after each precision and prints tables; returns the exit code."""
     try:
         for file in filter(None, (args.json, args.figure)):
             require_writable(file)
@@ -176,7 +180,7 @@ def _enter(
             try:
                 contenders += field.of_rival(rival, precision, files, options)
             except RivalError as error:
-                failed.append(_failure(rival.title, rival.title, "could not be made", error))
+                failed.append(_failure(rival.title, rival.title, precision, error))
     return contenders, failed
 
 
@@ -230,29 +234,30 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    found = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's questions")
-    parser.add_argument("--bundles", type=Path, required=True, help="with fp32, int8 and int4")
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--figure", type=Path)
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--rival", nargs="*", choices=NAMES, default=USUAL)
-    parser.add_argument("--limit", type=int, default=8, help="short prompts, over all categories")
-    parser.add_argument("--long-limit", type=int, default=4, help="long prompts; 0 for none")
-    parser.add_argument("--long-tokens", type=int, default=1500)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--lookup-tokens", type=int, default=5, help="the rivals' lookups draft")
-    parser.add_argument("--lookup-ngram", type=int, default=3, help="and match at most")
-    parser.add_argument("--assistant", type=Path, help="a draft model for transformers, a folder")
-    parser.add_argument("--no-profile", action="store_true", help="ours without what tune found")
-    parser.add_argument("--model", help="what the bundles were built from; default: the demo")
-    parser.add_argument("--work", type=Path, default=Path("runs/rivals"))
-    return parser
+    found.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's questions")
+    found.add_argument("--bundles", type=Path, required=True, help="with fp32, int8 and int4")
+    found.add_argument("--json", type=Path, required=True)
+    found.add_argument("--figure", type=Path)
+    found.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    found.add_argument("--rival", nargs="*", choices=NAMES, default=USUAL)
+    found.add_argument("--limit", type=int, default=8, help="short prompts, over all categories")
+    found.add_argument("--long-limit", type=int, default=4, help="long prompts; 0 for none")
+    found.add_argument("--long-tokens", type=int, default=1500)
+    found.add_argument("--max-new-tokens", type=int, default=128)
+    found.add_argument("--rounds", type=int, default=3)
+    found.add_argument("--threads", type=int)
+    found.add_argument("--lookup-tokens", type=int, default=5, help="the rivals' lookups draft")
+    found.add_argument("--lookup-ngram", type=int, default=3, help="and match at most")
+    found.add_argument("--assistant", type=Path, help="a draft model for transformers, a folder")
+    found.add_argument("--no-profile", action="store_true", help="ours without what tune found")
+    found.add_argument("--model", help="what the bundles were built from; default: the demo")
+    found.add_argument("--work", type=Path, default=Path("runs/rivals"))
+    return found
 
 
 if __name__ == "__main__":

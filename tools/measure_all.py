@@ -11,9 +11,9 @@ others still run, and the exit code is 1.
 
 The stages follow each other so that `tune` comes before what uses its profile (sweep and
 acceptance); `bench`, `lookup` and `spec-bench` do without one. `rivals` installs other engines
-under runs/rivals; it and `spec-bench` take an hour or more and go on where they were stopped. Commit everything first, so that the provenance
-names a commit without "-dirty". --tiny takes a prompt or two and a few tokens of each,
-to see that everything runs; its figures are worth nothing.
+under runs/rivals; it and `spec-bench` take an hour or more and go on where they were stopped.
+Commit everything first, so that the provenance names a commit without "-dirty". --tiny takes a
+prompt or two and a few tokens of each, to see that everything runs; its figures are worth nothing.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
     found.append(Stage("memory-fp32", memory, "fp32", is_tool=True))
     other = ("compare_with_transformers.py", *given, *tokens, "--num", str(sizes.other_prompts))
     found.append(Stage("transformers-fp32", other, "fp32", is_tool=True, worst_code=1))
-    few = () if sizes.questions is None else ("--limit", str(sizes.questions))
-    questions = ("spec_bench.py", *given, *tokens, *few, "--no-profile")
+    questions = ("spec_bench.py", *given, *tokens, "--no-profile")
+    if sizes.questions is not None:
+        questions += ("--limit", str(sizes.questions))
     found += [
         Stage(f"spec-bench-{each}", questions, each, is_tool=True) for each in ("fp32", "int8")
     ]

@@ -535,11 +535,12 @@ def spec_bench() -> str:
     if not files:
         return LEFT_OUT
     overall = load(files[0])["overall"]
+    tokens = load(files[0])["max_new_tokens"]
     words = (
-        f"{overall['prompts']} questions with {overall['turns']} turns, "
-        f"{load(files[0])['max_new_tokens']} new tokens a turn, at temperature 0, with the bundle's "
-        "own drafter and plainly; each second turn follows that way's own first answer. *Speed-up* "
-        "is of decoding alone, *end to end* with the prompts' passes, both over all tokens; "
+        f"{overall['prompts']} questions with {overall['turns']} turns, {tokens} new tokens a "
+        "turn, at temperature 0, with the bundle's own drafter and plainly; each second turn "
+        "follows that way's own first answer. *Speed-up* is of decoding alone, *end to end* with "
+        "the prompts' passes, both over all tokens; "
         "*Spec-Bench's* is its own ratio of means over questions, prompts' passes included."
     )
     return f"\n\n## All of Spec-Bench\n\n{words}\n{body}"
@@ -568,7 +569,8 @@ def spec_bench_table(file: str) -> str:
         f"{len(data['divergences'])} questions are answered otherwise than by plain decoding: "
         f"{data['near_ties']} part at a near tie, {data['wider']} at a wider gap."
     )
-    return f"\n### All questions at {data['precision']}\n{body}{parted}\n\nMeasured: {source(file)}\n\n"
+    heading = f"\n### All questions at {data['precision']}\n"
+    return f"{heading}{body}{parted}\n\nMeasured: {source(file)}\n\n"
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
