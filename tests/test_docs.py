@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import rival_rows
 
 from spec_runtime.measure import bench
 from spec_runtime.proposers import PROPOSERS
@@ -161,6 +162,9 @@ ROWS = [
     for name in ("parallelspec", "medusa")
     for t, size in ((0.0, 8), (0.7, 64))
 ]
+QUESTIONS = {"prompts": 4, "turns": 5, "plain_tokens_per_second": 10.0, "tokens_per_second": 20.0}
+QUESTIONS |= {"speedup": 2.0, "speedup_end_to_end": 1.5, "speedup_of_means": 1.75}
+QUESTIONS |= {"accepted_length": 2.5, "identical": 0.75}
 SECTIONS = {
     "options": (
         figures.OPTIONS,
@@ -178,6 +182,24 @@ SECTIONS = {
         "| [`medusa`](../drafters/medusa.md) | 1.25 | 0.75 | 1.25 | 0.75 |",
     ),
     "nodes": (figures.BY_NODES, {"rows": ROWS}, "| *verify, ms* | 12.5 |  |"),
+    "rivals": (
+        figures.RIVALS,
+        rival_rows.figures(),
+        "| Other, lookup | rounded | 2.0 (2.0 to 2.0) | 1000 | 3 | 0 of 2 |  | 3 |",
+    ),
+    "spec_bench": (
+        figures.SPEC_BENCH[0],
+        {
+            "precision": "fp32",
+            "max_new_tokens": 128,
+            "overall": QUESTIONS,
+            "categories": {"qa": QUESTIONS},
+            "divergences": [{"prompt": 81}],
+            "near_ties": 1,
+            "wider": 0,
+        },
+        "| `qa` | 4 | 10.0 | 20.0 | 2.00 | 1.50 | 1.75 | 2.50 | 75.0% |",
+    ),
 }
 
 
@@ -211,7 +233,8 @@ def test_a_chart_is_drawn_once_it_is_measured(
     monkeypatch.setattr(charts, "RESULTS", tmp_path)
     for name, file in charts.AWAITED.items():
         assert name not in charts.drawable()
-        (tmp_path / f"{file}.json").write_text(json.dumps({"rows": ROWS}))
+        data = {"rows": ROWS, **rival_rows.figures()}
+        (tmp_path / f"{file}.json").write_text(json.dumps(data))
         assert ElementTree.fromstring(charts.draw(name)).tag.endswith("svg")
         assert name in charts.drawable()
 
