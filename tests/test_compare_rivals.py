@@ -356,9 +356,10 @@ def test_texts_too_short_for_a_long_prompt_are_refused(
     (tmp_path / "fp32").symlink_to(workshop.bundle("parallelspec"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "word " * 40}) + "\n")
-    words = ["--prompts", prompts, "--bundles", tmp_path, "--json", tmp_path / "out.json"]
-    words += ["--model", workshop.llama(), "--precision", "fp32", "--long-tokens", "100000"]
-    assert compare_rivals.main([*map(str, words)]) == 2
+    paths = {"--prompts": prompts, "--bundles": tmp_path, "--json": tmp_path / "out.json"}
+    paths["--model"] = workshop.llama()
+    words = [str(word) for pair in paths.items() for word in pair]
+    assert compare_rivals.main([*words, "--precision", "fp32", "--long-tokens", "100000"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: got ")
     assert "--long-tokens" in error

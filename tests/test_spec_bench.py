@@ -42,11 +42,12 @@ def test_a_killed_run_goes_on_behind_its_last_question(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    asked: list[Any] = []
+    chats: list[list[dict[str, str]]] = []
     run_bench, encode = bench.run, Engine.encode
 
     def recorded(engine: Engine, prompt: Any, *rest: Any, **options: Any) -> list[int]:
-        asked.append(prompt)
+        if isinstance(prompt, list) and isinstance(prompt[0], dict):  # a chat, no ids
+            chats.append([*prompt])
         return encode(engine, prompt, *rest, **options)
 
     decoded: list[str | int] = []
@@ -67,7 +68,6 @@ def test_a_killed_run_goes_on_behind_its_last_question(
     assert decoded == [81, 91, "killed", 321, 322]
 
     # Each way of decoding gets the second question behind its own answer to the first.
-    chats = [prompt for prompt in asked if isinstance(prompt, list)]
     assert len(chats) == 2 * 2
     for chat, row in zip(chats, (ROWS[0], ROWS[0], ROWS[1], ROWS[1]), strict=True):
         assert [message["role"] for message in chat] == ["user", "assistant", "user"]
