@@ -330,9 +330,10 @@ def test_the_command_measures_ours_and_names_who_fails(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "say abc, abc, abc"}) + "\n")
     out = tmp_path / "out.json"
-    words = ["--prompts", prompts, "--bundles", tmp_path, "--json", out, "--work", tmp_path / "w"]
-    words += ["--model", workshop.llama(), "--figure", tmp_path / "out.svg"]
-    words = [*map(str, words), "--precision", "fp32", "--long-limit", "0", "--rounds", "2"]
+    paths = {"--prompts": prompts, "--bundles": tmp_path, "--json": out, "--work": tmp_path / "w"}
+    paths |= {"--model": workshop.llama(), "--figure": tmp_path / "out.svg"}
+    words = [str(word) for pair in paths.items() for word in pair]
+    words += ["--precision", "fp32", "--long-limit", "0", "--rounds", "2"]
     args = compare_rivals.parser().parse_args([*words, "--max-new-tokens", "6", "--threads", "1"])
     args.rival = ["there", "gone"]
     assert compare_rivals.run(args) == 0
