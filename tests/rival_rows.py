@@ -40,6 +40,7 @@ def row(name: str, number: int, prompt: str, tokens: list[int], seconds: float) 
         "seconds": seconds,
         "prompt_tokens": 10,
         "others_cpu_seconds": 0.01,
+        "version": "1.2",
         "peak_rss": 3_000_000,
         "pss": 2_000_000,
     }
@@ -68,6 +69,7 @@ def figures() -> dict[str, Any]:
         "threads": 2,
         "rounds": 2,
         "max_new_tokens": 11,
+        "lookup_tokens": 5,
         "contexts": {"short": {"prompts": 2, "tokens": 10.0}},
         "versions": {"Other": "1.2"},
         "precisions": {"fp32": contexts},

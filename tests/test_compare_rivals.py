@@ -151,6 +151,7 @@ def test_a_killed_race_goes_on_and_a_failure_stops_nobody_else(
     before = file.read_text().splitlines()[1:4]
     journal = race.Journal(file, {"n": 1})
     assert [row["contender"] for row in journal.rows] == ["one", "two", "bad"]
+    assert not race.is_over(contest(), ["one"], journal)
 
     said: list[str] = []
     failed = race.run(contest(), opened, journal, said.append)
@@ -158,6 +159,7 @@ def test_a_killed_race_goes_on_and_a_failure_stops_nobody_else(
     assert any("bad is left out" in line for line in said)
     rows = race.Journal(file, {"n": 1}).rows
     assert [json.dumps(row) for row in rows[:3]] == before, "measured again"
+    assert race.is_over(contest(), ["one", "two"], race.Journal(file, {"n": 1}))
     for name in ("one", "two"):
         mine = [row for row in rows if row["contender"] == name]
         assert [(row["round"], row["prompt"]) for row in mine] == [
@@ -347,8 +349,15 @@ def test_the_command_measures_ours_and_names_who_fails(
     shown = capsys.readouterr().out
     assert "not measured: Gone, fp32: no such package" in shown
     assert "fp32, short prompts, best mode: " in shown.splitlines()[-3]
+    assert "waiting workers used at most" in shown
     assert ElementTree.parse(tmp_path / "out.svg").getroot().tag.endswith("svg")
     assert len((tmp_path / "out.rows.jsonl").read_text().splitlines()) == 1 + 2 * 3
+
+    monkeypatch.setattr(compare_rivals, "Worker", None)  # what is over is not opened again
+    assert compare_rivals.run(args) == 0
+    again = json.loads(out.read_text())
+    assert again["precisions"] == found["precisions"]
+    assert again["versions"] == found["versions"]
 
 
 def test_texts_too_short_for_a_long_prompt_are_refused(

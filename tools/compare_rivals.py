@@ -71,7 +71,14 @@ def run(args: argparse.Namespace) -> int:
         print(report.table(precision, found) + "\n")
     for each in (*figures["left_out"], *figures["failed"]):
         print(f"not measured: {each['engine']}, {each['what']}: {each['reason']}")
-    print("\nspecsplit over the best rival, median and range over rounds:")
+    shares = [
+        each["others_cpu_share"]
+        for contexts_of in figures["precisions"].values()
+        for found in contexts_of.values()
+        for each in found.values()
+    ]
+    print(f"\nwaiting workers used at most {max(shares, default=0.0):.0%} of a core during a job")
+    print("specsplit over the best rival, median and range over rounds:")
     print("\n".join(report.aim_lines(figures["best"])))
     if args.figure:
         from docs import charts  # tools/docs, where the site's charts are drawn
@@ -119,21 +126,21 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "best": [],
         "left_out": [
             {"engine": engine, "what": what, "reason": reason}
-            for engine, what, reason in _left_out(options)
+            for engine, what, reason in _left_out(args)
         ],
         "failed": [],
     }
     for precision in args.precision:
         contest = race.Race(precision, race_contexts, args.rounds, args.max_new_tokens)
         contenders, failed = _enter(args, precision, files, options)
-        versions, more = _run(contest, contenders, journal, args.work)
-        failed += more
-        figures["versions"] |= versions
+        failed += _run(contest, contenders, journal, args.work)
         figures["failed"] += [{**each, "precision": precision} for each in failed]
-        lost = {each["name"] for each in more}
+        lost = {each["name"] for each in failed}
         finished = [each for each in contenders if each.name not in lost]
+        engines = {each.name: each.engine for each in finished}
         rows = [row for row in journal.rows if row["precision"] == precision]
-        rows = [row for row in rows if row["round"] < args.rounds]
+        rows = [row for row in rows if row["round"] < args.rounds and row["contender"] in engines]
+        figures["versions"] |= {engines[row["contender"]]: row["version"] for row in rows}
         figures["precisions"][precision] = report.summarise(rows, finished, _exact(journal))
         figures["best"] += report.aims(precision, figures["precisions"][precision])
         write_figures(args.json, figures)
@@ -186,9 +193,11 @@ def _enter(
 
 def _run(
     contest: race.Race, contenders: Sequence[Contender], journal: race.Journal, work: Path
-) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Starts the workers and lets them race; returns their versions, and who failed."""
-    failed = []
+) -> list[dict[str, str]]:
+    """Starts the workers and lets them race, if anything is left to do; returns who failed."""
+    if race.is_over(contest, [each.name for each in contenders], journal):
+        return []
+    failed = {}
     with contextlib.ExitStack() as stack:
         workers: dict[str, Worker] = {}
         for each in contenders:
@@ -197,15 +206,16 @@ def _run(
             try:
                 workers[each.name] = Worker(each.command, each.settings, log)
             except RivalError as error:
-                failed.append(_failure(each.name, each.engine, each.mode, error))
+                failed[each.name] = str(error)
+                _say(f"{each.name} is left out: {error}")
                 continue
             stack.callback(workers[each.name].close)
-        lost = race.run(contest, workers, journal, _say)
-        by_name = {each.name: each for each in contenders}
-        for name, reason in lost.items():
-            failed.append(_failure(name, by_name[name].engine, by_name[name].mode, reason))
-        versions = {by_name[name].engine: worker.version for name, worker in workers.items()}
-    return versions, failed
+        failed |= race.run(contest, workers, journal, _say)
+    return [
+        _failure(each.name, each.engine, each.mode, failed[each.name])
+        for each in contenders
+        if each.name in failed
+    ]
 
 
 def _exact(journal: race.Journal) -> dict[str, report.Texts]:
@@ -222,8 +232,13 @@ def _failure(name: str, engine: str, what: str, reason: object) -> dict[str, str
     return {"name": name, "engine": engine, "what": what, "reason": str(reason)}
 
 
-def _left_out(options: Options) -> list[tuple[str, str, str]]:
-    return [*field.LEFT_OUT, *([] if options.assistant else [field.NO_ASSISTANT])]
+def _left_out(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    found = [*field.LEFT_OUT]
+    if not args.assistant:
+        found.append(field.NO_ASSISTANT)
+    if "mlx" not in args.rival:
+        found.append(field.NO_MLX)
+    return found
 
 
 def _digest(context: race.Context) -> str:

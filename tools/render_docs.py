@@ -469,8 +469,9 @@ def rivals() -> str:
         f"temperature 0 with {data['threads']} threads. Each engine and mode is a process of its "
         f"own; they take turns in {data['rounds']} rounds, over which figures are medians with "
         "their ranges. Tokens a second are of decoding alone. Prefill is the time of the prompt's "
-        "own pass. Every mode keeps the engine's own text up to rounding. First, our best over "
-        "the best of all others:"
+        "own pass. Every mode keeps the engine's own text up to rounding; the others' prompt "
+        f"lookups draft up to {data['lookup_tokens']} tokens. First, our best over the best of all "
+        "others:"
     )
     best = [
         [
@@ -566,8 +567,8 @@ def spec_bench_table(file: str) -> str:
     head = ["subset", "questions", "plain tokens/s", "tokens/s", "speed-up", "end to end"]
     body = table([*head, "Spec-Bench's", "accepted length", "identical"], rows)
     parted = (
-        f"{len(data['divergences'])} questions are answered otherwise than by plain decoding: "
-        f"{data['near_ties']} part at a near tie, {data['wider']} at a wider gap."
+        f"Questions whose answers differ from plain decoding's: {len(data['divergences'])}. Of "
+        f"these {data['near_ties']} part at a near tie and {data['wider']} at a wider gap."
     )
     heading = f"\n### All questions at {data['precision']}\n"
     return f"{heading}{body}{parted}\n\nMeasured: {source(file)}\n\n"

@@ -194,12 +194,12 @@ LEFT_OUT = (
         "a draft model",
         "there is no smaller model with the target's vocabulary, and the target is small itself",
     ),
-    (
-        "mlx-lm",
-        "on other systems than macOS",
-        "its CPU backend gives the same tokens, but takes minutes for a prompt of 1,500: it is "
-        "made for Apple silicon (--rival mlx measures it all the same)",
-    ),
+)
+NO_MLX = (
+    "mlx-lm",
+    "on other systems than macOS",
+    "its CPU backend gives the same tokens, but takes minutes for a prompt of 1,500: it is made "
+    "for Apple silicon (--rival mlx measures it all the same)",
 )
 NO_ASSISTANT = ("transformers", "assisted", "no draft model was given (--assistant)")
 

@@ -19,6 +19,7 @@ from rivals.worker import Answer, Worker
 Row = dict[str, Any]
 REST_SECONDS = 0.1  # before each job, until threads that spin for more work have gone to sleep
 WARM_UP_TOKENS = 8
+KEYS = ("precision", "context", "round", "prompt", "contender")  # of a job, in its row
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class Journal:
         self.file = file
         self.rows: list[Row] = []
         whole = json.dumps({"settings": settings})
-        if file.is_file():
-            first, *rest = file.read_text(encoding="utf-8").split("\n")
+        if file.is_file() and (text := file.read_text(encoding="utf-8")):
+            first, *rest = text.split("\n")
             if json.loads(first) != json.loads(whole):
                 raise ValueError(
-                    f"{file} holds answers to other settings (prompts, tokens, threads or "
-                    "versions): remove it to measure again"
+                    f"{file} holds answers to other settings (prompts, tokens, threads, "
+                    "precisions, bundles or versions): remove it to measure again"
                 )
             self.rows = [json.loads(line) for line in rest[:-1]]  # a torn row has no line's end
         text = "".join(line + "\n" for line in (whole, *map(json.dumps, self.rows)))
@@ -77,6 +78,16 @@ class Race:
         ]
 
 
+def is_over(race: Race, names: Iterable[str], journal: Journal) -> bool:
+    """Says whether the journal has a row of every job of all these contenders."""
+    done = {_key(row) for row in journal.rows}
+    return all(
+        (race.precision, context.name, number, prompt, name) in done
+        for context, number, prompt in race.jobs()
+        for name in names
+    )
+
+
 def run(
     race: Race,
     workers: Mapping[str, Worker],
@@ -96,15 +107,10 @@ def run(
         names = [*running]
         first = turn % max(1, len(names))
         for name in names[first:] + names[:first]:
-            row = {
-                "precision": race.precision,
-                "context": context.name,
-                "round": number,
-                "prompt": prompt,
-                "contender": name,
-            }
-            if _key(row) in done:
+            key = (race.precision, context.name, number, prompt, name)
+            if key in done:
                 continue
+            row = dict(zip(KEYS, key, strict=True))
             ids = context.prompts[prompt]
             try:
                 if (name, context.name) not in warm:  # weights, caches and compiled shapes
@@ -120,8 +126,12 @@ def run(
                 announce(f"{name} is left out: {error}")
                 running.pop(name).close()
                 continue
-            figures = {"prompt_tokens": len(ids), "others_cpu_seconds": max(0.0, round(idle, 3))}
-            journal.add({**row, **_figures(answer), **figures, **running[name].memory()})
+            about = {
+                "version": running[name].version,
+                "prompt_tokens": len(ids),
+                "others_cpu_seconds": max(0.0, round(idle, 3)),
+            }
+            journal.add({**row, **_figures(answer), **about, **running[name].memory()})
         announce(f"{race.precision}, {context.name} prompts, round {number + 1}: prompt {prompt}")
     return failed
 
@@ -140,4 +150,4 @@ def _figures(answer: Answer) -> Row:
 
 
 def _key(row: Row) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("precision", "context", "round", "prompt", "contender"))
+    return tuple(row[key] for key in KEYS)
