@@ -373,6 +373,9 @@ def test_texts_too_short_for_a_long_prompt_are_refused(
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: got ")
     assert "--long-tokens" in error
+    words += ["--precision", "fp32", "--long-limit", "0", "--max-new-tokens", "100000"]
+    assert compare_rivals.main(words) == 2
+    assert "and 100000 new ones, expected at most" in capsys.readouterr().err
 
 
 def test_contenders_have_their_settings(tmp_path: Path) -> None:

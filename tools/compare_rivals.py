@@ -164,6 +164,12 @@ def _prepare(
     if args.long_limit:
         found.append(contexts.long(prompts, encode, args.long_limit, args.long_tokens))
     longest = max(len(ids) for each in found for ids in each.prompts.values())
+    room = min(manifest.target.max_length for manifest in manifests.values())
+    if longest + args.max_new_tokens > room:
+        raise ValueError(
+            f"got a prompt of {longest} tokens and {args.max_new_tokens} new ones, expected at "
+            f"most {room}, the bundles' context: take a smaller --long-tokens"
+        )
     options = Options(
         threads=args.threads or default_threads(),
         end_ids=tokenizer.eos,

@@ -270,18 +270,24 @@ def test_a_dequantized_gguf_is_the_same_model(tmp_path: Path) -> None:
     assert data.chat_affixes(saved_tokenizer) == data.chat_affixes(tokenizer)
 
 
-def test_f16_gguf_is_the_same_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("F32", 0.0), ("F16", 2**-11), ("Q8_0", 1 / 220)])
+def test_a_copied_gguf_is_the_same_model(kind: str, most: float, tmp_path: Path) -> None:
+    """float16 keeps 11 bits of a weight; Q8_0 has steps of 1/127 of a block's largest."""
     write_gguf(tmp_path / "q4.gguf")
-    distill_engines.write_f16_gguf(tmp_path / "q4.gguf", tmp_path / "f16.gguf")
-    ids = torch.arange(3, 40)[None]
-    logits = []
-    for name in ("q4.gguf", "f16.gguf"):
+    distill_engines.write_gguf(tmp_path / "q4.gguf", tmp_path / "copy.gguf", kind)
+    weights = []
+    for name in ("q4.gguf", "copy.gguf"):
         network, tokenizer = target.load(target.resolve(str(tmp_path / name)))
         assert tokenizer.eos_token_id == 2
         assert len(data.chat_affixes(tokenizer)[1]) > 5
-        logits.append(network(ids).logits)
-    # float16 keeps 11 bits of each weight.
-    assert (logits[0] - logits[1]).abs().max() < 2e-2 * logits[0].abs().max()
+        weights.append(network.state_dict())
+    for name, expected in weights[0].items():
+        error = (weights[1][name] - expected).abs().max()
+        assert error <= most * expected.abs().max(), name
+        assert expected.ndim > 1 or error == 0, "vectors stay as they are"
+
+
+def test_a_damaged_gguf_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     with pytest.raises(EngineError, match="cannot read"):
         distill_engines.write_f16_gguf(tmp_path / "bad.gguf", tmp_path / "x.gguf")
