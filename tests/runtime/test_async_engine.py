@@ -194,7 +194,7 @@ def test_a_slow_reader_holds_the_engine_back(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_timeout_ends_the_call_of_a_reader_that_is_too_slow() -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of()) as engine:
-            slow = engine.stream(PROMPTS[0], max_new_tokens=150, timeout=0.2)
+            slow = engine.stream(PROMPTS[0], max_new_tokens=150, timeout=1.0)
             await anext(slow)
             result = await engine.generate(PROMPTS[1], max_new_tokens=5)  # waits for that one
             assert result.finish_reason == "length"

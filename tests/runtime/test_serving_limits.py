@@ -104,7 +104,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 def test_a_timeout_is_504_or_a_streams_last_event() -> None:
     engine, holder = held_engine()
-    with served(engine, timeout=0.1) as server, server.client() as client:
+    with served(engine, timeout=1.0) as server, server.client() as client:
         holder.allowed.release(1)
         reply = client.post(COMPLETIONS, json={**BODY, "stream": True})
         assert reply.status_code == 200
