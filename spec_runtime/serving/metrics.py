@@ -6,9 +6,12 @@ With several worker processes, each writes its counts to files that prometheus_c
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.parser import text_string_to_metric_families
 
 from spec_runtime import GenerationResult
 from spec_runtime.stats import PHASES
@@ -94,3 +97,30 @@ class Metrics:
             self._steps.inc(stats.steps)
             self._length.observe(stats.accepted_length)
             self._rate.observe(stats.tokens_per_second)
+
+
+def merged(scrapes: Mapping[str, bytes]) -> bytes:
+    """Returns the metrics of several processes as one text; the label `replica` has their keys."""
+    whole = CollectorRegistry()
+    whole.register(_Scraped(scrapes))
+    return bytes(generate_latest(whole))
+
+
+class _Scraped:
+    """Gives prometheus_client what was scraped elsewhere."""
+
+    def __init__(self, scrapes: Mapping[str, bytes]) -> None:
+        self._scrapes = scrapes
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for replica, text in self._scrapes.items():
+            for family in text_string_to_metric_families(text.decode()):
+                known = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                known.samples += [
+                    sample._replace(labels={**sample.labels, "replica": replica})
+                    for sample in family.samples
+                ]
+        yield from families.values()

@@ -1,0 +1,278 @@
+"""Serves a tiny bundle by a local Ray cluster, kills a replica under load, and looks what is lost.
+
+The cluster is started once, which takes most of the time here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for module in ("onnx", "onnxruntime", "fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(module, reason=f"{module} is not installed")
+httpx = pytest.importorskip("httpx")
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+ray = pytest.importorskip("ray", reason="ray is not installed; the extra ray has it")
+
+import tiny_bundle  # noqa: E402
+from ray import serve  # noqa: E402
+
+import spec_runtime  # noqa: E402
+from spec_runtime import bundle as bundles  # noqa: E402
+from spec_runtime.serving import ray_app  # noqa: E402
+from spec_runtime.serving.relay import MOST_ASKED, RETRIES_HEADER  # noqa: E402
+
+PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
+COMPLETIONS = "/v1/completions"
+NUM_REPLICAS, MAX_ONGOING, MAX_QUEUED = 2, 4, 16
+MAX_LENGTH = 4000
+LONG = {"prompt": "long", "max_tokens": 3900, "temperature": 1, "seed": 1, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_bundle.write(tmp_path_factory.mktemp("ray") / "tiny")
+    manifest = bundles.read(folder).manifest
+    target = dataclasses.replace(manifest.target, max_length=MAX_LENGTH)
+    bundles.write_manifest(folder, dataclasses.replace(manifest, target=target))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Runs a cluster with the application while the tests of this file run."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))  # of the mapped weights
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # sockets: a short path
+        ray.init(
+            num_cpus=NUM_REPLICAS,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        try:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            arguments = ray_app.Arguments(
+                bundle=str(bundle),
+                num_replicas=NUM_REPLICAS,
+                max_ongoing_requests=MAX_ONGOING,
+                max_queued_requests=MAX_QUEUED,
+                health_check_seconds=1,
+            )
+            serve.run(ray_app.build(arguments))
+            yield f"http://127.0.0.1:{port}"
+            serve.shutdown()
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Any]:
+    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(base_url=url, timeout=PATIENCE, limits=limits) as made:
+        yield made
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not is_true():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+def gauges(client: Any, name: str) -> dict[str, float]:
+    """Returns one gauge of all replicas, by their ids."""
+    found = {}
+    for line in client.get("/metrics").text.splitlines():
+        if line.startswith(f'specsplit_{name}{{replica="'):
+            label, _, value = line.partition("} ")
+            found[label.partition('"')[2].rstrip('"')] = float(value)
+    return {replica: value for replica, value in found.items() if replica != "front"}
+
+
+def kill(replica: str) -> None:
+    """Kills the process of a replica, as the kernel does when memory runs out."""
+    actor = ray.get_actor(f"SERVE_REPLICA::default#EngineReplica#{replica}", namespace="serve")
+    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+
+
+@dataclasses.dataclass
+class Stream:
+    """What a client got of a stream."""
+
+    text: str = ""
+    error: str | None = None
+    is_done: bool = False
+    num_events: int = 0
+    retries: int = 0
+
+
+def read_stream(client: Any, body: dict[str, Any], stream: Stream) -> Stream:
+    with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as reply:
+        assert reply.status_code == 200, reply.read()
+        stream.retries = int(reply.headers.get(RETRIES_HEADER.decode(), 0))
+        for line in reply.iter_lines():
+            if not line:
+                continue
+            assert not stream.is_done, "something came behind the end"
+            assert stream.error is None, "something came behind the error"
+            data = line.removeprefix("data: ")
+            stream.num_events += 1
+            if data == "[DONE]":
+                stream.is_done = True
+            elif "error" in (event := json.loads(data)):
+                stream.error = event["error"]["code"]
+            else:
+                stream.text += event["choices"][0]["text"]
+    return stream
+
+
+def ask(client: Any, body: dict[str, Any]) -> Any:
+    reply = client.post(COMPLETIONS, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def text_of(reply: Any) -> str:
+    return str(reply.json()["choices"][0]["text"])
+
+
+def bodies(number: int, first_seed: int) -> list[dict[str, Any]]:
+    """Returns so many requests, a third of them greedy."""
+    return [
+        {
+            "prompt": f"prompt {first_seed + i}",
+            "max_tokens": 300,
+            "temperature": 0 if i % 3 == 0 else 0.9,
+            "seed": first_seed + i,
+            "ignore_eos": True,
+        }
+        for i in range(number)
+    ]
+
+
+def expected_texts(bundle: Path, asked: list[dict[str, Any]]) -> list[str]:
+    """Returns the undisturbed answers, by an engine in this process."""
+    texts = []
+    with spec_runtime.load(bundle, threads=1, verify=False) as engine:
+        for body in asked:
+            options = {name: body[name] for name in ("temperature", "seed", "ignore_eos")}
+            result = engine.generate(
+                body["prompt"], raw=True, max_new_tokens=body["max_tokens"], **options
+            )
+            texts.append(result.text)
+    return texts
+
+
+def test_no_request_is_lost_when_a_replica_dies_under_load(
+    client: Any, bundle: Path, record_property: Callable[[str, object], None]
+) -> None:
+    whole, streamed = bodies(16, 100), bodies(16, 200)
+    expected = expected_texts(bundle, [*whole, *streamed, LONG])
+    assert len(client.get("/metrics").text) > 1000
+    cut = Stream()
+    with ThreadPoolExecutor(13) as pool:
+        last = pool.submit(read_stream, client, LONG, cut)
+        wait_until(lambda: cut.num_events > 3)
+        (victim,) = (name for name, number in gauges(client, "open_streams").items() if number)
+        asked = [
+            job
+            for one, other in zip(whole, streamed, strict=True)
+            for job in (
+                pool.submit(ask, client, one),
+                pool.submit(read_stream, client, other, Stream()),
+            )
+        ]
+        wait_until(lambda: gauges(client, "waiting_requests")[victim] == MAX_ONGOING - 1)
+        assert not cut.is_done
+        kill(victim)
+        killed = time.monotonic()
+        results = [job.result(PATIENCE) for job in asked]
+        last.result(PATIENCE)
+    answered = time.monotonic() - killed
+    wait_until(lambda: len(set(gauges(client, "waiting_requests")) - {victim}) == NUM_REPLICAS)
+    recovered = time.monotonic() - killed
+
+    replies, streams = results[::2], results[1::2]
+    assert [text_of(reply) for reply in replies] == expected[: len(whole)]
+    retried = [int(reply.headers.get(RETRIES_HEADER.decode(), 0)) for reply in replies]
+    retried += [stream.retries for stream in streams]
+    assert 1 <= sum(retried) <= MAX_ONGOING - 1, "those that waited at the replica, each once"
+    for stream, text in zip([*streams, cut], expected[len(whole) :], strict=True):
+        if stream.is_done:
+            assert stream.text == text
+        else:
+            assert stream.error == "replica_died"
+            assert text.startswith(stream.text)
+    assert not cut.is_done, "the replica died while it wrote this stream"
+    num_cut = sum(stream.error is not None for stream in [*streams, cut])
+    record_property(
+        "shown",
+        f"{len(results) + 1} requests ({len(whole)} whole, {len(streams) + 1} streams) while one "
+        f"of {NUM_REPLICAS} replicas was killed: {len(replies)} whole answers as undisturbed, "
+        f"{len(streams) + 1 - num_cut} streams as undisturbed, {num_cut} ended by an error event, "
+        f"0 lost; {sum(retried)} asked again; all answered after {answered:.1f} s, two replicas "
+        f"again after {recovered:.1f} s",
+    )
+
+    for each in [*zip(whole, expected, strict=False)][:4]:
+        assert text_of(ask(client, each[0])) == each[1], "by the old replica or the new one"
+    assert client.get("/ready").json() == {"status": "ready", "replicas": NUM_REPLICAS}
+
+
+def test_a_client_that_leaves_ends_its_answer(client: Any) -> None:
+    with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as reply:
+        next(reply.iter_lines())
+        assert sum(gauges(client, "running_requests").values()) == 1
+    begun = time.monotonic()
+    wait_until(lambda: sum(gauges(client, "running_requests").values()) == 0)
+    text_of(ask(client, {**LONG, "max_tokens": 3}))
+    assert time.monotonic() - begun < PATIENCE
+
+
+def test_a_full_queue_is_429(client: Any) -> None:
+    body = {**LONG, "max_tokens": 200}
+    most = NUM_REPLICAS * MAX_ONGOING + MAX_QUEUED
+    with ThreadPoolExecutor(2 * most) as pool:
+        replies = list(pool.map(lambda _: client.post(COMPLETIONS, json=body), range(2 * most)))
+    refused = [reply for reply in replies if reply.status_code == 429]
+    assert 1 <= len(refused) < 2 * most
+    assert len({text_of(reply) for reply in replies if reply.status_code == 200}) == 1
+    assert {reply.status_code for reply in replies} == {200, 429}
+    assert refused[0].headers["retry-after"] == "1"
+    error = refused[0].json()["error"]
+    assert error["code"] == "rate_limit_exceeded"
+    assert error["message"].startswith(f"{MAX_QUEUED} requests are waiting")
+
+
+def test_a_stop_finishes_running_answers(client: Any, bundle: Path) -> None:
+    """The last test here: it deletes the application."""
+    (expected,) = expected_texts(bundle, [LONG])
+    with ThreadPoolExecutor(2) as pool:
+        stream = Stream()
+        jobs = [pool.submit(ask, client, LONG), pool.submit(read_stream, client, LONG, stream)]
+        wait_until(lambda: sum(gauges(client, "running_requests").values()) == 2)
+        stop = threading.Thread(target=serve.delete, args=("default",))
+        stop.start()
+        reply = jobs[0].result(PATIENCE)
+        jobs[1].result(PATIENCE)
+        stop.join(PATIENCE)
+    assert text_of(reply) == expected
+    assert stream.is_done
+    assert stream.text == expected
+    assert MOST_ASKED > 1
