@@ -6,12 +6,12 @@ With several worker processes, each writes its counts to files that prometheus_c
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.parser import text_string_to_metric_families
 
 from spec_runtime import GenerationResult
 from spec_runtime.stats import PHASES
@@ -99,28 +99,33 @@ class Metrics:
             self._rate.observe(stats.tokens_per_second)
 
 
-def merged(scrapes: Mapping[str, bytes]) -> bytes:
-    """Returns the metrics of several processes as one text; the label `replica` has their keys."""
-    whole = CollectorRegistry()
-    whole.register(_Scraped(scrapes))
-    return bytes(generate_latest(whole))
+class CarriedMetrics(Metrics):
+    """Metrics whose counts are kept by another process, which gets what `take` returns.
+
+    Gauges are not carried.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: list[tuple[str, tuple[Any, ...]]] = []
+
+    def count_chunk(self, seconds: float, is_first: bool) -> None:
+        self._counts.append(("count_chunk", (seconds, is_first)))
+
+    def count_end(self, reason: str) -> None:
+        self._counts.append(("count_end", (reason,)))
+
+    def count_answer(self, result: GenerationResult, first_seconds: float) -> None:
+        light = replace(result, text="", logprobs=None)
+        self._counts.append(("count_answer", (light, first_seconds)))
+
+    def take(self) -> list[tuple[str, tuple[Any, ...]]]:
+        """Returns the counts since the last call, for `count_carried`."""
+        counts, self._counts = self._counts, []
+        return counts
 
 
-class _Scraped:
-    """Gives prometheus_client what was scraped elsewhere."""
-
-    def __init__(self, scrapes: Mapping[str, bytes]) -> None:
-        self._scrapes = scrapes
-
-    def collect(self) -> Iterator[Metric]:
-        families: dict[str, Metric] = {}
-        for replica, text in self._scrapes.items():
-            for family in text_string_to_metric_families(text.decode()):
-                known = families.setdefault(
-                    family.name, Metric(family.name, family.documentation, family.type)
-                )
-                known.samples += [
-                    sample._replace(labels={**sample.labels, "replica": replica})
-                    for sample in family.samples
-                ]
-        yield from families.values()
+def count_carried(metrics: Metrics, counts: Iterable[tuple[str, tuple[Any, ...]]]) -> None:
+    """Counts what CarriedMetrics of another process gave."""
+    for name, arguments in counts:
+        getattr(metrics, name)(*arguments)

@@ -35,14 +35,13 @@ from spec_runtime import bundle as bundles
 from spec_runtime.serving.app import make_unguarded_app
 from spec_runtime.serving.errors import ApiError, Json
 from spec_runtime.serving.guards import guarded
-from spec_runtime.serving.metrics import Metrics, merged
+from spec_runtime.serving.metrics import CarriedMetrics, Metrics
 from spec_runtime.serving.processes import set_up_logs
 from spec_runtime.serving.relay import Messages, Relay, ReplicaDied, answers_of
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.settings import Settings, key_from
 
 MOST_AT_FRONT = 10_000  # requests; it is the replicas' queue that is limited
-SCRAPE_SECONDS = 5.0
 DRAIN_SECONDS = 0.5  # between two looks whether a replica that stops has finished
 FEW_STARTS = 3  # of a replica that cannot start, before the deployment has failed
 
@@ -143,18 +142,15 @@ class EngineReplica:
         )
         engine = load(bundle, **arguments.load_options)
         set_up_logs()
-        self._service = Service(engine, settings)
+        self._metrics = CarriedMetrics()
+        self._service = Service(engine, settings, self._metrics)
         self._app = make_unguarded_app(self._service)
 
     async def answer(self, scope: Scope, body: bytes) -> Messages:
         """Yields the ASGI messages of an answer, see relay.answers_of."""
-        async with aclosing(answers_of(self._app, scope, body)) as answer:
+        async with aclosing(answers_of(self._app, scope, body, self._metrics)) as answer:
             async for messages in answer:
                 yield messages
-
-    def scrape(self) -> tuple[str, bytes]:
-        """Returns the replica's id and its metrics."""
-        return serve.get_replica_context().replica_id.unique_id, self._service.metrics.scrape()
 
     def check_health(self) -> None:
         """Raises RuntimeError where the engine is closed, or has hung: no step may take longer than
@@ -194,7 +190,7 @@ class Front:
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/metrics", self._scrape),
-            Mount("/", Relay(self._ask, self._settings.timeout)),
+            Mount("/", Relay(self._ask, self._settings.timeout, self._metrics)),
         ]
         return guarded(Starlette(routes=routes), self._settings, self._metrics, has_ids=True)
 
@@ -212,8 +208,9 @@ class Front:
             ) from error
         except DeploymentUnavailableError as error:
             raise ApiError(503, "No replica could start.", kind="server_error") from error
-        finally:
+        except (asyncio.CancelledError, GeneratorExit):  # the client has left, or waited too long
             answer.cancel()
+            raise
 
     async def _health(self, request: Request) -> Response:
         """Says that the front answers."""
@@ -231,13 +228,7 @@ class Front:
         return Json({"status": word, "replicas": num_running}, code)
 
     async def _scrape(self, request: Request) -> Response:
-        """Returns the metrics of the front and of all replicas; those of a dying one are left
-        out."""
-        asked = self._replicas.broadcast("scrape")
-        found = await asked.results_async(timeout_s=SCRAPE_SECONDS, return_exceptions=True)
-        scrapes = {"front": self._metrics.scrape()}
-        scrapes |= dict(each for each in found if not isinstance(each, BaseException))
-        return Response(merged(scrapes), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
 
 
 def build(args: Arguments) -> serve.Application:

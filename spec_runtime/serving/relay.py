@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spec_runtime import QueueFull
 from spec_runtime.serving.answering import event_of
@@ -26,10 +26,11 @@ from spec_runtime.serving.errors import (
     too_many,
 )
 from spec_runtime.serving.gates import unless_gone
+from spec_runtime.serving.metrics import CarriedMetrics, Metrics, count_carried
 
 MOST_ASKED = 3  # replicas, so that a request that kills them does not kill them all
 WAIT_SECONDS = 0.1  # before a request that was accepted tries a full queue again
-LOG = "specsplit.log"  # the type of the message with a replica's part of the access log's line
+REPORT = "specsplit.report"  # the type of the message with which a replica says what it did
 RETRIES_HEADER = b"x-specsplit-retries"
 CARRIED = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
 
@@ -45,20 +46,24 @@ class ReplicaDied(Exception):
 class Relay:
     """An ASGI app whose requests are answered by replicas.
 
-    `ask(scope, body)` yields the ASGI messages of one replica's answer, some at a time. It raises
-    ReplicaDied, or QueueFull where too many requests wait. A request of which the client has got
-    nothing is then asked again, of up to three replicas; once it was accepted, a full queue does
-    not refuse it any more. What is no stream is sent when it is complete. A stream that is cut ends
-    with an error as its last event. `timeout` are the seconds of a request, its waiting included.
+    `ask(scope, body)` yields the messages of one replica's answer, see `answers_of`, some at a
+    time. It raises ReplicaDied, or QueueFull where too many requests wait. A request of which the
+    client has got nothing is then asked again, of up to three replicas; once it was accepted, a
+    full queue does not refuse it any more. What is no stream is sent when it is complete. A stream
+    that is cut ends with an error as its last event. `timeout` are the seconds of a request, its
+    waiting included. `metrics` gets what replicas count.
     """
 
-    def __init__(self, ask: Callable[[Scope, bytes], Messages], timeout: float) -> None:
+    def __init__(
+        self, ask: Callable[[Scope, bytes], Messages], timeout: float, metrics: Metrics
+    ) -> None:
         self._ask = ask
         self._timeout = timeout
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         first = await receive()  # has the whole body, see guards.BodyLimit
-        reply = _Reply(scope, send)
+        reply = _Reply(scope, send, self._metrics)
         body = first.get("body", b"")
         try:
             await unless_gone(receive, self._answer(carried_scope(scope), body, reply))
@@ -114,20 +119,22 @@ class Relay:
 class _Reply:
     """What one client gets: the events of a stream at once, all else when it is whole."""
 
-    def __init__(self, scope: Scope, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
         self.is_begun = self.is_complete = False  # as the client sees it
         self.is_whole = False  # as far as replicas sent it
         self.num_deaths = 0
         self._is_stream = False
         self._log = scope["log"]
+        self._metrics = metrics
         self._send = send
         self._held: list[Message] = []
 
     async def take(self, messages: Sequence[Message]) -> None:
         """Takes messages of a replica, and sends those that may go out."""
         for message in messages:
-            if message["type"] == LOG:
+            if message["type"] == REPORT:
                 self._log |= message["log"]
+                count_carried(self._metrics, message["counts"])
             else:
                 await self._take(message)
 
@@ -182,9 +189,10 @@ def carried_scope(scope: Scope) -> dict[str, Any]:
     return {**carried, "root_path": "", "headers": headers, "client": client and tuple(client)}
 
 
-async def answers_of(app: Any, scope: Scope, body: bytes) -> Messages:
-    """Yields the messages with which an app answers a request, as they come; at the end one of the
-    type LOG. Closing the generator ends the work, as a client does that goes away.
+async def answers_of(app: ASGIApp, scope: Scope, body: bytes, metrics: CarriedMetrics) -> Messages:
+    """Yields the messages with which an app answers a request, as they come, and then one of the
+    type REPORT, with its part of the access log's line and with counts. Closing the generator ends
+    the work, as a client does that goes away.
 
     A mistake of ours leaves a traceback in the log, and perhaps an answer that is not complete.
     """
@@ -213,7 +221,7 @@ async def answers_of(app: Any, scope: Scope, body: bytes) -> Messages:
             is_last = found[-1] is None
             if ready := [message for message in found if message is not None]:
                 yield ready
-        yield [{"type": LOG, "log": scope["log"]}]
+        yield [{"type": REPORT, "log": scope["log"], "counts": metrics.take()}]
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
