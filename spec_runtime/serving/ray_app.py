@@ -7,8 +7,9 @@ took with it when it died are asked again. Ray places replicas, checks, replaces
 # Annotations are not postponed here: Ray reads the one of `build` to make its argument.
 
 import asyncio
+import math
 import os
-from collections.abc import Mapping
+import time
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -42,6 +43,7 @@ from spec_runtime.serving.service import Service
 from spec_runtime.serving.settings import Settings, key_from
 
 MOST_AT_FRONT = 10_000  # requests; it is the replicas' queue that is limited
+LOOK_SECONDS = 1.0  # between two looks at what Ray says of the application
 DRAIN_SECONDS = 0.5  # between two looks whether a replica that stops has finished
 FEW_STARTS = 3  # of a replica that cannot start, before the deployment has failed
 
@@ -147,7 +149,9 @@ class EngineReplica:
         self._app = make_unguarded_app(self._service)
 
     async def answer(self, scope: Scope, body: bytes) -> Messages:
-        """Yields the ASGI messages of an answer, see relay.answers_of."""
+        """Yields the messages of an answer, see relay.answers_of; none at first, which says that
+        the request has a place here."""
+        yield []
         async with aclosing(answers_of(self._app, scope, body, self._metrics)) as answer:
             async for messages in answer:
                 yield messages
@@ -182,6 +186,8 @@ class Front:
         self._replicas = replicas
         self._asked = replicas.options(method_name="answer", stream=True)
         self._metrics = Metrics()
+        self._looked = -math.inf
+        self._look: asyncio.Task[Any]
         set_up_logs()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -198,6 +204,7 @@ class Front:
         """Yields the messages of one replica's answer. Raises what Relay expects."""
         answer = self._asked.remote(scope, body)
         try:
+            await self._wait_for_place(answer)
             async for messages in answer:
                 yield messages
         except RayActorError as error:
@@ -208,9 +215,31 @@ class Front:
             ) from error
         except DeploymentUnavailableError as error:
             raise ApiError(503, "No replica could start.", kind="server_error") from error
-        except (asyncio.CancelledError, GeneratorExit):  # the client has left, or waited too long
+        except (asyncio.CancelledError, GeneratorExit, ApiError):  # nobody waits for it any more
             answer.cancel()
             raise
+
+    async def _wait_for_place(self, answer: Any) -> None:
+        """Waits until a replica has the request. Raises ApiError if none will have it: when the
+        application is deleted, Ray stops front and replicas together, and these take no more."""
+        first = asyncio.ensure_future(anext(answer))
+        try:
+            while not (await asyncio.wait([first], timeout=LOOK_SECONDS))[0]:
+                if (await self._status()).status == "DELETING":
+                    message = "The server is stopping."
+                    raise ApiError(503, message, kind="server_error", code="stopping")
+            await first
+        finally:
+            first.cancel()
+
+    async def _status(self) -> Any:
+        """Returns what Ray says of the application, at most LOOK_SECONDS old."""
+        now = time.monotonic()
+        if now - self._looked > LOOK_SECONDS:
+            self._looked = now
+            self._look = asyncio.create_task(asyncio.to_thread(serve.status))
+        status = await asyncio.shield(self._look)  # others wait for it, too
+        return status.applications[serve.get_replica_context().app_name]
 
     async def _health(self, request: Request) -> Response:
         """Says that the front answers."""
@@ -218,12 +247,8 @@ class Front:
 
     async def _ready(self, request: Request) -> Response:
         """Says how many replicas answer: 503 where none does."""
-        here = serve.get_replica_context().app_name
-        status = await asyncio.to_thread(serve.status)
-        states: Mapping[str, int] = (
-            status.applications[here].deployments[self._replicas.deployment_name].replica_states
-        )
-        num_running = states.get("RUNNING", 0)
+        replicas = (await self._status()).deployments[self._replicas.deployment_name]
+        num_running = replicas.replica_states.get("RUNNING", 0)
         word, code = ("ready", 200) if num_running else ("busy", 503)
         return Json({"status": word, "replicas": num_running}, code)
 
