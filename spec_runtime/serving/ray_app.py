@@ -124,9 +124,6 @@ class Arguments(BaseModel):
         }
 
 
-@serve.deployment(
-    max_constructor_retry_count=FEW_STARTS, graceful_shutdown_wait_loop_s=DRAIN_SECONDS
-)
 class EngineReplica:
     """Answers requests with one engine, in a process of its own."""
 
@@ -165,12 +162,6 @@ class EngineReplica:
             raise RuntimeError(f"the engine has been in one step for {seconds:.0f} s")
 
 
-@serve.deployment(
-    max_ongoing_requests=MOST_AT_FRONT,
-    ray_actor_options={"num_cpus": 0},
-    graceful_shutdown_wait_loop_s=DRAIN_SECONDS,
-)
-@serve.ingress()
 class Front:
     """Takes HTTP requests, refuses bad ones, and relays the others to the replicas."""
 
@@ -260,13 +251,20 @@ def build(args: Arguments) -> serve.Application:
     """Returns the application for `serve run`, a Serve config, or `ray.serve.run`."""
     bundle = str(Path(args.bundle).absolute())  # replicas begin in a folder of Ray's
     arguments = args.model_copy(update={"bundle": bundle})
-    replicas = EngineReplica.options(
-        **arguments.scale,
-        max_ongoing_requests=arguments.max_ongoing_requests,
-        max_queued_requests=arguments.max_queued_requests,
-        health_check_period_s=arguments.health_check_seconds,
-        graceful_shutdown_timeout_s=arguments.grace,
-        ray_actor_options={"num_cpus": arguments.num_cpus, "num_gpus": arguments.num_gpus},
-    ).bind(arguments)
-    front = Front.options(graceful_shutdown_timeout_s=arguments.grace)
-    return front.bind(replicas, arguments)
+    stop = {
+        "graceful_shutdown_timeout_s": args.grace,
+        "graceful_shutdown_wait_loop_s": DRAIN_SECONDS,
+    }
+    replicas = serve.deployment(
+        **args.scale,
+        **stop,
+        max_ongoing_requests=args.max_ongoing_requests,
+        max_queued_requests=args.max_queued_requests,
+        health_check_period_s=args.health_check_seconds,
+        max_constructor_retry_count=FEW_STARTS,
+        ray_actor_options={"num_cpus": args.num_cpus, "num_gpus": args.num_gpus},
+    )(EngineReplica)
+    front = serve.deployment(
+        **stop, max_ongoing_requests=MOST_AT_FRONT, ray_actor_options={"num_cpus": 0}
+    )(serve.ingress()(Front))
+    return front.bind(replicas.bind(arguments), arguments)
