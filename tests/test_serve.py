@@ -166,3 +166,33 @@ def test_a_port_in_use_is_one_line(bundle: Path, capsys: pytest.CaptureFixture[s
     error = capsys.readouterr().err
     assert f"--port {port}, expected an address that is free here" in error
     assert error.count("\n") == 1
+
+
+def test_the_manifest_for_kubernetes_has_options_and_addresses_that_exist(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    yaml = pytest.importorskip("yaml")
+    app = pytest.importorskip("spec_runtime.serving.app")
+    text = (Path(__file__).parents[1] / "examples/kubernetes.yaml").read_text()
+    deployment, service, scaler = yaml.safe_load_all(text)
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"][:2] == ["spec-runtime", "serve"]
+    with pytest.raises(SystemExit):
+        cli.main([*container["command"][1:], *container["args"]])
+    error = capsys.readouterr().err
+    assert error.startswith("error: /bundle: "), "the options are right, only the bundle is missing"
+    paths = {route.path for route in app.router.routes}
+    probes = [container[name] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert {probe["httpGet"]["path"] for probe in probes} == {"/health", "/ready"} <= paths
+    (port,) = container["ports"]
+    assert str(port["containerPort"]) in container["args"]
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    grace = int(container["args"][container["args"].index("--grace") + 1])
+    sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > grace + sleep
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == deployment["spec"]["selector"]["matchLabels"]
+    name = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    metrics = pytest.importorskip("spec_runtime.serving.metrics")
+    assert f"{name} 0.0" in metrics.Metrics().scrape().decode()

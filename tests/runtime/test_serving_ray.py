@@ -32,6 +32,7 @@ ray = pytest.importorskip("ray", reason="ray is not installed; the extra ray has
 import tiny_bundle  # noqa: E402
 from gates import GatedRuns  # noqa: E402
 from ray import serve  # noqa: E402
+from ray.serve.schema import ServeDeploySchema  # noqa: E402
 from served import open_request  # noqa: E402
 
 import spec_runtime  # noqa: E402
@@ -84,6 +85,16 @@ def url(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
             serve.shutdown()
         finally:
             ray.shutdown()
+        wait_until(lambda: not commands_with(folder))
+
+
+def commands_with(text: str) -> list[str]:
+    """Returns the commands of running processes that have this text, by Linux's /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [command for command in found if text in command]
 
 
 @pytest.fixture
@@ -223,6 +234,32 @@ def test_a_replica_whose_engine_hangs_or_is_closed_is_not_healthy(
     asyncio.run(hang())
     with pytest.raises(RuntimeError, match="this engine is closed"):
         replica.check_health()
+
+
+def test_the_examples_config_is_one_of_ray_and_of_ours() -> None:
+    yaml = pytest.importorskip("yaml")
+    path = Path(__file__).parents[2] / "examples/ray_serve.yaml"
+    config = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+    (application,) = config.applications
+    assert application.import_path == "spec_runtime.serving.ray_app:build"
+    arguments = ray_app.Arguments.model_validate(application.args)
+    assert isinstance(ray_app.build(arguments), serve.Application)
+    assert arguments.scale == {"autoscaling_config": application.args["autoscaling_config"]}
+
+
+def test_arguments_come_as_text_from_the_command_line() -> None:
+    arguments = ray_app.Arguments.model_validate(
+        {"bundle": "b", "num_replicas": "2", "lookup": "false", "timeout": "9.5"}
+    )
+    assert arguments.scale == {"num_replicas": 2}
+    options = arguments.load_options
+    assert (options["lookup"], options["threads"], options["map_weights"]) == (False, 1, True)
+    assert not ray_app.Arguments(bundle="b").load_options["map_weights"], "it has no neighbour"
+    with pytest.raises(ValueError, match="num_replicas and autoscaling_config exclude each other"):
+        ray_app.Arguments(bundle="b", num_replicas=2, autoscaling_config={"max_replicas": 3})
+    for wrong in ({"num_replica": 2}, {"num_cpus": 0}, {"timeout": 0}, {"grace": "long"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ray_app.Arguments.model_validate({"bundle": "b", **wrong})
 
 
 def wait_for_recovery(client: Any, victim: str) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -271,3 +273,11 @@ def test_leaving_ends_the_answer_of_a_replica() -> None:
     client = run(replicas, leave)
     assert client.messages[-1]["more_body"], "nothing is sent to nobody"
     assert ("count_end", ("cancelled",)) in replicas.metrics.take()
+
+
+def test_without_ray_one_line_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "spec_runtime.serving.ray_app", raising=False)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        importlib.import_module("spec_runtime.serving.ray_app")
+    assert str(caught.value) == "Ray Serve is not installed: pip install 'specsplit[ray]'"
