@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import spec_runtime
 from spec_runtime import cli
 
 for module in ("onnx", "onnxruntime", "fastapi", "uvicorn", "prometheus_client"):
@@ -23,7 +24,7 @@ for module in ("onnx", "onnxruntime", "fastapi", "uvicorn", "prometheus_client")
 httpx = pytest.importorskip("httpx")
 
 PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
-COMPLETIONS = "/v1/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
 
 
@@ -118,6 +119,32 @@ def test_workers_share_the_port_and_one_that_dies_is_replaced(bundle: Path, tmp_
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
         assert not is_ready(url)
+
+
+def test_conversations_in_turn_are_kept_for_both(bundle: Path, tmp_path: Path) -> None:
+    talks = [[{"role": "user", "content": letter * 40}] for letter in "ab"]
+    cached: list[list[int]] = [[], []]
+    asked = []
+    with running(bundle, tmp_path / "log", "--kept-mb", "1") as (_, url):
+        for _ in range(2):
+            for number, talk in enumerate(talks):
+                body = {"messages": talk, "max_tokens": 4, "temperature": 0}
+                reply = httpx.post(url + CHAT, json=body, timeout=PATIENCE).json()
+                asked.append((list(talk), reply["choices"][0]["message"]["content"]))
+                usage = reply["usage"]
+                cached[number].append(usage["prompt_tokens_details"]["cached_tokens"])
+                prompt_tokens = usage["prompt_tokens"]
+                talk += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "c"}]
+    first = prompt_tokens - len("yes</>\n<user>c</>\n<assistant>")  # the prompt of the first turn
+    num_shared = len("<user>")
+    assert cached[0][0] == 0
+    assert cached[1][0] <= num_shared
+    for number in range(2):
+        assert cached[number][1] >= first - 1, "though the other conversation came between"
+    with spec_runtime.load(bundle) as engine:
+        for messages, text in asked:
+            plain = engine.generate(messages, max_new_tokens=4, reuse=False)
+            assert text == plain.text, "kept rows change no answer"
 
 
 def workers_of(parent: int) -> list[int]:

@@ -71,10 +71,10 @@ class Relay:
             scope["log"]["gone"] = True
         except ApiError as error:
             scope["log"]["error"] = error.code
-            if not reply.is_begun:
-                await response(error)(scope, receive, send)
-            elif not reply.is_complete:
+            if reply.is_begun:
                 await reply.end_with(error)
+            else:
+                await response(error)(scope, receive, send)
 
     async def _answer(self, scope: Scope, body: bytes, reply: _Reply) -> None:
         """Asks replicas until one has answered. Raises ApiError if none does."""

@@ -161,7 +161,7 @@ def test_an_answer_is_the_replicas() -> None:
     assert streamed(relayed(Replicas(), STREAM)) == (EXPECTED, "[DONE]")
 
 
-@pytest.mark.parametrize("death", ["dies", 0], ids=["at once", "before its first message"])
+@pytest.mark.parametrize("death", ["dies", 0, 1], ids=["at once", "silent", "behind its headers"])
 @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
 def test_a_replica_that_dies_before_it_answers_is_replaced(
     death: str | int, body: dict[str, Any]
@@ -203,6 +203,23 @@ def test_a_death_behind_the_end_is_no_error() -> None:
     client = relayed(Replicas(whole.num_messages - 1), STREAM)
     assert streamed(client) == (EXPECTED, "[DONE]")
     assert "completion_tokens" not in client.scope["log"], "it died before its report"
+
+
+def test_no_part_of_an_answer_that_is_no_stream_is_sent_before_the_rest() -> None:
+    num_asked = 0
+
+    async def ask(scope: Any, body: bytes) -> AsyncGenerator[Sequence[Any], None]:
+        nonlocal num_asked
+        num_asked += 1
+        yield [{"type": "http.response.start", "status": 200, "headers": []}]
+        yield [{"type": "http.response.body", "body": b"%d, " % num_asked, "more_body": True}]
+        if num_asked == 1:
+            raise ReplicaDied("it was killed")
+        yield [{"type": "http.response.body", "body": b"and more", "more_body": False}]
+
+    replicas = Replicas()
+    replicas.ask = ask  # type: ignore[method-assign]
+    assert relayed(replicas, ASK).text == "2, and more"
 
 
 def test_a_full_queue_refuses_new_requests_only() -> None:
