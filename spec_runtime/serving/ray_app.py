@@ -222,6 +222,7 @@ class Front:
             await first
         finally:
             first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
 
     async def _status(self) -> Any:
         """Returns what Ray says of the application, at most LOOK_SECONDS old."""

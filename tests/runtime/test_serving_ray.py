@@ -16,6 +16,7 @@ import socket
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -29,10 +30,12 @@ httpx = pytest.importorskip("httpx")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 ray = pytest.importorskip("ray", reason="ray is not installed; the extra ray has it")
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray uses parts of pydantic that will go
+    from ray import serve
+    from ray.serve.schema import ServeDeploySchema
 import tiny_bundle  # noqa: E402
 from gates import GatedRuns  # noqa: E402
-from ray import serve  # noqa: E402
-from ray.serve.schema import ServeDeploySchema  # noqa: E402
 from served import open_request  # noqa: E402
 
 import spec_runtime  # noqa: E402
@@ -57,10 +60,14 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Runs a cluster with the application while the tests of this file run."""
-    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))  # of the mapped weights
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # sockets: a short path
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs a cluster while the tests of this file run; nothing of it is left behind."""
+    at_sigterm = signal.getsignal(signal.SIGTERM)  # Ray sets its own
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder,  # sockets: a short path
+    ):
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # mapped weights
         ray.init(
             num_cpus=NUM_REPLICAS,
             include_dashboard=False,
@@ -69,23 +76,30 @@ def url(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
             _temp_dir=folder,
         )
         try:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            arguments = ray_app.Arguments(
-                bundle=str(bundle),
-                num_replicas=NUM_REPLICAS,
-                max_ongoing_requests=MAX_ONGOING,
-                max_queued_requests=MAX_QUEUED,
-                health_check_seconds=1,
-            )
-            serve.run(ray_app.build(arguments))
-            yield f"http://127.0.0.1:{port}"
+            yield
             serve.shutdown()
         finally:
             ray.shutdown()
+            signal.signal(signal.SIGTERM, at_sigterm)
         wait_until(lambda: not commands_with(folder))
+
+
+@pytest.fixture(scope="module")
+def url(cluster: None, bundle: Path) -> str:
+    """Returns the address of the application."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    arguments = ray_app.Arguments(
+        bundle=str(bundle),
+        num_replicas=NUM_REPLICAS,
+        max_ongoing_requests=MAX_ONGOING,
+        max_queued_requests=MAX_QUEUED,
+        health_check_seconds=1,
+    )
+    serve.run(ray_app.build(arguments))
+    return f"http://127.0.0.1:{port}"
 
 
 def commands_with(text: str) -> list[str]:
