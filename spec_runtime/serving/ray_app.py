@@ -7,6 +7,7 @@ took with it when it died are asked again. Ray places replicas, checks, replaces
 # Annotations are not postponed here: Ray reads the one of `build` to make its argument.
 
 import asyncio
+import logging
 import math
 import os
 import time
@@ -46,6 +47,8 @@ MOST_AT_FRONT = 10_000  # requests; it is the replicas' queue that is limited
 LOOK_SECONDS = 1.0  # between two looks at what Ray says of the application
 DRAIN_SECONDS = 0.5  # between two looks whether a replica that stops has finished
 FEW_STARTS = 3  # of a replica that cannot start, before the deployment has failed
+
+log = logging.getLogger("spec_runtime")
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -177,8 +180,7 @@ class Front:
         self._replicas = replicas
         self._asked = replicas.options(method_name="answer", stream=True)
         self._metrics = Metrics()
-        self._looked = -math.inf
-        self._look: asyncio.Task[Any]
+        self._watch = _StatusWatch()
         set_up_logs()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -216,7 +218,8 @@ class Front:
         first = asyncio.ensure_future(anext(answer))
         try:
             while not (await asyncio.wait([first], timeout=LOOK_SECONDS))[0]:
-                if (await self._status()).status == "DELETING":
+                self._watch.look()
+                if self._watch.is_stopping:
                     message = "The server is stopping."
                     raise ApiError(503, message, kind="server_error", code="stopping")
             await first
@@ -224,28 +227,50 @@ class Front:
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
 
-    async def _status(self) -> Any:
-        """Returns what Ray says of the application, at most LOOK_SECONDS old."""
-        now = time.monotonic()
-        if now - self._looked > LOOK_SECONDS:
-            self._looked = now
-            self._look = asyncio.create_task(asyncio.to_thread(serve.status))
-        status = await asyncio.shield(self._look)  # others wait for it, too
-        return status.applications[serve.get_replica_context().app_name]
-
     async def _health(self, request: Request) -> Response:
         """Says that the front answers."""
         return Json({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
         """Says how many replicas answer: 503 where none does."""
-        replicas = (await self._status()).deployments[self._replicas.deployment_name]
-        num_running = replicas.replica_states.get("RUNNING", 0)
+        status = await asyncio.shield(self._watch.look())  # others wait for it, too
+        num_running = 0
+        if status is not None:
+            replicas = status.deployments[self._replicas.deployment_name]
+            num_running = replicas.replica_states.get("RUNNING", 0)
         word, code = ("ready", 200) if num_running else ("busy", 503)
         return Json({"status": word, "replicas": num_running}, code)
 
     async def _scrape(self, request: Request) -> Response:
         return Response(self._metrics.scrape(), media_type=CONTENT_TYPE_LATEST)
+
+
+class _StatusWatch:
+    """Knows what Ray said last of the application."""
+
+    def __init__(self) -> None:
+        self.is_stopping = False
+        self._begun = -math.inf
+        self._task: asyncio.Task[Any] | None = None
+
+    def look(self) -> asyncio.Task[Any]:
+        """Returns a task that ends with the application's status, or None. It is the last one if
+        that was begun a moment ago, or is still on its way."""
+        now = time.monotonic()
+        if self._task is None or (self._task.done() and now - self._begun > LOOK_SECONDS):
+            self._begun = now
+            self._task = asyncio.create_task(self._ask())
+        return self._task
+
+    async def _ask(self) -> Any:
+        try:
+            status = await asyncio.to_thread(serve.status)
+        except Exception:  # Ray's controller is on its way back; answers go on meanwhile
+            log.warning("Ray does not say how the application is", exc_info=True)
+            return None
+        found = status.applications.get(serve.get_replica_context().app_name)
+        self.is_stopping = found is None or found.status == "DELETING"
+        return found
 
 
 def build(args: Arguments) -> serve.Application:
