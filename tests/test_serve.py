@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import spec_runtime
 from spec_runtime import cli
 
 for module in ("onnx", "onnxruntime", "fastapi", "uvicorn", "prometheus_client"):
@@ -23,7 +24,7 @@ for module in ("onnx", "onnxruntime", "fastapi", "uvicorn", "prometheus_client")
 httpx = pytest.importorskip("httpx")
 
 PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
-COMPLETIONS = "/v1/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
 
 
@@ -120,6 +121,32 @@ def test_workers_share_the_port_and_one_that_dies_is_replaced(bundle: Path, tmp_
         assert not is_ready(url)
 
 
+def test_conversations_in_turn_are_kept_for_both(bundle: Path, tmp_path: Path) -> None:
+    talks = [[{"role": "user", "content": letter * 40}] for letter in "ab"]
+    cached: list[list[int]] = [[], []]
+    asked = []
+    with running(bundle, tmp_path / "log", "--kept-mb", "1") as (_, url):
+        for _ in range(2):
+            for number, talk in enumerate(talks):
+                body = {"messages": talk, "max_tokens": 4, "temperature": 0}
+                reply = httpx.post(url + CHAT, json=body, timeout=PATIENCE).json()
+                asked.append((list(talk), reply["choices"][0]["message"]["content"]))
+                usage = reply["usage"]
+                cached[number].append(usage["prompt_tokens_details"]["cached_tokens"])
+                prompt_tokens = usage["prompt_tokens"]
+                talk += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "c"}]
+    first = prompt_tokens - len("yes</>\n<user>c</>\n<assistant>")  # the prompt of the first turn
+    num_shared = len("<user>")
+    assert cached[0][0] == 0
+    assert cached[1][0] <= num_shared
+    for number in range(2):
+        assert cached[number][1] >= first - 1, "though the other conversation came between"
+    with spec_runtime.load(bundle) as engine:
+        for messages, text in asked:
+            plain = engine.generate(messages, max_new_tokens=4, reuse=False)
+            assert text == plain.text, "kept rows change no answer"
+
+
 def workers_of(parent: int) -> list[int]:
     """Returns the processes of a parent that run an engine, by Linux's /proc."""
     found = []
@@ -166,3 +193,33 @@ def test_a_port_in_use_is_one_line(bundle: Path, capsys: pytest.CaptureFixture[s
     error = capsys.readouterr().err
     assert f"--port {port}, expected an address that is free here" in error
     assert error.count("\n") == 1
+
+
+def test_the_manifest_for_kubernetes_has_options_and_addresses_that_exist(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    yaml = pytest.importorskip("yaml")
+    app = pytest.importorskip("spec_runtime.serving.app")
+    text = (Path(__file__).parents[1] / "examples/kubernetes.yaml").read_text()
+    deployment, service, scaler = yaml.safe_load_all(text)
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"][:2] == ["spec-runtime", "serve"]
+    with pytest.raises(SystemExit):
+        cli.main([*container["command"][1:], *container["args"]])
+    error = capsys.readouterr().err
+    assert error.startswith("error: /bundle: "), "the options are right, only the bundle is missing"
+    paths = {route.path for route in app.router.routes}
+    probes = [container[name] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
+    assert {probe["httpGet"]["path"] for probe in probes} == {"/health", "/ready"} <= paths
+    (port,) = container["ports"]
+    assert str(port["containerPort"]) in container["args"]
+    assert service["spec"]["ports"][0]["targetPort"] == port["name"]
+    grace = int(container["args"][container["args"].index("--grace") + 1])
+    sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod["terminationGracePeriodSeconds"] > grace + sleep
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == deployment["spec"]["selector"]["matchLabels"]
+    name = scaler["spec"]["metrics"][0]["pods"]["metric"]["name"]
+    metrics = pytest.importorskip("spec_runtime.serving.metrics")
+    assert f"{name} 0.0" in metrics.Metrics().scrape().decode()

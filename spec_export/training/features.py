@@ -36,6 +36,7 @@ from torch import Tensor
 
 from spec_export.training import disk, tap_codes
 from spec_export.training.data import Example
+from spec_runtime.backends.heap import give_back_memory
 from spec_runtime.files import locked, write_atomically
 from spec_runtime.mapping import added_later, from_mapping, parse_json, to_json
 
@@ -278,6 +279,7 @@ def _build(
                     stored[name][offset[i] : offset[i + 1]] = part
         for array in stored.values():
             array.flush()
+        give_back_memory()  # what glibc keeps between batches of other sizes
         about = dataclasses.replace(about, sequences_done=block.stop)
         with disk.writing("cache.json", folder):
             _write_facts(folder, about)

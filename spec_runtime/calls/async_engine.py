@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing
@@ -48,6 +49,15 @@ class AsyncEngine:
         self._lock = threading.Lock()  # of what follows
         self._jobs: set[_Job] = set()  # that run, wait, or are read
         self._is_closed = False
+        self._clock = _StepClock()
+
+    @property
+    def seconds_in_step(self) -> float:
+        """Returns for how long the step that the engine computes now has taken; 0 if it is idle.
+
+        A prompt counts as one step, and so does the wait for other engines on the same target.
+        """
+        return self._clock.seconds
 
     @property
     def num_waiting(self) -> int:
@@ -122,7 +132,7 @@ class AsyncEngine:
                     f"{self._max_waiting}; try again later"
                 )
             job.call = self._preparer.submit(self.engine.prepare, prompt, **options)
-            job.answer = self._runner.submit(job.run, self.engine)
+            job.answer = self._runner.submit(job.run, self.engine, self._clock)
             self._jobs.add(job)
         job.call.add_done_callback(job.look_at_call)
         return job
@@ -131,6 +141,24 @@ class AsyncEngine:
         job.end()
         with self._lock:
             self._jobs.discard(job)
+
+
+class _StepClock:
+    """Knows since when the engine's thread has been computing a step."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        begun = self._begun
+        return 0.0 if begun is None else time.monotonic() - begun
+
+    def __enter__(self) -> None:
+        self._begun = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self._begun = None
 
 
 class _Job:
@@ -177,7 +205,7 @@ class _Job:
         if self.answer.cancel():
             self._post(error)
 
-    def run(self, engine: Engine) -> None:
+    def run(self, engine: Engine, clock: _StepClock) -> None:
         """Answers the call, in the engine's thread."""
         try:
             call = self.call.result()
@@ -192,7 +220,8 @@ class _Job:
                 while not is_last:
                     if self._is_stream:
                         self._wait_for_room(call)
-                    chunk = next(chunks)
+                    with clock:
+                        chunk = next(chunks)
                     is_last = chunk.result is not None
                     if self._is_stream or is_last:
                         self._post(chunk)

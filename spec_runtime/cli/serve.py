@@ -1,6 +1,5 @@
 """Implements spec-runtime serve: OpenAI's API and a page, over HTTP."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -108,7 +107,7 @@ def command(
     from spec_runtime import bundle as bundles
     from spec_runtime.backends.threads import default_threads
     from spec_runtime.serving import processes
-    from spec_runtime.serving.settings import LOOPBACK, Settings
+    from spec_runtime.serving.settings import LOOPBACK, Settings, key_from
 
     folder = bundle or bundles.find()
     manifest = bundles.read(folder).manifest
@@ -120,7 +119,7 @@ def command(
         max_body=max_body,
         max_prompt=max_prompt,
         timeout=timeout,
-        api_key=None if api_key_env is None else _key(api_key_env),
+        api_key=None if api_key_env is None else key_from(api_key_env),
         hosts=hosts or None,
     )
     if threads is None and workers > 1:
@@ -150,13 +149,3 @@ def command(
         else:
             print(f"{line}, by {workers} processes", file=sys.stderr, flush=True)
             processes.serve_by_workers(served, bound, grace, workers)
-
-
-def _key(variable: str) -> str:
-    """Returns the API key in an environment variable. Raises ValueError if there is none."""
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ValueError(
-            f"got --api-key-env {variable}, expected an environment variable with a key; set it"
-        )
-    return key

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from spec_runtime import Engine
 from spec_runtime.serving.errors import ApiError, Json, add_handlers
-from spec_runtime.serving.guards import AccessLog, Admission, BodyLimit
+from spec_runtime.serving.guards import guarded
 from spec_runtime.serving.page import PAGE_HEADERS, Page, PageRequest, page_html
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.service import Service
@@ -27,19 +27,24 @@ def make_app(engine: Engine, settings: Settings) -> ASGIApp:
 
     No header allows pages of other origins to read its answers (CORS is off).
     """
+    service = Service(engine, settings)
+    return guarded(make_unguarded_app(service), settings, service.metrics)
+
+
+def make_unguarded_app(service: Service) -> FastAPI:
+    """Returns the app without what has to stand in front of it, see `guards.guarded`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await app.state.service.async_engine.close()
+        await service.async_engine.close()
 
     app = FastAPI(title="specsplit", docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.state.service = Service(engine, settings)
-    app.state.page = Page(app.state.service)
+    app.state.service = service
+    app.state.page = Page(service)
     app.include_router(router)
     add_handlers(app)
-    guarded = BodyLimit(app, settings.max_body)
-    return AccessLog(Admission(guarded, settings), app.state.service.metrics)
+    return app
 
 
 def _service(request: Request) -> Service:

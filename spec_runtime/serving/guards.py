@@ -26,21 +26,31 @@ from spec_runtime.serving.settings import Settings
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key: the page has no data, probes have no key
 BODY_SECONDS = 30.0  # in which a client has to send its body
 MOST_DISCARDED = 32 << 20  # bytes that are read of a body too large, so that the client hears why
+MAX_ID = 100  # characters of an id that clients may have chosen
 NAMED_PATHS = (*OPEN_PATHS, "/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics")
 
 access = logging.getLogger("spec_runtime.access")
 log = logging.getLogger("spec_runtime")
 
 
+def guarded(app: ASGIApp, settings: Settings, metrics: Metrics, has_ids: bool = False) -> ASGIApp:
+    """Returns the app with all guards of this file in front of it, see AccessLog for `has_ids`."""
+    admitted = Admission(BodyLimit(app, settings.max_body), settings)
+    return AccessLog(admitted, metrics, has_ids)
+
+
 class AccessLog:
     """Logs each request as one JSON line, without any of its text, and counts it.
 
     Handlers may add to the line by `scope["log"]`. Mistakes of ours leave a traceback in the log.
+    Where `has_ids`, requests come with an id in the header X-Request-Id, which the server in front
+    of this app gave them and tells their clients.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, has_ids: bool = False) -> None:
         self._app = app
         self._metrics = metrics
+        self._has_ids = has_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,6 +58,8 @@ class AccessLog:
             return
         begun = time.perf_counter()
         request_id = f"req_{uuid.uuid4().hex}"
+        if self._has_ids:
+            request_id = Headers(scope=scope).get("x-request-id", "")[:MAX_ID]
         more: dict[str, object] = {}
         scope["log"] = more
         status, is_complete = GONE, False
@@ -56,8 +68,9 @@ class AccessLog:
             nonlocal status, is_complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                header = (b"x-request-id", request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), header]}
+                if not self._has_ids:
+                    header = (b"x-request-id", request_id.encode())
+                    message = {**message, "headers": [*message.get("headers", ()), header]}
             is_complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 

@@ -30,10 +30,10 @@ class Service:
     whose client reads slowly leaves the engine to others and counts among the open streams only.
     """
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: Settings, metrics: Metrics | None = None) -> None:
         self.engine = engine
         self.settings = settings
-        self.metrics = Metrics()
+        self.metrics = metrics or Metrics()
         self.started = int(time.time())
         self.async_engine = AsyncEngine(engine, max_waiting=settings.max_waiting)
         waiting, streams = settings.max_waiting, settings.max_streams

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -42,3 +43,13 @@ class Settings:
             raise ValueError(f"got timeout {self.timeout}, expected seconds above 0")
         if self.api_key is not None and not self.api_key:
             raise ValueError("got an empty API key, expected some characters, or None for none")
+
+
+def key_from(variable: str) -> str:
+    """Returns the API key in an environment variable. Raises ValueError if there is none."""
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ValueError(
+            f"got --api-key-env {variable}, expected an environment variable with a key; set it"
+        )
+    return key

@@ -34,6 +34,7 @@ from spec_export.training import (
     interruption,
     pace,
     tap_codes,
+    trainer,
     validate,
 )
 from spec_export.training import run as train
@@ -274,6 +275,20 @@ def test_training_says_how_much_is_padding(
 TOKENS = np.array([3, 5, 6, 7, 8, 9])
 ANSWER = np.array([0, 0, 1, 1, 1, 1], dtype=bool)
 WRONG = 50
+
+
+def test_freed_memory_goes_back_to_the_system(
+    recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of all sizes leave gaps in glibc's heap: a long run would fill the machine."""
+    given_back = []
+    monkeypatch.setattr(trainer, "GIVE_BACK_EVERY", 2)
+    monkeypatch.setattr(trainer, "give_back_memory", lambda: given_back.append("training"))
+    monkeypatch.setattr(features, "give_back_memory", lambda: given_back.append("features"))
+    train.run(recipe, ["train.max_steps=5"], tmp_path / "run", cache=finished / "features")
+    assert given_back == ["training"] * 2
+    train.run(recipe, ["train.max_steps=1"], tmp_path / "other")
+    assert given_back == ["training"] * 2 + ["features"]
 
 
 def guesses(right: dict[int, list[bool]], num_guesses: int = 3) -> tuple[np.ndarray, np.ndarray]:

@@ -78,16 +78,21 @@ class Served:
         return httpx.Client(base_url=self.url, timeout=PATIENCE)
 
     def open_request(self, path: str, body: dict[str, Any]) -> socket.socket:
-        """Returns a connection on which a request was sent, of whose answer nothing was read. It
-        takes a few kilobytes that nobody reads, and no more."""
-        data = json.dumps(body).encode()
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
-        connection.settimeout(PATIENCE)
-        connection.connect(("127.0.0.1", self.port))
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        return connection
+        return open_request(self.url, path, body)
+
+
+def open_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
+    """Returns a connection on which a request was sent, of whose answer nothing was read. It takes
+    a few kilobytes that nobody reads, and no more."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    data = json.dumps(body).encode()
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+    connection.settimeout(PATIENCE)
+    connection.connect((host, int(port)))
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    return connection
 
 
 @contextmanager

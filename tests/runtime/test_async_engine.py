@@ -116,6 +116,25 @@ def test_a_cancelled_task_ends_its_call_at_the_next_step(is_stream: bool) -> Non
     run(main())
 
 
+def test_a_step_that_never_ends_is_seen_though_its_caller_has_gone() -> None:
+    async def main() -> None:
+        sync_engine = engine_of()
+        runs = GatedRuns(sync_engine)
+        async with AsyncEngine(sync_engine) as engine:
+            assert engine.seconds_in_step == 0
+            task = asyncio.create_task(engine.generate(PROMPTS[0], max_new_tokens=100))
+            await wait_for_run(runs)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            first = engine.seconds_in_step
+            assert 0 < first < engine.seconds_in_step
+            runs.let_through()
+            await engine.generate(PROMPTS[1], max_new_tokens=1)
+            assert engine.seconds_in_step == 0
+
+    run(main())
+
+
 def test_a_reader_that_goes_away_ends_its_call() -> None:
     async def main() -> None:
         sync_engine = engine_of()
@@ -194,7 +213,7 @@ def test_a_slow_reader_holds_the_engine_back(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_timeout_ends_the_call_of_a_reader_that_is_too_slow() -> None:
     async def main() -> None:
         async with AsyncEngine(engine_of()) as engine:
-            slow = engine.stream(PROMPTS[0], max_new_tokens=150, timeout=0.2)
+            slow = engine.stream(PROMPTS[0], max_new_tokens=150, timeout=1.0)
             await anext(slow)
             result = await engine.generate(PROMPTS[1], max_new_tokens=5)  # waits for that one
             assert result.finish_reason == "length"

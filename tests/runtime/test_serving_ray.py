@@ -1,0 +1,406 @@
+"""Serves a tiny bundle by a local Ray cluster, kills a replica under load, and looks what is lost.
+
+The cluster is started once, which takes most of the time here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import signal
+import socket
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+for module in ("onnx", "onnxruntime", "fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(module, reason=f"{module} is not installed")
+httpx = pytest.importorskip("httpx")
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+ray = pytest.importorskip("ray", reason="ray is not installed; the extra ray has it")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Ray uses parts of pydantic that will go
+    from ray import serve
+    from ray.serve.schema import ServeDeploySchema
+import tiny_bundle  # noqa: E402
+from gates import GatedRuns  # noqa: E402
+from served import open_request  # noqa: E402
+
+import spec_runtime  # noqa: E402
+from spec_runtime import bundle as bundles  # noqa: E402
+from spec_runtime.serving import ray_app  # noqa: E402
+from spec_runtime.serving.relay import RETRIES_HEADER  # noqa: E402
+
+PATIENCE = 30.0  # seconds; a loaded machine starts processes slowly
+COMPLETIONS = "/v1/completions"
+NUM_REPLICAS, MAX_ONGOING, MAX_QUEUED = 2, 4, 16
+MAX_LENGTH = 4000
+LONG = {"prompt": "long", "max_tokens": 3900, "temperature": 1, "seed": 1, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny_bundle.write(tmp_path_factory.mktemp("ray") / "tiny")
+    manifest = bundles.read(folder).manifest
+    target = dataclasses.replace(manifest.target, max_length=MAX_LENGTH)
+    bundles.write_manifest(folder, dataclasses.replace(manifest, target=target))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Runs a cluster while the tests of this file run; nothing of it is left behind."""
+    at_sigterm = signal.getsignal(signal.SIGTERM)  # Ray sets its own
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder,  # sockets: a short path
+    ):
+        patched.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # mapped weights
+        ray.init(
+            num_cpus=NUM_REPLICAS,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            log_to_driver=False,
+            _temp_dir=folder,
+        )
+        try:
+            yield
+            serve.shutdown()
+        finally:
+            ray.shutdown()
+            signal.signal(signal.SIGTERM, at_sigterm)
+        wait_until(lambda: not commands_with(folder))
+
+
+@pytest.fixture(scope="module")
+def url(cluster: None, bundle: Path) -> str:
+    """Returns the address of the application."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    arguments = ray_app.Arguments(
+        bundle=str(bundle),
+        num_replicas=NUM_REPLICAS,
+        max_ongoing_requests=MAX_ONGOING,
+        max_queued_requests=MAX_QUEUED,
+        health_check_seconds=1,
+    )
+    serve.run(ray_app.build(arguments))
+    return f"http://127.0.0.1:{port}"
+
+
+def commands_with(text: str) -> list[str]:
+    """Returns the commands of running processes that have this text, by Linux's /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has just ended
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [command for command in found if text in command]
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Any]:
+    limits = httpx.Limits(max_connections=None)
+    with httpx.Client(base_url=url, timeout=PATIENCE, limits=limits) as made:
+        yield made
+
+
+def wait_until(is_true: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not is_true():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+def replicas() -> dict[str, Any]:
+    """Returns the actors of the replicas by their names, also of those that are just starting."""
+    names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+    prefix = "SERVE_REPLICA::default#EngineReplica#"
+    return {
+        name: ray.get_actor(name, namespace="serve") for name in names if name.startswith(prefix)
+    }
+
+
+def num_ongoing() -> dict[str, int]:
+    """Returns how many requests each replica has."""
+    return {
+        name: ray.get(actor.get_num_ongoing_requests.remote()) for name, actor in replicas().items()
+    }
+
+
+def kill(name: str) -> None:
+    """Kills the process of a replica, as the kernel does when memory runs out."""
+    actor = ray.get_actor(name, namespace="serve")
+    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+
+
+def counted(client: Any, line: str) -> float:
+    """Returns a number from the metrics, 0 for a line that is not there."""
+    for each in client.get("/metrics").text.splitlines():
+        if each.startswith(f"specsplit_{line} "):
+            return float(each.rpartition(" ")[2])
+    return 0.0
+
+
+@dataclasses.dataclass
+class Stream:
+    """What a client got of a stream."""
+
+    text: str = ""
+    error: str | None = None
+    is_done: bool = False
+    num_events: int = 0
+    retries: int = 0
+
+
+def read_stream(client: Any, body: dict[str, Any], stream: Stream) -> Stream:
+    with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as reply:
+        assert reply.status_code == 200, reply.read()
+        stream.retries = int(reply.headers.get(RETRIES_HEADER.decode(), 0))
+        for line in reply.iter_lines():
+            if not line:
+                continue
+            assert not stream.is_done, "something came behind the end"
+            assert stream.error is None, "something came behind the error"
+            data = line.removeprefix("data: ")
+            stream.num_events += 1
+            if data == "[DONE]":
+                stream.is_done = True
+            elif "error" in (event := json.loads(data)):
+                stream.error = event["error"]["code"]
+            else:
+                stream.text += event["choices"][0]["text"]
+    return stream
+
+
+def ask(client: Any, body: dict[str, Any]) -> Any:
+    reply = client.post(COMPLETIONS, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply
+
+
+def text_of(reply: Any) -> str:
+    return str(reply.json()["choices"][0]["text"])
+
+
+def bodies(number: int, first_seed: int) -> list[dict[str, Any]]:
+    """Returns so many requests, a third of them greedy."""
+    return [
+        {
+            "prompt": f"prompt {first_seed + i}",
+            "max_tokens": 300,
+            "temperature": 0 if i % 3 == 0 else 0.9,
+            "seed": first_seed + i,
+            "ignore_eos": True,
+        }
+        for i in range(number)
+    ]
+
+
+def expected_texts(bundle: Path, asked: list[dict[str, Any]]) -> list[str]:
+    """Returns the undisturbed answers, by an engine in this process."""
+    texts = []
+    with spec_runtime.load(bundle, threads=1, verify=False) as engine:
+        for body in asked:
+            options = {name: body[name] for name in ("temperature", "seed", "ignore_eos")}
+            result = engine.generate(
+                body["prompt"], raw=True, max_new_tokens=body["max_tokens"], **options
+            )
+            texts.append(result.text)
+    return texts
+
+
+def test_a_replica_whose_engine_hangs_or_is_closed_is_not_healthy(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_app, "set_up_logs", lambda: None)  # those of this process stay
+    arguments = ray_app.Arguments(bundle=str(bundle), timeout=0.01)
+    replica = ray_app.EngineReplica(arguments)
+    service = replica._service
+    runs = GatedRuns(service.engine)
+
+    async def hang() -> None:
+        replica.check_health()
+        task = asyncio.create_task(service.async_engine.generate("abc", max_new_tokens=9))
+        await asyncio.to_thread(runs.wait_for_run)
+        while service.async_engine.seconds_in_step < 0.02:
+            await asyncio.sleep(0.01)
+        with pytest.raises(RuntimeError, match=r"the engine has been in one step for \d+ s"):
+            replica.check_health()
+        runs.let_through()
+        await task
+        replica.check_health()
+        await service.async_engine.close()
+
+    asyncio.run(hang())
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        replica.check_health()
+
+
+def test_the_examples_config_is_one_of_ray_and_of_ours() -> None:
+    yaml = pytest.importorskip("yaml")
+    path = Path(__file__).parents[2] / "examples/ray_serve.yaml"
+    config = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+    (application,) = config.applications
+    assert application.import_path == "spec_runtime.serving.ray_app:build"
+    arguments = ray_app.Arguments.model_validate(application.args)
+    assert isinstance(ray_app.build(arguments), serve.Application)
+    assert arguments.scale == {"autoscaling_config": application.args["autoscaling_config"]}
+
+
+def test_arguments_come_as_text_from_the_command_line() -> None:
+    arguments = ray_app.Arguments.model_validate(
+        {"bundle": "b", "num_replicas": "2", "lookup": "false", "timeout": "9.5"}
+    )
+    assert arguments.scale == {"num_replicas": 2}
+    options = arguments.load_options
+    assert (options["lookup"], options["threads"], options["map_weights"]) == (False, 1, True)
+    assert not ray_app.Arguments(bundle="b").load_options["map_weights"], "it has no neighbour"
+    with pytest.raises(ValueError, match="num_replicas and autoscaling_config exclude each other"):
+        ray_app.Arguments(bundle="b", num_replicas=2, autoscaling_config={"max_replicas": 3})
+    for wrong in ({"num_replica": 2}, {"num_cpus": 0}, {"timeout": 0}, {"grace": "long"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ray_app.Arguments.model_validate({"bundle": "b", **wrong})
+
+
+def wait_for_recovery(client: Any, victim: str) -> float:
+    """Waits until there are two replicas without the dead one; returns the time of the clock."""
+    wait_until(lambda: len(set(replicas()) - {victim}) == NUM_REPLICAS)
+    wait_until(lambda: client.get("/ready").json()["replicas"] == NUM_REPLICAS)
+    return time.monotonic()
+
+
+def test_no_request_is_lost_when_a_replica_dies_under_load(
+    client: Any, bundle: Path, record_property: Callable[[str, object], None]
+) -> None:
+    whole, streamed = bodies(16, 100), bodies(16, 200)
+    expected = expected_texts(bundle, [*whole, *streamed, LONG])
+    assert client.get("/ready").json() == {"status": "ready", "replicas": NUM_REPLICAS}
+    cut = Stream()
+    with ThreadPoolExecutor(14) as pool:
+        last = pool.submit(read_stream, client, LONG, cut)
+        wait_until(lambda: cut.num_events > 3)
+        (victim,) = (name for name, number in num_ongoing().items() if number)
+        asked: list[Future[Any]] = [
+            job
+            for one, other in zip(whole, streamed, strict=True)
+            for job in (
+                pool.submit(ask, client, one),
+                pool.submit(read_stream, client, other, Stream()),
+            )
+        ]
+        wait_until(lambda: num_ongoing()[victim] == MAX_ONGOING)
+        assert not cut.is_done
+        kill(victim)
+        killed = time.monotonic()
+        recovery = pool.submit(wait_for_recovery, client, victim)
+        results = [job.result(PATIENCE) for job in asked]
+        last.result(PATIENCE)
+        answered = time.monotonic() - killed
+        recovered = recovery.result(PATIENCE) - killed
+
+    replies: list[Any] = results[::2]
+    streams: list[Stream] = results[1::2]
+    assert [text_of(reply) for reply in replies] == expected[: len(whole)]
+    retried = [int(reply.headers.get(RETRIES_HEADER.decode(), 0)) for reply in replies]
+    retried += [stream.retries for stream in streams]
+    assert 1 <= sum(retried) <= MAX_ONGOING - 1, "those that waited at the replica, each once"
+    for stream, text in zip([*streams, cut], expected[len(whole) :], strict=True):
+        if stream.is_done:
+            assert stream.text == text
+        else:
+            assert stream.error == "replica_died"
+            assert text.startswith(stream.text)
+    assert not cut.is_done, "the replica died while it wrote this stream"
+    num_cut = sum(stream.error is not None for stream in [*streams, cut])
+    record_property(
+        "shown",
+        f"{len(results) + 1} requests ({len(whole)} whole, {len(streams) + 1} streams) while one "
+        f"of {NUM_REPLICAS} replicas was killed: {len(replies)} whole answers as undisturbed, "
+        f"{len(streams) + 1 - num_cut} streams as undisturbed, {num_cut} ended by an error event, "
+        f"0 lost; {sum(retried)} asked again; all answered after {answered:.1f} s, two replicas "
+        f"again after {recovered:.1f} s",
+    )
+
+    before = counted(client, 'answers_total{finish_reason="length"}')
+    assert len(whole) + len(streams) - num_cut <= before <= len(results)
+    for body, text in zip(whole[:4], expected, strict=False):
+        assert text_of(ask(client, body)) == text, "by the old replica or by the new one"
+    assert counted(client, 'answers_total{finish_reason="length"}') == before + 4
+
+
+def test_a_client_that_leaves_ends_its_answer(client: Any) -> None:
+    before = counted(client, 'tokens_total{kind="completion"}')
+    with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as reply:
+        lines = reply.iter_lines()
+        next(lines)
+        assert sum(num_ongoing().values()) == 1
+    wait_until(lambda: sum(num_ongoing().values()) == 0)
+    assert text_of(ask(client, {**LONG, "max_tokens": 3}))
+    tokens = counted(client, 'tokens_total{kind="completion"}') - before
+    assert tokens == 3, "the answer that was left was not finished"
+    assert counted(client, 'answers_total{finish_reason="cancelled"}') <= 1
+
+
+def test_a_full_queue_is_429(url: str, client: Any) -> None:
+    with contextlib.ExitStack() as opened:
+        connections: list[socket.socket] = []
+        refused: list[socket.socket] = []
+
+        def is_one_refused() -> bool:
+            """Asks once more: Ray lets some more in where many come at the same time."""
+            connections.append(opened.enter_context(open_request(url, COMPLETIONS, LONG)))
+            refused.extend(select.select(connections, [], [], 0)[0])
+            return bool(refused)
+
+        wait_until(is_one_refused)
+        refusal = refused[0].recv(65536)
+    assert len(connections) > NUM_REPLICAS * MAX_ONGOING + MAX_QUEUED
+    assert refusal.startswith(b"HTTP/1.1 429")
+    assert b"\r\nretry-after: 1\r\n" in refusal
+    assert b'"code":"rate_limit_exceeded"' in refusal
+    assert f"{MAX_QUEUED} requests are waiting, the most allowed here".encode() in refusal
+    # All have left now: those that waited are never begun, and the replicas are free at once.
+    wait_until(lambda: sum(num_ongoing().values()) == 0)
+    assert text_of(ask(client, {**LONG, "max_tokens": 3}))
+
+
+def test_a_stop_finishes_what_replicas_have_and_refuses_the_rest(client: Any, bundle: Path) -> None:
+    """The last test here: it deletes the application, while requests run and wait."""
+    (expected,) = expected_texts(bundle, [LONG])
+    short = bodies(2 * NUM_REPLICAS * MAX_ONGOING, 300)
+    with ThreadPoolExecutor(1 + len(short)) as pool:
+        long = pool.submit(read_stream, client, LONG, Stream())
+        wait_until(lambda: sum(num_ongoing().values()) == 1)
+        jobs = [pool.submit(client.post, COMPLETIONS, json=body) for body in short]
+        wait_until(lambda: sum(num_ongoing().values()) == NUM_REPLICAS * MAX_ONGOING)
+        stop = threading.Thread(target=serve.delete, args=("default",))
+        stop.start()
+        replies = [job.result(PATIENCE) for job in jobs]
+        stream = long.result(PATIENCE)
+        stop.join(PATIENCE)
+    assert stream.is_done
+    assert stream.text == expected
+    num_answered = 0
+    for reply, text in zip(replies, expected_texts(bundle, short), strict=True):
+        if reply.status_code == 200:
+            num_answered += 1
+            assert text_of(reply) == text
+        else:
+            assert reply.status_code == 503
+            assert reply.json()["error"]["code"] == "stopping"
+    assert NUM_REPLICAS * MAX_ONGOING - 1 <= num_answered < len(short)
+    assert not replicas()
