@@ -9,10 +9,11 @@
 
 The rivals' versions stand in rivals/environments.py; environments and models are made once, under
 --work. DIR has a bundle of each precision (fp32, int8, int4: built if it is not there). Every
-engine and mode is one worker process; all of a precision are open together, one decodes while the
-others wait, and whose turn comes first rotates. Decoding is greedy. Tokens a second are of decoding
-alone, without the first token, which the prompt's own pass gives; that pass is timed apart. Memory
-is the process's peak resident size, loading included, and its proportional share at the end.
+engine and mode is one worker process; all of a precision are open together (at fp32 some 12 GB for
+the demo target), one decodes while the others wait, and whose turn comes first rotates. Decoding is
+greedy. Tokens a second are of decoding alone, without the first token, which the prompt's own pass
+gives; that pass is timed apart. Memory is the process's peak resident size, loading included, and
+its proportional share at the end.
 
 Texts are compared with the same engine's plain ones, and between engines where the weights are
 equal. Every answer is kept in OUT with .rows.jsonl in place of .json: the same command goes on
