@@ -91,7 +91,7 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
     found.append(Stage("memory-fp32", memory, "fp32", is_tool=True))
     other = ("compare_with_transformers.py", *given, *tokens, "--num", str(sizes.other_prompts))
     found.append(Stage("transformers-fp32", other, "fp32", is_tool=True, worst_code=1))
-    questions = ("spec_bench.py", *given, *tokens, "--no-profile")
+    questions: tuple[str, ...] = ("spec_bench.py", *given, *tokens, "--no-profile")
     if sizes.questions is not None:
         questions += ("--limit", str(sizes.questions))
     found += [

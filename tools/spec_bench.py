@@ -38,7 +38,15 @@ from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import ratio
 
 WARM_UP_TOKENS = 8
-HEAD = ("subset", "questions", "turns", "plain tokens/s", "tokens/s", "speed-up", "end to end")
+HEAD: tuple[str, ...] = (
+    "subset",
+    "questions",
+    "turns",
+    "plain tokens/s",
+    "tokens/s",
+    "speed-up",
+    "end to end",
+)
 HEAD += ("Spec-Bench's", "accepted length", "identical")
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 RESULTS = Path(__file__).parents[2] / "recipes/smollm2-135m/results"
 SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 COLOURS = {"fp32": "#0072b2", "int8": "#d55e00", "int4": "#009e73"}
-STYLE = {
+STYLE: Any = {  # matplotlib types every key by name
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -173,7 +173,8 @@ def rivals_of(figures: dict[str, Any]) -> str:
     """Draws what `tools/compare_rivals.py` measured: a row a precision, a column a context."""
     precisions, contexts = figures["precisions"], list(figures["contexts"])
     heights = [max(map(len, found.values()), default=1) for found in precisions.values()]
-    with rc_context({**STYLE, "font.size": 8}):
+    style: Any = {**STYLE, "font.size": 8}
+    with rc_context(style):
         size = (4.6 * len(contexts), 0.2 * sum(heights) + 0.7 * len(heights))
         figure = Figure(figsize=size, layout="constrained")
         ratios = {"height_ratios": heights}

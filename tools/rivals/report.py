@@ -23,7 +23,15 @@ KINDS = (
     ("plain", "tokens_per_second", PLAIN),
     ("prefill", "prefill_ms", PLAIN),
 )
-HEAD = ("contender", "prompts", "tokens/s", "range", "prefill ms", "peak MB", "PSS MB")
+HEAD: tuple[str, ...] = (
+    "contender",
+    "prompts",
+    "tokens/s",
+    "range",
+    "prefill ms",
+    "peak MB",
+    "PSS MB",
+)
 HEAD += ("same text as its plain", "as same weights", "tokens as fp32")
 
 
