@@ -277,7 +277,7 @@ def build(args: Arguments) -> serve.Application:
     """Returns the application for `serve run`, a Serve config, or `ray.serve.run`."""
     bundle = str(Path(args.bundle).absolute())  # replicas begin in a folder of Ray's
     arguments = args.model_copy(update={"bundle": bundle})
-    stop = {
+    stop: dict[str, Any] = {
         "graceful_shutdown_timeout_s": args.grace,
         "graceful_shutdown_wait_loop_s": DRAIN_SECONDS,
     }
