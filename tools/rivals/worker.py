@@ -68,6 +68,7 @@ class Worker:
         limits = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
         # What is on this process's path belongs to another environment.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment.setdefault("ORT_DISABLE_TELEMETRY", "1")
         with open(log, "w", encoding="utf-8") as errors:
             try:
                 self._process = subprocess.Popen(

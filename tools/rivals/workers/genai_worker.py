@@ -1,11 +1,7 @@
 """Decodes with onnxruntime-genai: plainly, in the model's own precision."""
 
-import os
-
-import protocol
-
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime_genai as og
+import protocol
 
 
 def open_engine(settings):
