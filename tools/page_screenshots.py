@@ -124,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for window in WINDOWS:
             seen = visit(browser, arguments.url.rstrip("/"), window, arguments.prompt, TOKENS)
+            arguments.out.mkdir(parents=True, exist_ok=True)
             write_picture(seen.picture, arguments.out / f"serve-{window}.png")
             print(f"{window}: {seen.result}")
             faults += seen.faults
