@@ -19,6 +19,7 @@ from spec_runtime import Chunk  # noqa: E402
 from spec_runtime.calls.call import Call  # noqa: E402
 from spec_runtime.serving.gates import Gate  # noqa: E402
 from spec_runtime.serving.settings import Settings  # noqa: E402
+from spec_runtime.text import Prompt  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
@@ -44,7 +45,15 @@ def test_a_full_queue_is_429_and_the_rest_is_answered_in_order(
                 ended.append(call.params.max_new_tokens)
             yield chunk
 
+    prepare = engine.prepare
+    asked: list[object] = []  # prompts, in the order in which the engine's queue got them
+
+    def noted_prompt(prompt: Prompt, **options: Any) -> Call:
+        asked.append(prompt)
+        return prepare(prompt, **options)
+
     monkeypatch.setattr(engine, "answer", noted)
+    monkeypatch.setattr(engine, "prepare", noted_prompt)
 
     def ask(client: Any, number: int) -> Any:
         return client.post(COMPLETIONS, json={**BODY, "max_tokens": 60 + number})
@@ -54,8 +63,9 @@ def test_a_full_queue_is_429_and_the_rest_is_answered_in_order(
             waiting = []
             for number in range(3):
                 waiting.append(pool.submit(ask, client, number))
-                wait_until(lambda n=number: gauge(client, "waiting_requests") == n)
+                wait_until(lambda n=number: len(asked) == n + 1)
             wait_until(lambda: holder.num_begun == 1)
+            assert gauge(client, "waiting_requests") == 2
             assert gauge(client, "running_requests") == 1
             assert client.get("/ready").status_code == 503
             for more in ({}, {"stream": True}):
