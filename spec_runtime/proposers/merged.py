@@ -100,8 +100,7 @@ class MergedProposer(ProposerWrapper):
         index = self._index
         log_prob_N = np.zeros(1) if drafted.log_prob_N is None else drafted.log_prob_N
         points = growth.reliability
-        trust = self._proposer.trust if isinstance(self._proposer, ProposerWrapper) else 1.0
-        worth_N = np.minimum(1.0, trust * payoff.probabilities(log_prob_N[1:], points))
+        worth_N = np.minimum(1.0, self.trust * payoff.probabilities(log_prob_N[1:], points))
         worth = [1.0, *worth_N.tolist()]
         floor = float(payoff.probabilities([growth.log_floor], points)[0])
         if drafted.num_nodes == budget.max_nodes:  # no node below the drafter's last can enter
