@@ -28,6 +28,8 @@ for module in ("onnx", "onnxruntime", "fastapi", "uvicorn", "prometheus_client")
     pytest.importorskip(module, reason=f"{module} is not installed")
 httpx = pytest.importorskip("httpx")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+for check in ("READY", "HEALTH"):  # of Ray's proxy, which a loaded machine starts slowly
+    os.environ[f"RAY_SERVE_PROXY_{check}_CHECK_TIMEOUT_S"] = "60"
 ray = pytest.importorskip("ray", reason="ray is not installed; the extra ray has it")
 
 with warnings.catch_warnings():
@@ -43,7 +45,7 @@ from spec_runtime import bundle as bundles  # noqa: E402
 from spec_runtime.serving import ray_app  # noqa: E402
 from spec_runtime.serving.relay import RETRIES_HEADER  # noqa: E402
 
-PATIENCE = 30.0  # seconds; a loaded machine starts processes slowly
+PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
 COMPLETIONS = "/v1/completions"
 NUM_REPLICAS, MAX_ONGOING, MAX_QUEUED = 2, 4, 16
 MAX_LENGTH = 4000
