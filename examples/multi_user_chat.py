@@ -5,7 +5,6 @@ python examples/multi_user_chat.py bundles/smollm2-135m-instruct
 
 import argparse
 import asyncio
-from dataclasses import dataclass, field
 
 import spec_runtime
 
@@ -22,36 +21,18 @@ SYSTEM = (
 )
 
 
-@dataclass
-class Conversation:
-    """The messages of one user."""
-
-    user: str
-    messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
-
-    async def say(
-        self, engine: spec_runtime.AsyncEngine, text: str
-    ) -> spec_runtime.GenerationResult:
-        """Adds what the user says and what is answered; returns the answer.
-
-        If the answer fails, or its task is cancelled, the conversation stays as it was.
-        """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        system = SYSTEM.format(user=self.user)
-        result = await engine.generate(messages, system=system, max_new_tokens=32, timeout=60.0)
-        self.messages = [*messages, {"role": "assistant", "content": result.text}]
-        return result
-
-
 async def talk(
     engine: spec_runtime.AsyncEngine, user: str, questions: tuple[str, ...]
-) -> Conversation:
-    """One user's side: the next question comes when the last one is answered."""
-    conversation = Conversation(user)
+) -> spec_runtime.AsyncSession:
+    """One user's side: the next question comes when the last one is answered.
+
+    If an answer fails, or its task is cancelled, the session stays as it was.
+    """
+    session = spec_runtime.AsyncSession(engine, system=SYSTEM.format(user=user))
     for question in questions:
         while True:
             try:
-                result = await conversation.say(engine, question)
+                result = await session.generate(question, max_new_tokens=32, timeout=60.0)
                 break
             except spec_runtime.QueueFull:  # too many wait: try again a little later
                 await asyncio.sleep(0.1)
@@ -60,10 +41,10 @@ async def talk(
             f"{user}: {question} -> {result.text.strip()}\n"
             f"    {usage.reused_tokens} of {usage.prompt_tokens} prompt tokens were there already"
         )
-    return conversation
+    return session
 
 
-async def run(bundle: str) -> list[Conversation]:
+async def run(bundle: str) -> list[spec_runtime.AsyncSession]:
     # So many megabytes keep conversations, so that switching between them reads none anew.
     engine = await asyncio.to_thread(spec_runtime.load, bundle, kept_mb=256)
     async with spec_runtime.AsyncEngine(engine, max_waiting=1) as shared:

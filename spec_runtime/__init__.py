@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from spec_runtime.bundle import BundleError
 from spec_runtime.calls.options import CallOptions
 from spec_runtime.calls.result import Chunk, GenerationResult, Piece, Usage
+from spec_runtime.calls.session import Session
 from spec_runtime.engine import Engine
 from spec_runtime.load import load
 from spec_runtime.sampling import SamplingParams, TokenLogprob
@@ -15,9 +17,11 @@ from spec_runtime.step import Step
 
 if TYPE_CHECKING:
     from spec_runtime.calls.async_engine import AsyncEngine, QueueFull
+    from spec_runtime.calls.async_session import AsyncSession
 
 __all__ = [
     "AsyncEngine",
+    "AsyncSession",
     "BundleError",
     "CallOptions",
     "Chunk",
@@ -26,6 +30,7 @@ __all__ = [
     "Piece",
     "QueueFull",
     "SamplingParams",
+    "Session",
     "Stats",
     "Step",
     "TokenLogprob",
@@ -36,8 +41,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports what needs asyncio when it is first asked for: that costs 40 ms."""
-    if name in ("AsyncEngine", "QueueFull"):
-        from spec_runtime.calls import async_engine
-
-        return {"AsyncEngine": async_engine.AsyncEngine, "QueueFull": async_engine.QueueFull}[name]
-    raise AttributeError(name)
+    homes = {
+        "AsyncEngine": "async_engine",
+        "QueueFull": "async_engine",
+        "AsyncSession": "async_session",
+    }
+    if name not in homes:
+        raise AttributeError(name)
+    return getattr(import_module(f"spec_runtime.calls.{homes[name]}"), name)

@@ -7,7 +7,7 @@ target's cache holds, as long as no other engine has taken the target.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, Unpack
@@ -27,7 +27,7 @@ from spec_runtime.sampling import SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
 from spec_runtime.target import Target, Wants
-from spec_runtime.text import Codec, Prompt, TextStream, Tools, encode_prompt
+from spec_runtime.text import Codec, Message, Prompt, TextStream, Tools, encode_prompt
 from spec_runtime.trees.budget import Budget
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
@@ -304,20 +304,27 @@ class Engine:
             )
         return ids
 
-    def save_conversation(self, path: str | Path) -> None:
-        """Writes the conversation answered last to a safetensors file: its tokens and their KV.
+    def save_conversation(
+        self, path: str | Path, messages: Sequence[Message] | None = None
+    ) -> None:
+        """Writes a conversation to a safetensors file: its messages, and tokens and KV of its rows.
 
-        `load_conversation` takes it up again, in this process or another. Waits for its turn, as
-        `generate` does. Raises ValueError if nothing was answered since another engine used the
-        target, or if the engine was loaded without kept_mb, and OSError if it cannot be written.
+        `messages` say which; of their rows, those that are kept are written. None is the
+        conversation answered last, without messages. `load_conversation` takes it up again, in this
+        process or another. Waits for its turn, as `generate` does.
+
+        Raises ValueError if the engine was loaded without kept_mb, if there are no messages and
+        nothing was answered since another engine used the target, and for messages that `generate`
+        refuses or that take more than 1 MB; OSError if the file cannot be written.
         """
         conversations, owner = self._open_parts().conversations, self._rows_owner()
+        tokens = None if messages is None else self.encode(messages)
         with self.target.turns.take():
-            conversations.save(Path(path), owner)
+            conversations.save(Path(path), owner, tokens, messages or ())
 
-    def load_conversation(self, path: str | Path) -> None:
-        """Reads a conversation that `save_conversation` wrote; the next call that begins like it
-        goes on from there.
+    def load_conversation(self, path: str | Path) -> list[Message]:
+        """Reads a conversation that `save_conversation` wrote and returns its messages; the next
+        call that begins like it goes on from its rows.
 
         Raises ValueError for a file of another bundle or drafter or one that is damaged, if it
         takes more room than kept_mb, and if the engine was loaded without; OSError if there is no
@@ -325,7 +332,7 @@ class Engine:
         """
         conversations, owner = self._open_parts().conversations, self._rows_owner()
         with self.target.turns.take():
-            conversations.load(Path(path), owner)
+            return conversations.load(Path(path), owner)
 
     def _rows_owner(self) -> RowsOwner:
         parts = self._open_parts()

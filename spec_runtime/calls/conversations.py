@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from spec_runtime.calls.kept_rows import KeptRows, Restored, RowStore, common_le
 from spec_runtime.calls.rows_file import RowsOwner, read_rows, write_rows
 from spec_runtime.step import Step
 from spec_runtime.target import Target
+from spec_runtime.text import Message
 
 KEPT_ROWS = 32  # fewer are read again sooner than copied, and are not worth their place
 
@@ -48,7 +50,7 @@ class Conversations:
         length = common_length(self._held, prompt) if is_ours and may_reuse else 0
         kept, kept_length = store.find(prompt) if may_reuse else (None, 0)
         if is_ours and self.max_bytes and len(self._held) - length >= KEPT_ROWS:
-            store.add(self._copy())
+            store.add(self._copy(len(self._held)))
         if kept is None or kept_length - length < KEPT_ROWS:
             # One token fewer: the last row's feature and logits have to be computed anew.
             reused = max(0, length - 1)
@@ -70,17 +72,33 @@ class Conversations:
         self._held = tokens[: self._target.length]
         self._target.rows_of = self._turn = turn
 
-    def save(self, path: Path, owner: RowsOwner) -> None:
-        """See Engine.save_conversation."""
-        if not (self._is_ours and self._held):
-            raise ValueError("got no conversation to save, expected an answer before")
-        write_rows(path, self._copy(), owner)
+    def save(
+        self,
+        path: Path,
+        owner: RowsOwner,
+        tokens: Sequence[int] | None,
+        messages: Sequence[Message],
+    ) -> None:
+        """Writes the rows of the conversation that begins with `tokens`, None for the last one, and
+        its messages; see Engine.save_conversation."""
+        is_ours = self._is_ours and bool(self._held)
+        if tokens is None:
+            if not is_ours:
+                raise ValueError("got no conversation to save, expected an answer before")
+            rows = self._copy(len(self._held))
+        else:
+            kept, length = self._store.find(tokens)
+            held = common_length(self._held, tokens) if is_ours else 0
+            rows = kept.first(length) if kept is not None and length >= held else self._copy(held)
+        write_rows(path, rows, owner, messages)
 
-    def load(self, path: Path, owner: RowsOwner) -> None:
-        """See Engine.load_conversation."""
+    def load(self, path: Path, owner: RowsOwner) -> list[Message]:
+        """Takes up the rows in a file and returns the messages; see Engine.load_conversation."""
         target = self._target
         sizes = {name: (G, B) for name, (G, _, B) in target.row_shapes().items()}
-        rows = read_rows(path, owner, sizes)
+        rows, messages = read_rows(path, owner, sizes)
+        if not rows.tokens:
+            return messages
         are_ours = len(rows.tokens) <= target.max_length
         are_ours = are_ours and 0 <= min(rows.tokens) <= max(rows.tokens) < target.vocab_size
         if not are_ours or (rows.features_TF is not None) != self._has_features:
@@ -91,13 +109,13 @@ class Conversations:
                 f"{self.max_bytes / 1e6:.0f} MB of kept_mb; load with more"
             )
         self._store.add(rows)
+        return messages
 
     @property
     def _is_ours(self) -> bool:
         return self._turn is not None and self._target.rows_of is self._turn
 
-    def _copy(self) -> KeptRows:
-        """Returns copies of the rows that the target has of our last run."""
-        length = len(self._held)
-        features = np.concatenate(self._features)[:length] if self._features else None
-        return KeptRows(self._held, self._target.copy_rows(length), features)
+    def _copy(self, length: int) -> KeptRows:
+        """Returns copies of the first so many rows that the target has of our last run."""
+        features = np.concatenate(self._features)[:length] if self._features and length else None
+        return KeptRows(self._held[:length], self._target.copy_rows(length), features)

@@ -1,14 +1,14 @@
-"""Writes the rows of a conversation to a safetensors file, and reads them back.
+"""Writes a conversation, messages and rows, to a safetensors file, and reads it back.
 
-The file belongs to one bundle and drafter, which its metadata name. Nothing in it is trusted: sizes
-and types are compared with what is expected before anything is used.
+The file belongs to one bundle and drafter, which its metadata name, and may have no rows. Nothing
+in it is trusted: sizes and types are compared with what is expected before anything is used.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import numpy as np
 from spec_runtime.calls.kept_rows import KeptRows
 from spec_runtime.files import replacing
 from spec_runtime.mapping import brief
+from spec_runtime.text import Message
 
-TOKENS, FEATURES = "tokens", "features"
+TOKENS, FEATURES, MESSAGES = "tokens", "features", "messages"
 DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
     "F32": np.dtype(np.float32),
@@ -36,15 +37,21 @@ class RowsOwner:
     drafter: str
 
 
-def write_rows(path: Path, rows: KeptRows, owner: RowsOwner) -> None:
-    """Writes the file, whole or not at all. Raises ValueError if something at `path` is no file,
-    and OSError if it cannot be written."""
+def write_rows(
+    path: Path, rows: KeptRows, owner: RowsOwner, messages: Sequence[Message] = ()
+) -> None:
+    """Writes the file, whole or not at all. Raises ValueError for messages that have no JSON or too
+    much of it and if something at `path` is no file, and OSError if it cannot be written."""
     arrays = {TOKENS: np.array(rows.tokens, np.int64), **rows.kv}
     if rows.features_TF is not None:
         arrays[FEATURES] = rows.features_TF
     names = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {
-        "__metadata__": {"bundle": owner.bundle, "drafter": owner.drafter},
+        "__metadata__": {
+            "bundle": owner.bundle,
+            "drafter": owner.drafter,
+            MESSAGES: _as_json(messages),
+        },
     }
     end = 0
     for name, array in arrays.items():
@@ -53,14 +60,29 @@ def write_rows(path: Path, rows: KeptRows, owner: RowsOwner) -> None:
         header[name] = {"dtype": names[array.dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"got messages of {len(text)} bytes, expected at most {MAX_HEADER_BYTES}; save them "
+            "elsewhere"
+        )
     with replacing(path) as temporary, open(temporary, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
             file.write(np.ascontiguousarray(array).tobytes())
 
 
-def read_rows(path: Path, owner: RowsOwner, kv_shapes: Mapping[str, tuple[int, int]]) -> KeptRows:
-    """Reads the rows of `owner`, whose KV buffers have G groups of B bytes a row: `kv_shapes`.
+def _as_json(messages: Sequence[Message]) -> str:
+    try:
+        return json.dumps([dict(message) for message in messages])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"got messages that have no JSON: {brief(error, 120)}") from None
+
+
+def read_rows(
+    path: Path, owner: RowsOwner, kv_shapes: Mapping[str, tuple[int, int]]
+) -> tuple[KeptRows, list[Message]]:
+    """Reads the rows of `owner`, whose KV buffers have G groups of B bytes a row, `kv_shapes`, and
+    the messages.
 
     Raises ValueError in one line for a file that is not one of ours, or not this owner's, and
     OSError if there is none.
@@ -85,7 +107,7 @@ def read_rows(path: Path, owner: RowsOwner, kv_shapes: Mapping[str, tuple[int, i
     T = len(tokens)
     expected_kv = {name: (G, T, B) for name, (G, B) in kv_shapes.items()}
     fits = {name: array.shape for name, array in data.items()} == expected_kv
-    fits = fits and T > 0 and (tokens.shape, tokens.dtype) == ((T,), DTYPES["I64"])
+    fits = fits and (tokens.shape, tokens.dtype) == ((T,), DTYPES["I64"])
     fits = fits and all(array.dtype == DTYPES["U8"] for array in data.values())
     if features is not None:
         fits = fits and features.dtype == DTYPES["F32"] and features.shape[:1] == (T,)
@@ -95,7 +117,16 @@ def read_rows(path: Path, owner: RowsOwner, kv_shapes: Mapping[str, tuple[int, i
             f"{path} holds rows of other sizes, expected those of this bundle's target: it is "
             "damaged; begin anew"
         )
-    return KeptRows(tokens.tolist(), data, features)
+    try:
+        messages = json.loads(found.get(MESSAGES, "[]"))
+        is_list = isinstance(messages, list)
+        if not (is_list and all(isinstance(each, dict) and "role" in each for each in messages)):
+            raise ValueError
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(
+            f"{path} holds messages that are none: it is damaged; begin anew"
+        ) from None
+    return KeptRows(tokens.tolist(), data, features), messages
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

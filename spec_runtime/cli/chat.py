@@ -128,7 +128,9 @@ class Chat:
         drafters: list[str],
         lookup: bool | None = None,
     ) -> None:
-        self.messages: list[dict[str, Any]] = []  # without the system prompt
+        from spec_runtime import Session  # here, since a shell's completion waits for this module
+
+        self.session = Session(engine, system)
         self.is_coloured = False
         self.control_tokens = False
         self.help = ""
@@ -144,9 +146,7 @@ class Chat:
             "stats": Command("", "figures of the last answer and of the conversation", self._stats),
             "colour": Command("", "colour tokens by drafted depth, or stop that", self._colour),
         }
-        self._engine = engine
         self._settings = settings
-        self._system_prompt = system
         self._drafters = drafters
         self._lookup = lookup
         self._opened = {engine.drafter.partition("+")[0]: engine}
@@ -169,7 +169,7 @@ class Chat:
             if isinstance(error, ValueError) and not is_raised_by_us(error):
                 raise
             # above all a conversation longer than the context
-            hint = " (/reset starts anew)" if found is None and self.messages else ""
+            hint = " (/reset starts anew)" if found is None and self.session.messages else ""
             _note(f"error: {error}{hint}")
 
     def _run(self, name: str, argument: str) -> None:
@@ -188,19 +188,10 @@ class Chat:
     # ---- answers ----
 
     def _answer(self, text: str, is_stopped: threading.Event) -> None:
-        """Prints the answer to a message and adds both to the conversation.
-
-        An answer that was stopped is kept as far as it came; without any text, the message is not
-        kept either.
-        """
+        """Prints the answer to a message; the session adds both to the conversation."""
         options.whole(text, "a message")
-        asked = [*self.messages, {"role": "user", "content": text}]
-        chunks = self._engine.chunks(
-            asked,
-            system=self._system_prompt,
-            control_tokens=self.control_tokens,
-            cancel=is_stopped,
-            **self._settings,
+        chunks = self.session.chunks(
+            text, control_tokens=self.control_tokens, cancel=is_stopped, **self._settings
         )
         coloured = Console() if self.is_coloured else None
         result = None
@@ -214,7 +205,6 @@ class Chat:
         if is_cut and not result.text:
             _note("stopped before the first word: the message is forgotten")
             return
-        self.messages = [*asked, {"role": "assistant", "content": result.text}]
         self._results.append(result)
         if not is_cut:
             print(options.summary_line(result), file=sys.stderr)
@@ -227,14 +217,14 @@ class Chat:
         _note(f"{self.help} Ctrl-C clears the line or stops the answer, Ctrl-D leaves.")
 
     def _reset(self, argument: str) -> None:
-        self.messages, self._results = [], []
+        self.session.messages, self._results = [], []
 
     def _save(self, argument: str) -> None:
-        if not self.messages:
+        if not self.session.messages:
             raise ValueError("got nothing to save, expected a message before /save")
         path = Path(argument).expanduser()
-        messages.write(path, [*self._opening(), *self.messages])
-        _note(f"saved {len(self.messages)} messages in {path}")
+        messages.write(path, [dict(each) for each in self.session.all_messages])
+        _note(f"saved {len(self.session.messages)} messages in {path}")
 
     def _load(self, argument: str) -> None:
         path = Path(argument).expanduser()
@@ -243,9 +233,11 @@ class Chat:
         content = found[0].get("content") if has_system else None
         if has_system and not isinstance(content, str):
             raise ValueError(f"{path}: got system prompt {content!r:.60}, expected a string")
+        session = self.session
+        # refuses what it cannot do
+        session.engine.encode([*found, {"role": "user", "content": ""}])
         loaded = found[has_system:]
-        self._engine.encode([*found, {"role": "user", "content": ""}])  # refuses what it cannot do
-        self.messages, self._system_prompt, self._results = loaded, content, []
+        session.messages, session.system, self._results = [*loaded], content, []
         _note(f"loaded {len(loaded)} messages of {path}")
         if loaded:
             _note(f"the last one, of {loaded[-1]['role']}:")
@@ -254,21 +246,21 @@ class Chat:
     def _system(self, argument: str) -> None:
         if argument:
             options.whole(argument, "a system prompt")
-            self._system_prompt = None if argument == "-" else argument
-        shown = self._system_prompt or "none but the template's own"
+            self.session.system = None if argument == "-" else argument
+        shown = self.session.system or "none but the template's own"
         _note(f"system prompt: {shown}")
 
     def _drafter(self, argument: str) -> None:
         if argument:
-            self._engine = self._open(argument)
-        _note(f"drafter: {self._engine.drafter}; there are {', '.join(self._drafters)}")
+            self.session.engine = self._open(argument)
+        _note(f"drafter: {self.session.engine.drafter}; there are {', '.join(self._drafters)}")
 
     def _open(self, name: str) -> "Engine":
         if name not in self._opened:
             from spec_runtime.proposers import BUILT_IN
 
             lookup = None if name in BUILT_IN else self._lookup  # which is for trained ones
-            self._opened[name] = self._engine.with_drafter(name, lookup)
+            self._opened[name] = self.session.engine.with_drafter(name, lookup)
         return self._opened[name]
 
     def _stats(self, argument: str) -> None:
@@ -291,10 +283,6 @@ class Chat:
         self.is_coloured = not self.is_coloured
         legend = "the target's own plain, guesses green, cyan, blue, then magenta"
         _note(f"tokens by drafted depth: {legend if self.is_coloured else 'not coloured'}")
-
-    def _opening(self) -> list[dict[str, Any]]:
-        system = self._system_prompt
-        return [] if system is None else [{"role": "system", "content": system}]
 
 
 def _note(text: str) -> None:

@@ -1,0 +1,56 @@
+"""Makes engines on the toy target that keep the rows of earlier conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from toy_backend import ByteTokenizer, ToyTarget
+from toy_engine import make_proposer
+
+from spec_runtime import Engine
+from spec_runtime.backends import RowBackend
+from spec_runtime.engine import OpenedDrafter
+from spec_runtime.kv import open_cache
+from spec_runtime.target import Target
+from spec_runtime.text import ChatTemplate
+from spec_runtime.trees.budget import Budget
+
+MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
+MAX_LENGTH, SCRATCH = 600, 32
+
+
+class RowTarget(ToyTarget, RowBackend):  # type: ignore[misc]
+    """A toy target whose rows can be copied; the records of a slot are its row's bytes."""
+
+    def read_rows(self, slot_N: np.ndarray) -> dict[str, np.ndarray]:
+        return {"kv": self._rows.row_SW[None, slot_N].view(np.uint8)}
+
+    def write_rows(self, slot_N: np.ndarray, rows: Mapping[str, np.ndarray]) -> None:
+        self._rows.row_SW[...] = -1  # whatever is not written is gone
+        self._rows.row_SW[slot_N] = rows["kv"][0, : len(slot_N)].view(np.int64)
+
+
+class ToyOpener:
+    def __init__(self, bundle_hash: str) -> None:
+        self.bundle_hash = bundle_hash
+
+    def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
+        raise AssertionError("not asked for")
+
+
+def keeping(
+    drafter: str,
+    kept_bytes: int = 1 << 20,
+    bundle_hash: str = "abc",
+    template: ChatTemplate | None = None,
+) -> Engine:
+    """Returns an engine with a drafter of its own that keeps rows."""
+    vocab_size, capacity = ByteTokenizer.vocab_size, MAX_LENGTH + SCRATCH
+    backend = RowTarget(vocab_size=vocab_size, capacity=capacity, **MODEL)
+    target = Target(
+        backend, open_cache("slots", capacity), vocab_size=vocab_size, max_length=MAX_LENGTH
+    )
+    opened = OpenedDrafter(drafter, make_proposer(drafter, backend), Budget(8))
+    return Engine(target, ByteTokenizer(template), opened, ToyOpener(bundle_hash), kept_bytes)

@@ -1,0 +1,153 @@
+"""Sessions: messages that grow by what is said, rows that go on, files that keep both."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import aclosing, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gates import PATIENCE
+from keeping_engine import keeping
+from toy_backend import CHATML
+
+from spec_runtime import AsyncEngine, AsyncSession, Engine, Session
+from spec_runtime.text import ChatTemplate
+
+SYSTEM = "Answer in one short sentence of plain words, and in French."
+OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+
+
+def engine_of(drafter: str = "parallelspec", **more: Any) -> Engine:
+    return keeping(drafter, template=ChatTemplate(CHATML, "", "", "the toy template"), **more)
+
+
+def answer_alone(messages: list[Any], **options: Any) -> str:
+    return engine_of("none").generate(messages, **{**OPTIONS, **options}).text
+
+
+@pytest.mark.parametrize("way", ["generate", "chunks", "stream"])
+def test_a_session_asks_with_all_that_was_said(way: str) -> None:
+    session = Session(engine_of(), SYSTEM)
+    expected: list[dict[str, str]] = []
+    for text in ("Name a fruit.", "Name another one."):
+        expected.append({"role": "user", "content": text})
+        answer = answer_alone(expected, system=SYSTEM)
+        expected.append({"role": "assistant", "content": answer})
+        if way == "generate":
+            said = session.generate(text, **OPTIONS).text
+        elif way == "chunks":
+            said = "".join(chunk.text for chunk in session.chunks(text, **OPTIONS))
+        else:
+            said = "".join(session.stream(text, **OPTIONS))
+        assert said == answer
+        assert session.messages == expected
+    assert session.all_messages == [{"role": "system", "content": SYSTEM}, *expected]
+
+
+def test_sessions_beside_each_other_go_on_from_their_rows() -> None:
+    engine = engine_of()
+    ann, bob = (Session(engine, SYSTEM) for _ in range(2))
+    first = ann.generate("Name a fruit of the tropics, and say where it grows.", **OPTIONS)
+    shared = bob.generate("Which river is the longest of Europe, and how long is it?", **OPTIONS)
+    again = ann.generate("And another one?", **OPTIONS)
+    assert shared.usage.reused_tokens > len(SYSTEM), "the system prompt was read once"
+    assert again.usage.reused_tokens > first.usage.prompt_tokens - 2, "what ann said was kept"
+
+
+def test_none_goes_on_with_the_answer() -> None:
+    session = Session(engine_of("none"))
+    begin = session.generate("Name a fruit.", max_new_tokens=4, ignore_eos=True)
+    more = session.generate(**OPTIONS)
+    assert session.messages[1:] == [{"role": "assistant", "content": begin.text + more.text}]
+    with pytest.raises(ValueError, match="got no text, expected one where there is no answer"):
+        Session(engine_of()).generate()
+
+
+def test_an_answer_that_ends_early_is_kept_as_far_as_it_came() -> None:
+    session = Session(engine_of())
+    with closing(session.stream("Name a fruit.", **OPTIONS)) as pieces:
+        begin = next(pieces)
+        assert not session.messages, "not before it ends"
+        with pytest.raises(RuntimeError, match="this session is being answered"):
+            session.generate("Name another one.")
+    assert session.messages[1:] == [{"role": "assistant", "content": begin}]
+
+    before, stopped = session.messages, threading.Event()
+    stopped.set()
+    assert session.generate("And now?", cancel=stopped).finish_reason == "cancelled"
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        session.generate("And now?", max_new_tokens=-1)
+    assert session.messages == before, "without any text, the question is not kept"
+
+
+@pytest.mark.parametrize("name", ["system", "raw", "continue_final"])
+def test_options_that_the_session_sets_are_refused(name: str) -> None:
+    options: Any = {name: None}
+    with pytest.raises(ValueError, match=f"got {name}, expected none in a call"):
+        Session(engine_of()).generate("Name a fruit.", **options)
+
+
+def test_a_session_goes_on_in_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "ann.safetensors"
+    engine = engine_of()
+    ann, bob = (Session(engine, SYSTEM) for _ in range(2))
+    first = ann.generate("Name a fruit of the tropics, and say where it grows.", **OPTIONS)
+    bob.generate("Which river is the longest of Europe, and how long is it?", **OPTIONS)
+    ann.save(path)  # from the copy, since the target has bob's
+    other = Session.load(engine_of(), path)
+    assert (other.system, other.messages) == (SYSTEM, ann.messages)
+    result = other.generate("And another one?", **OPTIONS)
+    assert result.usage.reused_tokens > first.usage.prompt_tokens - 2
+    assert result.text == ann.generate("And another one?", **OPTIONS).text
+
+
+def test_a_session_without_rows_is_its_messages(tmp_path: Path) -> None:
+    path = tmp_path / "empty.safetensors"
+    Session(engine_of(), SYSTEM).save(path)
+    found = Session.load(engine_of(), path)
+    assert (found.system, found.messages) == (SYSTEM, [])
+    with pytest.raises(ValueError, match="holds a conversation of bundle abc"):
+        Session.load(engine_of(bundle_hash="other"), path)
+
+
+@pytest.mark.parametrize(
+    ("note", "why"), [(b"x", "have no JSON"), ("x" * (1 << 20), "expected at most 1048576")]
+)
+def test_messages_that_no_file_holds(note: Any, why: str, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hello", "note": note}]
+    with pytest.raises(ValueError, match=why) as caught:
+        Session(engine_of(), messages=messages).save(tmp_path / "talk")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_session_of_asyncio(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with AsyncEngine(engine_of()) as engine:
+            session = AsyncSession(engine, SYSTEM)
+            first = await session.generate("Name a fruit.", **OPTIONS)
+            async with aclosing(session.stream("Name another one.", **OPTIONS)) as chunks:
+                texts = [chunk.text async for chunk in chunks]
+            expected = [
+                {"role": "user", "content": "Name a fruit."},
+                {"role": "assistant", "content": first.text},
+                {"role": "user", "content": "Name another one."},
+            ]
+            answer = answer_alone(expected, system=SYSTEM)
+            assert "".join(texts) == answer
+            assert session.messages == [*expected, {"role": "assistant", "content": answer}]
+
+            await session.save(tmp_path / "talk")
+            assert (await AsyncSession.load(engine, tmp_path / "talk")).messages == session.messages
+
+            before = session.messages
+            task = asyncio.create_task(session.generate("And now?", **OPTIONS))
+            await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert session.messages == before
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE))
