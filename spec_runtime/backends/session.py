@@ -26,6 +26,7 @@ from spec_runtime.backends.shared_sessions import shared_session
 from spec_runtime.bundle import BANK, Graph, TensorSpec
 from spec_runtime.mapping import brief
 from spec_runtime.untrusted.memory import buffer_shape
+from spec_runtime.untrusted.onnx_file import read_outline
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
 # the user's cache folder. Whoever has set the variable, to 0 for instance, keeps that value.
@@ -47,6 +48,8 @@ ORT_TYPES = {
 EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's promise needs
 REFUSED_CAPTURE = "cannot use the graph capture feature"  # in ONNX Runtime's words
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
+MAPPED_BYTES = 1 << 16  # smaller tensors stay in a packed graph, of which each process has a copy
+ALIGNED_BYTES, ALIGNMENT = 1 << 20, 64
 NO_GRAPH = -1  # the graph id of runs that neither capture nor replay; 0 is ONNX Runtime's own
 
 log = logging.getLogger("spec_runtime")
@@ -169,20 +172,28 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
 
 
 def _write_packed(path: Path, folder: Path) -> None:
-    """Writes the graph at `path` and its weights, optimised and packed for this CPU."""
-    chosen = ort.SessionOptions()
-    chosen.intra_op_num_threads = chosen.inter_op_num_threads = 1
-    chosen.log_severity_level = 4  # it warns that the files are for this CPU alone
-    chosen.add_session_config_entry("session.load_model_format", "ONNX")
-    chosen.add_session_config_entry("session.save_model_format", "ONNX")
-    chosen.optimized_model_filepath = str(folder / GRAPH)
-    external = "session.optimized_model_external_initializers"
-    chosen.add_session_config_entry(f"{external}_file_name", WEIGHTS)
-    # From this size on tensors are aligned in the file; smaller ones that were packed crashed it.
-    chosen.add_session_config_entry(f"{external}_min_size_in_bytes", "1048576")
-    chosen.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
-    with no_capture():
-        ort.InferenceSession(str(path), chosen, [PROVIDERS["cpu"]], enable_fallback=0)
+    """Writes the graph at `path` and its weights, optimised and packed for this CPU.
+
+    ONNX Runtime aligns tensors from ALIGNED_BYTES on, and packed ones that are not aligned crash
+    it. Smaller ones are written too, unless one of them comes to lie badly.
+    """
+    for least in (MAPPED_BYTES, ALIGNED_BYTES):
+        chosen = ort.SessionOptions()
+        chosen.intra_op_num_threads = chosen.inter_op_num_threads = 1
+        chosen.log_severity_level = 4  # it warns that the files are for this CPU alone
+        chosen.add_session_config_entry("session.load_model_format", "ONNX")
+        chosen.add_session_config_entry("session.save_model_format", "ONNX")
+        chosen.optimized_model_filepath = str(folder / GRAPH)
+        external = "session.optimized_model_external_initializers"
+        chosen.add_session_config_entry(f"{external}_file_name", WEIGHTS)
+        chosen.add_session_config_entry(f"{external}_min_size_in_bytes", str(least))
+        chosen.add_session_config_entry(
+            "session.save_external_prepacked_constant_initializers", "1"
+        )
+        with no_capture():
+            ort.InferenceSession(str(path), chosen, [PROVIDERS["cpu"]], enable_fallback=0)
+        if all(offset % ALIGNMENT == 0 for offset in read_outline(folder / GRAPH).packed_offsets):
+            return
 
 
 def _open(path: Path, options: SessionOptions, is_optimized: bool = False) -> Any:

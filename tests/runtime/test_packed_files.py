@@ -8,12 +8,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from test_shared_sessions import GRAPH, WIDTH, product, write
+from test_shared_sessions import GRAPH, WIDTH, graph_of, product, write
 
 from spec_runtime.backends import packed_files
 from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.backends.packed_files import WEIGHTS
 from spec_runtime.files import locked
+from spec_runtime.untrusted.onnx_file import read_outline
 
 
 @pytest.fixture
@@ -54,6 +55,21 @@ def test_weights_are_packed_once_and_mapped(
     assert packed_folders(cache) == [folder]
     assert weights.stat().st_mtime_ns == written
     assert warnings.messages == []
+
+
+@pytest.mark.parametrize(("width", "is_kept"), [(4096, True), (4099, False), (1024, False)])
+def test_weights_below_a_megabyte_are_mapped_where_they_are_aligned(
+    width: int, is_kept: bool, tmp_path: Path, cache: Path
+) -> None:
+    """Weights of 128 KiB, 96 bytes more, behind which packed ones would lie badly, and 32 KiB."""
+    path = write(tmp_path, 2.0, width)
+    for _ in range(2):  # packed, and read
+        backend = CpuBackend(path, graph_of(width), 1, 1, is_mapped=True)
+        assert product(backend, 1.0, width) == 2.0 * width
+        del backend
+    (folder,) = packed_folders(cache)
+    outline = read_outline(folder / packed_files.GRAPH)
+    assert len(outline.packed_offsets) == len(outline.weights) == is_kept
 
 
 def test_other_weights_and_other_cpus_have_files_of_their_own(

@@ -15,23 +15,29 @@ from spec_runtime.bundle import Graph, TensorSpec
 
 onnx = pytest.importorskip("onnx")
 
-WIDTH = 40_000  # weights of 1.3 MB: packed files keep less than 1 MiB in the graph
-GRAPH = Graph(
-    "scale.onnx",
-    "stateless",
-    (TensorSpec("x", "float32", ("N", WIDTH)),),
-    (TensorSpec("y", "float32", ("N", 8)),),
-)
+WIDTH = 40_000
 
 
-def write(folder: Path, factor: float) -> Path:
+def graph_of(width: int) -> Graph:
+    return Graph(
+        "scale.onnx",
+        "stateless",
+        (TensorSpec("x", "float32", ("N", width)),),
+        (TensorSpec("y", "float32", ("N", 8)),),
+    )
+
+
+GRAPH = graph_of(WIDTH)
+
+
+def write(folder: Path, factor: float, width: int = WIDTH) -> Path:
     """Writes a graph y = x · w, all of whose weights, in a file of their own, are `factor`."""
     h, f32 = onnx.helper, onnx.TensorProto.FLOAT
-    weight = onnx.numpy_helper.from_array(np.full((WIDTH, 8), factor, np.float32), "w")
+    weight = onnx.numpy_helper.from_array(np.full((width, 8), factor, np.float32), "w")
     graph = h.make_graph(
         [h.make_node("MatMul", ["x", "w"], ["y"])],
         "scale",
-        [h.make_tensor_value_info("x", f32, ["N", WIDTH])],
+        [h.make_tensor_value_info("x", f32, ["N", width])],
         [h.make_tensor_value_info("y", f32, ["N", 8])],
         [weight],
     )
@@ -46,8 +52,8 @@ def open_graph(path: Path, threads: int = 1) -> CpuBackend:
     return CpuBackend(path, GRAPH, 1, threads)
 
 
-def product(backend: CpuBackend, factor: float) -> float:
-    x = np.full((2, WIDTH), factor, np.float32)
+def product(backend: CpuBackend, factor: float, width: int = WIDTH) -> float:
+    x = np.full((2, width), factor, np.float32)
     return float(backend.run({"x": x}, ["y"])["y"][0, 0])
 
 
