@@ -85,6 +85,8 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
         few = ("--limit", str(sizes.tuned_prompts or TUNED_PROMPTS[precision]))
         sweep = ("sweep_budgets.py", *given, *few, *short, "--repeats", str(sizes.repeats))
         found.append(Stage(f"sweep-{precision}", sweep, precision, is_tool=True))
+    pools = ("thread_settings.py", *given, "--rounds", str(sizes.repeats))
+    found.append(Stage("threads-int8", pools, "int8", is_tool=True))
     acceptance = ("compare_acceptance.py", *given, *limit, *short)
     found.append(Stage("acceptance-int8", acceptance, "int8", is_tool=True))
     memory = ("measure_memory.py", *short)

@@ -121,8 +121,10 @@ def number(got: float | None, form: str) -> str:
     return "" if got is None else format(got, form)
 
 
-def spread(speedup: dict[str, float]) -> str:
-    return f"{speedup['median']:.2f} ({speedup['least']:.2f} to {speedup['greatest']:.2f})"
+def spread(found: dict[str, float], form: str = ".2f") -> str:
+    """Returns a median with its range: "1.52 (1.48 to 1.60)"."""
+    median, least, greatest = (format(found[key], form) for key in ("median", "least", "greatest"))
+    return f"{median} ({least} to {greatest})"
 
 
 def millions(parameters: int | None) -> str:
@@ -291,6 +293,16 @@ def sweep(precision: str) -> str:
             ]
         )
     head = ["trees", "nodes", "accepted length", "speed-up: median (range)", "slowest subset"]
+    return table(head, rows)
+
+
+def threads(precision: str) -> str:
+    """ONNX Runtime's thread settings beside each other, and beside a busy process."""
+    rows = []
+    for each in value(load(f"threads-{precision}"), "rows", "threads"):
+        cells = [f"{spread(each[mode], '.0f')}" for mode in ("plain", "drafter")]
+        rows.append([f"{each['threads']}", f"{each['neighbours']}", each["setting"], *cells])
+    head = ["threads", "busy processes beside", "setting", "plain tokens/s", "with the drafter"]
     return table(head, rows)
 
 
@@ -806,6 +818,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "section": section,
     "acceptance": acceptance,
     "sweep": sweep,
+    "threads": threads,
     "ablation": ablation,
     "audit": audit,
     "memory": memory,

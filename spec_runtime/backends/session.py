@@ -23,6 +23,7 @@ from spec_runtime.backends.cuda_libraries import require_gpu
 from spec_runtime.backends.packed_files import GRAPH, WEIGHTS, packed_file
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
+from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import BANK, Graph, TensorSpec
 from spec_runtime.mapping import brief
 from spec_runtime.untrusted.memory import buffer_shape
@@ -207,6 +208,8 @@ def _open(path: Path, options: SessionOptions, is_optimized: bool = False) -> An
     chosen.log_severity_level = 4  # errors come as exceptions, with the same text
     # Target and drafter take turns: threads that go on spinning would eat the other's cores.
     chosen.add_session_config_entry("session.force_spinning_stop", "1")
+    if options.threads > default_threads():  # a spinning one has a CPU that another waits for
+        chosen.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # ONNX Runtime has a format of its own, whose operators nobody has looked at.
     chosen.add_session_config_entry("session.load_model_format", "ONNX")
     for name, value in options.weights.items():

@@ -6,11 +6,13 @@ import os
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.backends.threads import default_threads
 from spec_runtime.bundle import Graph, TensorSpec
 
 onnx = pytest.importorskip("onnx")
@@ -66,6 +68,17 @@ def test_backends_of_the_same_file_share_its_session(tmp_path: Path) -> None:
     other.mkdir()
     assert open_graph(write(other, 2.0)).session is not first.session
     assert (product(first, 1.0), product(second, 3.0)) == (2.0 * WIDTH, 6.0 * WIDTH)
+
+
+def test_more_threads_than_cpus_do_not_spin(tmp_path: Path) -> None:
+    path, cpus, name = write(tmp_path, 2.0), default_threads(), "session.intra_op.allow_spinning"
+
+    def options(threads: int) -> Any:
+        return open_graph(path, threads).session.get_session_options()
+
+    assert options(cpus + 1).get_session_config_entry(name) == "0"
+    with pytest.raises(RuntimeError):  # it is not set
+        options(cpus).get_session_config_entry(name)
 
 
 def test_the_session_goes_with_its_last_backend(tmp_path: Path) -> None:
