@@ -200,6 +200,26 @@ SECTIONS = {
         },
         "| `qa` | 4 | 10.0 | 20.0 | 2.00 | 1.50 | 1.75 | 2.50 | 75.0% |",
     ),
+    "steps": (
+        "steps",
+        {
+            "threads": 2,
+            "repeats": 5,
+            "passes": {
+                "int8": [
+                    {
+                        "context": 200,
+                        "nodes": 8,
+                        "ms": {"median": 9.5, "least": 9.4, "greatest": 9.75},
+                        "over_one_node": 1.625,
+                        "over_first": 1.7,
+                    }
+                ]
+            },
+            "operators": {"int8": [{"context": 200, "nodes": 8, "ms": {"Mul": 1.25}}]},
+        },
+        "| 200 | 8 | 9.50 (9.40 to 9.75) | 1.62 | 1.70 |",
+    ),
 }
 
 

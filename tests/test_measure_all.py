@@ -22,7 +22,14 @@ def test_the_stages_are_the_headline_results(capsys: pytest.CaptureFixture[str])
             *("bench-fp32", "bench-int8", "lookup-fp32", "acceptance-int8", "memory-fp32"),
             *("audit-fp32", "audit-int8", "audit-int4", "audit-fp32-strict"),
             *(f"{what}-{each}" for what in ("tune", "sweep") for each in ("fp32", "int8", "int4")),
-            *("transformers-fp32", "spec-bench-fp32", "spec-bench-int8", "rivals", "threads-int8"),
+            *(
+                "transformers-fp32",
+                "spec-bench-fp32",
+                "spec-bench-int8",
+                "rivals",
+                "threads-int8",
+                "steps",
+            ),
         ]
     )
     for precision in ("fp32", "int8", "int4"):

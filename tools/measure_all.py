@@ -46,10 +46,11 @@ class Sizes:
     rival_prompts: tuple[int, int] = (8, 4)  # short and long ones
     rival_rounds: int = 3
     tuned_prompts: int | None = None  # None: as TUNED_PROMPTS says
+    contexts: tuple[int, ...] = (200, 1500)  # tokens before a pass
     questions: int | None = None  # of each subset of Spec-Bench; None: all
 
 
-TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, 1, 1)
+TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, 1, (8,), 1)
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
         found.append(Stage(f"sweep-{precision}", sweep, precision, is_tool=True))
     pools = ("thread_settings.py", *given, "--rounds", str(sizes.repeats))
     found.append(Stage("threads-int8", pools, "int8", is_tool=True))
+    contexts = ("--contexts", *map(str, sizes.contexts))
+    steps = ("step_costs.py", "--operators", "--repeats", str(sizes.repeats), *contexts)
+    found.append(Stage("steps", steps, None, is_tool=True))
     acceptance = ("compare_acceptance.py", *given, *limit, *short)
     found.append(Stage("acceptance-int8", acceptance, "int8", is_tool=True))
     memory = ("measure_memory.py", *short)

@@ -37,9 +37,10 @@ BLOCK = re.compile(
 SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 OPTIONS, TEMPERATURES = "ablation-parallelspec-options", "drafters-temperatures"
 BY_NODES, BY_MASKS = "drafters-nodes", "ablation-num-masks"
+STEPS = "steps"
 RIVALS, SPEC_BENCH = "rivals", ("spec-bench-fp32", "spec-bench-int8")
 # new measurements, which a page may be ahead of
-AWAITED = ("lookup-fp32", OPTIONS, TEMPERATURES, BY_NODES, RIVALS, *SPEC_BENCH)
+AWAITED = ("lookup-fp32", OPTIONS, TEMPERATURES, BY_NODES, RIVALS, STEPS, *SPEC_BENCH)
 LEFT_OUT = "\n\n"  # what stands for a section whose figures are not there
 NOT_MEASURED = "\n\n*Not measured yet.*\n\n"
 CONTENDERS = {
@@ -586,7 +587,42 @@ def spec_bench_table(file: str) -> str:
     return f"{heading}{body}{parted}\n\nMeasured: {source(file)}\n\n"
 
 
+def steps() -> str:
+    """What a pass costs at each precision, context and number of nodes, and by operator."""
+    if not measured(STEPS):
+        return LEFT_OUT
+    data = load(STEPS)
+    words = (
+        "A pass of the target over a chain of nodes behind so many committed tokens, in "
+        f"milliseconds on {data['threads']} threads: the median of {data['repeats']} repeats and "
+        "their range. "
+        "*Of one node* is a pass's time over that of a single node with the same context: what "
+        "speculation pays for a tree."
+    )
+    body = ""
+    for precision, rows in value(data, "passes", STEPS).items():
+        cells = [
+            [
+                f"{row['context']}",
+                f"{row['nodes']}",
+                spread(row["ms"]),
+                f"{row['over_one_node']:.2f}",
+                f"{row['over_first']:.2f}",
+            ]
+            for row in rows
+        ]
+        head = ["context", "nodes", "ms: median (range)", "of one node", "of the first row"]
+        body += f"\n### Passes at {precision}\n{table(head, cells)}"
+        for each in data["operators"].get(precision, ()):
+            parts = ", ".join(f"{name} {ms:.1f}" for name, ms in each["ms"].items())
+            size = f"{each['context']} tokens, {each['nodes']} nodes"
+            body += f"\n- by operator, {size}, under the profiler: {parts}"
+        body += "\n"
+    return framed("What a pass costs", words, body, STEPS)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
+    "steps": steps,
     "rivals": rivals,
     "spec_bench": spec_bench,
     "options": options_study,

@@ -159,10 +159,10 @@ class _Walker:
         """Notes a weight of the graph, and where it lies if that is another file."""
         place = self._tensor(begin, end)
         offset, length = place.get("offset", "0"), place.get("length", "")
-        for key, value in place.items():
+        for key, entry in place.items():
             if key.startswith(_PACKED):
                 # its name and then, for each of its buffers, "|offset;length;checksum"
-                begins = [part.partition(";")[0] for part in value.split("|")[1:]]
+                begins = [part.partition(";")[0] for part in entry.split("|")[1:]]
                 self._found.packed_offsets += [int(each) for each in begins if each.isdecimal()]
         if "location" not in place or not (offset.isdecimal() and length.isdecimal()):
             return
