@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,8 @@ from spec_export.training.resume import require_checkpoint
 from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob, console
 from spec_runtime import files
 
+MARKOV = "markov."  # begins the names of a Markov bias' tensors
+
 
 def run(
     recipe_path: Path,
@@ -45,8 +48,9 @@ def run(
     `config.json`); the curves lie beside it.
 
     out: the folder for checkpoints and drafter (runs/<recipe's stem> by default); cache: the
-    feature cache (out/features); init: a drafter of the same shape to start from, or the run that
-    made it. If it learnt an output head of its own, its draft vocabulary is taken over too.
+    feature cache (out/features); init: a drafter of the same shape to start from, perhaps without a
+    Markov bias, or the run that made it. If it learnt an output head of its own, its draft
+    vocabulary is taken over too.
     tensorboard: write TensorBoard events into `out`/tensorboard.
     Raises ValueError on a bad recipe, bad data or a bad checkpoint, if the answers are of another
     target, if `out` holds a run already and `resume` is not set, if it holds none and `resume` is
@@ -176,8 +180,8 @@ def _started_from(saved: checkpoint.SavedDrafter, drafter: Any, name: str, model
     """Returns the drafter of this name with the weights of `saved`, another run's.
 
     The rows of a trained output head belong to the draft vocabulary that it was trained with, which
-    then takes the place of the new data's. Raises ValueError if the two drafters differ in kind or
-    shape.
+    then takes the place of the new data's. A Markov bias that `saved` has not starts as in a new
+    run. Raises ValueError if the two drafters differ otherwise in kind or shape.
     """
     if saved.name != name:
         raise ValueError(
@@ -194,6 +198,9 @@ def _started_from(saved: checkpoint.SavedDrafter, drafter: Any, name: str, model
         backbone = Backbone.from_transformers(model, tuple(drafter.config.taps))
         ends = target.ends(backbone)
         drafter = type(drafter)(drafter.config, ends, torch.from_numpy(old_ids))
+    bias = {name: each for name, each in drafter.state_dict().items() if name.startswith(MARKOV)}
+    if not any(name.startswith(MARKOV) for name in saved.state):
+        saved = replace(saved, state={**saved.state, **bias})
     saved.load_into(drafter)
     return drafter
 
