@@ -330,6 +330,8 @@ class DrafterInfo:
     - "markov_rank": if above 0, the graph has the output `pair_log_probs` f32[K-1, C, C], whose
       entry [k, p, c] is the log-probability of candidate c of guess k + 1 behind candidate p of
       guess k. Candidates keep the order and the ids of `guess_ids`.
+
+    `bigrams` is the file of such a drafter's table of bigrams, see proposers/bigrams.py.
     """
 
     name: str
@@ -339,6 +341,7 @@ class DrafterInfo:
     calibration: dict[str, Any] | None
     trees: dict[str, Any]
     expected_accepted_length: float | None
+    bigrams: str | None = added_later(None)
 
     def __post_init__(self) -> None:
         _require_name("drafter", self.name)
@@ -571,7 +574,7 @@ def _named_files(manifest: Manifest) -> list[str]:
     names = []
     for drafter in manifest.drafters:
         graphs += drafter.graphs.values()
-        names += [drafter.draft_token_ids] if drafter.draft_token_ids else []
+        names += [name for name in (drafter.draft_token_ids, drafter.bigrams) if name]
     for graph in graphs:
         names += [graph.file, *(plan.file for plan in graph.plans)]
     names.append(manifest.tokenizer.file)

@@ -37,6 +37,7 @@ STEP_PREFIX = "step-"
 HEADER, DRAFTER_HEADER = "checkpoint.json", "config.json"
 PACKAGES = ("specsplit", "torch", "transformers", "safetensors", "numpy")
 DRAFT_TOKEN_IDS = "draft_token_ids"
+BIGRAMS = "bigrams."  # begins the names of the table's tensors
 STATES = "states.pt"
 AVERAGE = "average.safetensors"  # only of a run that averages its weights
 _STEP = re.compile(rf"{STEP_PREFIX}\d{{8,15}}")
@@ -64,7 +65,7 @@ class SavedDrafter:
     """A finished drafter.
 
     Floating tensors of `state` are float32. `draft_token_ids` is int64[Vd], or None where the
-    drafter can guess the whole vocabulary.
+    drafter can guess the whole vocabulary. `bigrams` are the arrays of its table, see bigrams.py.
     """
 
     name: str
@@ -73,6 +74,7 @@ class SavedDrafter:
     draft_token_ids: np.ndarray | None
     provenance: dict[str, Any]
     path: Path
+    bigrams: dict[str, np.ndarray] | None = None
 
     def load_into(self, module: torch.nn.Module) -> None:
         """Copies the tensors into `module`.
@@ -313,6 +315,7 @@ def save_drafter(
     config: Any,
     provenance: Mapping[str, Any],
     draft_token_ids: np.ndarray | None = None,
+    bigrams: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """Writes `drafter.safetensors` and `config.json` to `folder` and returns it.
 
@@ -323,6 +326,7 @@ def save_drafter(
         config: the drafter's Config (dataclass or mapping) of JSON values.
         draft_token_ids: integer[Vd], the target's ids of the draft vocabulary; they are stored
             beside the tensors.
+        bigrams: the arrays of a one-pass drafter's table, see bigrams.table; stored there too.
     Raises:
         CheckpointError: `folder` holds other files, or `state` a tensor of a reserved name or one
             with NaN or infinity in it.
@@ -332,14 +336,16 @@ def save_drafter(
         for key, tensor in _detached(state).items()
     }
     _require_finite(tensors, folder)
-    if DRAFT_TOKEN_IDS in tensors:
-        raise CheckpointError(
-            f"the state dict holds {DRAFT_TOKEN_IDS!r}, expected it as an argument"
-        )
+    for key in tensors:
+        if key == DRAFT_TOKEN_IDS or key.startswith(BIGRAMS):
+            raise CheckpointError(f"the state dict holds {key!r}, expected it as an argument")
     if draft_token_ids is not None:
         tensors[DRAFT_TOKEN_IDS] = torch.from_numpy(
             np.asarray(draft_token_ids, dtype=np.int64).copy()
         )
+    for part, array in (bigrams or {}).items():
+        tensor = torch.from_numpy(array.copy())
+        tensors[BIGRAMS + part] = tensor.bfloat16() if tensor.is_floating_point() else tensor
 
     def write(temporary: Path) -> dict[str, Any]:
         with _os_errors():
@@ -399,6 +405,11 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
     found = {key: _signature(tensor) for key, tensor in tensors.items()}
     _compare(found, header.tensors, str(folder))
     ids = tensors.pop(DRAFT_TOKEN_IDS, None)
+    table = {key: tensors.pop(key) for key in list(tensors) if key.startswith(BIGRAMS)}
+    bigrams = {
+        key.removeprefix(BIGRAMS): (each.float() if each.is_floating_point() else each).numpy()
+        for key, each in table.items()
+    }
     is_row = ids is None or (ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) > 0)
     if not is_row or (ids is not None and bool((ids < 0).any())):
         raise CheckpointError(
@@ -415,6 +426,7 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
         draft_token_ids=None if ids is None else ids.numpy(),
         provenance=header.provenance,
         path=folder,
+        bigrams=bigrams or None,
     )
 
 

@@ -196,12 +196,15 @@ class ExportSection:
     `precision` is the exported drafter's. `draft_vocab` is the number of the most frequent answer
     tokens that its head can guess; it is trained and exported so. Absent means the whole
     vocabulary. A prompt's token counts `draft_vocab_prompts` times as much as an answer's: rows
-    with broad prompts hold words that answers to others will need.
+    with broad prompts hold words that answers to others will need. `bigrams` gives a drafter that
+    guesses in one pass, without a Markov bias, a table of which tokens follow which in the
+    answers, see bigrams.py.
     """
 
     precision: Literal["fp32", "int8", "int4", "fp16", "bf16"] = "fp32"
     draft_vocab: int | None = None
     draft_vocab_prompts: float = 0.0
+    bigrams: bool = added_later(True)
 
     def __post_init__(self) -> None:
         _require(

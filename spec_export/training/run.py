@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from spec_export import drafters, target
 from spec_export.decoder import Backbone
-from spec_export.training import checkpoint, data, features, recipe
+from spec_export.training import bigrams, checkpoint, data, features, recipe
 from spec_export.training.allocator import keep_big_blocks
 from spec_export.training.disk import free_space, shown
 from spec_export.training.events import require_tensorboard
@@ -126,12 +126,18 @@ def _new_trainer(
         saved = checkpoint.load_drafter(init)
         drafter = _started_from(saved, drafter, plan.drafter_name, model)
         provenance["init"] = checkpoint.origin(saved)
+    table = None
+    if plan.export.bigrams and drafter.is_one_pass and drafter.markov is None:
+        ids = drafter.draft_token_ids.cpu().numpy()
+        table = bigrams.table(training, ids, model.config.vocab_size)
     accelerator, wants_shards = _accelerator(plan)
+    job = TrainingJob(
+        plan, drafter, len(training), out, provenance, accelerator, tensorboard, table
+    )
     if plan.joint is not None:
         from spec_export.training.joint import JointTrainer  # imports peft, which takes a while
 
         provenance["target_modified"] = True
-        job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator, tensorboard)
         return JointTrainer(job, model, tokenizer, training + held_out, wants_shards)
     taps = tuple(config.taps)
     if accelerator.is_main_process:
@@ -146,7 +152,6 @@ def _new_trainer(
         features.wait(cache, examples, width, fingerprint, taps, store)
     accelerator.wait_for_everyone()
     del model  # training reads stored features: the target's memory is free again
-    job = TrainingJob(plan, drafter, len(training), out, provenance, accelerator, tensorboard)
     return Trainer(job, features.FeatureCache(cache, taps))
 
 

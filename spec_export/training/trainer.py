@@ -22,6 +22,7 @@ from torch import Tensor
 from spec_export.drafters.layers import Batch
 from spec_export.training import batches, checkpoint, curves, disk, interruption, recipe, resume
 from spec_export.training.average import WeightAverage
+from spec_export.training.bigrams import Table
 from spec_export.training.events import EventWriter
 from spec_export.training.pace import Pace, expected_end, validations_left
 from spec_export.training.validate import (
@@ -48,7 +49,8 @@ class TrainingJob:
 
     The first `num_training` sequences train, the rest validates. `out` is the folder for
     checkpoints, curves and the drafter, `provenance` the facts that are saved with it.
-    `writes_events` asks for TensorBoard events beside them.
+    `writes_events` asks for TensorBoard events beside them. `bigrams` is the table of a one-pass
+    drafter, see bigrams.py.
     """
 
     plan: recipe.Recipe
@@ -58,6 +60,7 @@ class TrainingJob:
     provenance: dict[str, Any]
     accelerator: Accelerator
     writes_events: bool = False
+    bigrams: Table | None = None
 
 
 class Trainer:
@@ -488,6 +491,7 @@ class Trainer:
                 self.drafter.config,
                 self.job.provenance | {"steps": self.step, "validation": self._validation()},
                 self.drafter.draft_token_ids.cpu().numpy(),
+                self.job.bigrams,
             )
 
     def _validation(self) -> dict[str, float] | None:

@@ -14,6 +14,7 @@ import numpy as np
 from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.proposers.base import Follower
+from spec_runtime.proposers.bigrams import Bigrams
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.step import Step
 from spec_runtime.target import Target
@@ -29,33 +30,37 @@ class GuessReader:
 
     has_pairs: the graph says how likely each candidate is behind each candidate of the guess before
     it (`pair_log_probs`). scale_K2: f64[K, 2], see Guesses.scaled; None leaves them as they are.
+    bigrams: says the same of a drafter whose graph does not.
     """
 
     has_pairs: bool = False
     scale_K2: np.ndarray | None = None
+    bigrams: Bigrams | None = None
 
     @classmethod
-    def open(cls, info: DrafterInfo) -> GuessReader:
+    def open(cls, bundle: Bundle, info: DrafterInfo) -> GuessReader:
         """Returns the reader of this drafter; raises BundleError if its graph has not the outputs
-        that its config promises, or if its calibration is that of another number of guesses."""
+        that its config promises, if its calibration is that of another number of guesses, or if its
+        table of bigrams is damaged."""
+        bigrams = Bigrams.open(bundle, info)
         has_pairs = info.config.get("markov_rank", 0) > 0
         scales = (info.calibration or {}).get("depth_scales")
         if has_pairs or scales is not None:
             require_config(info, ("num_guesses",), ("drafter",))
         if "num_guesses" not in info.config:
-            return cls()
+            return cls(bigrams=bigrams)
         num_guesses = info.config["num_guesses"]
         _require_guesses(info, num_guesses)
         if has_pairs:
             _require_pairs(info, num_guesses)
         if scales is None:
-            return cls(has_pairs)
+            return cls(has_pairs, bigrams=bigrams)
         if len(scales) != num_guesses:
             raise BundleError(
                 f"drafter {info.name!r}: got depth_scales of {len(scales)} guesses, expected "
                 f"{num_guesses}; run spec-export calibrate again"
             )
-        return cls(has_pairs, np.array(scales, np.float64))
+        return cls(has_pairs, np.array(scales, np.float64), bigrams)
 
     @property
     def outputs(self) -> list[str]:
@@ -63,9 +68,10 @@ class GuessReader:
         return ["guess_ids", "guess_log_probs", *(["pair_log_probs"] if self.has_pairs else [])]
 
     def read(self, results: Mapping[str, np.ndarray]) -> Guesses:
-        """Returns the guesses as the graph gives them, without scales."""
+        """Returns the guesses as graph and bigrams give them, without scales."""
         pair_KCC = results["pair_log_probs"] if self.has_pairs else None
-        return Guesses(results["guess_ids"], results["guess_log_probs"], pair_KCC)
+        guesses = Guesses(results["guess_ids"], results["guess_log_probs"], pair_KCC)
+        return guesses if self.bigrams is None else self.bigrams.conditioned(guesses)
 
     def grow(self, token: int, guesses: Guesses, budget: Budget) -> TokenTree:
         """Returns the tree of these guesses, scaled, below the root `token`."""
@@ -160,7 +166,7 @@ class OnePassProposer:
         )
         base, reads_token = info.config["mask_token_base"], info.config.get("mask_reads_token")
         mask_ids = mask_input_ids(base, num_masks, bool(reads_token))
-        return cls(rows, mask_ids, GuessReader.open(info), bool(reads_token))
+        return cls(rows, mask_ids, GuessReader.open(bundle, info), bool(reads_token))
 
     @property
     def run_seconds(self) -> float:
@@ -222,7 +228,7 @@ class LastFeatureProposer:
         """Opens a drafter of the bundle."""
         info = require_config(info, (), ("drafter",))
         last = LastFeature.open(bundle, info.graphs["drafter"], runtime, target)
-        return cls(last, GuessReader.open(info))
+        return cls(last, GuessReader.open(bundle, info))
 
     @property
     def run_seconds(self) -> float:

@@ -165,6 +165,17 @@ def test_two_processes_train_as_one_with_twice_the_batches(recipe: Path, tmp_pat
     assert all((one[name] - two[name]).norm() <= 0.01 * one[name].norm() for name in one)
 
 
+def test_a_one_pass_drafter_has_a_table_of_bigrams_unless_the_recipe_wants_none(
+    recipe: Path, finished: Path, tmp_path: Path
+) -> None:
+    table = checkpoint.load_drafter(finished / "drafter").bigrams
+    assert table is not None
+    assert len(table["bias"]) == len(table["previous"]) > 0
+    settings = ["train.max_steps=1", "export.bigrams=false"]
+    train.run(recipe, settings, tmp_path, cache=finished / "features")
+    assert checkpoint.load_drafter(tmp_path / "drafter").bigrams is None
+
+
 def test_training_starts_from_another_drafter(recipe: Path, finished: Path, tmp_path: Path) -> None:
     train.run(
         recipe, ["train.lr=1e-12"], tmp_path, cache=finished / "features", init=finished / "drafter"
@@ -179,8 +190,8 @@ def test_a_markov_bias_may_be_added_to_a_trained_drafter(
     recipe: Path, finished: Path, tmp_path: Path
 ) -> None:
     settings = ["train.lr=1e-12", "drafter.markov_rank=4"]
-    start = {"cache": finished / "features", "init": finished / "drafter"}
-    train.run(recipe, settings, tmp_path / "added", **start)
+    cache = finished / "features"
+    train.run(recipe, settings, tmp_path / "added", cache=cache, init=finished / "drafter")
     before, after = (
         checkpoint.load_drafter(folder / "drafter").state
         for folder in (finished, tmp_path / "added")
@@ -188,9 +199,7 @@ def test_a_markov_bias_may_be_added_to_a_trained_drafter(
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert {name for name in after if name not in before} == {"markov.read", "markov.write"}
     with pytest.raises(ValueError, match=r"unexpected markov\.read"):
-        train.run(
-            recipe, [], tmp_path / "less", cache=start["cache"], init=tmp_path / "added/drafter"
-        )
+        train.run(recipe, [], tmp_path / "less", cache=cache, init=tmp_path / "added/drafter")
 
 
 def test_training_ends_when_its_time_is_over(
