@@ -326,12 +326,11 @@ class DrafterInfo:
 
     - "num_guesses": rows of its output `guess_ids`; "num_masks", mask rows of a run;
       "mask_token_base" V, where mask k has the input id V + k - 1;
-    - "mask_reads_token": mask k has the id k * V + the root's token instead;
-    - "markov_rank": if above 0, the graph has the output `pair_log_probs` f32[K-1, C, C], whose
-      entry [k, p, c] is the log-probability of candidate c of guess k + 1 behind candidate p of
-      guess k. Candidates keep the order and the ids of `guess_ids`.
+    - "mask_reads_token": mask k has the id k * V + the root's token instead.
 
-    `bigrams` is the file of such a drafter's table of bigrams, see proposers/bigrams.py.
+    If its graph has the output `pair_log_probs` f32[K-1, C, C], entry [k, p, c] is the
+    log-probability of candidate c of guess k + 1 behind candidate p of guess k. Candidates keep the
+    order and the ids of `guess_ids`.
     """
 
     name: str
@@ -341,7 +340,6 @@ class DrafterInfo:
     calibration: dict[str, Any] | None
     trees: dict[str, Any]
     expected_accepted_length: float | None
-    bigrams: str | None = added_later(None)
 
     def __post_init__(self) -> None:
         _require_name("drafter", self.name)
@@ -574,7 +572,7 @@ def _named_files(manifest: Manifest) -> list[str]:
     names = []
     for drafter in manifest.drafters:
         graphs += drafter.graphs.values()
-        names += [name for name in (drafter.draft_token_ids, drafter.bigrams) if name]
+        names += [drafter.draft_token_ids] if drafter.draft_token_ids else []
     for graph in graphs:
         names += [graph.file, *(plan.file for plan in graph.plans)]
     names.append(manifest.tokenizer.file)

@@ -14,7 +14,7 @@ streams (median and 99th percentile); how often a request was overtaken by one t
 least 50 ms after it; and the server's memory, threads and open files before and after. Exit code 1
 if a request ended as it should not, or the server keeps threads or files.
 
-`--compare` measures, for so many rounds in turn, the same prompts by one client of the server and
+`--compare` measures, for so many rounds in turn, the same streams by one client of the server and
 by the engine itself in this process, and prints the ratio of their tokens per second.
 """
 
@@ -319,10 +319,9 @@ def compare(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
         served_seconds = time.perf_counter() - begun
         begun, bare_tokens = time.perf_counter(), 0
         for body in bodies:
-            result = engine.generate(
-                json.loads(body)["messages"], max_new_tokens=arguments.max_new_tokens
-            )
-            bare_tokens += len(result.token_ids)
+            messages = json.loads(body)["messages"]
+            for chunk in engine.chunks(messages, max_new_tokens=arguments.max_new_tokens):
+                bare_tokens += len(chunk.token_ids)
         bare_seconds = time.perf_counter() - begun
         if number > 0:  # the first round warms both up
             served_rates.append(tokens / served_seconds)

@@ -38,7 +38,7 @@ from spec_runtime.measure import provenance
 from spec_runtime.target import Target
 from spec_runtime.trees.tree import TokenTree
 
-NOTE = "random tokens; not recorded: prompts"
+NOTE = "random tokens; not recorded: prompts, bundle"
 PROFILED_NODES = (1, 8)
 FEW = 0.02  # an operator with a smaller share of a profile is counted among the others
 

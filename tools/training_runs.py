@@ -148,7 +148,11 @@ def measured(drafter: Path, rows_per_step: float | None = None) -> dict[str, Any
     Calibration errors `ece_K` are there if validation measured them.
     """
     about = json.loads((drafter / "config.json").read_text())
-    tensors = {k: v for k, v in about["tensors"].items() if k != checkpoint.DRAFT_TOKEN_IDS}
+    tensors = {
+        name: signature
+        for name, signature in about["tensors"].items()
+        if name != checkpoint.DRAFT_TOKEN_IDS and not name.startswith(checkpoint.BIGRAMS)
+    }
     found = about["provenance"]["validation"]
     if found is None:
         raise ValueError(f"{drafter} was not validated: hold back some rows of the data")

@@ -170,6 +170,8 @@ def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
         )
     module = definition.Drafter(config, target.ends(backbone), ids)
     saved.load_into(module)
+    if saved.bigrams is not None:
+        module.add_bigrams(saved.bigrams)
     return module.eval()
 
 

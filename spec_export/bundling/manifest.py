@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
 
 from spec_export.bundling.drafters import LoadedDrafter
 from spec_export.decoder_config import DecoderConfig
@@ -45,24 +44,15 @@ def drafter_info(
     folder: Path,
     target_parameters: int,
 ) -> DrafterInfo:
-    """Writes the drafter's token ids and its table of bigrams, if it has some, and returns its
-    entry.
+    """Writes the drafter's token ids, if it has its own, and returns its entry.
 
     `extra_memory` in its config is the number of its own parameters over the target's.
     """
-    saved, ids, table = drafter.saved, None, None
+    saved, ids = drafter.saved, None
     if saved.draft_token_ids is not None:
         ids = f"drafters/{saved.name}/draft_token_ids.npy"
         (folder / ids).parent.mkdir(parents=True, exist_ok=True)
         np.save(folder / ids, saved.draft_token_ids)
-    if saved.bigrams is not None:
-        table = f"drafters/{saved.name}/bigrams.safetensors"
-        (folder / table).parent.mkdir(parents=True, exist_ok=True)
-        halved = {
-            name: each.astype(np.float16) if each.dtype.kind == "f" else each
-            for name, each in saved.bigrams.items()
-        }
-        safetensors.numpy.save_file(halved, folder / table)
     own = sum(parameter.numel() for parameter in drafter.module.parameters())
     measured = saved.provenance.get("validation") or {}
     return DrafterInfo(
@@ -74,7 +64,6 @@ def drafter_info(
         calibration=None,
         trees=trees,
         expected_accepted_length=measured.get("accepted_length"),
-        bigrams=table,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spec_export.drafters.bigram_pairs import BigramPairs
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
 from spec_export.drafters.losses import IGNORED, head_cross_entropy, trained_head_cross_entropy
 from spec_export.drafters.markov import CandidateTables
@@ -161,7 +162,9 @@ class HeadsDrafter(DrafterBase):
     def heads_behind_others(self) -> Tensor:
         return torch.cat([*self.output_heads][1:]) if self.output_heads else self.head_VD
 
-    def graph_outputs(self, rows_1KD: Tensor, tables: CandidateTables | None) -> list[Tensor]:
+    def graph_outputs(
+        self, rows_1KD: Tensor, tables: CandidateTables | BigramPairs | None
+    ) -> list[Tensor]:
         """Returns a graph's outputs of one row of heads: guess_ids and guess_log_probs [K, C], and
         with `tables` pair_log_probs [K-1, C, C]."""
         index_KC, log_prob_KC = self.top_draft_tokens(self.logits(rows_1KD)[0], self.config.top_k)
@@ -172,5 +175,5 @@ class HeadsDrafter(DrafterBase):
 
     def output_names(self) -> list[str]:
         """Returns the names of `graph_outputs`."""
-        pairs = ["pair_log_probs"] if self.markov is not None else []
+        pairs = ["pair_log_probs"] if self.has_pairs else []
         return ["guess_ids", "guess_log_probs", *pairs]

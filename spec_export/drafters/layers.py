@@ -7,15 +7,17 @@ attention with a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
+from spec_export.drafters.bigram_pairs import BigramPairs
 from spec_export.drafters.losses import IGNORED, Shortlist, draw_shortlist
 from spec_export.drafters.markov import CandidateTables, MarkovBias
 
@@ -91,6 +93,7 @@ class DrafterBase(nn.Module):
     cos: Tensor
     sin: Tensor
     markov: MarkovBias | None
+    bigrams: BigramPairs | None
 
     def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
         super().__init__()
@@ -110,6 +113,7 @@ class DrafterBase(nn.Module):
         for name, tensor in borrowed.items():
             self.register_buffer(name, tensor, persistent=False)
         self.markov = None
+        self.bigrams = None
         self.shortlist_size = 0
         self.shortlist: Shortlist | None = None
         # the root mean square of a final feature, which the target's last norm gives it
@@ -156,6 +160,21 @@ class DrafterBase(nn.Module):
         if rank:
             self.markov = MarkovBias(rank, reads_hidden, self.embed_VD)
 
+    def add_bigrams(self, table: Mapping[str, np.ndarray]) -> None:
+        """Conditions the guesses by these arrays of bigrams.table. Raises ValueError if the drafter
+        knows its own guesses already, or if the table is that of another draft vocabulary."""
+        if not self.is_one_pass or self.markov is not None:
+            raise ValueError(
+                "got a table of bigrams, expected a drafter that guesses in one pass and has no "
+                "markov_rank: others know what they guessed before"
+            )
+        self.bigrams = BigramPairs(table, self.draft_token_ids)
+
+    @property
+    def has_pairs(self) -> bool:
+        """Says whether guesses are conditioned on the guess before, by a bias or by a table."""
+        return self.markov is not None or self.bigrams is not None
+
     def condition(self, rows: Tensor, previous_token: Tensor) -> Tensor:
         """Returns the rows [..., D] that the head reads behind the guess before, whose true token
         is previous_token i64[...]; unchanged without a bias.
@@ -181,11 +200,11 @@ class DrafterBase(nn.Module):
         top = torch.log_softmax(logits.float(), -1).topk(top_k, dim=-1)
         return top.indices, top.values
 
-    def candidate_tables(self) -> CandidateTables | None:
+    def candidate_tables(self) -> CandidateTables | BigramPairs | None:
         """Returns the module that conditions candidates on those of the guess before, None without
-        a bias. It holds the bias as trained so far."""
+        `has_pairs`. It holds a trained bias as it is so far."""
         if self.markov is None:
-            return None
+            return self.bigrams
         return CandidateTables(
             self.markov, self.embed_VD[self.draft_token_ids], self.heads_behind_others()
         )
@@ -197,8 +216,8 @@ class DrafterBase(nn.Module):
 
     @torch.no_grad()
     def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the drafter's `guesses`, token ids and log-probabilities [B, T-1, K, C], and of a
-        drafter with a bias the log-probability f32[B, T-1, K-1, C, C] of candidate c of guess k + 1
+        """Returns the drafter's `guesses`, token ids and log-probabilities [B, T-1, K, C], and if
+        it `has_pairs` the log-probability f32[B, T-1, K-1, C, C] of candidate c of guess k + 1
         behind candidate p of guess k, entry [k, p, c]."""
         ids, log_probs = self.guesses(batch, top_k)  # type: ignore[operator]
         return ids, log_probs, None
@@ -212,14 +231,14 @@ class DrafterBase(nn.Module):
         log_probs: Tensor,
     ) -> Tensor | None:
         """Returns the pairs of `guesses_with_pairs` from hidden rows [B, T-1, K, D] and their top
-        guesses [B, T-1, K, C]; None without a bias."""
+        guesses [B, T-1, K, C]; None without `has_pairs`."""
         tables = self.candidate_tables()
         if tables is None:
             return None
         parts = [
             tables(output_rows(rows_NKD), self.draft_index_V[ids_NKC], log_prob_NKC)
             for rows_NKD, ids_NKC, log_prob_NKC in zip(
-                *(x.flatten(0, 1).split(1024) for x in (rows, ids, log_probs)), strict=True
+                *(x.flatten(0, 1).split(256) for x in (rows, ids, log_probs)), strict=True
             )
         ]
         return torch.cat(parts).unflatten(0, rows.shape[:2])

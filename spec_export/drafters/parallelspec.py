@@ -534,9 +534,9 @@ class Drafter(DrafterBase):
         Its inputs are input_ids i64[1,N], features f32[1,N,F] (not with inputs = "tokens"),
         position_ids, mask, logit_rows i64[M] and the caches; its outputs guess_ids i64[M,C],
         guess_log_probs f32[M,C] and the caches. With V = mask_token_base mask k has the id
-        V + k − 1, and with `mask_reads_token` the id k · V + root token. With a `markov_rank` there
-        is the output pair_log_probs f32[K,C,C] over the first K+1 rows of logits, see
-        `CandidateTables`.
+        V + k − 1, and with `mask_reads_token` the id k · V + root token. If the drafter `has_pairs`
+        there is the output pair_log_probs f32[K,C,C] over the first K+1 rows of logits, see
+        `CandidateTables` and `BigramPairs`.
         """
         config = replace(target, num_layers=self.config.layers, taps=())
         inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
@@ -545,7 +545,7 @@ class Drafter(DrafterBase):
             num_rows = inputs[0].example.shape[1]
             inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, width), {1: "N"}))
         caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-        pairs = ["pair_log_probs"] if self.markov is not None else []
+        pairs = ["pair_log_probs"] if self.has_pairs else []
         outputs = ["guess_ids", "guess_log_probs", *pairs, *caches]
         return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "parallelspec")}
 

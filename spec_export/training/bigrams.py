@@ -1,5 +1,5 @@
 """Counts which tokens follow which in the answers, for drafters whose guesses do not know each
-other; see spec_runtime/proposers/bigrams.py for what the runtime makes of them.
+other; see drafters/bigram_pairs.py for what a drafter makes of them.
 
 Of N answer tokens n(c) are c, and n(p, c) of the n(p) tokens behind a p are c:
 
@@ -29,8 +29,12 @@ Table = dict[str, np.ndarray]
 def table(
     examples: Sequence[Example], draft_token_ids: np.ndarray, vocab_size: int
 ) -> Table | None:
-    """Returns the table's arrays, by the names of Bigrams' file, of the draft vocabulary's tokens
-    i64[Vd]; biases are f32. None if no pair was seen often enough."""
+    """Returns the table of the draft vocabulary's tokens i64[Vd]; None if no pair was seen twice.
+
+    Its arrays are `previous` and `next` i32[P], the pairs (p, c) in ascending order, with `bias`
+    f32[P], their b(p, c); and `token` i32[U], ascending, with `unseen` f32[U], the b(p, c) of a
+    token p with every c of which the table has no pair.
+    """
     is_drafted_V = np.zeros(vocab_size, bool)
     is_drafted_V[draft_token_ids] = True
     parts = [_followed(example) for example in examples]

@@ -130,6 +130,8 @@ def _new_trainer(
     if plan.export.bigrams and drafter.is_one_pass and drafter.markov is None:
         ids = drafter.draft_token_ids.cpu().numpy()
         table = bigrams.table(training, ids, model.config.vocab_size)
+        if table is not None:
+            drafter.add_bigrams(table)  # validation reads it
     accelerator, wants_shards = _accelerator(plan)
     job = TrainingJob(
         plan, drafter, len(training), out, provenance, accelerator, tensorboard, table

@@ -7,6 +7,7 @@ in it is trusted: sizes and types are compared with what is expected before anyt
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,14 @@ from spec_runtime.calls.kept_rows import KeptRows
 from spec_runtime.files import replacing
 from spec_runtime.mapping import brief
 from spec_runtime.text import Message
-from spec_runtime.untrusted.arrays import DTYPES, MAX_HEADER_BYTES, read_arrays
 
 TOKENS, FEATURES, MESSAGES = "tokens", "features", "messages"
+DTYPES: dict[str, np.dtype[Any]] = {
+    "I64": np.dtype(np.int64),
+    "F32": np.dtype(np.float32),
+    "U8": np.dtype(np.uint8),
+}
+MAX_HEADER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ def read_rows(
     OSError if there is none.
     """
     try:
-        header, data = read_arrays(path)
+        header, data = _read(path)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is not a file of a conversation ({brief(error, 120)}), expected one that "
@@ -121,3 +127,27 @@ def read_rows(
             f"{path} holds messages that are none: it is damaged; begin anew"
         ) from None
     return KeptRows(tokens.tolist(), data, features), messages
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the header and the arrays by name."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= MAX_HEADER_BYTES:
+            raise ValueError(f"a header of {size} bytes")
+        header = json.loads(file.read(size))
+        if not isinstance(header, dict):
+            raise ValueError("a header that is no object")
+        content = np.frombuffer(file.read(), np.uint8)
+    arrays = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        sizes = [begin, end, *shape]
+        if not all(type(number) is int and number >= 0 for number in sizes):
+            raise ValueError(f"{name} of shape {shape} at {begin} to {end}")
+        if end > len(content) or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} of shape {shape} at {begin} to {end}")
+        arrays[name] = content[begin:end].view(dtype).reshape(shape)
+    return header, arrays

@@ -14,7 +14,6 @@ import numpy as np
 from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.proposers.base import Follower
-from spec_runtime.proposers.bigrams import Bigrams
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.step import Step
 from spec_runtime.target import Target
@@ -23,6 +22,8 @@ from spec_runtime.trees.grow import grow
 from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
+PAIRS = "pair_log_probs"
+
 
 @dataclass(frozen=True, eq=False)
 class GuessReader:
@@ -30,48 +31,43 @@ class GuessReader:
 
     has_pairs: the graph says how likely each candidate is behind each candidate of the guess before
     it (`pair_log_probs`). scale_K2: f64[K, 2], see Guesses.scaled; None leaves them as they are.
-    bigrams: says the same of a drafter whose graph does not.
     """
 
     has_pairs: bool = False
     scale_K2: np.ndarray | None = None
-    bigrams: Bigrams | None = None
 
     @classmethod
-    def open(cls, bundle: Bundle, info: DrafterInfo) -> GuessReader:
-        """Returns the reader of this drafter; raises BundleError if its graph has not the outputs
-        that its config promises, if its calibration is that of another number of guesses, or if its
-        table of bigrams is damaged."""
-        bigrams = Bigrams.open(bundle, info)
-        has_pairs = info.config.get("markov_rank", 0) > 0
+    def open(cls, info: DrafterInfo) -> GuessReader:
+        """Returns the reader of this drafter; raises BundleError if its graph's outputs do not fit
+        each other, or if its calibration is that of another number of guesses."""
+        has_pairs = PAIRS in _output_shapes(info)
         scales = (info.calibration or {}).get("depth_scales")
         if has_pairs or scales is not None:
             require_config(info, ("num_guesses",), ("drafter",))
         if "num_guesses" not in info.config:
-            return cls(bigrams=bigrams)
+            return cls()
         num_guesses = info.config["num_guesses"]
         _require_guesses(info, num_guesses)
         if has_pairs:
             _require_pairs(info, num_guesses)
         if scales is None:
-            return cls(has_pairs, bigrams=bigrams)
+            return cls(has_pairs)
         if len(scales) != num_guesses:
             raise BundleError(
                 f"drafter {info.name!r}: got depth_scales of {len(scales)} guesses, expected "
                 f"{num_guesses}; run spec-export calibrate again"
             )
-        return cls(has_pairs, np.array(scales, np.float64), bigrams)
+        return cls(has_pairs, np.array(scales, np.float64))
 
     @property
     def outputs(self) -> list[str]:
         """The names of the outputs that are read."""
-        return ["guess_ids", "guess_log_probs", *(["pair_log_probs"] if self.has_pairs else [])]
+        return ["guess_ids", "guess_log_probs", *([PAIRS] if self.has_pairs else [])]
 
     def read(self, results: Mapping[str, np.ndarray]) -> Guesses:
-        """Returns the guesses as graph and bigrams give them, without scales."""
-        pair_KCC = results["pair_log_probs"] if self.has_pairs else None
-        guesses = Guesses(results["guess_ids"], results["guess_log_probs"], pair_KCC)
-        return guesses if self.bigrams is None else self.bigrams.conditioned(guesses)
+        """Returns the guesses as the graph gives them, without scales."""
+        pair_KCC = results[PAIRS] if self.has_pairs else None
+        return Guesses(results["guess_ids"], results["guess_log_probs"], pair_KCC)
 
     def grow(self, token: int, guesses: Guesses, budget: Budget) -> TokenTree:
         """Returns the tree of these guesses, scaled, below the root `token`."""
@@ -107,11 +103,10 @@ def _require_pairs(info: DrafterInfo, num_guesses: int) -> None:
     shapes = _output_shapes(info)
     candidates = shapes.get("guess_ids", ())[1:]
     expected = (num_guesses - 1, *candidates, *candidates)
-    got = shapes.get("pair_log_probs")
+    got = shapes[PAIRS]
     if got != expected:
         raise BundleError(
-            f"drafter {info.name!r}: got {'no output' if got is None else f'{list(got)!r:.60} as'} "
-            f"pair_log_probs for markov_rank {info.config['markov_rank']}, expected "
+            f"drafter {info.name!r}: got {PAIRS} as {list(got)!r:.60}, expected "
             f"{list(expected)!r:.60}; build the bundle again"
         )
 
@@ -166,7 +161,7 @@ class OnePassProposer:
         )
         base, reads_token = info.config["mask_token_base"], info.config.get("mask_reads_token")
         mask_ids = mask_input_ids(base, num_masks, bool(reads_token))
-        return cls(rows, mask_ids, GuessReader.open(bundle, info), bool(reads_token))
+        return cls(rows, mask_ids, GuessReader.open(info), bool(reads_token))
 
     @property
     def run_seconds(self) -> float:
@@ -228,7 +223,7 @@ class LastFeatureProposer:
         """Opens a drafter of the bundle."""
         info = require_config(info, (), ("drafter",))
         last = LastFeature.open(bundle, info.graphs["drafter"], runtime, target)
-        return cls(last, GuessReader.open(bundle, info))
+        return cls(last, GuessReader.open(info))
 
     @property
     def run_seconds(self) -> float:

@@ -89,7 +89,7 @@ def check_guesses_are_pytorchs(
             log_prob_of = dict(zip(ids[row, k].tolist(), log_probs[row, k].tolist(), strict=True))
             mine = [log_prob_of[i] for i in guess_ids.tolist()]
             assert np.abs(mine - got["guess_log_probs"][k]).max() <= 1e-3
-    if module.markov is not None:
+    if module.has_pairs:
         _check_pairs(module, batch, guesses)
 
 

@@ -1,4 +1,5 @@
-"""The Markov bias: the formula, what validation sees of it, and the exported graphs' pairs.
+"""The Markov bias: the formula, what validation sees of it, and the exported graphs' pairs, which a
+table of bigrams gives too.
 
 Tolerance between eager and ONNX Runtime: 1e-4 absolute on log-probabilities, both float32 with
 other orders of summation.
@@ -49,6 +50,8 @@ DRAFTERS: dict[str, tuple[ModuleType, dict[str, Any], int]] = {
     "amphista, no stage": (amphista, {"staged": "none"}, 4),
 }
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)
+# Those that have a table of bigrams in place of a bias.
+WITH_TABLE = ("parallelspec, table", "medusa, table", "amphista, table")
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +62,34 @@ def backbone() -> Backbone:
 def make_drafter(
     backbone: Backbone, name: str, vocabulary: Tensor | None = None, **config: Any
 ) -> Any:
-    module, options, _ = DRAFTERS[name]
+    module, options, _ = DRAFTERS[name.removesuffix(", table")]
     torch.manual_seed(1)
-    options = {"markov_rank": RANK} | options | config
+    has_table = name in WITH_TABLE
+    none = {"markov_rank": 0, "markov_reads_hidden": False}
+    options = {"markov_rank": RANK} | options | (none if has_table else {}) | config
     drafter = module.Drafter(module.Config(**options), target.ends(backbone), vocabulary)
     with torch.no_grad():  # so that every weight matters, and the bias as much as the row
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
         if drafter.markov is not None:
             drafter.markov.write.mul_(3)
+    if has_table:
+        drafter.add_bigrams(random_table(drafter.draft_token_ids.numpy()))
     return drafter
+
+
+def random_table(ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns a table of bigrams that has a third of all pairs."""
+    rng = np.random.default_rng(3)
+    ids = np.sort(ids)
+    previous, behind = np.nonzero(rng.random((len(ids), len(ids))) < 1 / 3)
+    return {
+        "previous": ids[previous].astype(np.int32),
+        "next": ids[behind].astype(np.int32),
+        "bias": rng.normal(size=len(behind)).astype(np.float32),
+        "token": ids[::2].astype(np.int32),
+        "unseen": -rng.random(len(ids[::2])).astype(np.float32),
+    }
 
 
 def hidden_rows(drafter: Any, batch: Batch) -> Tensor:
@@ -310,7 +331,7 @@ def check_pairs(drafter: Any, model: ir.Model, folder: Path, form: str, toleranc
 TOLERANCES = {"fp32": TOLERANCE, "int8": 0.3, "int4": 1.5}
 
 
-@every_drafter
+@pytest.mark.parametrize("name", [*DRAFTERS, *WITH_TABLE])
 def test_the_graph_has_the_modules_pairs(backbone: Backbone, name: str, tmp_path: Path) -> None:
     """In both forms, then in each precision."""
     drafter = make_drafter(backbone, name, TRIMMED, top_k=5)
@@ -366,6 +387,29 @@ def test_in_half_precision_pairs_are_summed_in_float32(
     assert spec.dtype == "float32"
     if name == "medusa" and precision == "fp16":  # the CPU computes this graph by casts
         check_pairs(drafter, model, tmp_path, "stateless", 0.02)
+
+
+@pytest.mark.parametrize("name", WITH_TABLE)
+def test_in_half_precision_a_table_keeps_its_keys(
+    backbone: Backbone, name: str, tmp_path: Path
+) -> None:
+    """CUDA has every operator that the table adds, by the types that it has here."""
+    drafter = make_drafter(backbone, name, TRIMMED, top_k=5)
+    model = drafter.export(backbone.config)["drafter"]
+    drafter.bigrams = None
+    known = {node.op_type for node in drafter.export(backbone.config)["drafter"].graph}
+    added = {node.op_type for node in model.graph} - known
+    assert added <= {
+        *("Cast", "Clip", "Concat", "Equal", "Exp", "Expand", "Log", "Mod", "Mul", "ReduceSum"),
+        *("Slice", "Sub", "Unsqueeze"),
+    }
+    narrow(model, "fp16")
+    weights = {str(v.name).rpartition(".")[2]: v.dtype for v in model.graph.initializers.values()}
+    halves = ("bias_HB", "unseen_V1")
+    assert weights["key_HB"] == ir.DataType.INT64
+    found = [v for name, v in weights.items() if name in halves or name == "float16"]
+    assert found
+    assert set(found) == {ir.DataType.FLOAT16}
 
 
 # ---- config ----

@@ -201,23 +201,18 @@ def drafter_entry(
     return DrafterInfo("x", config, {"drafter": graph}, None, calibration, {}, None)
 
 
-def opened(entry: DrafterInfo) -> GuessReader:
-    nothing: Any = None  # of the bundle, which is read for a table of bigrams
-    return GuessReader.open(nothing, entry)
-
-
 GUESSES: dict[str, tuple[int | str, ...]] = {"guess_ids": (3, 5), "guess_log_probs": (3, 5)}
 FREE: dict[str, tuple[int | str, ...]] = {"guess_ids": ("M", 5), "guess_log_probs": ("M", 5)}
 PAIRS: dict[str, tuple[int | str, ...]] = {"pair_log_probs": (2, 5, 5)}
 
 
 def test_guesses_pairs_and_scales_that_fit_are_read() -> None:
-    plain = opened(drafter_entry(GUESSES, num_guesses=3))
+    plain = GuessReader.open(drafter_entry(GUESSES, num_guesses=3))
     assert (plain.has_pairs, plain.scale_K2) == (False, None)
-    assert not opened(drafter_entry({}, num_masks=3)).has_pairs
+    assert not GuessReader.open(drafter_entry({}, num_masks=3)).has_pairs
     for outputs, masks in ((GUESSES, {}), (FREE, {"num_masks": 2})):
-        entry = drafter_entry(outputs | PAIRS, 3, num_guesses=3, markov_rank=8, **masks)
-        reader = opened(entry)
+        entry = drafter_entry(outputs | PAIRS, 3, num_guesses=3, **masks)
+        reader = GuessReader.open(entry)
         assert reader.outputs == ["guess_ids", "guess_log_probs", "pair_log_probs"]
         assert reader.scale_K2 is not None
         assert reader.scale_K2.tolist() == [[0.9, -0.1]] * 3
@@ -234,19 +229,15 @@ def test_guesses_pairs_and_scales_that_fit_are_read() -> None:
             r"got guess_log_probs as \[3, 4\], expected \[3, 5\]",
         ),
         (
-            drafter_entry(GUESSES, num_guesses=3, markov_rank=8),
-            r"got no output pair_log_probs for markov_rank 8, expected \[2, 5, 5\]",
+            drafter_entry(GUESSES | {"pair_log_probs": (3, 5, 5)}, num_guesses=3),
+            r"got pair_log_probs as \[3, 5, 5\], expected \[2, 5, 5\]",
         ),
-        (
-            drafter_entry(GUESSES | {"pair_log_probs": (3, 5, 5)}, num_guesses=3, markov_rank=8),
-            r"got \[3, 5, 5\] as pair_log_probs for markov_rank 8, expected \[2, 5, 5\]",
-        ),
-        (drafter_entry(GUESSES | PAIRS, markov_rank=8), "expected num_guesses and drafter"),
+        (drafter_entry(GUESSES | PAIRS), "expected num_guesses and drafter"),
         (drafter_entry(GUESSES, 4, num_guesses=3), "got depth_scales of 4 guesses, expected 3"),
         (drafter_entry(GUESSES, 3), "expected num_guesses and drafter"),
     ],
 )  # fmt: skip
-def test_a_graph_that_does_not_keep_the_promise_is_one_line(entry: DrafterInfo, why: str) -> None:
+def test_outputs_that_do_not_fit_each_other_are_one_line(entry: DrafterInfo, why: str) -> None:
     with pytest.raises(BundleError, match=why) as raised:
-        opened(entry)
+        GuessReader.open(entry)
     assert "\n" not in str(raised.value)
