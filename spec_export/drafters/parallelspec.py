@@ -598,13 +598,15 @@ class _DrafterGraph(nn.Module):
         index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, drafter.config.top_k)
         outputs = [drafter.draft_token_ids[index_MC], log_prob_MC]
         if self.tables is not None:
-            # The pairs have a fixed shape, which axes of logit rows cannot give. A run of the
-            # prompt has fewer rows, and the last one repeated: nobody reads its guesses.
+            # The pairs have a fixed shape, which axes of logit rows cannot give, and rows chosen
+            # by a slice do not have for TensorRT. A run of the prompt has fewer rows, and the last
+            # one repeated: nobody reads its guesses.
             K = drafter.config.num_masks
+            first = torch.arange(K + 1)
             outputs.append(
                 self.tables(
                     *(
-                        torch.cat((x, x[-1:].expand(K, -1)))[: K + 1]
+                        torch.cat((x, x[-1:].expand(K, -1))).index_select(0, first)
                         for x in (rows_MD, index_MC, log_prob_MC)
                     )
                 )

@@ -101,7 +101,9 @@ def test_half_a_drafter_keeps_its_signature_and_sums_in_float32(
             expected = dataclasses.replace(old, dtype=narrow) if is_cache else old
             assert new == expected
         weights = [value for value in model.graph.initializers.values() if value.uses()]
-        assert {v.dtype for v in weights} <= {dtype, ir.DataType.INT64}
+        # a sum in float32 may have float32 numbers in it
+        large = [v for v in weights if v.const_value is not None and v.const_value.size > 1]
+        assert {v.dtype for v in large} <= {dtype, ir.DataType.INT64}
         for node in model.graph:
             types = {v.dtype for v in node.inputs if v is not None and v.dtype is not None}
             floats = types & {ir.DataType.FLOAT, dtype}
