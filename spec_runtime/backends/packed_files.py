@@ -23,6 +23,7 @@ from spec_runtime.untrusted.onnx_file import read_outline
 GRAPH, WEIGHTS = "graph.onnx", "weights.bin"
 LOCK_SECONDS = 0.1  # between two looks whether another process has written the files
 MAX_LOCK_SECONDS = 600.0
+FORM = 2  # of what `write` makes: files of an earlier form are not taken
 
 log = logging.getLogger("spec_runtime")
 
@@ -43,11 +44,11 @@ def packed_file(path: Path, version: str, write: Callable[[Path], None]) -> Path
 
 
 def _key(path: Path, version: str) -> str:
-    """Returns a name for the graph, its weights, the CPU, and ONNX Runtime."""
+    """Returns a name for the graph, its weights, the CPU, ONNX Runtime, and the files' form."""
     files = [path.parent / name for name in sorted(read_outline(path).weight_files)]
     states = [(str(f.resolve()), f.stat().st_mtime_ns, f.stat().st_size) for f in files]
     graph = hashlib.sha256(path.read_bytes()).hexdigest()
-    text = json.dumps([graph, states, version, cpu_model(), _instructions()])
+    text = json.dumps([FORM, graph, states, version, cpu_model(), _instructions()])
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
