@@ -52,10 +52,12 @@ def test_a_study_is_measured_once(
 ) -> None:
     study = ablations.STUDIES["num_masks"]
     some = {label: how for label, how in study.variants.items() if label[-1] in "136"}
-    monkeypatch.setitem(ablations.STUDIES, "num_masks", ablations.Study(study.recipe, some))
+    shared = ("drafter.decay=0.5",)
+    monkeypatch.setitem(ablations.STUDIES, "num_masks", ablations.Study(study.recipe, some, shared))
     code, lines = run("num_masks", [*words, "--steps", "3"], capsys)
     assert code == 0
     results = json.loads((tmp_path / "results" / "a.json").read_text())
+    assert results["shared"][0] == "drafter.decay=0.5"
     assert (results["study"], results["steps"], results["nodes"]) == ("num_masks", 3, 16)
     rows = results["variants"]
     assert [row["overrides"] for row in rows] == [[f"drafter.num_masks={k}"] for k in (1, 3, 6)]
@@ -68,6 +70,7 @@ def test_a_study_is_measured_once(
         label, *cells, steps = (cell.strip() for cell in line.strip("|").split("|"))
         folder = tmp_path / "out" / label.replace(" = ", "-")
         found = json.loads((folder / "drafter" / "config.json").read_text())
+        assert found["config"]["decay"] == 0.5
         measured = found["provenance"]["validation"]
         accuracy = [f"{measured[f'top1_{k}']:.3f}" for k in range(len(row["top1_K"]))]
         assert cells[:7] == accuracy + ["-"] * (7 - len(accuracy))
@@ -229,12 +232,12 @@ def test_combinations_are_named_on_the_command_line() -> None:
 
 @pytest.mark.parametrize("study", ablations.STUDIES)
 def test_every_variant_is_another_drafter(study: str) -> None:
-    path, variants = ablations.STUDIES[study].recipe, ablations.STUDIES[study].variants
+    found = ablations.STUDIES[study]
     configs = []
-    for overrides in variants.values():
-        plan = recipe.load(path, list(overrides))
+    for overrides in found.variants.values():
+        plan = recipe.load(found.recipe, [*found.shared, *overrides])
         known = drafters.load(plan.drafter_name).Config
-        configs.append(recipe.build_config(known, plan.drafter_fields, str(path)))
+        configs.append(recipe.build_config(known, plan.drafter_fields, str(found.recipe)))
     assert len(set(configs)) == len(configs) >= 6
 
 

@@ -64,10 +64,14 @@ RECIPES = Path(__file__).parents[1] / "recipes" / "smollm2-135m"
 
 @dataclass(frozen=True)
 class Study:
-    """A recipe, and the overrides of each variant by its label."""
+    """A recipe, the overrides of each variant by its label, and those that all variants share.
+
+    A variant's own override of a shared key counts.
+    """
 
     recipe: Path
     variants: Mapping[str, tuple[str, ...]]
+    shared: tuple[str, ...] = ()
 
 
 STUDIES = {
@@ -104,6 +108,8 @@ STUDIES = {
             "depth weights by reach": ("drafter.depth_weights=reach",),
             "prompts' rows": ("drafter.prompt_weight=0.5",),
         },
+        # The shipped drafter's recipe has what paid.
+        shared=("drafter.depth_weights=decay",),
     ),
     "semi_autoregressive": Study(
         RECIPES / "semi_autoregressive.toml",
@@ -171,7 +177,7 @@ def main(words: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
 
-    common = [*place.overrides, *arguments.set, *_end(arguments, budget)]
+    common = [*place.overrides, *study.shared, *arguments.set, *_end(arguments, budget)]
     rows: list[dict[str, Any]] = []
     for label, overrides in variants.items():
         folder = _folder(place, label)
@@ -322,6 +328,7 @@ def write_json(
     result = checkpoint.collect_provenance(
         study=arguments.study,
         recipe=path.name,
+        shared=[*STUDIES[arguments.study].shared, *arguments.set],
         steps=arguments.steps if budget is None else budget.steps,
         minutes_each=arguments.minutes_each,
         token_rows=None if budget is None else asdict(budget),

@@ -325,6 +325,18 @@ def ablation(study: str) -> str:
     return table(head, rows)
 
 
+def ablation_lengths(study: str) -> str:
+    """The variants of one drafter: simulated accepted lengths, blank where not measured."""
+    file = f"ablation-{study}"
+    variants = value(load(file), "variants", file)
+    names = list(dict.fromkeys(name for each in variants for name in each["lengths"]))
+    rows = [
+        [each["variant"], *(number(each["lengths"].get(name), ".3f") for name in names)]
+        for each in variants
+    ]
+    return table(["variant", *names], rows)
+
+
 # ---- sections that a page has once they are measured
 
 
@@ -856,6 +868,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "sweep": sweep,
     "threads": threads,
     "ablation": ablation,
+    "ablation_lengths": ablation_lengths,
     "audit": audit,
     "memory": memory,
     "memory_note": memory_note,
