@@ -19,10 +19,11 @@ CPU_PRECISIONS = ("int8", "int4")
 # probability of a drafted node, and how many nodes prompt lookup may add. Where a node costs more
 # of a step, it must be likelier.
 TREES = {
+    "fp32": {"max_nodes": 16, "min_probability": 0.08, "lookup_nodes": 8},
     "int8": {"max_nodes": 16, "min_probability": 0.06, "lookup_nodes": 8},
     "int4": {"max_nodes": 16, "min_probability": 0.15, "lookup_nodes": 8},
 }
-DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.08, "lookup_nodes": 8}
+DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
 
 
 @dataclass(frozen=True)
