@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,12 +32,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Returns the maker of tiny random targets, drafters and bundles."""
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
+    """Returns the maker of tiny random targets, drafters and bundles.
+
+    These drafters have hardly learnt, so that no node is likely: fp32 bundles keep unlikely ones.
+    """
     pytest.importorskip("torch")
     from workshop import Workshop  # imported here because tests of the runtime need no torch
 
-    return Workshop(tmp_path_factory.mktemp("workshop"))
+    from spec_export.bundling import options
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(options.TREES, "fp32", options.DEFAULT_TREE)
+        yield Workshop(tmp_path_factory.mktemp("workshop"))
 
 
 @pytest.fixture(scope="session")

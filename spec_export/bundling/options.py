@@ -15,9 +15,9 @@ DEVICES = ("cpu", "cuda")
 FORMS = ("slots", "contiguous")
 CPU_PRECISIONS = ("int8", "int4")
 
-# The tree a drafter gets, by the target's precision: its nodes (root included), the smallest path
-# probability of a drafted node, and how many nodes prompt lookup may add. Where a node costs more
-# of a step, it must be likelier.
+# The tree a drafter gets on a CPU, by the target's precision: its nodes (root included), the
+# smallest path probability of a drafted node, and how many nodes prompt lookup may add. Where a
+# node costs more of a step, it must be likelier. On a GPU it costs next to nothing.
 TREES = {
     "fp32": {"max_nodes": 16, "min_probability": 0.08, "lookup_nodes": 8},
     "int8": {"max_nodes": 16, "min_probability": 0.06, "lookup_nodes": 8},
@@ -155,6 +155,8 @@ class BuildOptions:
     @property
     def tree(self) -> dict[str, float]:
         """The tree that the manifest names for each drafter."""
+        if self.device == "cuda" or self.backend == "tensorrt":
+            return DEFAULT_TREE
         return TREES.get(self.target_precision, DEFAULT_TREE)
 
 

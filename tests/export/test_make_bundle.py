@@ -86,6 +86,17 @@ def test_int8_brings_its_probe_and_is_smaller(workshop: Workshop) -> None:
     assert sizes[0] < sizes[1] / 2
 
 
+def test_a_cpu_has_trees_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = {"max_nodes": 5, "min_probability": 0.5, "lookup_nodes": 0}
+    monkeypatch.setitem(build_options.TREES, "fp32", tree)
+    assert BuildOptions(precision="fp32").tree == tree
+    for options in (
+        BuildOptions(precision="fp32", device="cuda"),
+        BuildOptions(precision="fp32", backend="tensorrt"),
+    ):
+        assert options.tree == build_options.DEFAULT_TREE
+
+
 def test_without_a_drafter_it_drafts_by_prompt_lookup(
     workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
