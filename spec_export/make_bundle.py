@@ -154,8 +154,7 @@ def _trace_target(models: _Models, options: BuildOptions) -> ir.Model:
         smoothing_texts = [reference.encode(models.tokenizer, text) for text in reference.prompts()]
         smooth(backbone, [ids[: backbone.config.max_length] for ids in smoothing_texts])
     traced = trace.export_backbone(backbone, capacity_symbolic=options.capacity_symbolic)
-    is_for_gpu = options.device == "cuda" or options.backend == "tensorrt"
-    return add_argmax(traced) if is_for_gpu else traced
+    return add_argmax(traced) if options.is_for_gpu else traced
 
 
 def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Graph]:

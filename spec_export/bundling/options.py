@@ -153,9 +153,14 @@ class BuildOptions:
         return [name for name in self.drafters if name not in BUILT_IN]
 
     @property
+    def is_for_gpu(self) -> bool:
+        """True where the bundle will run on a GPU."""
+        return self.device == "cuda" or self.backend == "tensorrt"
+
+    @property
     def tree(self) -> dict[str, float]:
         """The tree that the manifest names for each drafter."""
-        if self.device == "cuda" or self.backend == "tensorrt":
+        if self.is_for_gpu:
             return DEFAULT_TREE
         return TREES.get(self.target_precision, DEFAULT_TREE)
 
