@@ -24,6 +24,7 @@ from spec_export import target
 from spec_export.distill.config import DistillConfig, DistillError
 from spec_export.distill.conversations import Distiller, PromptIds, num_answer_tokens
 from spec_export.distill.engines import choose, open_engine
+from spec_export.progress import TenthLines
 from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
 from spec_runtime.cli.terminal import Console, visible
@@ -364,7 +365,10 @@ def _truncate(path: Path, size: int) -> None:
 
 @contextmanager
 def _progress(console: Console, goal: int, rows: int) -> Iterator[Any]:
-    """Shows a bar over rows with answer tokens a second; yields `advance(rows, new_tokens)`."""
+    """Shows how far the rows are, with answer tokens a second; yields `advance(rows, new_tokens)`.
+
+    A terminal has a bar, a log has lines.
+    """
     columns = (
         TextColumn("distilling"),
         BarColumn(),
@@ -375,9 +379,12 @@ def _progress(console: Console, goal: int, rows: int) -> Iterator[Any]:
     start = time.perf_counter()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("distilling", total=goal, completed=rows, speed="")
+        lines = TenthLines(progress.console, "answers", rows)
 
         def advance(rows: int, new_tokens: int) -> None:
             rate = new_tokens / max(time.perf_counter() - start, 1e-9)
-            progress.update(task, completed=rows, speed=f"{rate:.0f} tokens/s")
+            speed = f"{rate:.0f} tokens/s"
+            progress.update(task, completed=rows, speed=speed)
+            lines(rows, goal, f", {speed}")
 
         yield advance

@@ -9,6 +9,7 @@ import datetime
 import json
 import math
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -462,6 +463,8 @@ def _write_folder(
         header["files"] = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
         text = json.dumps(header, indent=1, ensure_ascii=False)
         (temporary / header_name).write_text(text + "\n", encoding="utf-8")
+        for file in temporary.iterdir():  # safetensors lets nobody else read what it writes
+            shutil.copymode(temporary / header_name, file)
 
 
 def _require_replaceable(folder: Path, header_name: str, what: str) -> None:

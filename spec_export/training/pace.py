@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -42,12 +41,3 @@ def validations_left(step: int, total_steps: int, every: int) -> int:
     """
     regular = total_steps // every - step // every
     return regular + (total_steps % every > 0 and step < total_steps)
-
-
-def expected_end(seconds_left: float, now: datetime.datetime | None = None) -> str:
-    """Returns "41 min left, ends 14:32"; the day is named if it is not today's."""
-    now = now or datetime.datetime.now()
-    end = now + datetime.timedelta(seconds=seconds_left)
-    time_of_day = f"{end:%H:%M}" if end.date() == now.date() else f"{end:%b %d %H:%M}"
-    left = f"{seconds_left / 60:.0f}" if seconds_left >= 60 else "under 1"
-    return f"{left} min left, ends {time_of_day}"

@@ -7,7 +7,6 @@ With a frozen target its features are computed once and stored, then the drafter
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,11 +22,11 @@ from rich.progress import Progress
 
 from spec_export import drafters, target
 from spec_export.decoder import Backbone
+from spec_export.progress import TenthLines
 from spec_export.training import bigrams, checkpoint, data, features, recipe
 from spec_export.training.allocator import keep_big_blocks
 from spec_export.training.disk import free_space, shown
 from spec_export.training.events import require_tensorboard
-from spec_export.training.pace import expected_end
 from spec_export.training.resume import require_checkpoint
 from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob, console
 from spec_runtime import files
@@ -244,26 +243,16 @@ def _build_features(
 
 
 class _FeatureProgress:
-    """Shows how far the features are, and when they will be done.
-
-    The bar is for terminals. Lines, which a log keeps too, come after the first block, whose speed
-    tells how long all will take, and after each further tenth.
-    """
+    """Shows how far the features are: a bar on a terminal, and lines that a log keeps too."""
 
     def __init__(self, bar: Progress) -> None:
         self.bar, self.task = bar, bar.add_task("features")
-        self.started = time.monotonic()
-        self.already: int | None = None  # tokens that an earlier build has done
-        self.next_line = 0.0  # the share from which on there is a line again
+        self.lines: TenthLines | None = None
 
     def __call__(self, done: int, total: int) -> None:
         """Takes in that `done` of `total` tokens are stored, see `features.build`."""
         self.bar.update(self.task, completed=done, total=total)
-        if self.already is None:
-            self.already = done
-            return
-        if done == total or done / total < self.next_line:
-            return
-        self.next_line = (10 * done // total + 1) / 10
-        seconds = (time.monotonic() - self.started) * (total - done) / (done - self.already)
-        self.bar.console.print(f"features: {done / total:.0%}, {expected_end(seconds)}")
+        if self.lines is None:  # `done` by an earlier build
+            self.lines = TenthLines(self.bar.console, "features", done)
+        else:
+            self.lines(done, total)

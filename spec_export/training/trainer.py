@@ -20,11 +20,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from spec_export.drafters.layers import Batch
+from spec_export.progress import expected_end
 from spec_export.training import batches, checkpoint, curves, disk, interruption, recipe, resume
 from spec_export.training.average import WeightAverage
 from spec_export.training.bigrams import Table
 from spec_export.training.events import EventWriter
-from spec_export.training.pace import Pace, expected_end, validations_left
+from spec_export.training.pace import Pace, validations_left
 from spec_export.training.validate import (
     VALIDATION_BUDGET,
     Validation,

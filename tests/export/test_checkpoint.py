@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,13 @@ def test_drafter_round_trip(tmp_path: Path) -> None:
     assert got.draft_token_ids is not None
     assert got.draft_token_ids.tolist() == [1, 5, 9]
     assert got.draft_token_ids.dtype == np.int64
+
+
+def test_who_may_read_a_header_may_read_the_weights(tmp_path: Path) -> None:
+    save_drafter(tmp_path / "d")
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "d").iterdir()}
+    assert len(modes) == 2
+    assert set(modes.values()) == {modes["config.json"]}
 
 
 def test_drafter_in_bf16_is_half_the_size_and_replaces_the_old_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 from screen import screen
 from tiny_gguf import write_gguf
 
-from spec_export import target
-from spec_export.progress import StageReport
+from spec_export import progress, target
+from spec_export.progress import StageReport, TenthLines, expected_end
+from spec_runtime.cli.terminal import Console
 
 PROGRAM = """
 import sys
@@ -67,3 +69,32 @@ def test_loading_a_target_draws_no_bar(tmp_path: Path, capfd: pytest.CaptureFixt
     target.load(target.resolve(str(path)))
     assert capfd.readouterr().err == ""
     assert logging.is_progress_bar_enabled(), "as it was"
+
+
+def test_a_log_has_a_line_for_each_tenth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first part's speed tells the end, and what an earlier run has done is not counted."""
+    clock = iter([100.0, 110.0, 130.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(progress, "expected_end", lambda seconds: f"{seconds:.0f} s left")
+    lines = TenthLines(Console(stderr=True), "answers", done=20)
+    for done in (20, 25, 29, 32, 100):  # nothing new; the first part; the same tenth; the end
+        lines(done, 100, ", 9 tokens/s")
+    assert capsys.readouterr().err.splitlines() == [
+        "answers: 25%, 150 s left, 9 tokens/s",
+        "answers: 32%, 170 s left, 9 tokens/s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (30, "under 1 min left, ends 21:31"),
+        (41 * 60, "41 min left, ends 22:11"),
+        (300 * 60, "300 min left, ends Mar 05 02:30"),
+    ],
+)
+def test_the_expected_end_names_the_time_of_day(seconds: float, expected: str) -> None:
+    now = datetime.datetime(2026, 3, 4, 21, 30, 45)
+    assert expected_end(seconds, now) == expected

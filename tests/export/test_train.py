@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import datetime
 import json
 import os
 import re
@@ -1129,19 +1128,6 @@ def test_the_expected_end_counts_steps_validations_and_the_time_limit() -> None:
     assert steps.seconds_left(1, 1, 1000.0) == 7
     assert [pace.validations_left(step, 7, 3) for step in range(8)] == [3, 3, 3, 2, 2, 2, 1, 0]
     assert [pace.validations_left(step, 6, 3) for step in (2, 3, 5, 6)] == [2, 1, 1, 0]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (30, "under 1 min left, ends 21:31"),
-        (41 * 60, "41 min left, ends 22:11"),
-        (300 * 60, "300 min left, ends Mar 05 02:30"),
-    ],
-)
-def test_the_expected_end_names_the_time_of_day(seconds: float, expected: str) -> None:
-    now = datetime.datetime(2026, 3, 4, 21, 30, 45)
-    assert pace.expected_end(seconds, now) == expected
 
 
 def test_each_line_but_the_last_says_when_the_run_ends(
