@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
+import rich.console
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -78,7 +79,7 @@ class TenthLines:
         features: 31%, 52 min left, ends 16:09
     """
 
-    def __init__(self, console: Console, what: str, done: int = 0) -> None:
+    def __init__(self, console: rich.console.Console, what: str, done: int = 0) -> None:
         self._console, self._what = console, what
         self._already = done  # by an earlier run
         self._started = time.monotonic()

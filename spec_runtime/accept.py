@@ -25,8 +25,9 @@ from spec_runtime.trees.tree import TokenTree
 def by_target_sampling(tree: TokenTree, draw: Callable[[int], int]) -> tuple[list[int], int]:
     """Draws the target's own token at a node and walks to the child that carries it, if one does.
 
-    `draw(node)` is a draw from p at that node (greedy: the argmax). Every emitted token is such a
-    draw, so any tree chosen without looking at the draws leaves the distribution as it was.
+    `draw(node)` is a draw from p at that node (greedy: the argmax), the same whatever the tree is.
+    Every emitted token is such a draw, so no tree changes the text, not even one that follows the
+    noise of the draws (trees/coupling.py).
 
     Returns the path and the bonus, which is the first draw that no child carries.
 

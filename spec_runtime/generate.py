@@ -20,6 +20,7 @@ from spec_runtime.stats import Clock, Stats
 from spec_runtime.step import Limits, Step, StepRunner, count_step, end_step
 from spec_runtime.target import Target, Verified, Wants
 from spec_runtime.trees.budget import Budget, Drawn
+from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.tree import TokenTree
 
 CHAIN_LENGTH = 4  # of the chains drawn for acceptance by rejection, unless widths are given
@@ -74,7 +75,8 @@ def generate(
         clock.start()
         engine_seconds = target.run_seconds + proposer.run_seconds
 
-        tree = proposer.propose(token, budget.within(limits.remaining - 1))
+        limited = budget.within(limits.remaining - 1).behind(target.length)
+        tree = proposer.propose(token, limited)
         clock.lap("draft")
         verified = target.verify(tree, wants)
         clock.lap("verify")
@@ -157,7 +159,10 @@ def _acceptance(params: SamplingParams, sample: Sampler, budget: Budget) -> tupl
         epsilon, delta = params.typical_epsilon, params.typical_delta
         delta = epsilon**0.5 if delta is None else delta
         return lambda tree, view: by_typical(tree, view.p, epsilon, delta), budget
-    return lambda tree, view: by_target_sampling(tree, view.draw), budget.at(params.temperature)
+    budget = budget.at(params.temperature)
+    if params.temperature:
+        budget = replace(budget, coupling=Coupling(sample.noise, params.temperature))
+    return lambda tree, view: by_target_sampling(tree, view.draw), budget
 
 
 def _logprobs(

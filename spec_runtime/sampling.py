@@ -656,6 +656,11 @@ class Sampler:
         x += np.uint32(key >> 32)
         return _mix32(x)
 
+    def noise(self, position: int, ids: np.ndarray) -> np.ndarray:
+        """Returns the Gumbel noise f64 of these token ids at this position, an array of their
+        shape: the call draws the argmax of log p + noise. The temperature must be above 0."""
+        return _gumbel(self.hash_bits(position, ids))
+
     def _draw(self, logits_V: np.ndarray, position: int) -> int:
         """Returns the argmax of log p - log E, where E = -log(1 - v) is exponential and v uniform
         from the hash.

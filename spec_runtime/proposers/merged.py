@@ -7,6 +7,7 @@ chosen deterministically keeps the target's distribution.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from spec_runtime.trees.tree import TokenTree
 # The last nodes of a static tree are about so likely; lookup takes their places, so that its own
 # have to be likelier.
 _LEAST_SHARED = 0.1
+# A node of the drafter's tree, None outside of it; its place in the text; its depth.
+_Place = tuple[int | None, Place, int]
 
 
 class MergedProposer(ProposerWrapper):
@@ -102,25 +105,30 @@ class MergedProposer(ProposerWrapper):
         points = growth.reliability
         worth_N = np.minimum(1.0, self.trust * payoff.probabilities(log_prob_N[1:], points))
         worth = [1.0, *worth_N.tolist()]
+        coupling = budget.coupling
         floor = float(payoff.probabilities([growth.log_floor], points)[0])
         if drafted.num_nodes == budget.max_nodes:  # no node below the drafter's last can enter
             floor = max(floor, worth[-1])
 
-        def children(place: tuple[int | None, Place], least: float) -> Iterable[tuple[int, float]]:
-            node, here = place
-            found = dict(index.continuations(here, least))
+        def children(place: _Place, least: float) -> Iterable[tuple[int, float]]:
+            node, here, depth = place
+            if coupling is None:
+                found = dict(index.continuations(here, least))
+            else:
+                found = dict(coupling.probabilities(depth + 1, index.continuations(here)))
             if node is not None and worth[node] > 0:
                 for child in drafted.children(node):
                     token, own = int(drafted.token_N[child]), worth[child] / worth[node]
                     found[token] = max(own, found.get(token, 0.0))
             return found.items()
 
-        def enter(place: tuple[int | None, Place], token: int) -> tuple[int | None, Place]:
-            node, here = place
+        def enter(place: _Place, token: int) -> _Place:
+            node, here, depth = place
             child = None if node is None else drafted.child(node, token)
-            return child, index.advance(here, token)
+            return child, index.advance(here, token), depth + 1
 
-        root: tuple[int | None, Place] = (0, index.end())
+        root: _Place = (0, index.end(), 0)
+        budget = replace(budget, coupling=None)  # what is given to it has been coupled
         tree = grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, floor)
         priced = Grown(step_ms=growth.step_ms, level_ms=growth.level_ms)  # worths, not predictions
         return cut_to_paying(tree, priced, max(1, int(drafted.depth_N.max())))

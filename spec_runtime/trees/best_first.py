@@ -30,16 +30,21 @@ def grow_best_first(
 
     `children(place, least)` gives different tokens, each with its probability behind that place;
     those below `least` may be missing. `enter(place, token)` gives the place of such a child. Nodes
-    come in order of falling probability; of equal ones the first that was found comes first.
+    come in order of falling probability; of equal ones the first that was found comes first. A
+    budget with a coupling turns the probabilities into those of being drawn.
     """
     tree, log_prob = TreeBuilder(root_token), [0.0]
     max_depth = math.inf if budget.max_depth is None else budget.max_depth
+    coupling = budget.coupling
     # an entry: (- probability of the path, ticket, depth, parent node, parent's place, token)
     heap: list[tuple[float, int, int, int, Place, int]] = []
     ticket, node, depth, place, path = 0, 0, 0, root, 1.0
     while True:
         if depth < max_depth and len(tree) < budget.max_nodes:
-            for token, probability in children(place, min_probability / path):
+            found = children(place, 0.0 if coupling else min_probability / path)
+            if coupling is not None:
+                found = coupling.probabilities(depth + 1, found)
+            for token, probability in found:
                 worth = path * probability
                 if worth >= min_probability and worth > 0.0:
                     heapq.heappush(heap, (-worth, ticket, depth + 1, node, place, token))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.tree import Draws
 
 RankPath = tuple[int, ...]  # a node by its candidates' ranks from the root down
@@ -158,11 +159,13 @@ Growth = Grown | Static | Drawn | AlongTruth
 @dataclass(frozen=True)
 class Budget:
     """Limits one tree: `max_nodes` counts the root, `max_depth` (the root has depth 0) keeps the
-    draft inside what may still be generated; `growth` says which nodes to take."""
+    draft inside what may still be generated; `growth` says which nodes to take. With a `coupling`
+    the probabilities of grown trees are those of being drawn with its noise."""
 
     max_nodes: int
     max_depth: int | None = None
     growth: Growth = Grown()
+    coupling: Coupling | None = None
 
     def __post_init__(self) -> None:
         if self.max_nodes < 1:
@@ -201,6 +204,12 @@ class Budget:
             return self
         trust = 1 + min(temperature, 1.0) * (growth.sampled_trust - 1)
         return self if trust == 1 else replace(self, growth=growth.trusting(trust))
+
+    def behind(self, position: int) -> Budget:
+        """Returns this budget for a root at `position`."""
+        if self.coupling is None:
+            return self
+        return replace(self, coupling=self.coupling.behind(position))
 
     def within(self, max_depth: int) -> Budget:
         """Returns this budget with trees no deeper than `max_depth`."""

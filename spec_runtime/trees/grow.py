@@ -11,6 +11,7 @@ import numpy as np
 
 from spec_runtime.trees import payoff
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown, RankPath, Static
+from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import Draws, TokenTree
 
@@ -67,6 +68,8 @@ def grow(root_token: int, guesses: Guesses, budget: Budget) -> TokenTree:
     """
     growth = budget.growth
     if isinstance(growth, Grown):
+        if budget.coupling is not None:
+            guesses = guesses.coupled(budget.coupling)
         best = _best_products if guesses.pair_KCC is None else _best_conditioned
         max_depth = _max_depth(budget, len(guesses))
         tree = best(root_token, guesses, max_depth, budget.max_nodes, growth.log_floor)
@@ -93,6 +96,8 @@ def grow_by_levels(
     max_depth = _max_depth(budget, num_levels)
     match budget.growth:
         case Grown() as grown:
+            if budget.coupling is not None:
+                expand = _coupled(expand, budget.coupling)
             return _grow_best(root_token, expand, grown, budget.max_nodes, max_depth, max_width)
         case Static(paths):
             return _grow_static(root_token, expand, paths, max_depth)
@@ -100,6 +105,17 @@ def grow_by_levels(
             return _grow_drawn(root_token, expand, drawn, budget.max_nodes, max_depth, max_width)
         case AlongTruth(tokens):
             return _grow_along(root_token, expand, tokens[:max_depth])
+
+
+def _coupled(expand: Expand, coupling: Coupling) -> Expand:
+    """Returns what expands as `expand` does, with the probabilities of being drawn."""
+    depth = itertools.count(1)
+
+    def expand_coupled(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
+        id_NC, log_prob_NC = expand(nodes, first)
+        return id_NC, coupling.log_probs(next(depth), id_NC, log_prob_NC)
+
+    return expand_coupled
 
 
 def _max_depth(budget: Budget, num_levels: int) -> int:

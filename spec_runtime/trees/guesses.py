@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spec_runtime.trees.coupling import GUESS, NEXT, Coupling
+
 
 @dataclass(frozen=True, eq=False)
 class Guesses:
@@ -78,6 +80,39 @@ class Guesses:
         slope_K11, offset_K11 = slope_K1[1:, :, None], offset_K1[1:, :, None]
         pair_KCC = sum_at_most_one(slope_K11 * self.pair_KCC + offset_K11)
         return Guesses(self.token_KC, log_prob_KC, pair_KCC)
+
+    def coupled(self, coupling: Coupling) -> Guesses:
+        """Returns these guesses with the probabilities of being drawn with the coupling's noise.
+
+        Candidates of independent guesses, and of the first one, change their ranks with them.
+        """
+        log_prob_KC = np.stack(
+            [
+                coupling.log_probs(k + 1, ids_C, log_prob_C, GUESS if k else NEXT)
+                for k, (ids_C, log_prob_C) in enumerate(
+                    zip(self.token_KC, self.log_prob_KC, strict=True)
+                )
+            ]
+        )
+        rank_KC = (-log_prob_KC).argsort(axis=1, kind="stable")
+        if self.pair_KCC is None:
+            token_KC = np.take_along_axis(self.token_KC, rank_KC, axis=1)
+            return Guesses(token_KC, np.take_along_axis(log_prob_KC, rank_KC, axis=1))
+        token_KC = self.token_KC.copy()
+        pair_KCC = (
+            np.stack(
+                [
+                    coupling.log_probs(k + 2, self.token_KC[k + 1], pair_CC, GUESS)
+                    for k, pair_CC in enumerate(self.pair_KCC)
+                ]
+            )
+            if len(self.pair_KCC)
+            else self.pair_KCC
+        )
+        first_C = rank_KC[0]
+        token_KC[0], log_prob_KC[0] = token_KC[0, first_C], log_prob_KC[0, first_C]
+        pair_KCC[:1] = pair_KCC[:1, first_C]
+        return Guesses(token_KC, log_prob_KC, pair_KCC)
 
 
 def sum_at_most_one(log_prob_C: np.ndarray) -> np.ndarray:

@@ -1,0 +1,203 @@
+"""Trees that follow the target's noise: they guess its draws better, and change none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spec_runtime.generate import _acceptance
+from spec_runtime.sampling import Sampler, SamplingParams
+from spec_runtime.trees.best_first import grow_best_first
+from spec_runtime.trees.budget import Budget, Drawn
+from spec_runtime.trees.coupling import COLD, GUESS, NEXT, Coupling
+from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
+from spec_runtime.trees.guesses import Guesses
+from spec_runtime.trees.tree import TokenTree
+
+V = 40
+
+
+def noiseless(position: int, ids: np.ndarray) -> np.ndarray:
+    return np.zeros(ids.shape)
+
+
+def sampler(temperature: float = 1.0, seed: int = 3) -> Sampler:
+    return Sampler(SamplingParams(temperature=temperature, seed=seed), V, [0], None)
+
+
+def coupling_of(sample: Sampler, position: int = 0) -> Coupling:
+    return Coupling(sample.noise, sample.params.temperature, position)
+
+
+def logits(position: int) -> np.ndarray:
+    return np.random.default_rng(position).normal(0, 2, V).astype(np.float32)
+
+
+def log_softmax(x_V: np.ndarray) -> np.ndarray:
+    y_V = x_V.astype(np.float64) - x_V.max()
+    return np.asarray(y_V - np.log(np.exp(y_V).sum()))
+
+
+def probability_of(tree: TokenTree, path: Iterable[int]) -> float:
+    node = 0
+    for token in path:
+        child = tree.child(node, token)
+        assert child is not None, (token, tree.token_N)
+        node = child
+    assert tree.log_prob_N is not None
+    return float(np.exp(tree.log_prob_N[node]))
+
+
+def test_the_example_of_the_docstring() -> None:
+    def noise(position: int, ids: np.ndarray) -> np.ndarray:
+        assert position == 7 + 1
+        return np.array([0.0, 3.0])[ids]
+
+    coupled = Coupling(noise, 1.0, 7).log_probs(1, np.array([0, 1]), np.log([0.5, 0.5]))
+    assert np.exp(coupled)[1] == pytest.approx(0.89, abs=0.005)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_with_slopes_of_one_the_likeliest_candidate_is_the_draw(temperature: float) -> None:
+    """That is the law behind the fitted slopes: q = p, and nothing else is unknown."""
+    sample, slopes = sampler(temperature), (1.0, 1.0, 0.0)
+    for position in range(5, 105):
+        ids = np.arange(V)
+        log_p_V = log_softmax(logits(position) / temperature)
+        # the rest of no candidates is as good as nothing, and b is multiplied by the temperature
+        coupling = replace(coupling_of(sample, position - 2), temperature=1.0)
+        coupled_V = coupling.log_probs(2, ids, log_p_V, slopes)
+        assert int(coupled_V.argmax()) == sample(logits(position), position)
+
+
+def test_probabilities_leave_room_for_other_tokens() -> None:
+    sample = sampler()
+    ids = np.array([[1, 2, 3], [4, 5, 6]])
+    log_prob_NC = np.log([[0.5, 0.3, 0.1], [0.9, 0.1, 1e-9]])
+    coupled_NC = coupling_of(sample).log_probs(1, ids, log_prob_NC)
+    assert coupled_NC.shape == (2, 3)
+    assert (np.exp(coupled_NC).sum(axis=1) < 1).all()
+    for row in range(2):
+        alone_C = coupling_of(sample).log_probs(1, ids[row], log_prob_NC[row])
+        assert coupled_NC[row] == pytest.approx(alone_C)
+    impossible_C = coupling_of(sample).log_probs(1, ids[0], np.array([0.0, -np.inf, -np.inf]))
+    assert np.isneginf(impossible_C[1:]).all()
+    assert np.isfinite(impossible_C[0])
+
+
+def test_near_temperature_zero_probabilities_are_the_drafters() -> None:
+    log_prob_C = np.log([0.5, 0.3, 0.1])
+    coupling = Coupling(noiseless, 1e-9)
+    assert coupling.log_probs(1, np.arange(3), log_prob_C) == pytest.approx(log_prob_C)
+    warm = replace(coupling, temperature=COLD).log_probs(1, np.arange(3), log_prob_C, GUESS)
+    assert warm[0] - warm[1] == pytest.approx(GUESS[0] * (log_prob_C[0] - log_prob_C[1]))
+
+
+def hits(use_noise: bool, num_guesses: int) -> float:
+    """Returns how often the draw of p is among so many guesses of someone who knows p."""
+    sample, found = sampler(seed=11), 0
+    for position in range(400):
+        log_p_V = log_softmax(logits(position))
+
+        def expand(
+            nodes: TreeBuilder, first: int, log_p_V: np.ndarray = log_p_V
+        ) -> tuple[np.ndarray, np.ndarray]:
+            best_C = (-log_p_V).argsort()[:16]
+            return best_C[None], log_p_V[best_C][None]
+
+        coupling = coupling_of(sample, position - 1) if use_noise else None
+        budget = Budget(1 + num_guesses, coupling=coupling)
+        tree = grow_by_levels(0, expand, budget, num_levels=1, max_width=1)
+        found += tree.child(0, sample(logits(position), position)) is not None
+    return found / 400
+
+
+def test_the_noise_makes_guesses_better() -> None:
+    """p has an entropy of about 2 nats; the difference is many standard errors, 0.025 at most."""
+    assert hits(use_noise=True, num_guesses=1) > hits(use_noise=False, num_guesses=1) + 0.3
+    assert hits(use_noise=True, num_guesses=3) > hits(use_noise=False, num_guesses=3) + 0.2
+
+
+def test_a_tree_of_independent_guesses_multiplies_the_coupled_probabilities() -> None:
+    coupling = coupling_of(sampler(), position=9)
+    token_KC = np.array([[7, 8], [4, 5]])
+    log_prob_KC = np.log([[0.6, 0.3], [0.5, 0.2]])
+    tree = grow(1, Guesses(token_KC, log_prob_KC), Budget(8, coupling=coupling))
+    first = dict(zip([7, 8], coupling.log_probs(1, token_KC[0], log_prob_KC[0], NEXT), strict=True))
+    then = dict(zip([4, 5], coupling.log_probs(2, token_KC[1], log_prob_KC[1], GUESS), strict=True))
+    assert tree.num_nodes == 7
+    for a in (7, 8):
+        assert probability_of(tree, [a]) == pytest.approx(np.exp(first[a]))
+        for b in (4, 5):
+            assert probability_of(tree, [a, b]) == pytest.approx(np.exp(first[a] + then[b]))
+    assert tree.log_prob_N is not None
+    assert (np.diff(tree.log_prob_N) <= 0).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pairs_stay_those_of_their_parents(seed: int) -> None:
+    """The first guess's candidates change their ranks, by which pairs are looked up."""
+    coupling = coupling_of(sampler(seed=seed), position=2)
+    rng = np.random.default_rng(seed)
+    K, C = 3, 4
+    token_KC = np.stack([rng.permutation(V)[:C] for _ in range(K)])
+    log_prob_KC = np.log(rng.dirichlet([0.5] * (C + 1), K)[:, :C])
+    log_prob_KC[0] = -np.sort(-log_prob_KC[0])
+    pair_KCC = np.log(rng.dirichlet([0.5] * (C + 1), (K - 1, C))[..., :C])
+    tree = grow(1, Guesses(token_KC, log_prob_KC, pair_KCC), Budget(200, coupling=coupling))
+    assert tree.num_nodes == 1 + C + C**2 + C**3
+    first = coupling.log_probs(1, token_KC[0], log_prob_KC[0])
+    for i in range(C):
+        second = coupling.log_probs(2, token_KC[1], pair_KCC[0, i], GUESS)
+        for j in range(C):
+            third = coupling.log_probs(3, token_KC[2], pair_KCC[1, j], GUESS)
+            for k in range(C):
+                path = [int(token_KC[0, i]), int(token_KC[1, j]), int(token_KC[2, k])]
+                expected = np.exp(first[i] + second[j] + third[k])
+                assert probability_of(tree, path) == pytest.approx(expected)
+    narrow = grow(1, Guesses(token_KC, log_prob_KC, pair_KCC), Budget(3, coupling=coupling))
+    assert narrow.token_N.tolist() == tree.token_N[:3].tolist()
+
+
+def test_nodes_found_one_by_one_are_coupled_at_their_depth() -> None:
+    coupling = coupling_of(sampler(), position=30)
+
+    def children(place: int, least: float) -> list[tuple[int, float]]:
+        return [(5, 0.6), (6, 0.3)] if place < 2 else []
+
+    tree = grow_best_first(
+        1, 0, children, lambda place, token: place + 1, Budget(10, coupling=coupling)
+    )
+    by_depth = [dict(coupling.probabilities(depth, [(5, 0.6), (6, 0.3)])) for depth in (1, 2)]
+    assert tree.num_nodes == 7
+    for a in (5, 6):
+        for b in (5, 6):
+            expected = by_depth[0][a] * by_depth[1][b]
+            assert probability_of(tree, [a, b]) == pytest.approx(expected)
+    assert coupling.probabilities(1, []) == []
+
+
+def test_only_target_sampling_above_temperature_zero_is_coupled() -> None:
+    """Acceptance by rejection draws the children itself: trees that follow p's noise would bias
+    it."""
+    sample = sampler(0.8)
+
+    def budget(**given: object) -> Budget:
+        params = SamplingParams(seed=3, **given)  # type: ignore[arg-type]
+        return _acceptance(params, sample, Budget(8))[1]
+
+    coupling = budget(temperature=0.8).coupling
+    assert coupling is not None
+    assert coupling.temperature == 0.8
+    ids = np.array([3, 4])
+    assert coupling.noise(9, ids).tolist() == sample.noise(9, ids).tolist()
+    assert budget(temperature=0.8).behind(9).coupling == coupling.behind(9)
+    assert budget().coupling is None
+    assert budget().behind(9) == Budget(8)
+    assert budget(temperature=0.8, acceptance="typical").coupling is None
+    rejection = budget(temperature=0.8, acceptance="rejection")
+    assert rejection.coupling is None
+    assert isinstance(rejection.growth, Drawn)
