@@ -57,7 +57,7 @@ def test_total_acceptance_warns_sampled_or_not(caplog: pytest.LogCaptureFixture)
     peaked = {"peak": 60.0}
     got = live(None, num_tokens=500, model=peaked)
     assert caplog.messages == []
-    for temperature in (0.0, 0.5):
+    for temperature in (0.0, 0.05):  # at higher ones the noise is a reason to guess otherwise
         live(got, num_tokens=500, model=peaked, temperature=temperature, seed=0)
     typical = {"temperature": 0.5, "acceptance": "typical"}  # there it is the threshold's doing
     live(got, num_tokens=500, model=peaked, **typical)
