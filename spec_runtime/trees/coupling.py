@@ -48,17 +48,21 @@ class Coupling:
         """Returns the coupling of the tokens behind a root at `position`."""
         return replace(self, position=position)
 
+    def noise_behind(self, depth: int, id_NC: np.ndarray) -> np.ndarray:
+        """Returns the noise f64[N, C] of candidates i64[N, C], whose row n is n + `depth` below the
+        root."""
+        rows = (self.noise(self.position + depth + n, id_C) for n, id_C in enumerate(id_NC))
+        return np.stack([*rows])
+
     def log_probs(
         self,
-        depth: int,
-        id_C: np.ndarray,
+        noise_C: np.ndarray,
         log_prob_C: np.ndarray,
         slopes: tuple[float, float, float] = NEXT,
     ) -> np.ndarray:
-        """Returns the log-probabilities f64[..., C] of being drawn at this depth below the root.
+        """Returns the log-probabilities f64[..., C] of candidates to be drawn with this noise.
 
-        `id_C` i64[..., C] are candidates and `log_prob_C` [..., C] what the drafter thinks of them;
-        both may have further axes in front, along which the former are repeated.
+        `log_prob_C` [..., C] is what the drafter thinks of them, and `noise_C` f64[..., C] theirs.
 
         Example: of two candidates with q = .5 and noise 0 and 3, the second is drawn with
         probability .89 at temperature 1.
@@ -66,7 +70,6 @@ class Coupling:
         t = self.temperature
         a, b, r = slopes
         a = 1 - (1 - a) * min(1.0, t / COLD)
-        noise_C = self.noise(self.position + depth, id_C)
         log_prob_C = np.asarray(log_prob_C, np.float64)
         rest_1 = 1 - np.exp(log_prob_C).sum(-1, keepdims=True)
         rest_1 = a * np.log(np.maximum(rest_1, _LEAST_REST)) + r * t * t
@@ -79,13 +82,13 @@ class Coupling:
     def probabilities(
         self, depth: int, found: Iterable[tuple[int, float]]
     ) -> list[tuple[int, float]]:
-        """Returns these tokens with the probabilities of being drawn in place of their own."""
-        tokens, values = zip(*found, strict=True) if (found := list(found)) else ((), ())
-        if not tokens:
+        """Returns these tokens at this depth with the probabilities of being drawn in place of
+        their own."""
+        probability = dict(found)
+        if not probability:
             return []
-        id_C = np.array(tokens, np.int64)
+        noise_C = self.noise(self.position + depth, np.array([*probability], np.int64))
         with np.errstate(divide="ignore"):
-            log_prob_C = np.log(values)
-        return list(
-            zip(tokens, np.exp(self.log_probs(depth, id_C, log_prob_C)).tolist(), strict=True)
-        )
+            log_prob_C = np.log([*probability.values()])
+        drawn_C = np.exp(self.log_probs(noise_C, log_prob_C))
+        return list(zip(probability, drawn_C.tolist(), strict=True))

@@ -113,7 +113,8 @@ def _coupled(expand: Expand, coupling: Coupling) -> Expand:
 
     def expand_coupled(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
         id_NC, log_prob_NC = expand(nodes, first)
-        return id_NC, coupling.log_probs(next(depth), id_NC, log_prob_NC)
+        noise_NC = coupling.noise(coupling.position + next(depth), id_NC)
+        return id_NC, coupling.log_probs(noise_NC, log_prob_NC)
 
     return expand_coupled
 

@@ -86,32 +86,19 @@ class Guesses:
 
         Candidates of independent guesses, and of the first one, change their ranks with them.
         """
-        log_prob_KC = np.stack(
-            [
-                coupling.log_probs(k + 1, ids_C, log_prob_C, GUESS if k else NEXT)
-                for k, (ids_C, log_prob_C) in enumerate(
-                    zip(self.token_KC, self.log_prob_KC, strict=True)
-                )
-            ]
-        )
-        rank_KC = (-log_prob_KC).argsort(axis=1, kind="stable")
+        noise_KC = coupling.noise_behind(1, self.token_KC)
+        first_1C = coupling.log_probs(noise_KC[:1], self.log_prob_KC[:1], NEXT)
         if self.pair_KCC is None:
+            later_KC = coupling.log_probs(noise_KC[1:], self.log_prob_KC[1:], GUESS)
+            log_prob_KC = np.concatenate([first_1C, later_KC])
+            rank_KC = (-log_prob_KC).argsort(axis=1, kind="stable")
             token_KC = np.take_along_axis(self.token_KC, rank_KC, axis=1)
             return Guesses(token_KC, np.take_along_axis(log_prob_KC, rank_KC, axis=1))
-        token_KC = self.token_KC.copy()
-        pair_KCC = (
-            np.stack(
-                [
-                    coupling.log_probs(k + 2, self.token_KC[k + 1], pair_CC, GUESS)
-                    for k, pair_CC in enumerate(self.pair_KCC)
-                ]
-            )
-            if len(self.pair_KCC)
-            else self.pair_KCC
-        )
-        first_C = rank_KC[0]
-        token_KC[0], log_prob_KC[0] = token_KC[0, first_C], log_prob_KC[0, first_C]
-        pair_KCC[:1] = pair_KCC[:1, first_C]
+        rank_C = (-first_1C[0]).argsort(kind="stable")
+        token_KC, log_prob_KC = self.token_KC.copy(), self.log_prob_KC.astype(np.float64)
+        token_KC[0], log_prob_KC[0] = token_KC[0, rank_C], first_1C[0, rank_C]
+        pair_KCC = coupling.log_probs(noise_KC[1:, None], self.pair_KCC, GUESS)
+        pair_KCC[:1] = pair_KCC[:1, rank_C]
         return Guesses(token_KC, log_prob_KC, pair_KCC)
 
 

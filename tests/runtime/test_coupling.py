@@ -56,8 +56,8 @@ def test_the_example_of_the_docstring() -> None:
         assert position == 7 + 1
         return np.array([0.0, 3.0])[ids]
 
-    coupled = Coupling(noise, 1.0, 7).log_probs(1, np.array([0, 1]), np.log([0.5, 0.5]))
-    assert np.exp(coupled)[1] == pytest.approx(0.89, abs=0.005)
+    found = Coupling(noise, 1.0, 7).probabilities(1, [(0, 0.5), (1, 0.5)])
+    assert found == [(0, pytest.approx(0.11, abs=0.005)), (1, pytest.approx(0.89, abs=0.005))]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -68,8 +68,8 @@ def test_with_slopes_of_one_the_likeliest_candidate_is_the_draw(temperature: flo
         ids = np.arange(V)
         log_p_V = log_softmax(logits(position) / temperature)
         # the rest of no candidates is as good as nothing, and b is multiplied by the temperature
-        coupling = replace(coupling_of(sample, position - 2), temperature=1.0)
-        coupled_V = coupling.log_probs(2, ids, log_p_V, slopes)
+        coupling = replace(coupling_of(sample), temperature=1.0)
+        coupled_V = coupling.log_probs(sample.noise(position, ids), log_p_V, slopes)
         assert int(coupled_V.argmax()) == sample(logits(position), position)
 
 
@@ -77,13 +77,14 @@ def test_probabilities_leave_room_for_other_tokens() -> None:
     sample = sampler()
     ids = np.array([[1, 2, 3], [4, 5, 6]])
     log_prob_NC = np.log([[0.5, 0.3, 0.1], [0.9, 0.1, 1e-9]])
-    coupled_NC = coupling_of(sample).log_probs(1, ids, log_prob_NC)
+    coupling = coupling_of(sample)
+    coupled_NC = coupling.log_probs(sample.noise(1, ids), log_prob_NC)
     assert coupled_NC.shape == (2, 3)
     assert (np.exp(coupled_NC).sum(axis=1) < 1).all()
     for row in range(2):
-        alone_C = coupling_of(sample).log_probs(1, ids[row], log_prob_NC[row])
+        alone_C = coupling.log_probs(sample.noise(1, ids[row]), log_prob_NC[row])
         assert coupled_NC[row] == pytest.approx(alone_C)
-    impossible_C = coupling_of(sample).log_probs(1, ids[0], np.array([0.0, -np.inf, -np.inf]))
+    impossible_C = coupling.log_probs(np.zeros(3), np.array([0.0, -np.inf, -np.inf]))
     assert np.isneginf(impossible_C[1:]).all()
     assert np.isfinite(impossible_C[0])
 
@@ -91,8 +92,8 @@ def test_probabilities_leave_room_for_other_tokens() -> None:
 def test_near_temperature_zero_probabilities_are_the_drafters() -> None:
     log_prob_C = np.log([0.5, 0.3, 0.1])
     coupling = Coupling(noiseless, 1e-9)
-    assert coupling.log_probs(1, np.arange(3), log_prob_C) == pytest.approx(log_prob_C)
-    warm = replace(coupling, temperature=COLD).log_probs(1, np.arange(3), log_prob_C, GUESS)
+    assert coupling.log_probs(np.zeros(3), log_prob_C) == pytest.approx(log_prob_C)
+    warm = replace(coupling, temperature=COLD).log_probs(np.zeros(3), log_prob_C, GUESS)
     assert warm[0] - warm[1] == pytest.approx(GUESS[0] * (log_prob_C[0] - log_prob_C[1]))
 
 
@@ -126,8 +127,10 @@ def test_a_tree_of_independent_guesses_multiplies_the_coupled_probabilities() ->
     token_KC = np.array([[7, 8], [4, 5]])
     log_prob_KC = np.log([[0.6, 0.3], [0.5, 0.2]])
     tree = grow(1, Guesses(token_KC, log_prob_KC), Budget(8, coupling=coupling))
-    first = dict(zip([7, 8], coupling.log_probs(1, token_KC[0], log_prob_KC[0], NEXT), strict=True))
-    then = dict(zip([4, 5], coupling.log_probs(2, token_KC[1], log_prob_KC[1], GUESS), strict=True))
+    noise_KC = coupling.noise_behind(1, token_KC)
+    assert noise_KC[1].tolist() == coupling.noise(9 + 2, token_KC[1]).tolist()
+    first = dict(zip([7, 8], coupling.log_probs(noise_KC[0], log_prob_KC[0], NEXT), strict=True))
+    then = dict(zip([4, 5], coupling.log_probs(noise_KC[1], log_prob_KC[1], GUESS), strict=True))
     assert tree.num_nodes == 7
     for a in (7, 8):
         assert probability_of(tree, [a]) == pytest.approx(np.exp(first[a]))
@@ -149,11 +152,12 @@ def test_pairs_stay_those_of_their_parents(seed: int) -> None:
     pair_KCC = np.log(rng.dirichlet([0.5] * (C + 1), (K - 1, C))[..., :C])
     tree = grow(1, Guesses(token_KC, log_prob_KC, pair_KCC), Budget(200, coupling=coupling))
     assert tree.num_nodes == 1 + C + C**2 + C**3
-    first = coupling.log_probs(1, token_KC[0], log_prob_KC[0])
+    noise_KC = coupling.noise_behind(1, token_KC)
+    first = coupling.log_probs(noise_KC[0], log_prob_KC[0])
     for i in range(C):
-        second = coupling.log_probs(2, token_KC[1], pair_KCC[0, i], GUESS)
+        second = coupling.log_probs(noise_KC[1], pair_KCC[0, i], GUESS)
         for j in range(C):
-            third = coupling.log_probs(3, token_KC[2], pair_KCC[1, j], GUESS)
+            third = coupling.log_probs(noise_KC[2], pair_KCC[1, j], GUESS)
             for k in range(C):
                 path = [int(token_KC[0, i]), int(token_KC[1, j]), int(token_KC[2, k])]
                 expected = np.exp(first[i] + second[j] + third[k])
