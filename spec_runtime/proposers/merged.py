@@ -1,7 +1,7 @@
 """Merges two drafts into one tree: a drafter's, and the continuations that prompt lookup finds.
 
-They fail differently: the drafter knows the language, lookup knows this very text. Any tree that is
-chosen deterministically keeps the target's distribution.
+They fail differently: the drafter knows the language, lookup knows this very text. No tree changes
+what the target draws.
 """
 
 from __future__ import annotations

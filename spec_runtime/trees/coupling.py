@@ -23,8 +23,8 @@ import numpy as np
 # with slopes (a, b, r), where a comes from 1 at temperature 0 to what it is here at COLD and above.
 # Fitted to draws of the demo target behind the shipped ParallelSpec's guesses, at temperatures 1
 # and 0.7, on 80 prompts that it never saw. On 30 others probabilities of .07, .14, .28, .53 and .85
-# came true .07, .14, .28, .51 and .80 of the time. The drafter's own, of .07, .14, .28, .53 and .86,
-# did .06, .10, .17, .31 and .62 of the time.
+# came true .07, .14, .28, .51 and .80 of the time. The drafter's own, of .07, .14, .28, .53 and
+# .86, came true .06, .10, .17, .31 and .62 of the time.
 NEXT = (0.9, 0.7, 2.0)  # of the next token, or behind a path that the drafter has read
 GUESS = (0.6, 0.5, 2.0)  # of a later token, whose drafter has not read the path there
 COLD = 0.3
