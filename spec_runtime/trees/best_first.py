@@ -41,9 +41,10 @@ def grow_best_first(
     ticket, node, depth, place, path = 0, 0, 0, root, 1.0
     while True:
         if depth < max_depth and len(tree) < budget.max_nodes:
-            found = children(place, 0.0 if coupling else min_probability / path)
-            if coupling is not None:
-                found = coupling.probabilities(depth + 1, found)
+            if coupling is None:
+                found = children(place, min_probability / path)
+            else:
+                found = coupling.probabilities(depth + 1, children(place, 0.0))
             for token, probability in found:
                 worth = path * probability
                 if worth >= min_probability and worth > 0.0:

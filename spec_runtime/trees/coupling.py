@@ -49,11 +49,9 @@ class Coupling:
         """Returns the coupling of the tokens behind a root at `position`."""
         return replace(self, position=position)
 
-    def noise_behind(self, depth: int, id_NC: np.ndarray) -> np.ndarray:
-        """Returns the noise f64[N, C] of candidates i64[N, C], whose row n is n + `depth` below the
-        root."""
-        rows = (self.noise(self.position + depth + n, id_C) for n, id_C in enumerate(id_NC))
-        return np.stack([*rows])
+    def noise_at(self, depth: int, ids: np.ndarray) -> np.ndarray:
+        """Returns the noise f64 of these token ids at this depth below the root."""
+        return self.noise(self.position + depth, ids)
 
     def log_probs(
         self,
@@ -88,7 +86,7 @@ class Coupling:
         probability = dict(found)
         if not probability:
             return []
-        noise_C = self.noise(self.position + depth, np.array([*probability], np.int64))
+        noise_C = self.noise_at(depth, np.array([*probability], np.int64))
         with np.errstate(divide="ignore"):
             log_prob_C = np.log([*probability.values()])
         drawn_C = np.exp(self.log_probs(noise_C, log_prob_C))

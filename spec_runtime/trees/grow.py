@@ -113,8 +113,7 @@ def _coupled(expand: Expand, coupling: Coupling) -> Expand:
 
     def expand_coupled(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
         id_NC, log_prob_NC = expand(nodes, first)
-        noise_NC = coupling.noise(coupling.position + next(depth), id_NC)
-        return id_NC, coupling.log_probs(noise_NC, log_prob_NC)
+        return id_NC, coupling.log_probs(coupling.noise_at(next(depth), id_NC), log_prob_NC)
 
     return expand_coupled
 

@@ -86,7 +86,8 @@ class Guesses:
 
         Candidates of independent guesses, and of the first one, change their ranks with them.
         """
-        noise_KC = coupling.noise_behind(1, self.token_KC)
+        by_depth = enumerate(self.token_KC, 1)
+        noise_KC = np.stack([coupling.noise_at(depth, id_C) for depth, id_C in by_depth])
         first_1C = coupling.log_probs(noise_KC[:1], self.log_prob_KC[:1], NEXT)
         if self.pair_KCC is None:
             later_KC = coupling.log_probs(noise_KC[1:], self.log_prob_KC[1:], GUESS)

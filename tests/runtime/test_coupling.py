@@ -127,7 +127,7 @@ def test_a_tree_of_independent_guesses_multiplies_the_coupled_probabilities() ->
     token_KC = np.array([[7, 8], [4, 5]])
     log_prob_KC = np.log([[0.6, 0.3], [0.5, 0.2]])
     tree = grow(1, Guesses(token_KC, log_prob_KC), Budget(8, coupling=coupling))
-    noise_KC = coupling.noise_behind(1, token_KC)
+    noise_KC = [coupling.noise_at(depth, token_KC[depth - 1]) for depth in (1, 2)]
     assert noise_KC[1].tolist() == coupling.noise(9 + 2, token_KC[1]).tolist()
     first = dict(zip([7, 8], coupling.log_probs(noise_KC[0], log_prob_KC[0], NEXT), strict=True))
     then = dict(zip([4, 5], coupling.log_probs(noise_KC[1], log_prob_KC[1], GUESS), strict=True))
@@ -152,7 +152,7 @@ def test_pairs_stay_those_of_their_parents(seed: int) -> None:
     pair_KCC = np.log(rng.dirichlet([0.5] * (C + 1), (K - 1, C))[..., :C])
     tree = grow(1, Guesses(token_KC, log_prob_KC, pair_KCC), Budget(200, coupling=coupling))
     assert tree.num_nodes == 1 + C + C**2 + C**3
-    noise_KC = coupling.noise_behind(1, token_KC)
+    noise_KC = [coupling.noise_at(depth, token_KC[depth - 1]) for depth in (1, 2, 3)]
     first = coupling.log_probs(noise_KC[0], log_prob_KC[0])
     for i in range(C):
         second = coupling.log_probs(noise_KC[1], pair_KCC[0, i], GUESS)
