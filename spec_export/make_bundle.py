@@ -191,7 +191,7 @@ def _write_drafter(
     and shares its weights' file.
     """
     options, module, name = writer.options, drafter.module, drafter.saved.name
-    backbone = models.backbone
+    backbone, precision = models.backbone, options.precision_of(module)
     if module.shares_target_cache:
         exported = module.export_from_target(backbone)
         graphs = {
@@ -215,11 +215,14 @@ def _write_drafter(
                 f"target/{name}-{role}.onnx" if is_beside else f"drafters/{name}/{role}.onnx",
                 add_banks=add_banks,
                 lender=target_graph if is_beside else None,
+                precision=precision,
             )
             for role, model in exported.items()
         }
     num_parameters = models.hf_model.num_parameters()
-    return manifest.drafter_info(drafter, graphs, options.tree, writer.folder, num_parameters)
+    return manifest.drafter_info(
+        drafter, graphs, options.tree, writer.folder, num_parameters, precision
+    )
 
 
 def _manifest(

@@ -61,11 +61,12 @@ class VariantBundles:
         loaded = LoadedDrafter(saved, drafters.load_module(saved, backbone))
         options = BuildOptions(self.model, precision=self.precision)
         writer = GraphWriter(options, folder)
+        precision = options.precision_of(loaded.module)
         graphs = {
-            role: writer.write(graph, f"drafters/{saved.name}/{role}.onnx")
+            role: writer.write(graph, f"drafters/{saved.name}/{role}.onnx", precision=precision)
             for role, graph in loaded.module.export(backbone.config).items()
         }
         info = manifest.drafter_info(
-            loaded, graphs, options.tree, folder, self._loaded.num_parameters()
+            loaded, graphs, options.tree, folder, self._loaded.num_parameters(), precision
         )
         bundles.write_manifest(folder, dataclasses.replace(about, drafters=(info,), files={}))

@@ -43,10 +43,12 @@ def drafter_info(
     trees: dict[str, Any],
     folder: Path,
     target_parameters: int,
+    precision: str,
 ) -> DrafterInfo:
     """Writes the drafter's token ids, if it has its own, and returns its entry.
 
-    `extra_memory` in its config is the number of its own parameters over the target's.
+    In its config `extra_memory` is the number of its own parameters over the target's, and
+    `precision` that of its weights.
     """
     saved, ids = drafter.saved, None
     if saved.draft_token_ids is not None:
@@ -58,7 +60,8 @@ def drafter_info(
     return DrafterInfo(
         name=saved.name,
         config=drafter.module.runtime_config()
-        | {"parameters": own, "extra_memory": round(own / target_parameters, 4)},
+        | {"parameters": own, "extra_memory": round(own / target_parameters, 4)}
+        | {"precision": precision},
         graphs=graphs,
         draft_token_ids=ids,
         calibration=None,

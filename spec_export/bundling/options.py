@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spec_export import drafters as drafter_files
 from spec_export.graphs.quantize import PRECISIONS
@@ -14,6 +15,7 @@ BUILD_BACKENDS = ("onnxruntime", "tensorrt")
 DEVICES = ("cpu", "cuda")
 FORMS = ("slots", "contiguous")
 CPU_PRECISIONS = ("int8", "int4")
+DRAFTER_PRECISIONS = ("fp32", *CPU_PRECISIONS)
 
 # The tree a drafter gets on a CPU, by the target's precision: its nodes (root included), the
 # smallest path probability of a drafted node, and how many nodes prompt lookup may add. Where a
@@ -47,6 +49,7 @@ class BuildOptions:
     device: "cuda" is for ONNX Runtime's CUDA provider. Drafters then have the target's type, and
     the graph itself finds the argmax and the largest logits.
     fuse: adds the fused step of every one-pass drafter, see graphs/fused_step.py.
+    drafter_precision: of the drafters' weights on a CPU, fp32, int8 or int4, see `precision_of`.
 
     Raises ValueError for an unknown name or a combination that cannot be built.
     """
@@ -64,6 +67,7 @@ class BuildOptions:
     compute_capabilities: Sequence[str] = ()
     device: str = "cpu"
     fuse: bool = False
+    drafter_precision: str | None = None
 
     def __post_init__(self) -> None:
         _require_one_of("precision", self.target_precision, PRECISIONS)
@@ -76,6 +80,7 @@ class BuildOptions:
         _require_one_of("form", self.form, FORMS)
         self._require_device_fits()
         self._require_precision_fits()
+        self._require_drafter_precision_fits()
         for name in self.drafters:
             _require_one_of("drafter", name, [*drafter_files.trainable(), *BUILT_IN])
         alone = self.trained_drafters in ([], ["draft_model"]) and not self.drafter_checkpoints
@@ -118,10 +123,37 @@ class BuildOptions:
                 "no other precision needs it"
             )
 
+    def _require_drafter_precision_fits(self) -> None:
+        if self.drafter_precision is None:
+            return
+        _require_one_of("drafter precision", self.drafter_precision, DRAFTER_PRECISIONS)
+        if self.device != "cpu" or self.graph_form != "slots":
+            raise ValueError(
+                f"got drafter precision {self.drafter_precision} with device {self.device} and the "
+                f"{self.graph_form} form, expected a CPU and slots: elsewhere drafters have the "
+                "target's precision"
+            )
+
     @property
     def target_precision(self) -> str:
         """The precision of the target's weights, with the default filled in."""
         return self.precision or ("fp16" if self.device == "cuda" else "fp32")
+
+    def precision_of(self, drafter: Any) -> str:
+        """Returns the precision of a drafter's weights; `drafter` is its module.
+
+        Beside an fp32 target on a CPU they are int8 if nothing else is asked for: a draft then
+        takes two thirds of the time, and no token can change, since the target decides. A drafter
+        that runs on the target's own layers has the target's precision.
+        """
+        if drafter.shares_target_cache:
+            return self.target_precision
+        if self.drafter_precision is not None:
+            return self.drafter_precision
+        is_plain = self.target_precision == "fp32" and self.device == "cpu"
+        if is_plain and self.graph_form == "slots" and not drafter.is_whole_model:
+            return "int8"
+        return self.target_precision
 
     @property
     def graph_form(self) -> str:

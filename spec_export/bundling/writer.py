@@ -31,6 +31,7 @@ class GraphWriter:
         *,
         add_banks: Callable[[ir.Model], ir.Model] | None = None,
         lender: Graph | None = None,
+        precision: str | None = None,
     ) -> Graph:
         """Rewrites a traced graph in place, saves it as `file`, and returns its manifest entry.
 
@@ -39,8 +40,10 @@ class GraphWriter:
 
         add_banks: the rewrite that keeps features and states on the device.
         lender: a graph already written, whose weights this one shares instead of storing its own.
+        precision: of a drafter's weights, if not the target's, see `BuildOptions.precision_of`.
         """
-        options, precision = self.options, self.options.target_precision
+        options = self.options
+        precision = precision or options.target_precision
         has_cache = any(value.name == "position_ids" for value in model.graph.inputs)
         if options.device == "cuda":
             narrow(model, precision)
@@ -50,7 +53,9 @@ class GraphWriter:
             add_banks(model)
         if options.backend == "tensorrt":
             tensorrt.adapt(model, precision)
-        quantize(model, precision, options.reduce_range)
+        # Beside a float target no probe refuses a CPU whose products saturate.
+        is_reduced = options.reduce_range or precision != options.target_precision
+        quantize(model, precision, is_reduced)
         form = options.graph_form if has_cache else "stateless"
         lenders = () if lender is None else (lender,)
         graph = save_graph(model, form, self.folder, file, lenders)

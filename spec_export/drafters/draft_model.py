@@ -89,6 +89,7 @@ class Config:
 class Drafter(DrafterBase):
     """A model trained here: projections, layers and norm; see DrafterBase for what it borrows."""
 
+    is_whole_model = True
     config: Config
     layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
 
@@ -224,6 +225,7 @@ class Pretrained:
 
     is_one_pass = False
     shares_target_cache = False
+    is_whole_model = True
 
     def __init__(self, backbone: decoder.Backbone, vocab_size: int, config: Config) -> None:
         """`vocab_size` is the target's. Higher ids, the padding of the model's table, are never

@@ -79,13 +79,15 @@ class DrafterBase(nn.Module):
     draft_index_V is [−100, 0, −100, −100, 1]. `config` is the drafter's own Config, with `taps` and
     `top_k`. is_one_pass says that one run of the graph "drafter" makes all guesses.
     shares_target_cache says that it runs on the target's own layers and cache, so that
-    `export_from_target(backbone)` takes the place of `export`. With a `shortlist_size` each step's
-    losses through the frozen head read a `shortlist` of so many tokens, which `forward` draws, in
-    place of the draft vocabulary.
+    `export_from_target(backbone)` takes the place of `export`. is_whole_model says that it is a
+    language model by itself, whose largest activations row-wise int8 products do not survive.
+    With a `shortlist_size` each step's losses through the frozen head read a `shortlist` of so many
+    tokens, which `forward` draws, in place of the draft vocabulary.
     """
 
     is_one_pass: ClassVar[bool] = False
     shares_target_cache: ClassVar[bool] = False
+    is_whole_model: ClassVar[bool] = False
     draft_token_ids: Tensor
     draft_index_V: Tensor
     embed_VD: Tensor

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from small import write_small_bundle
@@ -26,6 +27,9 @@ from workshop import Workshop
 import spec_runtime
 from spec_export import make_bundle, target
 from spec_export.bundling import options as build_options
+from spec_export.bundling.drafters import warn_of_doubts
+from spec_export.drafters import draft_model, parallelspec, skip_layer
+from spec_export.graphs.quantize import REDUCED
 from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint
 from spec_runtime import bundle as bundles
@@ -97,6 +101,69 @@ def test_a_cpu_has_trees_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert options.tree == build_options.DEFAULT_TREE
 
 
+def test_a_drafter_beside_a_float_target_is_in_int8(workshop: Workshop, tmp_path: Path) -> None:
+    options = BuildOptions(
+        str(workshop.llama()), drafter_checkpoints=[workshop.drafter(NAME)], out=tmp_path / "small"
+    )
+    small = make_bundle.build(options)
+    opened = bundles.read(small)
+    (drafter,) = opened.manifest.drafters
+    assert (opened.manifest.target.precision, drafter.config["precision"]) == ("fp32", "int8")
+    assert "probe" not in opened.manifest.graphs, "an fp32 target runs on every CPU"
+    product = "MatMulIntegerToFloat"
+    assert product not in operators(small / "target" / "target.onnx")
+    model = ir.load(small / drafter.graphs["drafter"].file)
+    products: list[Any] = [node for node in model.graph if node.op_type == product]
+    assert products
+    # no product may saturate where no probe looks
+    largest = {np.abs(node.inputs[1].const_value.numpy()).max() for node in products}
+    assert largest == {REDUCED}
+
+    large = workshop.bundle(NAME)  # in the target's precision
+    assert bundles.read(large).manifest.drafters[0].config["precision"] == "fp32"
+    assert product not in operators(large / drafter.graphs["drafter"].file)
+    plain = spec_runtime.load(small, "none", threads=1)
+    drafted = spec_runtime.load(small, NAME, threads=1)
+    for temperature in (0, 0.8):
+        texts = [
+            engine.generate("say abc", max_new_tokens=24, temperature=temperature, seed=3)
+            for engine in (plain, drafted)
+        ]
+        assert texts[0].token_ids == texts[1].token_ids
+    assert drafted.generate("say abc", max_new_tokens=24).stats.drafted_tokens > 0
+
+
+def operators(graph: Path) -> set[str]:
+    return {node.op_type for node in ir.load(graph).graph}
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ({}, "int8"),
+        ({"drafter_precision": "fp32"}, "fp32"),
+        ({"drafter_precision": "int4"}, "int4"),
+        ({"precision": "int8"}, "int8"),
+        ({"precision": "int4"}, "int4"),
+        ({"precision": "int8", "drafter_precision": "fp32"}, "fp32"),
+        ({"precision": "fp16"}, "fp16"),
+        ({"form": "contiguous"}, "fp32"),
+        ({"backend": "tensorrt"}, "fp32"),
+        ({"device": "cuda"}, "fp16"),
+        ({"device": "cuda", "precision": "fp32"}, "fp32"),
+    ],
+)
+def test_the_precision_of_a_drafter(options: dict[str, Any], precision: str) -> None:
+    assert BuildOptions(**options).precision_of(parallelspec.Drafter) == precision
+
+
+def test_whole_models_and_the_targets_own_layers_are_as_the_target() -> None:
+    assert BuildOptions().precision_of(draft_model.Pretrained) == "fp32"
+    assert BuildOptions(drafter_precision="int8").precision_of(draft_model.Pretrained) == "int8"
+    for options in (BuildOptions(), BuildOptions(drafter_precision="int8")):
+        assert options.precision_of(skip_layer.Drafter) == "fp32"
+
+
 def test_without_a_drafter_it_drafts_by_prompt_lookup(
     workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +191,12 @@ def test_without_a_drafter_it_drafts_by_prompt_lookup(
         ({"precision": "int8", "form": "contiguous"}, "got precision int8 with the contiguous"),
         ({"precision": "int4", "form": "contiguous"}, "got precision int4 with the contiguous"),
         ({"precision": "fp32", "reduce_range": True}, "got reduce_range with precision fp32"),
+        ({"drafter_precision": "fp16"}, "got drafter precision 'fp16', expected one of fp32, int8"),
+        (
+            {"drafter_precision": "int8", "device": "cuda"},
+            "int8 with device cuda and the slots form",
+        ),
+        ({"drafter_precision": "int8", "form": "contiguous"}, "device cpu and the contiguous form"),
         ({"max_length": 257}, "got a max length of 257, expected at most the model's 256"),
         ({"model": "./nowhere"}, "got model './nowhere', expected an existing folder"),
         ({"drafter_checkpoints": [Path("nowhere")]}, "cannot read nowhere/config.json"),
@@ -216,18 +289,20 @@ def test_a_doubtful_drafter_is_built_with_a_loud_warning(
     workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = checkpoint.load_drafter(workshop.drafter(NAME)).provenance
+    source = target.resolve(str(workshop.llama()))
 
-    def warned(**changes: Any) -> str:
-        about = {key: value for key, value in (trained | changes).items() if value is not None}
-        folder = saved_drafter(workshop, tmp_path / "drafter", provenance=about)
-        out = tmp_path / "bundle"
-        make_bundle.build(
-            BuildOptions(str(workshop.llama()), drafter_checkpoints=[folder], out=out)
-        )
-        assert [drafter.name for drafter in bundles.read(out).manifest.drafters] == [NAME]
+    def warning() -> str:
         lines = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
         assert len(lines) <= 1
         return "".join(lines)
+
+    def changed(**changes: Any) -> Path:
+        about = {key: value for key, value in (trained | changes).items() if value is not None}
+        return saved_drafter(workshop, tmp_path / "drafter", provenance=about)
+
+    def warned(**changes: Any) -> str:
+        warn_of_doubts(checkpoint.load_drafter(changed(**changes)), source)
+        return warning()
 
     assert warned() == ""
     untrained = "WARNING: drafter parallelspec is untrained (its provenance names no training steps"
@@ -238,6 +313,11 @@ def test_a_doubtful_drafter_is_built_with_a_loud_warning(
     assert other in warned(target="smollm")
     everything = warned(steps=None, validation=None, target=None)
     assert "was never validated, was trained for an unknown target" in everything
+
+    out, folder = tmp_path / "bundle", changed(steps=None)
+    make_bundle.build(BuildOptions(str(workshop.llama()), drafter_checkpoints=[folder], out=out))
+    assert untrained in warning()
+    assert [drafter.name for drafter in bundles.read(out).manifest.drafters] == [NAME]
 
 
 def test_a_drafter_of_a_target_of_another_size(workshop: Workshop, tmp_path: Path) -> None:

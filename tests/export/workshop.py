@@ -9,6 +9,7 @@ from pathlib import Path
 from tiny_target import save_llama, teach
 
 from spec_export import make_bundle
+from spec_export.bundling.options import DRAFTER_PRECISIONS
 from spec_export.make_bundle import BuildOptions
 from spec_export.training import run as train
 
@@ -93,12 +94,14 @@ class Workshop:
         return RECIPE.format(name=drafter, options=options, num_steps=self.num_steps, lr=self.lr)
 
     def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
+        """Builds a bundle whose drafter has the target's precision, to be compared with torch."""
         return make_bundle.build(
             BuildOptions(
                 str(self.llama()),
                 [drafter_name(drafter)],
                 [self.drafter(drafter)],
                 precision,
+                drafter_precision=precision if precision in DRAFTER_PRECISIONS else None,
                 out=self.folder / "bundles" / f"{drafter}-{precision}",
             )
         )

@@ -21,6 +21,7 @@ FLAGS: dict[str, dict[str, SearchStrategy[str] | None]] = {
         "--drafter-checkpoint": st.sampled_from(MODELS),
         "--draft-model": st.sampled_from(MODELS),
         "--precision": st.sampled_from(("fp32", "int8", "fp16", "no")),
+        "--drafter-precision": st.sampled_from(("fp32", "int8", "fp16", "no")),
         "--max-length": SMALL,
         "--backend": st.sampled_from(("onnxruntime", "tensorrt", "no")),
         "--device": st.sampled_from(("cpu", "cuda", "no")),
