@@ -60,8 +60,11 @@ def drafter_info(
     return DrafterInfo(
         name=saved.name,
         config=drafter.module.runtime_config()
-        | {"parameters": own, "extra_memory": round(own / target_parameters, 4)}
-        | {"precision": precision},
+        | {
+            "parameters": own,
+            "extra_memory": round(own / target_parameters, 4),
+            "precision": precision,
+        },
         graphs=graphs,
         draft_token_ids=ids,
         calibration=None,

@@ -127,7 +127,7 @@ class BuildOptions:
         if self.drafter_precision is None:
             return
         _require_one_of("drafter precision", self.drafter_precision, DRAFTER_PRECISIONS)
-        if self.device != "cpu" or self.graph_form != "slots":
+        if not self.takes_quantised:
             raise ValueError(
                 f"got drafter precision {self.drafter_precision} with device {self.device} and the "
                 f"{self.graph_form} form, expected a CPU and slots: elsewhere drafters have the "
@@ -150,10 +150,13 @@ class BuildOptions:
             return self.target_precision
         if self.drafter_precision is not None:
             return self.drafter_precision
-        is_plain = self.target_precision == "fp32" and self.device == "cpu"
-        if is_plain and self.graph_form == "slots" and not drafter.is_whole_model:
-            return "int8"
-        return self.target_precision
+        is_beside_fp32 = self.target_precision == "fp32" and self.takes_quantised
+        return "int8" if is_beside_fp32 and not drafter.is_whole_model else self.target_precision
+
+    @property
+    def takes_quantised(self) -> bool:
+        """True where graphs may be in int8 or int4: on a CPU, in the slots form."""
+        return self.device == "cpu" and self.graph_form == "slots"
 
     @property
     def graph_form(self) -> str:

@@ -53,7 +53,7 @@ class GraphWriter:
             add_banks(model)
         if options.backend == "tensorrt":
             tensorrt.adapt(model, precision)
-        # Beside a float target no probe refuses a CPU whose products saturate.
+        # Beside a target of another precision no probe refuses a CPU whose products saturate.
         is_reduced = options.reduce_range or precision != options.target_precision
         quantize(model, precision, is_reduced)
         form = options.graph_form if has_cache else "stateless"
