@@ -76,12 +76,15 @@ def measured(name: str) -> bool:
 def value(data: Any, path: str, file: str) -> Any:
     """Follows `path` ("overall.speedup", "rows[0].speedup") through parsed JSON.
 
-    Keys that themselves hold a dot or a blank are quoted: `contenders."4 nodes".nodes`.
+    Keys that themselves hold a dot or a blank are quoted: `contenders."4 nodes".nodes`. The row of
+    a list that has these values is `rows."temperature=0.7 rule=plain"`.
     """
     for part in re.findall(r'"[^"]+"|[^.\[\]]+', path):
         part = part.strip('"')
         if isinstance(data, list) and part.isdecimal() and int(part) < len(data):
             data = data[int(part)]
+        elif isinstance(data, list) and len(rows := _rows_with(data, part)) == 1:
+            data = rows[0]
         elif isinstance(data, dict) and part in data:
             data = data[part]
         else:
@@ -91,6 +94,12 @@ def value(data: Any, path: str, file: str) -> Any:
                 "or change the name in the document"
             )
     return data
+
+
+def _rows_with(rows: list[Any], wanted: str) -> list[Any]:
+    """Returns the rows that have all of `wanted`, "key=value key=value"."""
+    pairs = [pair.partition("=")[::2] for pair in wanted.split()]
+    return [row for row in rows if all(str(row.get(key)) == value for key, value in pairs)]
 
 
 def provenance(name: str, data: Any) -> dict[str, Any]:
