@@ -12,8 +12,7 @@ import numpy as np
 from spec_runtime.proposers.text_index import TextIndex
 from spec_runtime.step import Step
 from spec_runtime.trees.best_first import grow_best_first
-from spec_runtime.trees.budget import Budget, Grown
-from spec_runtime.trees.grow import cut_to_paying
+from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
 
 
@@ -40,13 +39,9 @@ class LookupProposer:
         self._prompt_length = len(prompt)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        index, growth = self._index, budget.growth
+        index = self._index
         index.extend([token])
-        floor = growth.min_probability if isinstance(growth, Grown) else 0.0
-        tree = grow_best_first(
-            token, index.end(), index.continuations, index.advance, budget, floor
-        )
-        return cut_to_paying(tree, growth) if isinstance(growth, Grown) else tree
+        return grow_best_first(token, index.end(), index.continuations, index.advance, budget)
 
     def commit(self, step: Step) -> None:
         # the root came with `propose`, the last token will come with the next one

@@ -18,7 +18,7 @@ from spec_runtime.step import Step
 from spec_runtime.trees import payoff
 from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import AlongTruth, Budget, Grown
-from spec_runtime.trees.grow import cut_to_paying, merge
+from spec_runtime.trees.grow import merge
 from spec_runtime.trees.tree import TokenTree
 
 # The last nodes of a static tree are about so likely; lookup takes their places, so that its own
@@ -84,15 +84,10 @@ class MergedProposer(ProposerWrapper):
     def _shared(self, drafted: TokenTree, budget: Budget) -> TokenTree:
         """Returns lookup's share of nodes and then as much of a static tree as fits."""
         index = self._index
-        share = Budget(min(self.lookup_nodes + 1, budget.max_nodes), max_depth=budget.max_depth)
-        found = grow_best_first(
-            int(drafted.token_N[0]),
-            index.end(),
-            index.continuations,
-            index.advance,
-            share,
-            _LEAST_SHARED,
-        )
+        num_nodes = min(self.lookup_nodes + 1, budget.max_nodes)
+        share = Budget(num_nodes, budget.max_depth, Grown(_LEAST_SHARED))
+        root_token = int(drafted.token_N[0])
+        found = grow_best_first(root_token, index.end(), index.continuations, index.advance, share)
         return merge(found, drafted, budget.max_nodes)
 
     def _competing(self, drafted: TokenTree, budget: Budget, growth: Grown) -> TokenTree:
@@ -128,7 +123,8 @@ class MergedProposer(ProposerWrapper):
             return child, index.advance(here, token), depth + 1
 
         root: _Place = (0, index.end(), 0)
-        budget = replace(budget, coupling=None)  # what is given to it has been coupled
-        tree = grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, floor)
-        priced = Grown(step_ms=growth.step_ms, level_ms=growth.level_ms)  # worths, not predictions
-        return cut_to_paying(tree, priced, max(1, int(drafted.depth_N.max())))
+        # what is given to it are worths, not predictions, and they have been coupled
+        priced = Grown(floor, growth.step_ms, growth.level_ms)
+        budget = replace(budget, growth=priced, coupling=None)
+        num_levels = max(1, int(drafted.depth_N.max()))
+        return grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, num_levels)

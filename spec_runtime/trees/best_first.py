@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.grow import TreeBuilder
+from spec_runtime.trees.budget import Budget, Grown
+from spec_runtime.trees.grow import TreeBuilder, cut_to_paying
+from spec_runtime.trees.payoff import Outlook
 from spec_runtime.trees.tree import TokenTree
 
 Place = TypeVar("Place")  # what the caller knows of a node
@@ -24,9 +25,10 @@ def grow_best_first(
     children: Callable[[Place, float], Iterable[tuple[int, float]]],
     enter: Callable[[Place, int], Place],
     budget: Budget,
-    min_probability: float = 0.0,
+    num_levels: int = 1,
 ) -> TokenTree:
-    """Returns the likeliest paths, none of a probability below `min_probability`.
+    """Returns the likeliest paths, as many as the budget's growth says. A growth that is not
+    `Grown` counts as one without limits. `num_levels` of drafting were run before.
 
     `children(place, least)` gives different tokens, each with its probability behind that place;
     those below `least` may be missing. `enter(place, token)` gives the place of such a child. Nodes
@@ -34,6 +36,9 @@ def grow_best_first(
     budget with a coupling turns the probabilities into those of being drawn.
     """
     tree, log_prob = TreeBuilder(root_token), [0.0]
+    growth = budget.growth if isinstance(budget.growth, Grown) else Grown()
+    min_probability, extra_ms = growth.min_probability, (num_levels - 1) * growth.level_ms
+    outlook = Outlook(growth.step_ms, growth.reliability, extra_ms) if growth.step_ms else None
     max_depth = math.inf if budget.max_depth is None else budget.max_depth
     coupling = budget.coupling
     # an entry: (- probability of the path, ticket, depth, parent node, parent's place, token)
@@ -51,8 +56,11 @@ def grow_best_first(
                     heapq.heappush(heap, (-worth, ticket, depth + 1, node, place, token))
                     ticket += 1
         if not heap or len(tree) >= budget.max_nodes:
-            return tree.build(log_prob)
+            break
+        if outlook is not None and not outlook.add(-heap[0][0]):
+            break
         cost, _, depth, parent, place, token = heapq.heappop(heap)
         node, path = tree.add(parent, token), -cost
         log_prob.append(math.log(path))
         place = enter(place, token)
+    return cut_to_paying(tree.build(log_prob), growth, num_levels)

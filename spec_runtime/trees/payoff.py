@@ -10,6 +10,7 @@ tokens a millisecond in expectation. t may have steps, so the best n is looked f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -45,6 +46,43 @@ def best_size(
     rate_N = tokens_N / (np.asarray(step_ms[:n]) + extra_ms)
     best = int(rate_N.argmax())
     return best + 1, float(rate_N[best])
+
+
+class Outlook:
+    """Says, while a tree grows by falling probability, whether more nodes could still pay.
+
+    With n nodes, those of the next one's probability P and no better ones to come, the rate of any
+    larger tree of m nodes is at most
+
+        (tokens(n) + (m - n) P) / t(m).
+    """
+
+    def __init__(
+        self,
+        step_ms: Sequence[float],
+        reliability: Sequence[Sequence[float]] = (),
+        extra_ms: float = 0.0,
+    ) -> None:
+        self._ms_N = np.asarray(step_ms, np.float64) + extra_ms
+        self._more_N = np.arange(1, len(step_ms))
+        self._reliability = reliability
+        self._tokens, self._num_nodes = 1.0, 1
+        self._rate = float(1.0 / self._ms_N[0])
+
+    def add(self, probability: float) -> bool:
+        """Takes the next node, whose path has this probability, or returns False if neither it nor
+        any behind it can better the rate."""
+        worth = probability
+        if self._reliability:
+            worth = float(probabilities([math.log(probability)], self._reliability)[0])
+        n = self._num_nodes
+        most_N = self._tokens + worth * self._more_N[: len(self._ms_N) - n]
+        if not (most_N > self._rate * self._ms_N[n:]).any():
+            return False
+        self._tokens += worth
+        self._num_nodes += 1
+        self._rate = max(self._rate, float(self._tokens / self._ms_N[n]))
+        return True
 
 
 def another_level_pays(

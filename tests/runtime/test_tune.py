@@ -47,8 +47,9 @@ from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.step import Step
 from spec_runtime.trees import payoff
+from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import Budget, Grown, Static
-from spec_runtime.trees.grow import grow, grow_by_levels
+from spec_runtime.trees.grow import cut_to_paying, grow, grow_by_levels
 from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
@@ -116,6 +117,36 @@ def test_times_decide_how_many_nodes() -> None:
     assert grow(1, guesses, Budget(4, growth=trusted)).num_nodes == 3
     static = Budget(4, growth=Static(((0,), (1,), (2,))))
     assert grow(1, guesses, static).num_nodes == 4, "a static tree stays as it is"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_growing_node_by_node_stops_where_no_further_node_can_pay(seed: int) -> None:
+    """Against the tree of all nodes, cut afterwards: what stops early has lost nothing by it."""
+    rng = np.random.default_rng(seed)
+    size = 40
+    curve = np.sort(rng.uniform(0, 1, (2, 4))).T.tolist() if seed % 2 else []
+    grown = Grown(0.001, random_times(rng, size), 0.3, tuple(tuple(point) for point in curve))
+    behind: dict[tuple[int, ...], np.ndarray] = {}
+    num_asked = 0
+
+    def children(path: tuple[int, ...], least: float) -> list[tuple[int, float]]:
+        nonlocal num_asked
+        num_asked += 1
+        if path not in behind:
+            behind[path] = rng.dirichlet([0.5] * 4)[:3]
+        return list(enumerate(behind[path].tolist()))
+
+    def grow_it(growth: Grown) -> TokenTree:
+        budget = Budget(size, max_depth=6, growth=growth)
+        return grow_best_first(9, (), children, lambda path, token: (*path, token), budget, 2)
+
+    everything = grow_it(replace(grown, step_ms=()))
+    num_all, num_asked = num_asked, 0
+    tree, expected = grow_it(grown), cut_to_paying(everything, grown, num_levels=2)
+    assert paths(tree) == paths(expected)
+    assert num_asked <= num_all
+    if seed == 0:
+        assert (num_asked, num_all, tree.num_nodes) == (16, 37, 16)
 
 
 @pytest.mark.parametrize("seed", range(20))
