@@ -286,8 +286,8 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
         log.info("drafter %s: plain decoding is faster here, says the profile", opened.name)
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
         return plain._replace(taps=opened.taps, is_tuned=True)
-    length, speedup = choice.pace
-    pauser = DraftPauser(scale_probabilities(opened.proposer), profile.costs, length, speedup)
+    scaled = scale_probabilities(opened.proposer)
+    pauser = DraftPauser(scaled, profile.costs, choice.pace, choice.sampled_pace)
     # Short accepted lengths cause no warning here: where they do not pay, the drafter pauses.
     return opened._replace(
         proposer=pauser, budget=choice.budget, expected_accepted_length=None, is_tuned=True

@@ -84,11 +84,24 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Tokens committed a step, and how many times as fast as plain decoding they come."""
+
+    accepted_length: float
+    speedup: float
+
+    def __post_init__(self) -> None:
+        if min(self.accepted_length, self.speedup) <= 0:
+            raise ValueError(f"got {self!r:.80}, expected more than 0")
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One way to decode; its `budget` is None for plain decoding.
 
     expected_speedup is predicted from the costs and the accuracies known; tokens_per_second,
-    speedup and accepted_length are measured in the race. A value that was not determined is None.
+    speedup and accepted_length are measured in the race; sampled_pace, that of texts drawn at
+    temperature 1, is measured for the winner alone. A value that was not determined is None.
     """
 
     name: str
@@ -98,11 +111,12 @@ class Candidate:
     tokens_per_second: float | None = None
     speedup: float | None = None
     accepted_length: float | None = None
+    sampled_pace: Pace | None = mapping.added_later(None)
 
     @property
-    def pace(self) -> tuple[float, float]:
-        """Accepted length and speed-up: measured, or else predicted, or else 1 and 1."""
-        return self.accepted_length or 1.0, self.speedup or self.expected_speedup or 1.0
+    def pace(self) -> Pace:
+        """The pace at temperature 0: measured, or else predicted, or else 1 and 1."""
+        return Pace(self.accepted_length or 1.0, self.speedup or self.expected_speedup or 1.0)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from spec_runtime.measure.curve import (
     paying_budget,
     static_points,
 )
-from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
+from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Pace, Profile
 from spec_runtime.proposers.adaptive import LARGEST_TRUST, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
@@ -166,10 +166,12 @@ def race(
     max_new_tokens: int,
     num_rounds: int = RACE_ROUNDS,
     on_run: Callable[[], None] = lambda: None,
+    temperature: float = 0.0,
 ) -> dict[str, Stats]:
     """Returns each engine's total over the prompts; they take turns whose order rotates.
 
     A further round begins only within RACE_SECONDS. `on_run` is called after each generation.
+    Above temperature 0 each prompt has a seed of its own.
     """
     parts: dict[str, list[Stats]] = {name: [] for name in engines}
     names, begin = list(engines), time.perf_counter()
@@ -179,7 +181,13 @@ def race(
         for i, prompt in enumerate(prompts):
             first = (turn + i) % len(names)
             for name in names[first:] + names[:first]:
-                result = engines[name].generate(prompt, max_new_tokens=max_new_tokens, reuse=False)
+                result = engines[name].generate(
+                    prompt,
+                    max_new_tokens=max_new_tokens,
+                    reuse=False,
+                    temperature=temperature,
+                    seed=i,
+                )
                 parts[name].append(result.stats)
                 on_run()
     return {name: Stats.total(stats) for name, stats in parts.items()}
@@ -252,7 +260,14 @@ def tune(
         engines = {c.name: decoding(engine, c.budget) for c in candidates}
         stats = race(engines, prompts, max_new_tokens)
         candidates = [_measured(c, stats[c.name], stats[PLAIN]) for c in candidates]
-    profile = Profile(key, costs, curve.source, tuple(candidates), choose(candidates))
+    chosen = choose(candidates)
+    if not quick and chosen != PLAIN and target.strict_gap is None:
+        on_stage("race at temperature 1")
+        engines = {name: engines[name] for name in (PLAIN, chosen)}
+        stats = race(engines, prompts, max_new_tokens, temperature=1.0)
+        pace = _pace(stats[chosen], stats[PLAIN])
+        candidates = [replace(c, sampled_pace=pace) if c.name == chosen else c for c in candidates]
+    profile = Profile(key, costs, curve.source, tuple(candidates), chosen)
     if not sweep:
         return TuneReport(profile, [])
     on_stage("sizes of tree")
@@ -271,10 +286,7 @@ def _sampled_trust(
     expects, within the bounds of a ProbabilityScaler."""
     assert isinstance(budget.growth, Grown), budget
     recording, recorder = _recording(engine, budget)
-    for seed, prompt in enumerate(prompts):
-        recording.generate(
-            prompt, max_new_tokens=max_new_tokens, reuse=False, temperature=1.0, seed=seed
-        )
+    race({"run": recording}, prompts, max_new_tokens, num_rounds=1, temperature=1.0)
     expected = accepted = 0.0
     for tree, path in recorder.seen:
         if tree.log_prob_N is not None:
@@ -320,7 +332,7 @@ def choose(candidates: Sequence[Candidate]) -> str:
     """Returns the name of the fastest candidate, as measured or else predicted; plain decoding if
     none is clearly faster."""
     fastest = max(candidates, key=lambda c: c.speedup or c.expected_speedup or 0.0)
-    return fastest.name if fastest.pace[1] >= CLEARLY_FASTER else PLAIN
+    return fastest.name if fastest.pace.speedup >= CLEARLY_FASTER else PLAIN
 
 
 def _candidates(
@@ -378,14 +390,20 @@ def _with_reliability(budget: Budget, curve: Curve) -> Budget:
     return replace(budget, growth=replace(growth, min_probability=least, reliability=reliability))
 
 
+def _pace(stats: Stats, plain: Stats) -> Pace:
+    speedup = stats.tokens_per_second / plain.tokens_per_second
+    return Pace(round(stats.accepted_length, 4), round(speedup, 4))
+
+
 def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:
     """Returns the candidate with what the race measured."""
+    pace = _pace(stats, plain)
     return replace(
         candidate,
         nodes=round(1 + stats.drafted_tokens / max(1, stats.steps), 2),
         tokens_per_second=round(stats.tokens_per_second, 2),
-        speedup=round(stats.tokens_per_second / plain.tokens_per_second, 4),
-        accepted_length=round(stats.accepted_length, 4),
+        speedup=pace.speedup,
+        accepted_length=pace.accepted_length,
     )
 
 

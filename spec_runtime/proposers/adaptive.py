@@ -11,7 +11,7 @@ machine profile. It pauses when drafting is slower than plain decoding,
     tokens accepted / tokens expected,
 
 averaged in the same way: on texts harder than those of `tune` trees get smaller, on easier ones
-larger. Above temperature 0 both begin with what `tune` saw there (`Budget.at`).
+larger. Above temperature 0 both begin with what `tune` saw at temperature 1.
 
 Both follow from the committed tokens and the measured costs, never from a clock, so that the same
 prompt gets the same trees again.
@@ -24,7 +24,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from spec_runtime.profile import Costs
+from spec_runtime.profile import Costs, Pace
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
@@ -43,18 +43,18 @@ LARGEST_TRUST = 4.0  # the smallest is its inverse
 class DraftPauser(ProposerWrapper):
     """Passes on the trees of `proposer`, or, while drafting does not pay, proposes roots alone.
 
-    `accepted_length` and `speedup` are what `tune` saw; the averages begin each generation there,
-    with fewer drafted tokens above temperature 0, by the budget's trust. Where these would not pay,
-    and after a rest, they begin at the break-even point, so that what is seen alone decides.
+    `pace` is what `tune` saw at temperature 0 and `sampled_pace` at temperature 1; the averages
+    begin each generation there, in proportion to its temperature. Where that would not pay or is
+    not known, and after a rest, they begin at the break-even point and are judged after
+    PROBE_STEPS, so that what is seen alone decides.
     """
 
     def __init__(
-        self, proposer: Proposer, costs: Costs, accepted_length: float, speedup: float
+        self, proposer: Proposer, costs: Costs, pace: Pace, sampled_pace: Pace | None = None
     ) -> None:
         super().__init__(proposer)
         self._costs = costs
-        self._first_tokens = accepted_length
-        self._first_ms = accepted_length * costs.plain / speedup
+        self._pace, self._sampled_pace = pace, sampled_pace
         self._is_first = True  # the next tree is the generation's first
         self._rest = 0  # plain steps still to come
         self._reset()
@@ -72,7 +72,7 @@ class DraftPauser(ProposerWrapper):
         self._is_judged = not (self.is_resting or budget.is_root_only)
         if self._is_first:
             self._is_first = False
-            self._begin_at(budget.growth.trust if isinstance(budget.growth, Grown) else 1.0)
+            self._begin_at(0.0 if budget.coupling is None else budget.coupling.temperature)
         tree = super().propose(token, budget.within(0) if self.is_resting else budget)
         if self._is_judged:
             # where nothing was found, or nothing paid, one level has been drafted all the same
@@ -85,8 +85,7 @@ class DraftPauser(ProposerWrapper):
         if self._rest:
             self._rest -= 1
             if not self._rest:
-                self._probe = PROBE_STEPS
-                self._tokens, self._ms = 1.0, self._costs.plain
+                self._begin_probe()
         elif self._is_judged:
             self._tokens += WEIGHT * (len(step.tokens) - self._tokens)
             self._ms += WEIGHT * (self._step_ms - self._ms)
@@ -108,11 +107,22 @@ class DraftPauser(ProposerWrapper):
     def _pays(self) -> bool:
         return self._tokens * self._costs.plain >= self._ms
 
-    def _begin_at(self, trust: float) -> None:
-        """Multiplies the drafted tokens of the first average by `trust`."""
-        if trust != 1:
-            self._tokens = 1 + trust * (self._tokens - 1)
-            self._ms = min(self._ms, self._tokens * self._costs.plain)
+    def _begin_at(self, temperature: float) -> None:
+        """Sets the averages to what `tune` saw; begins a probe where that does not pay."""
+        share = min(1.0, temperature)
+        paces = [(self._pace, 1 - share), (self._sampled_pace, share)]
+        seen = [(pace, weight) for pace, weight in paces if weight and pace is not None]
+        self._tokens = sum(weight * pace.accepted_length for pace, weight in seen)
+        self._ms = sum(weight * self._step_ms_of(pace) for pace, weight in seen)
+        if (share and self._sampled_pace is None) or not self._pays():
+            self._begin_probe()
+
+    def _begin_probe(self) -> None:
+        self._probe = PROBE_STEPS
+        self._tokens, self._ms = 1.0, self._costs.plain
+
+    def _step_ms_of(self, pace: Pace) -> float:
+        return pace.accepted_length * self._costs.plain / pace.speedup
 
     def _reset(self) -> None:
         self._rest = 0
@@ -120,7 +130,7 @@ class DraftPauser(ProposerWrapper):
         self._next_rest = FIRST_REST
         self._is_judged = False
         self._step_ms = 0.0  # of the tree last proposed
-        self._tokens, self._ms = self._first_tokens, self._first_ms
+        self._tokens = self._ms = 0.0  # the first tree's temperature says where they begin
         self._is_first = True
 
 

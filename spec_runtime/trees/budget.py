@@ -30,7 +30,6 @@ class Grown:
     after the first adds, for a drafter that runs its levels one by one. reliability: what a path's
     probability is worth, as points (predicted, observed), ascending in both; without points a
     probability is worth itself. sampled_trust: by what `at` multiplies this worth at temperature 1.
-    trust: by what it is multiplied already.
     """
 
     min_probability: float = 0.0
@@ -38,7 +37,6 @@ class Grown:
     level_ms: float = 0.0
     reliability: tuple[tuple[float, ...], ...] = ()
     sampled_trust: float = 1.0
-    trust: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.min_probability <= 1.0:
@@ -48,11 +46,8 @@ class Grown:
                 f"got step times from {min(self.step_ms)} ms and level_ms {self.level_ms}, "
                 "expected positive ones"
             )
-        if min(self.sampled_trust, self.trust) <= 0:
-            raise ValueError(
-                f"got sampled_trust {self.sampled_trust} and trust {self.trust}, expected more "
-                "than 0"
-            )
+        if self.sampled_trust <= 0:
+            raise ValueError(f"got sampled_trust {self.sampled_trust}, expected more than 0")
         for (x, y), (next_x, next_y) in itertools.pairwise(((0.0, 0.0), *self.reliability)):
             if not (x < next_x <= 1 and y <= next_y <= 1):
                 raise ValueError(
@@ -76,7 +71,6 @@ class Grown:
             self,
             min_probability=min(1.0, least),
             reliability=tuple((p, min(1.0, trust * seen)) for p, seen in self.reliability),
-            trust=self.trust * trust,
         )
 
 

@@ -32,7 +32,7 @@ from spec_runtime.measure.curve import (
     paying_budget,
     static_points,
 )
-from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Profile
+from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Pace, Profile
 from spec_runtime.proposers.adaptive import (
     FIRST_REST,
     LARGEST_TRUST,
@@ -49,6 +49,7 @@ from spec_runtime.step import Step
 from spec_runtime.trees import payoff
 from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import Budget, Grown, Static
+from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.grow import cut_to_paying, grow, grow_by_levels
 from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
@@ -138,7 +139,8 @@ def test_growing_node_by_node_stops_where_no_further_node_can_pay(seed: int) -> 
 
     def grow_it(growth: Grown) -> TokenTree:
         budget = Budget(size, max_depth=6, growth=growth)
-        return grow_best_first(9, (), children, lambda path, token: (*path, token), budget, 2)
+        root: tuple[int, ...] = ()
+        return grow_best_first(9, root, children, lambda path, token: (*path, token), budget, 2)
 
     everything = grow_it(replace(grown, step_ms=()))
     num_all, num_asked = num_asked, 0
@@ -371,6 +373,9 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     stats = tune.race(engines, PROMPTS, 40, num_rounds=1)
     speed = {name: each.tokens_per_second for name, each in stats.items()}
     assert choice.tokens_per_second is not None
+    assert choice.sampled_pace is not None
+    assert 1 <= choice.sampled_pace.accepted_length < choice.pace.accepted_length
+    assert profile.from_json(profile.to_json(report.profile)) == report.profile
     assert choice.tokens_per_second >= 0.95 * max(speed.values()), speed
     assert max(speed.values()) > 1.1 * speed[PLAIN], "otherwise there is nothing to choose"
 
@@ -506,7 +511,7 @@ def runs_of(sizes: list[int]) -> list[tuple[int, int]]:
 
 def test_collapse_rest_probe_and_recovery() -> None:
     script = Script()
-    controller = DraftPauser(script, COSTS, accepted_length=2.25, speedup=1.5)
+    controller = DraftPauser(script, COSTS, Pace(2.25, 1.5))
     # averages begin at 2.25 tokens and 15 ms; w = 15 / 16: 1 + 1.25 w^n < 1.5 from n = 15 on
     play(controller, [1] * 15)
     assert runs_of(script.sizes) == [(4, 15)]
@@ -531,17 +536,17 @@ def test_collapse_rest_probe_and_recovery() -> None:
 
 def test_good_text_is_never_left_and_break_even_counts_as_paying() -> None:
     script = Script()
-    play(DraftPauser(script, COSTS, 2.25, 1.5), [3, 1, 1, 4, 2, 1] * 50)
+    play(DraftPauser(script, COSTS, Pace(2.25, 1.5)), [3, 1, 1, 4, 2, 1] * 50)
     assert set(script.sizes) == {4}
     script = Script()
-    play(DraftPauser(script, COSTS, 1.5, 1.0), [1, 2, 2, 1] * 2)
+    play(DraftPauser(script, COSTS, Pace(1.5, 1.0)), [1, 2, 2, 1] * 2)
     assert script.sizes[0] == 4
     assert runs_of(script.sizes) == [(4, 1), (1, 7)], "below break-even after the first step"
 
 
 def test_root_only_budgets_are_not_judged() -> None:
     script = Script()
-    controller = DraftPauser(script, COSTS, 2.25, 1.5)
+    controller = DraftPauser(script, COSTS, Pace(2.25, 1.5))
     play(controller, [1] * 100, Budget(8, max_depth=0))
     assert not controller.is_resting
     play(controller, [1] * 15)
@@ -555,7 +560,7 @@ def test_a_collapse_on_the_toy_engine_changes_no_token(drafter: str, form: str) 
     plain = make_engine(max_length=300, form=form, num_successors=8)
     dear = replace(COSTS, verify=((1, 9.0), (2, 200.0), (4, 200.0)))
     engine = make_engine(drafter, max_length=300, form=form, num_successors=8)
-    engine = engine.observed(lambda proposer: DraftPauser(proposer, dear, 2.0, 1.01))
+    engine = engine.observed(lambda proposer: DraftPauser(proposer, dear, Pace(2.0, 1.01)))
     options: dict[str, Any] = {"max_new_tokens": 160, "temperature": 0.5, "seed": 1}
     for prompt in (random_prompt(1), random_prompt(2)):
         expected = plain.generate(prompt, ignore_eos=True, **options).token_ids
@@ -577,7 +582,7 @@ def test_wrong_guesses_are_given_up_in_exactly_these_steps() -> None:
     engine = make_engine("none", max_length=300, noise=0.0)
     other = ToyTarget(vocab_size=258, capacity=332, seed=5)
     script = make_proposer("parallelspec", other)
-    engine = engine.observed(lambda _: DraftPauser(script, COSTS, 2.25, 1.5), Budget(4))
+    engine = engine.observed(lambda _: DraftPauser(script, COSTS, Pace(2.25, 1.5)), Budget(4))
     sizes = [
         len(step.verified.argmax_N)
         for step in engine.steps(random_prompt(3), max_new_tokens=140, ignore_eos=True)
@@ -686,28 +691,48 @@ def test_budgets_are_trusted_less_at_a_higher_temperature() -> None:
     assert sizes == [4, 2]
     # half as likely: a worth of .1 takes twice the probability
     least = Budget(8, growth=Grown(0.1, reliability=((1.0, 1.0),), sampled_trust=0.5)).at(1.0)
-    assert least.growth == Grown(0.2, reliability=((1.0, 0.5),), sampled_trust=0.5, trust=0.5)
+    assert least.growth == Grown(0.2, reliability=((1.0, 0.5),), sampled_trust=0.5)
     for budget in (STATIC, Budget(3), Budget(3, growth=Grown(sampled_trust=0.5))):
         assert budget.at(1.0) is budget
 
 
+def sampled_at(temperature: float) -> Budget:
+    coupling = Coupling(lambda position, ids: np.zeros(ids.shape), temperature)
+    return Budget(8, coupling=coupling)
+
+
 @pytest.mark.parametrize(
-    ("length", "speedup", "trust", "steps"),
-    [(3.0, 1.9, 1.0, 21), (3.0, 1.9, 0.5, 10), (2.0, 1.05, 0.5, 1)],
+    ("sampled", "temperature", "steps"),
+    [
+        (Pace(2.0, 1.6), 0.0, 21),
+        (Pace(2.0, 1.6), 1.0, 15),
+        (Pace(2.0, 1.6), 2.0, 15),
+        (Pace(2.0, 1.6), 0.5, 18),
+        (Pace(1.2, 0.9), 1.0, PROBE_STEPS),
+        (Pace(1.2, 0.9), 0.01, 21),
+        (None, 0.5, PROBE_STEPS),
+    ],
 )
-def test_averages_begin_with_what_is_trusted(
-    length: float, speedup: float, trust: float, steps: int
+def test_averages_begin_with_what_tune_saw_at_the_temperature(
+    sampled: Pace | None, temperature: float, steps: int
 ) -> None:
     """After n steps with one token each, of 15 ms, with w = 15 / 16 and plain decoding at 10 ms:
-    from 3 tokens in 15.8 ms 1 + 2 w^n < (15 + 0.8 w^n) / 10, from the 2 that half of the trust
-    leaves 1 + w^n; from 1.5 in 19 ms break-even is where it begins."""
-    budget = Budget(8, growth=Grown(reliability=((1.0, 1.0),), sampled_trust=trust)).at(1.0)
+    from 3 tokens in 15.8 ms 1 + 2 w^n < (15 + 0.8 w^n) / 10; from 2 in 12.5 ms, and from the
+    averages of both. What did not pay, and what is not known, is tried for as long as a probe."""
     script = Script()
-    pauser = DraftPauser(script, COSTS, length, speedup)
+    pauser = DraftPauser(script, COSTS, Pace(3.0, 1.9), sampled)
+    budget = sampled_at(temperature) if temperature else Budget(8)
     for _ in range(steps + 5):
         pauser.propose(0, budget)
         pauser.commit(Step([1], num_accepted=0))
     assert runs_of(script.sizes) == [(4, steps), (1, 5)]
+
+
+def test_a_pace_that_paid_at_no_temperature_is_tried_and_kept_where_it_pays() -> None:
+    script = Script()
+    pauser = DraftPauser(script, COSTS, Pace(3.0, 1.9), Pace(1.2, 0.9))
+    play(pauser, [1, 1, 2, 2, 2, 2, 2, 2] * 5, sampled_at(1.0))
+    assert runs_of(script.sizes) == [(4, 40)]
 
 
 def test_the_accepted_path_is_that_of_the_drafters_own_tree() -> None:
