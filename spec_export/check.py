@@ -23,9 +23,11 @@ from spec_export.make_bundle import BuildOptions
 from spec_export.replay import TransformersModel, make_scripts, play
 from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, open_graph
+from spec_runtime.cli.options import deliver
 from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.files import require_writable
 from spec_runtime.kv import open_cache
+from spec_runtime.measure import provenance
 from spec_runtime.stats import Stats
 from spec_runtime.text import Tokenizer, encode_prompt
 
@@ -88,14 +90,19 @@ class CheckRow:
         return self.value <= (np.inf if self.bound is None else self.bound)
 
 
-def run(model: str | None, bundle: Path | None, precisions: Sequence[str]) -> list[CheckRow]:
+def run(
+    model: str | None, bundle: Path | None, precisions: Sequence[str], out: Path | None = None
+) -> list[CheckRow]:
     """Checks `bundle`, or a fresh export of `model` in each precision, and prints a table.
 
     model: a folder, hub id or GGUF file; None means the demo. It must be the one that the bundle
     was built from. precisions: for fresh exports only; fp32 is checked in both forms of the graph.
+    out: where the rows go as JSON besides, with their provenance.
     If every check passes, the drafters' accepted length on the reference prompts is written into
     the bundle's manifest. Raises ValueError for a damaged bundle, or for one of another model.
     """
+    if out is not None:
+        require_writable(out)
     opened = None if bundle is None else bundles.read(bundle)
     source = target.resolve(model)
     if opened is not None:
@@ -111,11 +118,16 @@ def run(model: str | None, bundle: Path | None, precisions: Sequence[str]) -> li
         with tempfile.TemporaryDirectory(prefix="specsplit-check-") as folder:
             for precision in dict.fromkeys(precisions):
                 for form in ("slots", "contiguous") if precision == "fp32" else ("slots",):
-                    out = Path(folder) / f"{precision}-{form}"
-                    make_bundle.build(BuildOptions(model, precision=precision, out=out, form=form))
-                    fresh = bundles.read(out, verify=False)
+                    made = Path(folder) / f"{precision}-{form}"
+                    make_bundle.build(BuildOptions(model, precision=precision, out=made, form=form))
+                    fresh = bundles.read(made, verify=False)
                     rows += _check_bundle(fresh, TransformersModel(hf_model), hf_tokenizer)
-    Console().print(_table(source.name, rows))
+    manifest = None if opened is None else opened.manifest
+    deliver(
+        out,
+        _figures(source.name, manifest, rows),
+        lambda: Console().print(_table(source.name, rows)),
+    )
     if opened is not None and stores:
         _store_accepted_lengths(opened, rows)
     return rows
@@ -265,6 +277,18 @@ def _store_accepted_lengths(opened: bundles.Bundle, rows: Sequence[CheckRow]) ->
     if len(drafters) == len(manifest.drafters):
         manifest = dataclasses.replace(manifest, drafters=drafters)
         bundles.write_manifest(opened.path, manifest)
+
+
+def _figures(
+    model: str, manifest: bundles.Manifest | None, rows: Sequence[CheckRow]
+) -> dict[str, Any]:
+    """Returns the rows as JSON has them."""
+    packages = ("torch", "transformers", "onnx")
+    return {
+        "provenance": provenance.collect(manifest=manifest, packages=packages),
+        "model": model,
+        "rows": [dataclasses.asdict(row) | {"passed": row.passed} for row in rows],
+    }
 
 
 def _table(model: str, rows: Sequence[CheckRow]) -> Table:

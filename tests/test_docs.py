@@ -117,7 +117,7 @@ def test_a_quoted_key_may_hold_a_blank() -> None:
     data = {"contenders": {"4 nodes": {"rows": [{"nodes": 3.9}]}}}
     assert figures.value(data, 'contenders."4 nodes".rows.0.nodes', "sweep") == 3.9
     rows = [{"t": t, "rule": rule, "n": f"{rule} {t}"} for t in (0.7, 1.0) for rule in ("a", "b")]
-    assert figures.value({"rows": rows}, 'rows."t=0.7 rule=b".n', "sweep") == "b 0.7"
+    assert figures.value({"rows": rows}, 'rows."t=0.7,rule=b".n', "sweep") == "b 0.7"
     with pytest.raises(figures.FigureError, match="there is list"):
         figures.value({"rows": rows}, 'rows."rule=b".n', "sweep")
 

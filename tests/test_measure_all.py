@@ -27,6 +27,7 @@ def test_the_stages_are_the_headline_results(capsys: pytest.CaptureFixture[str])
                 "spec-bench-fp32",
                 "spec-bench-int8",
                 "rivals",
+                "check",
                 "threads-int8",
                 "steps",
             ),

@@ -56,13 +56,22 @@ TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, 1, (8,), 1)
 @dataclass(frozen=True)
 class Stage:
     """One command, the bundle it needs (None: all) and the file it writes. ``is_tool``: a script
-    beside this one, else a verb of spec-runtime. Exit codes up to ``worst_code`` are results."""
+    beside this one, else a verb of ``package``; those of spec_export need no bundle. Exit codes up
+    to ``worst_code`` are results."""
 
     name: str
     command: tuple[str, ...]
     precision: str | None
     is_tool: bool = False
     worst_code: int = 0
+    package: str = "spec_runtime"
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Those of the bundles it needs."""
+        if self.package == "spec_export":
+            return ()
+        return PRECISIONS if self.precision is None else (self.precision,)
 
 
 def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
@@ -97,6 +106,8 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
     found.append(Stage("memory-fp32", memory, "fp32", is_tool=True))
     other = ("compare_with_transformers.py", *given, *tokens, "--num", str(sizes.other_prompts))
     found.append(Stage("transformers-fp32", other, "fp32", is_tool=True, worst_code=1))
+    precisions = [word for each in PRECISIONS for word in ("--precision", each)]
+    found.append(Stage("check", ("check", *precisions), None, worst_code=1, package="spec_export"))
     questions: tuple[str, ...] = ("spec_bench.py", *given, *tokens, "--no-profile")
     if sizes.questions is not None:
         questions += ("--limit", str(sizes.questions))
@@ -113,8 +124,8 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
 def command_of(stage: Stage, bundles: Path, results: Path) -> list[str]:
     """Returns the whole command line of a stage, under this interpreter."""
     first, *words = stage.command
-    program = [str(TOOLS / first)] if stage.is_tool else [*entry("spec_runtime"), first]
-    where = ["--bundles", str(bundles)]
+    program = [str(TOOLS / first)] if stage.is_tool else [*entry(stage.package), first]
+    where = ["--bundles", str(bundles)] if stage.precisions else []
     if stage.precision is not None:
         where = ["--bundle", str(bundles / stage.precision)]
     where += ["--json", str(results / f"{stage.name}.json")]
@@ -165,8 +176,7 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"got --prompts {args.prompts}, expected a file of JSON Lines")
     chosen = [stage for stage in every if args.stages is None or stage.name in args.stages]
     args.results.mkdir(parents=True, exist_ok=True)
-    needed = [PRECISIONS if each.precision is None else (each.precision,) for each in chosen]
-    for precision in dict.fromkeys(each for some in needed for each in some):
+    for precision in dict.fromkeys(each for stage in chosen for each in stage.precisions):
         build(precision, args.bundles)
     lines = []
     for stage in chosen:

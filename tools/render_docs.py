@@ -37,10 +37,10 @@ BLOCK = re.compile(
 SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 OPTIONS, TEMPERATURES = "ablation-parallelspec-options", "drafters-temperatures"
 BY_NODES, BY_MASKS = "drafters-nodes", "ablation-num-masks"
-STEPS = "steps"
+STEPS, CHECK = "steps", "check"
 RIVALS, SPEC_BENCH = "rivals", ("spec-bench-fp32", "spec-bench-int8")
 # new measurements, which a page may be ahead of
-AWAITED = ("lookup-fp32", OPTIONS, TEMPERATURES, BY_NODES, RIVALS, STEPS, *SPEC_BENCH)
+AWAITED = ("lookup-fp32", CHECK, OPTIONS, TEMPERATURES, BY_NODES, RIVALS, STEPS, *SPEC_BENCH)
 LEFT_OUT = "\n\n"  # what stands for a section whose figures are not there
 NOT_MEASURED = "\n\n*Not measured yet.*\n\n"
 CONTENDERS = {
@@ -77,7 +77,7 @@ def value(data: Any, path: str, file: str) -> Any:
     """Follows `path` ("overall.speedup", "rows[0].speedup") through parsed JSON.
 
     Keys that themselves hold a dot or a blank are quoted: `contenders."4 nodes".nodes`. The row of
-    a list that has these values is `rows."temperature=0.7 rule=plain"`.
+    a list that has these values is `rows."temperature=0.7,rule=plain"`.
     """
     for part in re.findall(r'"[^"]+"|[^.\[\]]+', path):
         part = part.strip('"')
@@ -97,8 +97,8 @@ def value(data: Any, path: str, file: str) -> Any:
 
 
 def _rows_with(rows: list[Any], wanted: str) -> list[Any]:
-    """Returns the rows that have all of `wanted`, "key=value key=value"."""
-    pairs = [pair.partition("=")[::2] for pair in wanted.split()]
+    """Returns the rows that have all of `wanted`, "key=value,key=value"."""
+    pairs = [pair.partition("=")[::2] for pair in wanted.split(",")]
     return [row for row in rows if all(str(row.get(key)) == value for key, value in pairs)]
 
 
@@ -642,7 +642,38 @@ def steps() -> str:
     return framed("What a pass costs", words, body, STEPS)
 
 
+def quality() -> str:
+    """How far exported graphs are from the float32 model, by precision."""
+    if not measured(CHECK):
+        return LEFT_OUT
+    data = load(CHECK)
+    rows: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in value(data, "rows", CHECK):
+        rows.setdefault(row["precision"], {})[row["name"]] = row
+    head = ["precision", "perplexity ratio", "bound", "other best token", "divergence", "verdict"]
+    cells = [
+        [
+            f"`{precision}`",
+            f"{found['perplexity ratio']['value']:.4f}",
+            f"{found['perplexity ratio']['bound']:g}",
+            f"{found['other argmax']['value']:.1%}",
+            f"{found['divergence']['value']:.2g}",
+            "ok" if all(row["passed"] for row in found.values()) else "FAILED",
+        ]
+        for precision, found in rows.items()
+    ]
+    num_tokens = rows["fp32"]["perplexity ratio"]["note"].rpartition(", ")[2]  # "5200 tokens"
+    words = (
+        f"Exports of {data['model']} against transformers in float32. *Perplexity ratio* is of "
+        f"{num_tokens} of `assets/perplexity.txt`; "
+        "*other best token* and *divergence* (Kullback-Leibler, nats a row) are over all rows of "
+        "the check's passes: chunks, trees, permuted slots and the full context among them."
+    )
+    return framed("How close exports are", words, table(head, cells), CHECK)
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
+    "quality": quality,
     "steps": steps,
     "rivals": rivals,
     "spec_bench": spec_bench,

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from spec_export.cli.options import Model, Precision
+from spec_runtime.cli.options import Out
 
 
 def command(
@@ -19,10 +20,12 @@ def command(
             "--precision", help="Precision of the fresh export; repeatable", show_default="fp32"
         ),
     ] = None,
+    out: Out = None,
 ) -> None:
     """Check an export against the model it was made from; exits with 1 if a bound is missed."""
     from spec_export import check
 
-    rows = check.run(model, bundle, [each.value for each in precision or [Precision.fp32]])
+    precisions = [each.value for each in precision or [Precision.fp32]]
+    rows = check.run(model, bundle, precisions, out)
     if not all(row.passed for row in rows):
         raise typer.Exit(1)

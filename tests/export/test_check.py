@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from spec_export.decoder import Backbone
 from spec_export.graphs import slots, trace
 from spec_export.make_bundle import BuildOptions
 from spec_runtime import bundle as bundles
+from spec_runtime.measure import provenance
 
 SCRIPTS = {"chunks of 1", "chunks of 7", "chunks of 64", "chain decode", "random trees"}
 
@@ -47,9 +49,10 @@ def failed(rows: list[check.CheckRow]) -> set[str]:
 
 
 def test_a_fresh_export_passes_in_both_forms(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = check.run(str(folder), None, ["fp32"])
+    out = tmp_path / "check.json"
+    rows = check.run(str(folder), None, ["fp32"], out)
     slots, contiguous = (
         by_name([row for row in rows if row.precision == name])
         for name in ("fp32", "fp32 contiguous")
@@ -62,6 +65,10 @@ def test_a_fresh_export_passes_in_both_forms(
     shown = capsys.readouterr().out
     assert "random trees" in shown
     assert "FAILED" not in shown
+    written = json.loads(out.read_text())
+    assert [row.pop("passed") for row in written["rows"]] == [True] * len(rows)
+    assert [check.CheckRow(**row) for row in written["rows"]] == rows
+    assert set(provenance.KEYS) == set(written["provenance"])
 
 
 @pytest.mark.parametrize("are_swapped", [False, True])
