@@ -284,8 +284,11 @@ def _figures(
 ) -> dict[str, Any]:
     """Returns the rows as JSON has them."""
     packages = ("torch", "transformers", "onnx")
+    note = "the package's own texts; not recorded: prompts" + (
+        ", bundle" if manifest is None else ""
+    )
     return {
-        "provenance": provenance.collect(manifest=manifest, packages=packages),
+        "provenance": provenance.collect(manifest=manifest, packages=packages, note=note),
         "model": model,
         "rows": [dataclasses.asdict(row) | {"passed": row.passed} for row in rows],
     }

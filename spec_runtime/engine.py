@@ -31,6 +31,9 @@ from spec_runtime.text import Codec, Message, Prompt, TextStream, Tools, encode_
 from spec_runtime.trees.budget import Budget
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
+# Drafted tokens accepted a step: at a sixth of those expected weights are doubted. The shipped
+# drafter has a quarter on the hardest of 60 texts, and a twentieth where it reads no features.
+FEW = 6
 
 log = logging.getLogger("spec_runtime")
 
@@ -488,7 +491,7 @@ class Engine:
         doubt = None
         if sum(stats.depth_trials) == sum(stats.depth_accepts) > 0:
             doubt = f"all drafted tokens were accepted in {stats.steps} steps"
-        elif is_greedy and got < expected / 2:  # sampled texts are harder to guess
+        elif is_greedy and got - 1 < (expected - 1) / FEW:  # sampled texts are harder to guess
             doubt = f"accepted length {got:.2f} in {stats.steps} steps, expected about "
             doubt += f"{expected:.2f}"
         if doubt is not None:
