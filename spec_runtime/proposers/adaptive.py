@@ -109,20 +109,20 @@ class DraftPauser(ProposerWrapper):
 
     def _begin_at(self, temperature: float) -> None:
         """Sets the averages to what `tune` saw; begins a probe where that does not pay."""
+        sampled = self._sampled_pace if temperature else self._pace
+        if sampled is None:
+            self._begin_probe()
+            return
         share = min(1.0, temperature)
-        paces = [(self._pace, 1 - share), (self._sampled_pace, share)]
-        seen = [(pace, weight) for pace, weight in paces if weight and pace is not None]
-        self._tokens = sum(weight * pace.accepted_length for pace, weight in seen)
-        self._ms = sum(weight * self._step_ms_of(pace) for pace, weight in seen)
-        if (share and self._sampled_pace is None) or not self._pays():
+        for pace, weight in ((self._pace, 1 - share), (sampled, share)):
+            self._tokens += weight * pace.accepted_length
+            self._ms += weight * pace.accepted_length * self._costs.plain / pace.speedup
+        if not self._pays():
             self._begin_probe()
 
     def _begin_probe(self) -> None:
         self._probe = PROBE_STEPS
         self._tokens, self._ms = 1.0, self._costs.plain
-
-    def _step_ms_of(self, pace: Pace) -> float:
-        return pace.accepted_length * self._costs.plain / pace.speedup
 
     def _reset(self) -> None:
         self._rest = 0
