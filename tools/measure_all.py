@@ -48,9 +48,10 @@ class Sizes:
     tuned_prompts: int | None = None  # None: as TUNED_PROMPTS says
     contexts: tuple[int, ...] = (200, 1500)  # tokens before a pass
     questions: int | None = None  # of each subset of Spec-Bench; None: all
+    checked: tuple[str, ...] = PRECISIONS
 
 
-TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, 1, (8,), 1)
+TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, 1, (8,), 1, ("int8",))
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
     found.append(Stage("memory-fp32", memory, "fp32", is_tool=True))
     other = ("compare_with_transformers.py", *given, *tokens, "--num", str(sizes.other_prompts))
     found.append(Stage("transformers-fp32", other, "fp32", is_tool=True, worst_code=1))
-    precisions = [word for each in PRECISIONS for word in ("--precision", each)]
+    precisions = [word for each in sizes.checked for word in ("--precision", each)]
     found.append(Stage("check", ("check", *precisions), None, worst_code=1, package="spec_export"))
     questions: tuple[str, ...] = ("spec_bench.py", *given, *tokens, "--no-profile")
     if sizes.questions is not None:

@@ -662,7 +662,7 @@ def quality() -> str:
         ]
         for precision, found in rows.items()
     ]
-    num_tokens = rows["fp32"]["perplexity ratio"]["note"].rpartition(", ")[2]  # "5200 tokens"
+    num_tokens = rows["fp32"]["perplexity ratio"]["note"].rpartition(", ")[2]  # "1449 tokens"
     words = (
         f"Exports of {data['model']} against transformers in float32. *Perplexity ratio* is of "
         f"{num_tokens} of `assets/perplexity.txt`; "
