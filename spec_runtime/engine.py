@@ -236,6 +236,7 @@ class Engine:
         """
         request = read_options(options)
         self._require_strictly_greedy(request.params)
+        request.params.require_tokens_below(self.target.vocab_size)
         ids = self.encode(
             prompt,
             request.raw,

@@ -68,7 +68,8 @@ def generate(
     sample.commit(step.tokens)
     clock.lap("prefill")
     yield step
-    if fused is not None and params.is_plainly_greedy and target.strict_gap is None:
+    is_fusable = params.is_plainly_greedy and target.strict_gap is None
+    if fused is not None and is_fusable and limits.goes_on():
         token = yield from fused.run(token, limits, stats, clock)
 
     while limits.goes_on():

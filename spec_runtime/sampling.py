@@ -290,6 +290,13 @@ class SamplingParams:
             biases[whole] = number
         return biases
 
+    def require_tokens_below(self, vocab_size: int) -> None:
+        """Raises ValueError if a bias is for a token that the target does not have."""
+        if self.logit_bias and max(self.logit_bias) >= vocab_size:
+            raise ValueError(
+                f"got logit_bias for token {max(self.logit_bias)}, expected 0 to {vocab_size - 1}"
+            )
+
     @property
     def is_plainly_greedy(self) -> bool:
         """True if each token is the argmax of the raw logits, and nothing else is asked for."""
@@ -336,13 +343,13 @@ class TokenLogprob(NamedTuple):
 
 
 def token_logprob(logits_V: np.ndarray, token: int, num_top: int) -> TokenLogprob:
-    """Returns the log-probabilities of `token` and of the `num_top` best tokens, from the target's
-    own logits f32[V]."""
+    """Returns the log-probabilities of `token` and of the `num_top` best tokens, of equal ones
+    those with the lowest ids, from the target's own logits f32[V]."""
     log_prob_V = logits_V - logits_V.max().astype(np.float64)
     log_prob_V -= math.log(np.exp(log_prob_V).sum())
-    ids = np.argpartition(-log_prob_V, num_top)[:num_top] if num_top < len(log_prob_V) else None
-    ids = np.arange(len(log_prob_V)) if ids is None else np.sort(ids)
-    best = ids[np.argsort(-log_prob_V[ids], kind="stable")].tolist()
+    place = min(max(1, num_top), len(log_prob_V))
+    ids = np.flatnonzero(log_prob_V >= np.partition(log_prob_V, -place)[-place])
+    best = ids[np.argsort(-log_prob_V[ids], kind="stable")][:num_top].tolist()
     top = [(i, float(log_prob_V[i])) for i in best]
     return TokenLogprob(token, float(log_prob_V[token]), top)
 
@@ -401,10 +408,6 @@ class _Processors:
         prompt: Sequence[int],
         masks: PathMasks | None,
     ) -> None:
-        if params.logit_bias and max(params.logit_bias) >= vocab_size:
-            raise ValueError(
-                f"got logit_bias for token {max(params.logit_bias)}, expected 0 to {vocab_size - 1}"
-            )
         self._params = params
         self._masks = masks
         self._tokens = [*prompt]
@@ -456,6 +459,16 @@ class _Processors:
         return result_V
 
 
+def _no_token(logits_V: np.ndarray, position: int) -> Exception:
+    """Returns what says why no token is left of the target's logits f32[V]."""
+    if math.isfinite(logits_V.max()):
+        return ValueError(
+            f"got no token at position {position} that logits_processor and response_format both "
+            "allow, expected at least one"
+        )
+    return FloatingPointError(f"the target's logits are not finite at position {position}")
+
+
 class Sampler:
     """Draws tokens from p: `sampler(logits_V, position, path)` returns the token at `position`.
 
@@ -493,12 +506,11 @@ class Sampler:
     def __call__(
         self, logits_V: np.ndarray, position: int, path: Sequence[int] | np.ndarray = ()
     ) -> int:
-        if self._process is not None:
-            logits_V = self._process(logits_V, path)
-        token = int(logits_V.argmax())  # of a NaN, if there is one
-        if not math.isfinite(logits_V[token]):
-            raise FloatingPointError(f"the target's logits are not finite at position {position}")
-        return token if self.params.temperature == 0 else self._draw(logits_V, position)
+        processed_V = logits_V if self._process is None else self._process(logits_V, path)
+        token = int(processed_V.argmax())  # of a NaN, if there is one
+        if not math.isfinite(processed_V[token]):
+            raise _no_token(logits_V, position)
+        return token if self.params.temperature == 0 else self._draw(processed_V, position)
 
     def draw_from_top(self, top: TopLogits, position: int) -> int | None:
         """Returns what the call would draw from the whole row if its largest logits settle that,
@@ -602,11 +614,10 @@ class Sampler:
     ) -> np.ndarray:
         """Returns p f64[V] of the token at `position`, from which the call draws; the temperature
         must be above 0."""
-        if self._process is not None:
-            logits_V = self._process(logits_V, path)
-        if not math.isfinite(logits_V.max()):
-            raise FloatingPointError(f"the target's logits are not finite at position {position}")
-        ids, scaled = self.survivors(logits_V)
+        processed_V = logits_V if self._process is None else self._process(logits_V, path)
+        if not math.isfinite(processed_V.max()):
+            raise _no_token(logits_V, position)
+        ids, scaled = self.survivors(processed_V)
         # float32, as the logits are: ten times as fast over V as float64's exp
         weight = np.exp(scaled).astype(np.float64)
         weight /= weight.sum()

@@ -17,7 +17,7 @@ from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
 from spec_runtime.constraints.tool_prompts import ToolPrompter
-from spec_runtime.constraints.tools import family_of
+from spec_runtime.constraints.tools import checked_tools, family_of
 from spec_runtime.untrusted import tokenizer as untrusted
 from spec_runtime.untrusted.control_tokens import MARK, ControlTokens
 
@@ -36,9 +36,10 @@ class Codec(Protocol):
     eos: tuple[int, ...]
     template: ChatTemplate | None
 
-    def encode(self, text: str, special_tokens: bool) -> list[int]:
+    def encode(self, text: str, special_tokens: bool, is_marked: bool = False) -> list[int]:
         """Returns the ids of a text; `special_tokens` adds those that the tokenizer adds by itself,
-        like BOS. Names of control tokens become these tokens, unless `marked` has marked them."""
+        like BOS. Names of control tokens become these tokens; if `is_marked`, those that `marked`
+        has marked do not."""
 
     def marked(self, value: Any, by_assistant: bool = False) -> Any:
         """Returns a text, or a message's values, whose control tokens' names are marked, so that
@@ -123,7 +124,7 @@ class Tokenizer:
     def _name(self, token: int | None) -> str:
         return "" if token is None else self._tokenizer.id_to_token(token) or ""
 
-    def encode(self, text: str, special_tokens: bool) -> list[int]:
+    def encode(self, text: str, special_tokens: bool, is_marked: bool = False) -> list[int]:
         """See Codec.encode. Raises ValueError for a text that no tokenizer can take, or that is far
         longer than the context."""
         require_characters(text, "the prompt")
@@ -134,7 +135,7 @@ class Tokenizer:
                 f"context of {self._max_length} tokens; shorten it or build with a larger "
                 "--max-length"
             )
-        if MARK in text:
+        if is_marked and (MARK in text or self._controls.reads_unmarked):
             return self._controls.encode(text, special_tokens)
         with untrusted.no_panics(self._file):
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
@@ -206,16 +207,17 @@ def encode_prompt(
             "got tools, expected them with messages or a string for a bundle's chat template, "
             "which shows them to the model"
         )
-    marked = _unmarked if (raw if control_tokens is None else control_tokens) else codec.marked
+    is_marked = not (raw if control_tokens is None else control_tokens)
     if isinstance(prompt, str):
         require_characters(prompt, "the prompt")
         if codec.template is not None and not raw:
             messages: list[Message] = [{"role": "user", "content": prompt}]
-            ids = _encode_messages(codec, codec.template, messages, system, tools, marked)
+            ids = _encode_messages(codec, codec.template, messages, system, tools, is_marked)
             return _some(codec, ids)
         if system is not None:
             raise ValueError("got a system prompt, expected none without a chat template")
-        return _some(codec, codec.encode(marked(prompt, False), special_tokens=True))
+        text = codec.marked(prompt) if is_marked else prompt
+        return _some(codec, codec.encode(text, special_tokens=True, is_marked=is_marked))
     items = _items(prompt)
     if len(items) == 0:
         raise ValueError("got prompt [], expected at least one message or one token id")
@@ -223,7 +225,9 @@ def encode_prompt(
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
             raise ValueError(f"got messages, expected a string or token ids: {why}")
-        ids = _encode_messages(codec, codec.template, items, system, tools, marked, continue_final)
+        ids = _encode_messages(
+            codec, codec.template, items, system, tools, is_marked, continue_final
+        )
         return _some(codec, ids)
     if system is not None:
         raise ValueError("got a system prompt with token ids, expected it among the ids")
@@ -280,20 +284,17 @@ def _is_chat(prompt: Any) -> bool:
     return is_list and isinstance(prompt[0], Mapping)
 
 
-def _unmarked(value: Any, by_assistant: bool = False) -> Any:
-    """Leaves control tokens as they are; see Codec.marked."""
-    return value
-
-
 def _encode_messages(
     codec: Codec,
     template: ChatTemplate,
     messages: Sequence[Message],
     system: str | None,
     tools: Tools | None,
-    marked: Callable[[Any, bool], Any],
+    is_marked: bool,
     continue_final: bool = False,
 ) -> list[int]:
+    """Returns the ids of messages and tools; if `is_marked`, no name of a control token in them
+    becomes that token."""
     messages = [_plain_message(message) for message in messages]
     if system is not None:
         if not isinstance(system, str):
@@ -302,13 +303,16 @@ def _encode_messages(
         if messages[0]["role"] == "system":
             raise ValueError("got two system prompts, expected one: in the messages or apart")
         messages = [{"role": "system", "content": system}, *messages]
-    messages = [marked(message, message["role"] == "assistant") for message in messages]
+    if is_marked:
+        messages = [codec.marked(each, each["role"] == "assistant") for each in messages]
+        tools = codec.marked(checked_tools(tools)) if tools else None
     begun = ""
     if continue_final:
         *messages, last = messages
         begun = last["content"]
     # the template writes BOS itself where the model wants one
-    return codec.encode(template.render(messages, tools) + begun, special_tokens=False)
+    text = template.render(messages, tools) + begun
+    return codec.encode(text, special_tokens=False, is_marked=is_marked)
 
 
 def _plain_message(message: Message) -> Message:

@@ -70,7 +70,7 @@ class BpeTokenizer:
         self._tokenizer: Any = Tokenizer.from_str(self._definition)
         self._compiler: GrammarCompiler | None = None
 
-    def encode(self, text: str, special_tokens: bool) -> list[int]:
+    def encode(self, text: str, special_tokens: bool, is_marked: bool = False) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return [BOS] * special_tokens + ids
 

@@ -234,6 +234,8 @@ def test_a_drafter_is_chosen_and_changes_no_token(say: Callable[..., tuple[str, 
         ("/load roles.json", 'roles.json: got message {"content": "x"}, expected one with a role'),
         ("/load parts.json", "got content 5 in a message of 'user'"),
         ("/save broken.json", "broken.json is there and holds no messages"),
+        ("/save ~nobody-of-that-name/x", "got path '~nobody-of-that-name/x', expected one that"),
+        ("/load x\0y", "expected one without a null character"),
         ("\udcff", "got a message whose character 1 is not UTF-8"),
     ],
 )

@@ -519,6 +519,7 @@ def test_prompt_files(tmp_path: Path) -> None:
     [
         ("", "got no prompt"),
         ("{}\n", "line 1: got keys none, expected turns"),
+        ('{"prompt": ""}\n{"prompt": 3}\n', "line 2: got keys prompt"),
         ('{"prompt": "a"}\n{"prompt": 3}\n', "line 2: got keys prompt"),
         ('{"turns": []}\n', "line 1: got keys turns"),
         ('{"messages": ["a"]}\n', "line 1: got keys messages"),

@@ -233,7 +233,7 @@ class ByteTokenizer:
     def __init__(self, template: ChatTemplate | None = None) -> None:
         self.template = template
 
-    def encode(self, text: str, special_tokens: bool) -> list[int]:
+    def encode(self, text: str, special_tokens: bool, is_marked: bool = False) -> list[int]:
         return [256] * (special_tokens and bool(text)) + list(text.encode())
 
     def marked(self, value: Any, by_assistant: bool = False) -> Any:

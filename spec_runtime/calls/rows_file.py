@@ -89,7 +89,7 @@ def read_rows(
     """
     try:
         header, data = _read(path)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"{path} is not a file of a conversation ({brief(error, 120)}), expected one that "
             "save_conversation wrote"

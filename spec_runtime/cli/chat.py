@@ -222,12 +222,12 @@ class Chat:
     def _save(self, argument: str) -> None:
         if not self.session.messages:
             raise ValueError("got nothing to save, expected a message before /save")
-        path = Path(argument).expanduser()
+        path = _path(argument)
         messages.write(path, [dict(each) for each in self.session.all_messages])
         _note(f"saved {len(self.session.messages)} messages in {path}")
 
     def _load(self, argument: str) -> None:
-        path = Path(argument).expanduser()
+        path = _path(argument)
         found = messages.read(path)
         has_system = found[0]["role"] == "system"
         content = found[0].get("content") if has_system else None
@@ -283,6 +283,17 @@ class Chat:
         self.is_coloured = not self.is_coloured
         legend = "the target's own plain, guesses green, cyan, blue, then magenta"
         _note(f"tokens by drafted depth: {legend if self.is_coloured else 'not coloured'}")
+
+
+def _path(argument: str) -> Path:
+    """Returns the path that a user typed; raises ValueError for one that cannot be."""
+    try:
+        path = Path(argument).expanduser()
+    except RuntimeError as error:  # "~name" of nobody
+        raise ValueError(f"got path {argument!r:.80}, expected one that exists: {error}") from None
+    if "\0" in argument:
+        raise ValueError(f"got path {argument!r:.80}, expected one without a null character")
+    return path
 
 
 def _note(text: str) -> None:

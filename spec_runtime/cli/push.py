@@ -18,11 +18,11 @@ def command(
     ] = False,
 ) -> None:
     """Send a bundle to a Hugging Face hub, in one commit."""
-    from huggingface_hub.utils import disable_progress_bars
-
     from spec_runtime.hub import push
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if not sys.stderr.isatty():
+        from huggingface_hub.utils import disable_progress_bars
+
         disable_progress_bars()
     Console().print(visible(push.push(folder, repository, private)), soft_wrap=True)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spec_runtime.mapping import brief
+from spec_runtime.mapping import brief, parse_json
 
 
 class ToolCall(NamedTuple):
@@ -104,8 +104,7 @@ def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, A
         begin, end = _OPENING_TAG, _CLOSING_TAG
     elif family == "hermes":
         begin, end = f"{_OPENING_TAG}\n", f"\n{_CLOSING_TAG}"
-    if definitions:
-        schema["$defs"] = definitions
+    schema["$defs"] = definitions
     return {"type": "tagged_json", "begin": begin, "schema": schema, "end": end}
 
 
@@ -149,7 +148,7 @@ def _checked_tool(tool: Any) -> dict[str, Any]:
             f"got parameters {brief(repr(parameters), 80)} of tool {name}, expected a JSON schema"
         )
     try:
-        copied: dict[str, Any] = json.loads(json.dumps({"type": "function", "function": function}))
+        copied: dict[str, Any] = parse_json(json.dumps({"type": "function", "function": function}))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"got tool {name} that cannot be written as JSON ({brief(error, 80)}), expected "
@@ -161,33 +160,32 @@ def _checked_tool(tool: Any) -> dict[str, Any]:
 def _call_schema(
     function: Mapping[str, Any], key: str, definitions: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the JSON schema of a call of one function; adds what its parameters refer to."""
+    """Returns the JSON schema of a call of one function; adds that of its arguments to
+    `definitions` by the function's name, so that what refers to a part of it finds that there."""
     name = function["name"]
     parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
     if "properties" in parameters:  # what the schema does not name is not made up
         parameters.setdefault("additionalProperties", False)
-    for where in ("$defs", "definitions"):
-        for label, schema in (parameters.pop(where, None) or {}).items():
-            definitions[f"{name}.{label}"] = _with_references(schema, name)
+    definitions[name] = _with_references(parameters, name)
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, key: _with_references(parameters, name)},
+        "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{name}"}},
         "required": ["name", key],
         "additionalProperties": False,
     }
 
 
 def _with_references(schema: Any, name: str) -> Any:
-    """Returns a schema whose references lead to the common definitions: "#/$defs/X" becomes
-    "#/$defs/name.X"."""
+    """Returns a schema whose references start at its place among the definitions: "#" becomes
+    "#/$defs/name", and "#/properties/x" becomes "#/$defs/name/properties/x"."""
     if isinstance(schema, list):
         return [_with_references(each, name) for each in schema]
     if not isinstance(schema, dict):
         return schema
     changed = {key: _with_references(value, name) for key, value in schema.items()}
     reference = changed.get("$ref")
-    if isinstance(reference, str):
-        changed["$ref"] = re.sub(r"^#/(\$defs|definitions)/", f"#/$defs/{name}.", reference)
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        changed["$ref"] = f"#/$defs/{name}{reference[1:]}"
     return changed
 
 
@@ -204,7 +202,7 @@ def _call(value: Any) -> ToolCall | None:
     if isinstance(arguments, str):  # JSON inside JSON
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | None):
         return None

@@ -78,8 +78,6 @@ def _is_part(part: str) -> bool:
 def open_client() -> HfApi:
     """Returns the client of the hub that HF_ENDPOINT names. Raises ModuleNotFoundError without the
     extra `hub`."""
-    # Like every other part of specsplit, huggingface_hub sends no figures about its use.
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import HfApi
 
     endpoint = os.environ.get("HF_ENDPOINT")

@@ -60,8 +60,15 @@ def check_second_token(
     """Tests the second token over ``draws`` seeds against the target's processed distribution.
 
     The seeds count up from that of ``options``. Calls ``on_draw`` after each. Raises ValueError if
-    no first token came often enough, or if none was followed by a draft.
+    two tokens do not fit behind the prompt, if no first token came often enough, or if none was
+    followed by a draft.
     """
+    most = engine.target.max_length - 2
+    if len(prompt_ids) > most:
+        raise ValueError(
+            f"got a prompt of {len(prompt_ids)} tokens, expected at most {most}, so that two more "
+            "fit into the context"
+        )
     seed = options["seed"] or 0
     second_ids: dict[int, Counter[int]] = {}
     drafted: Counter[int] = Counter()

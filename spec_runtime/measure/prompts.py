@@ -92,7 +92,7 @@ def _prompt(line: bytes, number: int, path: Path) -> tuple[BenchPrompt, str]:
         raise ValueError(f"{where}: not JSON ({error}); expected one object a line") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: got {type(row).__name__}, expected an object")
-    content: Any = row.get("prompt") or row.get("messages")
+    content: Any = row["prompt"] if row.get("prompt") is not None else row.get("messages")
     later: list[Any] = []
     if content is None and isinstance(row.get("turns"), list) and row["turns"]:
         content, *later = row["turns"]

@@ -265,7 +265,7 @@ def tune(
         on_stage("race at temperature 1")
         engines = {name: engines[name] for name in (PLAIN, chosen)}
         stats = race(engines, prompts, max_new_tokens, temperature=1.0)
-        pace = _pace(stats[chosen], stats[PLAIN])
+        pace = _sampled_pace(stats[chosen], stats[PLAIN])
         candidates = [replace(c, sampled_pace=pace) if c.name == chosen else c for c in candidates]
     profile = Profile(key, costs, curve.source, tuple(candidates), chosen)
     if not sweep:
@@ -393,6 +393,12 @@ def _with_reliability(budget: Budget, curve: Curve) -> Budget:
 def _pace(stats: Stats, plain: Stats) -> Pace:
     speedup = stats.tokens_per_second / plain.tokens_per_second
     return Pace(round(stats.accepted_length, 4), round(speedup, 4))
+
+
+def _sampled_pace(stats: Stats, plain: Stats) -> Pace | None:
+    """Returns the pace of texts drawn at temperature 1, None if every draw ended its answer at
+    once."""
+    return _pace(stats, plain) if stats.steps and plain.steps else None
 
 
 def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:

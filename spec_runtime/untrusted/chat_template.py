@@ -28,6 +28,8 @@ from collections.abc import (
 from typing import Any
 
 from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -221,6 +223,18 @@ class _PlainNamespace(Namespace):
         return "<namespace>"
 
 
+class _Generation(Extension):
+    """Renders {% generation %} … {% endgeneration %} as what is inside: some templates mark the
+    assistant's answers so, for training."""
+
+    tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as an instance's
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=lineno)
+
+
 class _MeteredEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox whose loops, operators, calls, filters and outputs report to `meter`."""
 
@@ -230,7 +244,7 @@ class _MeteredEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
+            extensions=["jinja2.ext.loopcontrols", _Generation],
             finalize=self.printed,
         )
         self._meter = meter
@@ -389,5 +403,18 @@ def _raise_exception(message: Any) -> None:
     raise _MessageRefusedError(brief(message))
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Returns a value as JSON, with the arguments of transformers' own filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -45,13 +45,14 @@ class ControlTokens:
         self._any = _starts(self._names)
         self._special = _starts(special)
         self._whole = _wholes(self._names)
-        # A normalizer could make names of what is none yet: then nothing is left to the tokenizer.
-        self._must_fence = tokenizer.normalizer is not None and any(
+        # A normalizer could make names of what is none yet: then a text without any mark must be
+        # encoded here too.
+        self.reads_unmarked = tokenizer.normalizer is not None and any(
             added[number].normalized for number in self._control_ids
         )
 
     def marked(self, value: Any, by_assistant: bool = False, depth: int = 0) -> Any:
-        r"""Returns a text, or a value of JSON with texts in it, whose names are marked.
+        r"""Returns a text, or a value of JSON with texts in it, keys too, whose names are marked.
 
         What an assistant wrote keeps the names that its template reads there, like "<think>".
 
@@ -59,14 +60,17 @@ class ControlTokens:
         """
         if isinstance(value, str):
             names = self._special if by_assistant else self._any
-            text = names.sub(rf"\g<0>{MARK}", value.translate(_REPLACED))
-            return text + MARK if self._must_fence and text else text
+            return names.sub(rf"\g<0>{MARK}", value.translate(_REPLACED))
         if depth > MAX_DEPTH:
             raise ValueError(
-                f"got a message with values nested deeper than {MAX_DEPTH}, expected fewer"
+                f"got a message or tool with values nested deeper than {MAX_DEPTH}, expected fewer"
             )
         if isinstance(value, Mapping):
-            return {key: self.marked(each, by_assistant, depth + 1) for key, each in value.items()}
+            inner = depth + 1
+            return {
+                self.marked(key, by_assistant, inner): self.marked(each, by_assistant, inner)
+                for key, each in value.items()
+            }
         if isinstance(value, list | tuple):
             return [self.marked(each, by_assistant, depth + 1) for each in value]
         return value

@@ -529,6 +529,11 @@ def test_the_law_of_rejection() -> None:
 
 
 def test_too_few_draws_for_a_law() -> None:
+    engine = soft_engine()
+    longest = engine.target.max_length - 2
+    for size in (longest + 1, longest + 2):
+        with pytest.raises(ValueError, match=f"got a prompt of {size} tokens, expected at most"):
+            distribution_test.check_second_token(engine, "p", [1] * size, REJECTION, 1)
     with pytest.raises(ValueError, match="got no first token 25 times in 20 draws"):
         distribution_test.check_second_token(soft_engine(), "p", [1, 2, 3], REJECTION, 20)
     backend = ToyTarget(vocab_size=24)

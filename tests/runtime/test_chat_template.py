@@ -61,6 +61,7 @@ WRONG = [
 INVALID = [
     "{% if %}",
     "{{ x|nofilter }}",
+    "{% generation %}x",
     "{{ x is notest }}",
     "{{ " + "(" * 5000 + ")" * 5000 + " }}",
     "{% for i in [1] %}" * 60 + "{% endfor %}" * 60,
@@ -117,6 +118,9 @@ def test_templates_still_do_what_prompts_need() -> None:
         ("{% set a, b = 1, 2 %}{{ a ~ b }}", "12"),
         ("{{ '%s-%03d' % ('a', 5) }}{{ '{} {}'.format('b', 6) }}", "a-005b 6"),
         ("{{ {'a': [1]}|tojson(indent=1) }}", '{\n "a": [\n  1\n ]\n}'),
+        ("{{ {'b': 1, 'a': 'é'}|tojson(ensure_ascii=False, sort_keys=True) }}", '{"a": "é"'),
+        ("{{ [1, 'é']|tojson(separators=(',', ':'), ensure_ascii=True) }}", '[1,"\\u00e9"]'),
+        ("a{% generation %}{% set x = 1 %}{{ x }}{% endgeneration %}{{ x is defined }}", "a1False"),
         ("{% set n = namespace(v=[]) %}{% set n.v = n.v + [1] %}{{ n.v }}", "[1]"),
         ("{% set x %}a{% endset %}{{ x|upper }}{% filter lower %}B{% endfilter %}", "Ab"),
         ("{% macro m(x, y=[1]) %}{{ x }}{{ y[0] }}{% endmacro %}{{ m('a') }}", "a1"),

@@ -455,6 +455,18 @@ def test_a_logits_processor_sees_the_path_of_its_row(sampling: str) -> None:
     assert re.fullmatch("(ab|12)+!?", both.text)
 
 
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "acceptance": "rejection"}])
+def test_processors_that_leave_no_token_are_one_line(sampling: Any) -> None:
+    def forbid(tokens: Sequence[int], logits_V: np.ndarray) -> np.ndarray:
+        logits_V[ord("a")] = -np.inf
+        return logits_V
+
+    with pytest.raises(ValueError, match="got no token at position 3 that logits_processor and"):
+        engine("parallelspec").generate(
+            [1, 2, 3], logits_processor=forbid, response_format=as_regex("a"), **sampling
+        )
+
+
 @pytest.mark.parametrize("result", [np.zeros(3), np.full(NUM_LOGITS, -np.inf), np.full(1, np.nan)])
 def test_a_logits_processors_bad_result_is_refused(result: np.ndarray) -> None:
     with pytest.raises(ValueError, match="from logits_processor, expected"):

@@ -139,7 +139,7 @@ def test_logprobs_are_the_targets_own_and_cut_like_the_tokens(drafter: str) -> N
 def test_a_bias_for_no_token_is_an_error() -> None:
     engine = make_engine("none")
     with pytest.raises(ValueError, match="got logit_bias for token 258, expected 0 to 257"):
-        engine.generate([1, 2], max_new_tokens=3, logit_bias={258: 1.0})
+        engine.prepare([1, 2], max_new_tokens=3, logit_bias={258: 1.0})
     assert len(engine.generate([1, 2], max_new_tokens=3).token_ids) == 3
 
 

@@ -187,6 +187,10 @@ def test_a_damaged_file_is_one_line(saved: Path) -> None:
     data = saved.read_bytes()
     rng = np.random.default_rng(0)
     engine, refused = keeping("parallelspec"), list[str]()
+    deep = b'{"a":' + b"[" * 100_000
+    saved.write_bytes(len(deep).to_bytes(8, "little") + deep)
+    with pytest.raises(ValueError, match="is not a file of a conversation"):
+        engine.load_conversation(saved)
     for trial in range(300):
         damaged = bytearray(data)
         if trial % 2:

@@ -15,6 +15,7 @@ from spec_runtime.sampling import (
     Sampler,
     SamplingParams,
     TopLogits,
+    token_logprob,
 )
 from spec_runtime.trees.tree import TokenTree
 
@@ -133,6 +134,13 @@ def test_the_largest_shifts_leave_a_distribution() -> None:
                 draw.commit([1, 3, 3])
                 assert draw.probabilities(logits, 0).sum() == pytest.approx(1)
                 assert 0 <= draw(logits, 0) < 4
+
+
+def test_of_equal_logits_those_with_the_lowest_ids_are_the_best() -> None:
+    logits_V = np.array([1, 2, 0, 2, 1, 2, 1, 0], np.float32)
+    for num_top in range(10):
+        found = token_logprob(logits_V, 4, num_top)
+        assert [token for token, _ in found.top] == [1, 3, 5, 0, 4, 6, 2, 7][:num_top]
 
 
 def test_noise_of_neighbouring_positions_and_seeds_is_independent() -> None:

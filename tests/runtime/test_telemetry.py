@@ -67,6 +67,18 @@ def test_the_variable_is_set_before_the_import_unless_the_user_has_set_it(
     assert run(code, home=tmp_path, path=tmp_path, **variables) == expected
 
 
+@pytest.mark.parametrize(
+    "package", ["spec_runtime.hub.push", "spec_runtime.hub.pull", "spec_export"]
+)
+def test_the_hubs_client_sends_nothing_about_its_use(tmp_path: Path, package: str) -> None:
+    pytest.importorskip("huggingface_hub", reason="needs the extra `hub`")
+    code = (
+        f"import {package}, huggingface_hub.constants as read; print(read.HF_HUB_DISABLE_TELEMETRY)"
+    )
+    assert run(code, home=tmp_path) == "True"
+    assert run(code, home=tmp_path, HF_HUB_DISABLE_TELEMETRY="0") == "False"
+
+
 def imports_onnxruntime(file: Path) -> bool:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

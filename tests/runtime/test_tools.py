@@ -10,6 +10,8 @@ import pytest
 from bpe_tokenizer import BpeTokenizer
 from toy_engine import make_engine
 
+from spec_runtime.constraints.base import read
+from spec_runtime.constraints.formats import read_format
 from spec_runtime.constraints.tools import (
     FAMILIES,
     ToolCall,
@@ -110,6 +112,7 @@ def test_broken_calls_stay_text(family: str) -> None:
         '[TOOL_CALLS][{"name": "f", "arguments": "no JSON"}]',
         "<tool_call>" * 50 + "[" * 3000,
         "functools" + "[" * 100_000,
+        '<tool_call>{"name": "f", "arguments": "' + "[" * 100_000 + '"}</tool_call>',
         "[TOOL_CALLS]f[ARGS]{",
     ):
         assert parse_calls(text, family) == (text, []), text[:50]
@@ -164,9 +167,60 @@ def test_a_forced_call_is_read_back(family: str, name: str | None) -> None:
         assert json.loads(call.arguments_json)["zone"] in ("UTC", "CET")
 
 
+def follows(kind: dict[str, Any], text: str) -> bool:
+    """Says whether a whole answer follows the grammar of this response_format."""
+    codec = BpeTokenizer()
+    grammar = read_format(kind)
+    assert grammar is not None
+    matcher = codec.matcher(grammar, codec.vocab_size)
+    ids = [*codec.encode(text, special_tokens=False), *codec.eos]
+    return read(matcher, ids) == len(ids)
+
+
+PARTS = {"v": {"type": "integer"}, "next": {"$ref": "#"}, "w": {"$ref": "#/properties/v"}}
+NODE = {"type": "object", "properties": PARTS}
+
+
+@pytest.mark.parametrize("family", ["llama3", "hermes", "smollm"])
+def test_parameters_refer_to_themselves(family: str) -> None:
+    """To their root and to their other parts, as schemas made of types do."""
+    pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+    tools = [{"function": {"name": name, "parameters": NODE}} for name in ("f", "g.h")]
+    kind = forced_call(tools, family)
+    key = "parameters" if family == "llama3" else "arguments"
+
+    def answer(arguments: str) -> str:
+        call = f'{{"name": "g.h", "{key}": {arguments}}}'
+        call = f"[{call}]" if family == "smollm" else call
+        return f"{kind['begin']}{call}{kind['end']}"
+
+    assert follows(kind, answer('{"v": 1, "next": {"v": 2, "next": {"w": 3}}}'))
+    assert not follows(kind, answer('{"next": {"name": "f"}}'))
+    assert not follows(kind, answer('{"w": "a"}'))
+
+
+@pytest.mark.parametrize("definitions", [[1], "x", 1.5])
+def test_bad_definitions_are_one_line(definitions: Any) -> None:
+    pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+    parameters = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": definitions}
+    kind = forced_call([{"function": {"name": "f", "parameters": parameters}}], "hermes")
+    grammar = read_format(kind)
+    assert grammar is not None
+    with pytest.raises(ValueError, match=r"got JSON schema .* expected a valid one"):
+        BpeTokenizer().matcher(grammar, BpeTokenizer.vocab_size)
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("tools", "message"),
     [
+        ([{"function": {"name": "f", "parameters": nested(300)}}], "nested too deeply"),
         ("get_time", "got tools 'get_time', expected a list of functions"),
         ([{"name": "f"}], "got tool .*, expected type 'function' and a function with a name"),
         ([{"type": "function", "function": {"name": "a b"}}], "expected type 'function'"),

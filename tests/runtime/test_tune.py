@@ -45,6 +45,7 @@ from spec_runtime.proposers.adaptive import (
 )
 from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
+from spec_runtime.stats import Stats
 from spec_runtime.step import Step
 from spec_runtime.trees import payoff
 from spec_runtime.trees.best_first import grow_best_first
@@ -378,6 +379,21 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     assert profile.from_json(profile.to_json(report.profile)) == report.profile
     assert choice.tokens_per_second >= 0.95 * max(speed.values()), speed
     assert max(speed.values()) > 1.1 * speed[PLAIN], "otherwise there is nothing to choose"
+
+
+def test_draws_that_all_end_at_once_have_no_pace(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race = tune.race
+
+    def without_steps(*given: Any, **options: Any) -> dict[str, Stats]:
+        stats = race(*given, **options)
+        return dict.fromkeys(stats, Stats()) if options.get("temperature") else stats
+
+    monkeypatch.setattr(tune, "race", without_steps)
+    choice = tune.tune(timed_engine(clock, convex), PROMPTS, KEY, max_new_tokens=20).profile.choice
+    assert choice.speedup is not None
+    assert choice.sampled_pace is None
 
 
 def test_grown_trees_are_predicted_with_what_lookup_adds(clock: Clock) -> None:
