@@ -72,6 +72,11 @@ class DecoderConfig:
             )
 
     @property
+    def rope_factors(self) -> str | None:
+        """Which of longrope's factors serve all positions, "short" or "long"; None elsewhere."""
+        return self.rope.get("factors")
+
+    @property
     def rows(self) -> int:
         """Positions the rotary tables cover, also the usual number of cache slots S."""
         return self.max_length + self.scratch
@@ -93,7 +98,7 @@ def _dimensions(raw: Any) -> tuple[int, int, int, int, int]:
     return named.vocab_size, named.hidden_size, num_layers, named.num_attention_heads, kv_heads
 
 
-def _window(raw: Any) -> int | None:
+def sliding_window(raw: Any) -> int | None:
     """Returns the width of the window that all layers share, None without one.
 
     Raises ValueError if the layers differ.
@@ -127,7 +132,7 @@ def require_supported(raw: Any) -> None:
         raise ValueError(
             f"got activation '{raw.hidden_act}', expected 'silu': this model is not supported"
         )
-    _window(raw)
+    sliding_window(raw)
     _require_supported_rope(raw)
 
 
@@ -153,7 +158,7 @@ def read_config(
             f"got a max length of {max_length}, "
             f"expected at most the model's {raw.max_position_embeddings} tokens"
         )
-    window = _window(raw)
+    window = sliding_window(raw)
     if window is not None and window < max_length:
         warnings.warn(
             f"max length lowered from {max_length} to {window}, the model's sliding window",

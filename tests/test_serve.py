@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,11 @@ httpx = pytest.importorskip("httpx")
 PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
+# A test fails where a server waits in vain for a worker that has died.
+MAIN = (
+    "from spec_runtime.cli import main; from spec_runtime.serving import processes; "
+    "processes.HEALTH_SECONDS = 3600; main()"
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +44,16 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def running(bundle: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Runs the command; yields its process and its address once it says it."""
-    code = "from spec_runtime.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", str(bundle), "--port", "0", *options]
+    command = [sys.executable, "-c", MAIN, "serve", str(bundle), "--port", "0", *options]
     environment = os.environ | {"XDG_CACHE_HOME": str(log.parent / "cache")}
     with open(log, "w") as stdout:
         process = subprocess.Popen(
-            command, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment
+            command,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,  # so that it has a process group, which Ctrl-C goes to
         )
     try:
         assert process.stderr is not None
@@ -53,7 +62,8 @@ def running(bundle: Path, log: Path, *options: str) -> Iterator[tuple[subprocess
         assert found is not None, line + process.stderr.read()
         yield process, found[0]
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -121,6 +131,43 @@ def test_workers_share_the_port_and_one_that_dies_is_replaced(bundle: Path, tmp_
         assert not is_ready(url)
 
 
+def test_workers_that_cannot_start_end_the_command(bundle: Path, tmp_path: Path) -> None:
+    options = ("--workers", "2", "--drafter", "hydra")
+    with running(bundle, tmp_path / "log", *options) as (process, _):
+        assert process.wait(PATIENCE) == 2
+        assert process.stderr is not None
+        *_, line = process.stderr.read().splitlines()
+    assert line == "error: a worker process could not start, see above; serve with --workers 1"
+
+
+def test_ctrl_c_while_workers_start_is_quiet(bundle: Path, tmp_path: Path) -> None:
+    with running(bundle, tmp_path / "log", "--workers", "2") as (process, _):
+        wait_until(lambda: len(workers_of(process.pid)) == 2)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def test_loopback_may_be_written_in_capitals(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from spec_runtime.serving import processes, settings
+
+    bind = processes.bind
+    monkeypatch.setattr(processes, "bind", lambda host, port: bind("127.0.0.1", port))
+    served: list[processes.ServedBundle] = []
+
+    def serve(bundle: processes.ServedBundle, *_: object) -> None:
+        served.append(bundle)
+
+    monkeypatch.setattr(processes, "serve", serve)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["serve", str(bundle), "--port", "0", "--host", "LocalHost"])
+    assert end.value.code == 0, capsys.readouterr().err
+    assert served[0].settings.hosts == settings.LOOPBACK
+
+
 def test_conversations_in_turn_are_kept_for_both(bundle: Path, tmp_path: Path) -> None:
     talks = [[{"role": "user", "content": letter * 40}] for letter in "ab"]
     cached: list[list[int]] = [[], []]
@@ -168,6 +215,8 @@ def workers_of(parent: int) -> list[int]:
         (["--api-key-env", "NO_SUCH_VARIABLE_HERE"], "got --api-key-env NO_SUCH_VARIABLE_HERE"),
         (["--timeout", "0"], "got timeout 0.0, expected seconds above 0"),
         (["--drafter", "hydra"], "got drafter 'hydra', expected one of"),
+        (["--host", "192.168..1"], "got --host 192.168..1, expected an address or a name"),
+        (["--grace", "inf"], "got --grace inf, expected a number of seconds"),
         (["--host", "no.such.host.invalid"], "got --host no.such.host.invalid"),
         (["--workers", "0"], "Invalid value for '--workers'"),
         (["--max-prompt", "0"], "Invalid value for '--max-prompt'"),

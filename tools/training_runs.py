@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_export import drafters
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
 from spec_export.training.batches import epoch_batches
@@ -183,4 +184,8 @@ def by_guess(found: Mapping[str, float], name: str) -> list[float]:
 
 def taps_of(path: Path, overrides: Sequence[str] = ()) -> tuple[int, ...]:
     """Returns the target layers that the recipe's drafter reads beside the final feature."""
-    return tuple(recipe.load(path, overrides).drafter_fields.get("taps", ()))
+    plan = recipe.load(path, overrides)
+    config = drafters.load(plan.drafter_name).Config
+    if isinstance(getattr(config, "taps", None), property):  # they follow from other fields
+        return tuple(recipe.build_config(config, plan.drafter_fields, f"{path} [drafter]").taps)
+    return tuple(plan.drafter_fields.get("taps", ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -14,6 +15,7 @@ from spec_export import drafters as drafter_files
 from spec_export import target
 from spec_export.bundling.options import BuildOptions
 from spec_export.decoder import Backbone
+from spec_export.decoder_config import sliding_window
 from spec_export.training import recipe
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
 from spec_runtime.cli.terminal import Console, visible
@@ -168,6 +170,14 @@ def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
             f"{saved.path} guesses token ids up to {int(ids.max())}, the target has {vocab_size}: "
             "it was trained for another target"
         )
+    trained, built = saved.provenance.get("rope_factors"), backbone.config.rope_factors
+    if trained is not None and trained != built:
+        warnings.warn(
+            f"{saved.path} learnt with the target's {trained} rotary factors, this bundle has the "
+            f"{built} ones: its guesses are worse; build with another --max-length, or train with "
+            "a data.max_length on the same side of the target's original context",
+            stacklevel=2,
+        )
     module = definition.Drafter(config, target.ends(backbone), ids)
     saved.load_into(module)
     if saved.bigrams is not None:
@@ -184,7 +194,8 @@ def load_draft_model(model: str, tokenizer: Any, vocab_size: int, length: int) -
     definition = drafter_files.load("draft_model")
     source = target.resolve(model)
     hf_model, its_tokenizer = target.load(source)
-    limit = hf_model.config.max_position_embeddings
+    window = sliding_window(hf_model.config)
+    limit = min(hf_model.config.max_position_embeddings, window or length)
     if limit < length:
         raise ValueError(
             f"got a draft model with a context of {limit} tokens, expected the bundle's {length}: "

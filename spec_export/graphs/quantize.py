@@ -207,9 +207,12 @@ class _Int4:
         if minimum is None:
             return y
         if x not in self.sums:
-            (cut,) = edit.add(
-                node, "Reshape", [x, edit.constant(np.array([0, -1, K // BLOCK, BLOCK]))]
-            )
+            # Rows [N, K] and [1, N, K] alike: the sums [N, B] broadcast over both. Only drafters
+            # have stacks of rows [M, N, K], in graphs whose shapes are the tracer's.
+            is_stack = x.shape is not None and len(x.shape) == 3 and x.shape[0] != 1
+            kept = [0, -1] if is_stack else [-1]
+            shape = edit.constant(np.array([*kept, K // BLOCK, BLOCK]))
+            (cut,) = edit.add(node, "Reshape", [x, shape])
             self.sums[x] = edit.add(
                 node, "ReduceSum", [cut, edit.constant(np.array([-1]))], keepdims=0
             )[0]

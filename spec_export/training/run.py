@@ -22,6 +22,7 @@ from rich.progress import Progress
 
 from spec_export import drafters, target
 from spec_export.decoder import Backbone
+from spec_export.decoder_config import read_config
 from spec_export.progress import TenthLines
 from spec_export.training import bigrams, checkpoint, data, features, recipe
 from spec_export.training.allocator import keep_big_blocks
@@ -113,17 +114,22 @@ def _new_trainer(
     if not plan.data.allow_other_target:
         data.require_target(plan.data_paths, source.name, fingerprint)
     model, tokenizer = target.load(source)
+    # a sliding window narrower than this lowers it
     max_length = min(plan.data.max_length, model.config.max_position_embeddings)
-    examples = data.read(plan.data_paths, tokenizer, max_length, plan.data.sources)
+    decoder = read_config(model.config, (), max_length)
+    examples = data.read(plan.data_paths, tokenizer, decoder.max_length, plan.data.sources)
     data.require_vocabulary(examples, model.config.vocab_size)
     training, held_out = data.split(examples, plan.data.validation_fraction)
-    drafter = _new_drafter(plan, module, config, model, tokenizer, training)
+    backbone = Backbone.from_transformers(model, tuple(config.taps), decoder.max_length)
+    drafter = _new_drafter(plan, module, config, backbone, tokenizer, training)
     provenance = checkpoint.collect_provenance(
         recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
     )
+    if decoder.rope_factors is not None:
+        provenance["rope_factors"] = decoder.rope_factors
     if init is not None:
         saved = checkpoint.load_drafter(init)
-        drafter = _started_from(saved, drafter, plan.drafter_name, model)
+        drafter = _started_from(saved, drafter, plan.drafter_name, backbone)
         provenance["init"] = checkpoint.origin(saved)
     table = None
     if plan.export.bigrams and drafter.is_one_pass and drafter.markov is None:
@@ -160,15 +166,12 @@ def _new_drafter(
     plan: recipe.Recipe,
     module: ModuleType,
     config: Any,
-    model: Any,
+    backbone: Backbone,
     tokenizer: Any,
     training: Sequence[data.Example],
 ) -> Any:
-    """Returns an untrained drafter for the target `model`, with the recipe's draft vocabulary.
-
-    Raises ValueError if the config has taps that the target lacks.
-    """
-    backbone = Backbone.from_transformers(model, tuple(config.taps))
+    """Returns an untrained drafter for the target's `backbone`, with the recipe's draft
+    vocabulary."""
     draft_token_ids = None
     if plan.export.draft_vocab:
         counts_V = data.count_tokens(
@@ -182,7 +185,9 @@ def _new_drafter(
     return module.Drafter(config, target.ends(backbone), draft_token_ids)
 
 
-def _started_from(saved: checkpoint.SavedDrafter, drafter: Any, name: str, model: Any) -> Any:
+def _started_from(
+    saved: checkpoint.SavedDrafter, drafter: Any, name: str, backbone: Backbone
+) -> Any:
     """Returns the drafter of this name with the weights of `saved`, another run's.
 
     The rows of a trained output head belong to the draft vocabulary that it was trained with, which
@@ -201,7 +206,6 @@ def _started_from(saved: checkpoint.SavedDrafter, drafter: Any, name: str, model
                 f"got --init {saved.path} with a head over {len(old_ids)} tokens, expected one "
                 f"over {len(new_ids)}: set export.draft_vocab to {len(old_ids)}"
             )
-        backbone = Backbone.from_transformers(model, tuple(drafter.config.taps))
         ends = target.ends(backbone)
         drafter = type(drafter)(drafter.config, ends, torch.from_numpy(old_ids))
     bias = {name: each for name, each in drafter.state_dict().items() if name.startswith(MARKOV)}

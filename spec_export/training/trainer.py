@@ -203,7 +203,7 @@ class Trainer:
         micro_batches = self._micro_batches(self.step)
         for i, indices in enumerate(micro_batches, 1):
             micro = self.batch(indices)
-            results.append(self._backward(micro, is_last=i == len(micro_batches)))
+            results.append(self._backward(micro, i, len(micro_batches)))
             tokens += int(micro.loss_BT.sum()) * self.accelerator.num_processes
         factor = self.settings.lr_factor(self.step, self.total_steps, time_share)
         for parameters in self.optimizer.param_groups:
@@ -273,21 +273,25 @@ class Trainer:
         start = within * self.batches_per_step
         # the order may be a batch shorter or longer than epoch 0's; a process must never have none
         share = self._order[start : start + self.batches_per_step] or self._order[:1]
-        mine = share[self.accelerator.process_index :: self.accelerator.num_processes]
-        return mine or share[:1]
+        # all have equally many, since each forward pass of a sharded target is one of all processes
+        process, num_processes = self.accelerator.process_index, self.accelerator.num_processes
+        mine = range(process, process + len(share), num_processes)
+        return [share[i % len(share)] for i in mine]
 
-    def _backward(self, batch: Batch, is_last: bool) -> tuple[float, dict[str, Tensor]]:
-        """Adds the batch's gradient; processes exchange theirs at a step's last batch."""
+    def _backward(
+        self, batch: Batch, number: int, num_batches: int
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Adds the gradient of a step's batch `number` of `num_batches`; processes exchange theirs
+        at the last one. An epoch's last step may have fewer batches than the others."""
         seed = self.settings.seed * 1_000_003 + self.step
         seed += 7_368_787 * self.accelerator.process_index
+        is_last = number == num_batches
         waits = contextlib.nullcontext() if is_last else self.accelerator.no_sync(self.model)
         with waits:
             with self._autocast():
                 loss, counts = self.model(batch, torch.Generator().manual_seed(seed))
-            self.accelerator.backward(loss / self.settings.grad_accumulation)
-        return loss.item() / self.settings.grad_accumulation, {
-            k: v.cpu() for k, v in counts.items()
-        }
+            self.accelerator.backward(loss / num_batches)
+        return loss.item() / num_batches, {k: v.cpu() for k, v in counts.items()}
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(

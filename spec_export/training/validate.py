@@ -8,7 +8,7 @@ measured behind that guess's true token, as they stand in a tree below an accept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -169,20 +169,27 @@ def simulate(
     """Returns (committed tokens, verify steps) of drafting along a known greedy answer.
 
     Drafts and accepts as the runtime would: the first answer token comes from prefill; each step
-    commits the tree's path along the answer, and the bonus. `pair_RKCC` [R, K-1, C, C] is that of
-    conditioned guesses, see Guesses. Tokens 3 5 | 6 7 8 9 with the answer behind the bar: 6 is the
-    first root. If 7 and 8 are guessed, one step commits 7, 8 and the bonus 9: (3, 1).
+    commits the tree's path along the answer, and the bonus. A sequence of several turns has as many
+    answers. `pair_RKCC` [R, K-1, C, C] is that of conditioned guesses, see Guesses. Tokens
+    3 5 | 6 7 8 9 with the answer behind the bar: 6 is the first root. If 7 and 8 are guessed, one
+    step commits 7, 8 and the bonus 9: (3, 1).
     """
-    answer = np.flatnonzero(loss_T)
-    # position is the root token's index; a token has to stand before it
-    position, end = max(int(answer[0]), 1), int(answer[-1])
     committed = steps = 0
-    while position < end:
-        t = position - 1  # the row with the feature of t and token t+1, the root
-        pair_KCC = None if pair_RKCC is None else pair_RKCC[t]
-        guesses = Guesses(ids_RKC[t], log_prob_RKC[t], pair_KCC)
-        tree = grow(int(token_T[position]), guesses, budget)
-        accepted = len(tree.follow(token_T[position + 1 : end + 1].tolist()))
-        advance = min(accepted + 1, end - position)
-        committed, steps, position = committed + advance, steps + 1, position + advance
+    for start, end in _answers(loss_T):
+        position = max(start, 1)  # the root token's index: a token has to stand before it
+        while position < end:
+            t = position - 1  # the row with the feature of t and token t+1, the root
+            pair_KCC = None if pair_RKCC is None else pair_RKCC[t]
+            guesses = Guesses(ids_RKC[t], log_prob_RKC[t], pair_KCC)
+            tree = grow(int(token_T[position]), guesses, budget)
+            accepted = len(tree.follow(token_T[position + 1 : end + 1].tolist()))
+            advance = min(accepted + 1, end - position)
+            committed, steps, position = committed + advance, steps + 1, position + advance
     return committed, steps
+
+
+def _answers(loss_T: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Yields the first and the last index of each run of answer tokens."""
+    edges = np.flatnonzero(np.diff(np.pad(loss_T.astype(np.int8), 1)))
+    for start, behind in edges.reshape(-1, 2).tolist():
+        yield start, behind - 1

@@ -1,5 +1,6 @@
 """Implements spec-runtime serve: OpenAI's API and a page, over HTTP."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -107,11 +108,14 @@ def command(
     from spec_runtime import bundle as bundles
     from spec_runtime.backends.threads import default_threads
     from spec_runtime.serving import processes
-    from spec_runtime.serving.settings import LOOPBACK, Settings, key_from
+    from spec_runtime.serving.settings import LOOPBACK, Settings, key_from, plain_host
 
+    if not math.isfinite(grace):
+        raise ValueError(f"got --grace {grace}, expected a number of seconds; 86400 are a day")
     folder = bundle or bundles.find()
     manifest = bundles.read(folder).manifest
-    hosts = (*LOOPBACK, *(allow_host or ())) if host in LOOPBACK else tuple(allow_host or ())
+    is_loopback = plain_host(host) in LOOPBACK
+    hosts = (*(LOOPBACK if is_loopback else ()), *(allow_host or ()))
     settings = Settings(
         name=name or manifest.name,
         max_waiting=max_waiting,
@@ -141,11 +145,15 @@ def command(
     }
     served = processes.ServedBundle(arguments, settings)
     with processes.bind(host, port) as bound:
-        line = f"serving {settings.name} on {processes.url(bound)}"
-        if host not in LOOPBACK and settings.api_key is None:
-            line += ", for everybody who reaches it: no --api-key-env was given"
+        what = f"{settings.name} on {processes.url(bound)}"
+        if not is_loopback and settings.api_key is None:
+            what += ", for everybody who reaches it: no --api-key-env was given"
+
+        def say(how: str) -> None:
+            print(f"{how} {what}", file=sys.stderr, flush=True)
+
         if workers == 1:
-            processes.serve(served, bound, grace, lambda: print(line, file=sys.stderr, flush=True))
+            processes.serve(served, bound, grace, lambda: say("serving"))
         else:
-            print(f"{line}, by {workers} processes", file=sys.stderr, flush=True)
+            say(f"starting {workers} processes that serve")
             processes.serve_by_workers(served, bound, grace, workers)

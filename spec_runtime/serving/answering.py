@@ -14,8 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from spec_runtime import AsyncEngine, Chunk, GenerationResult, QueueFull, SamplingParams
 from spec_runtime.sampling import SamplingOptions
@@ -25,6 +26,7 @@ from spec_runtime.serving.errors import (
     dumped,
     internal_error,
     response,
+    stopped,
     timed_out,
     too_many,
 )
@@ -92,7 +94,7 @@ class Answering:
                     result = await self._run_one(job)
                     self.results.append(result)
                     if result.finish_reason == "cancelled":
-                        raise _stopped()
+                        raise stopped()
         except TimeoutError:
             self._metrics.count_end("timeout")
             raise timed_out(self._timeout) from None
@@ -117,11 +119,6 @@ class Answering:
         assert result is not None, "the last chunk has the result"
         self._metrics.count_answer(result, first_seconds)
         return result
-
-
-def _stopped() -> ApiError:
-    message = "The answer was cancelled: the server is stopping."
-    return ApiError(503, message, kind="server_error", code="cancelled")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -185,15 +182,27 @@ class EventStream(Response):
             if not has_started:
                 await response(error)(scope, receive, send)
                 return
-            await send(_body(event_of(error.body)))
+            await send(last_event(error))
+            return
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _start(self) -> dict[str, object]:
         return {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
 
 
-def _body(text: str) -> dict[str, object]:
-    return {"type": "http.response.body", "body": text.encode(), "more_body": True}
+def _body(text: str, more: bool = True) -> dict[str, object]:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+
+
+def is_event_stream(start: Message) -> bool:
+    """Says whether the response that begins with this message is a stream of events."""
+    kind = Headers(raw=start["headers"]).get("content-type", "")
+    return kind.startswith("text/event-stream")
+
+
+def last_event(error: ApiError) -> Message:
+    """Returns the message that ends a stream of events with an error."""
+    return _body(event_of(error.body), more=False)
 
 
 def event_of(content: object) -> str:

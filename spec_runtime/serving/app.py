@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 from fastapi import APIRouter, FastAPI, Request
@@ -36,7 +37,8 @@ def make_unguarded_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
+        with suppress(asyncio.CancelledError):  # by a stop that waits for nothing
+            yield
         await service.async_engine.close()
 
     app = FastAPI(title="specsplit", docs_url=None, redoc_url=None, lifespan=lifespan)
@@ -86,6 +88,7 @@ def _model(request: Request) -> dict[str, Any]:
     }
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health() -> Response:
     """Says that the process answers."""

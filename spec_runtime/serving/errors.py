@@ -61,6 +61,12 @@ def timed_out(seconds: float) -> ApiError:
     return ApiError(504, message, kind="timeout_error", code="timeout")
 
 
+def stopped() -> ApiError:
+    """Returns the error of an answer that a stop of the server cuts off."""
+    message = "The answer was cancelled: the server is stopping."
+    return ApiError(503, message, kind="server_error", code="cancelled")
+
+
 class Json(Response):
     """A JSON response in ASCII: half surrogates, which a message may quote, have no UTF-8."""
 
@@ -135,7 +141,9 @@ def refusal(problems: Sequence[Mapping[str, Any]]) -> ApiError:
         why = problem.get("ctx", {}).get("error", problem["msg"])
         return ApiError(400, f"We could not parse the JSON body of your request: {why}.")
     name = _named(place)
-    if kind == "extra_forbidden":
+    if kind == "extra_forbidden":  # the place ends with the unknown field, whatever its name is
+        outer, field = _named(place[:-1]), brief(place[-1], 80)
+        name = f"{outer}.{field}" if outer else field
         return ApiError(400, f"Unrecognized request argument supplied: {name}", param=name)
     if kind == "value_error" and not place:  # two fields that do not go together
         return ApiError(400, problem["msg"].removeprefix("Value error, ") + ".")

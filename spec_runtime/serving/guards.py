@@ -1,6 +1,7 @@
-"""Stands in front of the app: who may ask, how much they may send, and a line of log for each.
+"""Stands in front of the app: who may ask, how much they may send, what they hear when the server
+stops, and a line of log for each.
 
-All three are plain ASGI wrappers, so that the app behind them sees a client's disconnect.
+All four are plain ASGI wrappers, so that the app behind them sees a client's disconnect.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spec_runtime.serving.errors import GONE, ApiError, ClientGone, response
+from spec_runtime.serving.answering import is_event_stream, last_event
+from spec_runtime.serving.errors import GONE, ApiError, ClientGone, response, stopped
 from spec_runtime.serving.metrics import Metrics
-from spec_runtime.serving.settings import Settings
+from spec_runtime.serving.settings import Settings, plain_host
 
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key: the page has no data, probes have no key
 BODY_SECONDS = 30.0  # in which a client has to send its body
+NOTICE_SECONDS = 1.0  # in which a client has to take the notice that the server is stopping
 MOST_DISCARDED = 32 << 20  # bytes that are read of a body too large, so that the client hears why
 MAX_ID = 100  # characters of an id that clients may have chosen
 NAMED_PATHS = (*OPEN_PATHS, "/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics")
@@ -34,9 +37,13 @@ log = logging.getLogger("spec_runtime")
 
 
 def guarded(app: ASGIApp, settings: Settings, metrics: Metrics, has_ids: bool = False) -> ASGIApp:
-    """Returns the app with all guards of this file in front of it, see AccessLog for `has_ids`."""
+    """Returns the app with the guards of this file in front of it.
+
+    Where `has_ids`, a further server is in front, see AccessLog. A request that it cancels has lost
+    its client, so that nobody is there to hear of a stop.
+    """
     admitted = Admission(BodyLimit(app, settings.max_body), settings)
-    return AccessLog(admitted, metrics, has_ids)
+    return AccessLog(admitted if has_ids else StopNotice(admitted), metrics, has_ids)
 
 
 class AccessLog:
@@ -104,6 +111,45 @@ class AccessLog:
         access.info("%s", json.dumps(line))
 
 
+class StopNotice:
+    """Tells clients whose answers a stop cuts off that the server is stopping.
+
+    uvicorn cancels their requests then. It cancels no others: the request of a client that leaves
+    ends by ClientGone.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        is_complete = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal start, is_complete
+            await send(message)
+            if message["type"] == "http.response.start":
+                start = message
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body")
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            if is_complete:
+                return
+            error = stopped()
+            scope["log"]["error"] = error.code
+            with suppress(TimeoutError, asyncio.CancelledError):  # of a client that reads nothing
+                async with asyncio.timeout(NOTICE_SECONDS):
+                    if start is None:
+                        await response(error)(scope, receive, send)
+                    elif is_event_stream(start):
+                        await send(last_event(error))
+
+
 class Admission:
     """Refuses requests that address the server by an unknown name, or lack the API key.
 
@@ -125,7 +171,7 @@ class Admission:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
-        if self._hosts is not None and _host(headers) not in self._hosts:
+        if self._hosts is not None and plain_host(_host(headers)) not in self._hosts:
             message = "The server is not known by this name; --allow-host adds one."
             return ApiError(403, message, code="unknown_host")
         if self._key is None or scope["path"] in OPEN_PATHS:
@@ -193,7 +239,7 @@ class BodyLimit:
         size = 0
         declared = Headers(scope=scope).get("content-length", "0")
         with suppress(ValueError):
-            if int(declared) > MOST_DISCARDED:
+            if int(declared) > max(self._most, MOST_DISCARDED):
                 raise self._too_large()
         while True:
             message = await receive()

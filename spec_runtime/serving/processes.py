@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from typing import Any, TextIO
 
 import uvicorn
@@ -25,6 +26,7 @@ from spec_runtime.load import load
 from spec_runtime.serving.settings import Settings
 
 FAILED = 3  # a worker's exit code when it cannot start; uvicorn then starts no other in its place
+HEALTH_SECONDS = 30  # in which a worker answers its parent: a large bundle may keep it busy
 STALL_SECONDS = 60  # after which a connection is dropped whose client takes nothing of its answer
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -50,6 +52,7 @@ class ServedBundle:
 
     def __call__(self) -> ASGIApp:
         """Returns the app of a worker process; ends the process in one line if there is none."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which uvicorn handles by now
         try:
             return self.open()
         except (ValueError, OSError) as error:
@@ -88,6 +91,10 @@ def bind(host: str, port: int) -> socket.socket:
         if sys.platform == "linux":  # connections inherit it
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_SECONDS * 1000)
         bound.bind(address)
+    except UnicodeError:  # of getaddrinfo
+        raise ValueError(
+            f"got --host {host}, expected an address or a name; choose another --host"
+        ) from None
     except OSError as error:
         raise ValueError(
             f"got --host {host} --port {port}, expected an address that is free here: "
@@ -153,13 +160,23 @@ def make_config(app: Any, grace: float, **more: Any) -> uvicorn.Config:
         lifespan="on",
         ws="none",
         timeout_graceful_shutdown=max(1, round(grace)),
-        timeout_worker_healthcheck=30,  # seconds: a large bundle may keep a process busy
+        timeout_worker_healthcheck=HEALTH_SECONDS,
         **more,
     )
 
 
 class Workers(Multiprocess):
-    """uvicorn's worker processes, with two additions for the end of one or all of them."""
+    """uvicorn's worker processes, with additions for the end of one or all of them."""
+
+    def init_processes(self) -> None:
+        """Starts all. Blocks Ctrl-C in them until ServedBundle makes the app, because it would end
+        their imports with tracebacks."""
+        resource_tracker.ensure_running()  # which unblocks signals when it starts
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            super().init_processes()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def terminate_all(self) -> None:
         """Stops all; closes the socket first, so that nobody waits in its queue in vain."""
@@ -168,7 +185,13 @@ class Workers(Multiprocess):
         super().terminate_all()
 
     def keep_subprocess_alive(self) -> None:
-        """Replaces dead workers, whose gauges no longer count."""
+        """Replaces dead workers, whose gauges no longer count.
+
+        Closes the workers' ends of the pipes on which they say that they are well. Otherwise the
+        wait for a worker's word would go on after its death.
+        """
+        for process in self.processes:
+            process.child_conn.close()
         before = {process.pid for process in self.processes}
         super().keep_subprocess_alive()
         for pid in before - {process.pid for process in self.processes}:

@@ -12,11 +12,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spec_runtime import QueueFull
-from spec_runtime.serving.answering import event_of
+from spec_runtime.serving.answering import is_event_stream, last_event
 from spec_runtime.serving.errors import (
     ApiError,
     ClientGone,
@@ -141,7 +140,7 @@ class _Reply:
     async def _take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], *self._retries()]}
-            self._is_stream = _is_stream(message)
+            self._is_stream = is_event_stream(message)
             self._held.append(message)
             return
         self._held.append(message)
@@ -169,16 +168,10 @@ class _Reply:
 
     async def end_with(self, error: ApiError) -> None:
         """Ends a stream with an error."""
-        body = event_of(error.body).encode()
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send(last_event(error))
 
     def _retries(self) -> list[tuple[bytes, bytes]]:
         return [(RETRIES_HEADER, b"%d" % self.num_deaths)] if self.num_deaths else []
-
-
-def _is_stream(start: Message) -> bool:
-    kind = Headers(raw=start["headers"]).get("content-type", "")
-    return kind.startswith("text/event-stream")
 
 
 def carried_scope(scope: Scope) -> dict[str, Any]:

@@ -126,6 +126,12 @@ class ChatRequest(_Sampled):
     parallel_tool_calls: Flag | None = None
     modalities: list[Literal["text"]] | None = None
 
+    # Refused unless they are null, as some clients send them.
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    web_search_options: None = None
+
     # Taken and ignored: none of them changes the answer of a model that has no such feature.
     metadata: dict[str, Any] | None = None
     store: Flag | None = None

@@ -65,7 +65,8 @@ class Service:
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """Answers /v1/completions."""
-        prompts = body.prompts
+        prompts, tokenizer = body.prompts, self.engine.tokenizer
+        echoes: list[str] | None = [] if body.echo else None  # which `jobs` fills
         self._check(body.model, body.num_choices * len(prompts))
 
         def jobs() -> list[Job]:
@@ -73,14 +74,13 @@ class Service:
             made: list[Job] = []
             for prompt in prompts:
                 ids = self._encoded(prompt, "prompt", raw=True)
+                if echoes is not None:  # ids that are no tokens were refused above
+                    text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+                    echoes.extend([text] * body.num_choices)
                 for i in range(body.num_choices):
                     made.append(Job(len(made), ids, _seeded(params, i)))
             return made
 
-        echoes = None
-        if body.echo:
-            texts = [p if isinstance(p, str) else self.engine.tokenizer.decode(p) for p in prompts]
-            echoes = [text for text in texts for _ in range(body.num_choices)]
         writer = CompletionWriter(self.settings.name, self._texts(body), echoes)
         return await self._answer(body, request, jobs, writer, len(prompts))
 

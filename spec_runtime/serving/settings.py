@@ -18,7 +18,7 @@ class Settings:
     the most of one request (None: the bundle's context), and `max_choices` the answers that it may
     ask for. `timeout` are the seconds that one request may take, its wait included. `api_key`, if
     there is one, is what a client has to send. `hosts` are the names by which requests may address
-    the server; None allows all.
+    the server, see `plain_host`; None allows all.
 
     Raises ValueError for a value outside of its range.
     """
@@ -39,10 +39,17 @@ class Settings:
                 raise ValueError(f"got {name} {getattr(self, name)}, expected {least} or more")
         if self.max_prompt is not None and self.max_prompt < 1:
             raise ValueError(f"got max_prompt {self.max_prompt}, expected 1 or more, or None")
+        if self.hosts is not None:
+            object.__setattr__(self, "hosts", tuple(plain_host(host) for host in self.hosts))
         if not 0 < self.timeout < math.inf:
             raise ValueError(f"got timeout {self.timeout}, expected seconds above 0")
         if self.api_key is not None and not self.api_key:
             raise ValueError("got an empty API key, expected some characters, or None for none")
+
+
+def plain_host(name: str) -> str:
+    """Returns the name of a host as it is compared: "LocalHost." -> "localhost"."""
+    return name.removesuffix(".").lower()
 
 
 def key_from(variable: str) -> str:

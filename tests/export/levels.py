@@ -145,17 +145,20 @@ def check_graphs(drafter: Any, backbone: Backbone, folder: Path) -> None:
             table_V[every_id[0, t, k]] = every_log_prob[0, t, k]
             assert np.abs(table_V[ids].numpy() - log_probs).max() <= TOLERANCE
             states[t] = state
-    check_int8(models["step"], folder, feeds, outputs["guess_log_probs"].copy())
+    check_quantized(models["step"], folder, feeds, outputs["guess_log_probs"].copy())
 
 
-def check_int8(
+def check_quantized(
     model: Any, folder: Path, feeds: dict[str, np.ndarray], log_probs_NC: np.ndarray
 ) -> None:
     """In 8 bits nothing is lost, biases included: the products' rounding moves a log-probability
-    by hundredths here (0.11 through four products and a head), a lost term by several tenths."""
-    step = open_model(quantize(model, "int8"), folder / "int8", "stateless", 1)
-    got = step.run(feeds, ["guess_log_probs"])["guess_log_probs"]
-    assert np.abs(got - log_probs_NC).max() <= 0.15
+    by hundredths here (0.11 through four products and a head), a lost term by several tenths. In 4
+    bits every row still has guesses of its own."""
+    for precision, tolerance in (("int8", 0.15), ("int4", 1.5)):
+        step = open_model(quantize(model, precision), folder / precision, "stateless", 1)
+        got = step.run(feeds, ["guess_log_probs"])["guess_log_probs"]
+        assert got.shape == log_probs_NC.shape, precision
+        assert np.abs(got - log_probs_NC).max() <= tolerance, precision
 
 
 def states_by_pairs(runner: Runner, feature_TD: np.ndarray) -> dict[int, np.ndarray]:

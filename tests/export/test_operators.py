@@ -9,9 +9,11 @@ import onnx_ir as ir
 import pytest
 from workshop import Workshop
 
+import spec_runtime
 from spec_export import drafters, make_bundle
 from spec_export.make_bundle import BuildOptions
 from spec_runtime import bundle as bundles
+from spec_runtime.trees.budget import Budget
 from spec_runtime.untrusted.onnx_file import read_outline
 from spec_runtime.untrusted.operators import OPERATORS, require_known_graph
 
@@ -26,7 +28,7 @@ NOT_ON_CUDA = {"Pad", "ReduceMax"}
         (ALL, {"precision": "fp32", "fuse": True}),
         (ALL, {"precision": "fp16", "device": "cuda", "fuse": True}),
         (["parallelspec"], {"precision": "int8"}),
-        (["parallelspec"], {"precision": "int4"}),
+        (ALL, {"precision": "int4"}),
         (["parallelspec", "hydra"], {"precision": "fp32", "form": "contiguous"}),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
@@ -38,6 +40,8 @@ def test_every_graph_of_a_build_is_taken(
     out = make_bundle.build(
         BuildOptions(str(workshop.llama()), [], folders, out=tmp_path / "b", **options)
     )
+    if options.get("device") != "cuda":
+        require_running(out, names)
     bundle = bundles.read(out)
     graphs = [*bundle.manifest.graphs.values()]
     for drafter in bundle.manifest.drafters:
@@ -54,6 +58,15 @@ def test_every_graph_of_a_build_is_taken(
             for value in model.graph.initializers.values()
             if isinstance(value.const_value, ir.ExternalTensor)
         }
+
+
+def require_running(folder: Path, names: list[str]) -> None:
+    """Drafts a few steps with each drafter of a bundle."""
+    plain = spec_runtime.load(folder, "none", threads=1)
+    for name in names:
+        engine = plain.with_drafter(name, lookup=False).with_budget(Budget(8))
+        result = engine.generate([1, 2, 3], max_new_tokens=6, ignore_eos=True)
+        assert result.stats.drafted_tokens > 0, name
 
 
 def _name(node: ir.Node) -> str:

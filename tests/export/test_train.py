@@ -22,10 +22,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny_backbone import longrope
 from tiny_target import save_llama
 
 from spec_export import target
+from spec_export.bundling import drafters as bundling
 from spec_export.cli import main
+from spec_export.decoder import Backbone
 from spec_export.training import (
     batches,
     checkpoint,
@@ -162,6 +165,64 @@ def test_two_processes_train_as_one_with_twice_the_batches(recipe: Path, tmp_pat
     one, two = (stored(tmp_path / n, 7, "average") for n in "12")
     # Adam's first steps follow a gradient's sign, which rounding may turn where it is tiny
     assert all((one[name] - two[name]).norm() <= 0.01 * one[name].norm() for name in one)
+
+
+def test_a_step_of_fewer_batches_is_their_mean(
+    recipe: Path, finished: Path, tmp_path: Path
+) -> None:
+    """An epoch of one batch gives the same steps, however many batches a step may have."""
+    losses = []
+    for most in (1, 16):
+        options = ["train.batch_tokens=10000", "train.log_every=1", "train.max_steps=2"]
+        options.append(f"train.grad_accumulation={most}")
+        train.run(recipe, options, tmp_path / f"{most}", cache=finished / "features")
+        losses.append([row["loss"] for row in curve(tmp_path / f"{most}")])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("num_batches", range(1, 6))
+def test_all_processes_have_equally_many_batches(num_batches: int) -> None:
+    """A sharded target needs them all in each forward pass; every batch is somebody's."""
+    shares = []
+    for process in range(2):
+        run = types.SimpleNamespace(
+            accelerator=types.SimpleNamespace(process_index=process, num_processes=2),
+            steps_per_epoch=1,
+            batches_per_step=6,
+            _epoch=0,
+            _order=list(range(num_batches)),
+        )
+        shares.append(Trainer._micro_batches(run, 0))  # type: ignore[arg-type]
+    assert len(shares[0]) == len(shares[1]) == -(-num_batches // 2)
+    assert {batch for share in shares for batch in share} == set(range(num_batches))
+
+
+def changed_target(recipe: Path, **changes: Any) -> None:
+    """Changes the config of a recipe's target."""
+    path = recipe.parent / "llama" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_rows_are_cut_to_a_sliding_window(copied: Path, tmp_path: Path) -> None:
+    names: dict[str, Any] = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    changed_target(copied, **names, sliding_window=64)
+    with pytest.warns(UserWarning, match="lowered from 96 to 64, the model's sliding window"):
+        train.run(copied, ["train.max_steps=1"], tmp_path / "run")
+    assert features.FeatureCache(tmp_path / "run" / "features").length_N.max() == 64
+
+
+def test_a_drafter_learns_with_the_rotary_factors_of_its_rows(copied: Path, tmp_path: Path) -> None:
+    """Rows of 96 tokens take the short factors of an original context of 128; a bundle with the
+    long ones warns."""
+    rope = longrope(4) | {"original_max_position_embeddings": 128}
+    changed_target(copied, rope_parameters=rope)
+    saved = checkpoint.load_drafter(train.run(copied, ["train.max_steps=1"], tmp_path / "run"))
+    assert saved.provenance["rope_factors"] == "short"
+    model, _ = target.load(target.resolve(str(copied.parent / "llama")))
+    bundling.load_module(saved, Backbone.from_transformers(model, (), 128))
+    long = Backbone.from_transformers(model, (), 200)
+    with pytest.warns(UserWarning, match="learnt with the target's short rotary factors"):
+        bundling.load_module(saved, long)
 
 
 def test_a_one_pass_drafter_has_a_table_of_bigrams_unless_the_recipe_wants_none(
@@ -355,6 +416,15 @@ def test_an_answer_from_the_first_token_on_is_simulated_from_the_second() -> Non
     ids, log_probs = guesses({})
     everything = np.ones(6, dtype=bool)
     assert validate.simulate(TOKENS, everything, ids, log_probs, Budget(8)) == (4, 4)
+
+
+def test_each_answer_of_a_sequence_is_simulated_apart() -> None:
+    """Two answers of two tokens with a question between them: 6 7 ? ? 6 7."""
+    token_T = np.array([3, 5, 6, 7, 1, 2, 6, 7])
+    loss_T = np.array([0, 0, 1, 1, 0, 0, 1, 1], dtype=bool)
+    ids = np.full((7, 2, 1), WRONG)
+    ids[[1, 5], 0] = 7
+    assert validate.simulate(token_T, loss_T, ids, np.zeros(ids.shape), Budget(4)) == (2, 2)
 
 
 def test_guess_accuracy_counts_answer_tokens() -> None:

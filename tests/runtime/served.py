@@ -69,9 +69,10 @@ def held_engine() -> tuple[Engine, Holder]:
 class Served:
     """A server on a port of its own."""
 
-    def __init__(self, port: int, server: uvicorn.Server) -> None:
+    def __init__(self, port: int, server: uvicorn.Server, thread: threading.Thread) -> None:
         self.port = port
         self.server = server
+        self.thread = thread
         self.url = f"http://127.0.0.1:{port}"
 
     def client(self) -> httpx.Client:
@@ -106,7 +107,7 @@ def served(engine: Engine, **settings: Any) -> Iterator[Served]:
         thread.start()
         try:
             wait_until(lambda: server.started or not thread.is_alive())
-            yield Served(bound.getsockname()[1], server)
+            yield Served(bound.getsockname()[1], server, thread)
         finally:
             server.should_exit = True
             thread.join(PATIENCE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ for module in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
 httpx = pytest.importorskip("httpx")
 from served import Served, events, served, toy_engine, wait_until  # noqa: E402
+from toy_backend import ByteTokenizer  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -156,6 +157,23 @@ def test_a_prompt_may_be_token_ids_and_is_echoed(client: Any, engine: Engine) ->
     assert "".join(part["choices"][0]["text"] for part in parts) == echoed
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_ids_that_are_no_tokens_are_refused_before_they_are_echoed(
+    client: Any, monkeypatch: pytest.MonkeyPatch, is_stream: bool
+) -> None:
+    decode = ByteTokenizer.decode
+
+    def decode_strictly(self: ByteTokenizer, ids: Sequence[int]) -> str:
+        assert max(ids) < self.vocab_size, "real tokenizers raise an error as well"
+        return decode(self, ids)
+
+    monkeypatch.setattr(ByteTokenizer, "decode", decode_strictly)
+    body = {"prompt": [99999999999], "echo": True, "max_tokens": 2, "stream": is_stream}
+    reply = client.post(COMPLETIONS, json=body)
+    assert reply.status_code == 400, reply.text
+    assert reply.json()["error"]["param"] == "prompt"
+
+
 def test_logprobs_of_a_chat_are_the_engines(client: Any) -> None:
     body = {"messages": HELLO, "max_tokens": 9, "temperature": 0}
     expected = toy_engine().generate(HELLO, max_new_tokens=9, logprobs=2).logprobs
@@ -211,9 +229,17 @@ def test_models_health_and_readiness(client: Any, engine: Engine) -> None:
     assert client.get("/v1/models/toy").json() == model
     assert client.get("/v1/models/other").status_code == 404
     assert client.get("/health").json() == {"status": "ok"}
+    head = client.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == client.get("/health").headers["content-length"]
     assert client.get("/ready").json() == {"status": "ready"}
     schema = client.get("/openapi.json").json()
     assert {CHAT, COMPLETIONS} <= set(schema["paths"])
+
+
+def test_features_of_others_may_be_null(client: Any) -> None:
+    names = ("tools", "functions", "function_call", "audio", "web_search_options")
+    post(client, CHAT, messages=HELLO, max_tokens=1, **dict.fromkeys(names))
 
 
 # ---- refusals ----
@@ -225,6 +251,16 @@ REFUSED: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": []}, 400, "messages", "at least 1 item"),
     (CHAT, {"messages": HELLO, "model": "gpt"}, 404, "model", "`gpt` does not exist"),
     (CHAT, {"messages": HELLO, "colour": 1}, 400, "colour", "Unrecognized request argument"),
+    (CHAT, {"messages": HELLO, "max-tokens": 3}, 400, "max-tokens", "supplied: max-tokens"),
+    (CHAT, {"messages": HELLO, "str": 3}, 400, "str", "supplied: str"),
+    (CHAT, {"messages": HELLO, "functions": []}, 400, "functions", "'functions'"),
+    (
+        CHAT,
+        {"messages": HELLO, "stream": True, "stream_options": {"usage please": True}},
+        400,
+        "stream_options.usage please",
+        "supplied: stream_options.usage please",
+    ),
     (CHAT, {"messages": [{"role": "king", "content": ""}]}, 400, "messages[0].role", "'king'"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "expected a string or a list"),
     (CHAT, {"messages": [{"role": "user", "content": LONG}]}, 400, "messages", "at most 300"),
@@ -331,6 +367,14 @@ def test_a_body_too_large_is_refused(client: Any, is_chunked: bool) -> None:
     assert client.post(COMPLETIONS, content=padded + b" ", headers=kind).status_code == 413
 
 
+def test_a_body_is_read_up_to_the_limit_however_large_that_is(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spec_runtime.serving.guards.MOST_DISCARDED", 10)
+    assert client.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert client.post(COMPLETIONS, json={"prompt": "x" * 20_000}).status_code == 413
+
+
 # ---- who may ask ----
 
 
@@ -353,9 +397,10 @@ def test_an_api_key_is_required(engine: Engine) -> None:
 
 
 def test_only_known_names_address_the_server() -> None:
-    names = ("localhost", "127.0.0.1", "::1")
+    names = ("LocalHost", "127.0.0.1", "::1", "Proxy.Example.")
     with served(toy_engine(), hosts=names) as running, running.client() as client:
-        for host in ("localhost", "localhost:80", "[::1]:8000", "127.0.0.1"):
+        known = ("localhost", "localhost:80", "[::1]:8000", "127.0.0.1")
+        for host in (*known, "LOCALHOST", "localhost.:80", "proxy.example", "PROXY.example.:80"):
             assert client.get("/health", headers={"Host": host}).status_code == 200
         for host in ("evil.example", "evil.example:8000", "[::2]", "localhost.evil.example"):
             reply = client.get("/health", headers={"Host": host})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
+import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -195,6 +197,74 @@ def test_a_stop_finishes_running_and_waiting_answers() -> None:
         holder.free()
         assert whole.result().json()["usage"]["completion_tokens"] == 30
         assert events(stream.result().text)[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("is_forced", [False, True], ids=["grace over", "second Ctrl-C"])
+def test_answers_that_a_stop_cuts_off_end_with_an_error(
+    is_forced: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, holder = held_engine()
+    holder.allowed.release(1)
+    encode = engine.encode
+    may_encode = threading.Event()
+
+    def encode_later(prompt: Prompt, *arguments: Any, **options: Any) -> list[int]:
+        assert prompt != "later" or may_encode.wait(PATIENCE), "no test allowed this prompt"
+        return encode(prompt, *arguments, **options)
+
+    monkeypatch.setattr(engine, "encode", encode_later)
+    monkeypatch.setattr(logging.getLogger("spec_runtime.access"), "propagate", True)
+    caplog.set_level(logging.INFO, "spec_runtime.access")
+    bodies = [{**BODY, "stream": True}, BODY, {**BODY, "stream": True}, {**BODY, "prompt": "later"}]
+    half = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{{"
+    with (
+        served(engine) as server,
+        server.client() as client,
+        ThreadPoolExecutor(4) as pool,
+        socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection,
+    ):
+        connection.sendall(half.encode())
+        wait_until(lambda: server.server.server_state.tasks)
+        replies = [pool.submit(client.post, COMPLETIONS, json=bodies[0])]
+        wait_until(lambda: holder.num_begun == 2)
+        replies += [pool.submit(client.post, COMPLETIONS, json=body) for body in bodies[1:]]
+        wait_until(lambda: gauge(client, "waiting_requests") == 3)
+        server.server.config.timeout_graceful_shutdown = None if is_forced else 0
+        server.server.force_exit = is_forced
+        server.server.should_exit = True
+        assert connection.recv(65536).startswith(b"HTTP/1.1 503")
+        stream, *others = [each.result() for each in replies]
+        may_encode.set()
+        holder.free()
+    assert stream.status_code == 200
+    *parts, last = events(stream.text)
+    assert parts
+    for reply in others:
+        assert reply.status_code == 503
+        assert reply.json() == last
+    assert last["error"]["code"] == "cancelled"
+    assert "Traceback" not in caplog.text
+    access = [each for each in caplog.records if each.name == "spec_runtime.access"]
+    lines = [json.loads(each.getMessage()) for each in access]
+    cut = [line["status"] for line in lines if line.get("error") == "cancelled"]
+    assert sorted(cut) == [200, 503, 503, 503, 503]
+
+
+def test_a_reader_who_takes_nothing_does_not_hold_up_a_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("spec_runtime.serving.guards.NOTICE_SECONDS", 0.01)
+    long = {"prompt": "hello", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
+    long |= {"logprobs": 5, "stream": True}
+    with (
+        served(toy_engine(max_length=1200)) as server,
+        server.client() as client,
+        server.open_request(COMPLETIONS, long),
+    ):
+        wait_until(lambda: gauge(client, "open_streams") == 1)
+        wait_until(lambda: gauge(client, "running_requests") == 0)
+        server.server.force_exit = server.server.should_exit = True
+        wait_until(lambda: not server.thread.is_alive())
 
 
 def test_a_body_that_never_ends_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
