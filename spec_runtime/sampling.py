@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NoReturn, TypedDict
 
 import numpy as np
 
@@ -459,14 +459,14 @@ class _Processors:
         return result_V
 
 
-def _no_token(logits_V: np.ndarray, position: int) -> Exception:
-    """Returns what says why no token is left of the target's logits f32[V]."""
+def _refuse(logits_V: np.ndarray, position: int) -> NoReturn:
+    """Raises an error that says why no token is left of the target's logits f32[V]."""
     if math.isfinite(logits_V.max()):
-        return ValueError(
+        raise ValueError(
             f"got no token at position {position} that logits_processor and response_format both "
             "allow, expected at least one"
         )
-    return FloatingPointError(f"the target's logits are not finite at position {position}")
+    raise FloatingPointError(f"the target's logits are not finite at position {position}")
 
 
 class Sampler:
@@ -509,7 +509,7 @@ class Sampler:
         processed_V = logits_V if self._process is None else self._process(logits_V, path)
         token = int(processed_V.argmax())  # of a NaN, if there is one
         if not math.isfinite(processed_V[token]):
-            raise _no_token(logits_V, position)
+            _refuse(logits_V, position)
         return token if self.params.temperature == 0 else self._draw(processed_V, position)
 
     def draw_from_top(self, top: TopLogits, position: int) -> int | None:
@@ -616,7 +616,7 @@ class Sampler:
         must be above 0."""
         processed_V = logits_V if self._process is None else self._process(logits_V, path)
         if not math.isfinite(processed_V.max()):
-            raise _no_token(logits_V, position)
+            _refuse(logits_V, position)
         ids, scaled = self.survivors(processed_V)
         # float32, as the logits are: ten times as fast over V as float64's exp
         weight = np.exp(scaled).astype(np.float64)
