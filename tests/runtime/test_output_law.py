@@ -36,6 +36,7 @@ class Toy:
     """Target, what it says, and a drafter that is wrong in its own way, in one object."""
 
     vocab_size, run_seconds, wants_features = V, 0.0, False
+    strict_gap = None
 
     def __init__(self, kind: str = "by levels", spread: float = 1.0) -> None:
         rng = np.random.default_rng(5)
