@@ -169,6 +169,7 @@ ROWS = [
 QUESTIONS = {"prompts": 4, "turns": 5, "plain_tokens_per_second": 10.0, "tokens_per_second": 20.0}
 QUESTIONS |= {"speedup": 2.0, "speedup_end_to_end": 1.5, "speedup_of_means": 1.75}
 QUESTIONS |= {"accepted_length": 2.5, "identical": 0.75}
+TOKENS = {"rows": 3, "prompt_tokens": 1000, "answer_tokens": 4000, "mean_answer": 200.0, "cut": 0.5}
 SECTIONS = {
     "options": (
         figures.OPTIONS,
@@ -223,6 +224,55 @@ SECTIONS = {
             "operators": {"int8": [{"context": 200, "nodes": 8, "ms": {"Mul": 1.25}}]},
         },
         "| 200 | 8 | 9.50 (9.40 to 9.75) | 1.62 | 1.70 |",
+    ),
+    "training_data": (
+        figures.TRAINING_DATA,
+        {
+            "source": {f"maths/{name}": TOKENS for name in ("own", "gsm8k")},
+            "licence": {"MIT": TOKENS},
+            "all": {"all": TOKENS},
+        },
+        "| maths | 6 | 2,000 | 8,000 |",
+    ),
+    "training_overlap": (
+        figures.OVERLAP,
+        {
+            "words": 13,
+            "evaluation": ["eval.jsonl"],
+            "files": {"a.jsonl": {s: {"rows": 5, "prompts": 1, "answers": 2} for s in "xy"}},
+        },
+        "| `a.jsonl` | 10 | 2 | 4 |",
+    ),
+    "training_steps": (
+        figures.TRAINING_STEPS,
+        {
+            "rows": [
+                {
+                    "variant": "the recipe",
+                    "tokens": 3000,
+                    "wall_seconds": 2.0,
+                    "cpu_seconds": 3.0,
+                    "part_seconds": {"loader": 1.0, "head": 3.0},
+                }
+            ]
+        },
+        "| the recipe | 1,500 | 1.00 | 25% | 75% |",
+    ),
+    "joint_runs": (
+        figures.JOINT[0],
+        {
+            "study": "medusa2",
+            "stages": {
+                "joint": {
+                    "target_modified": True,
+                    "steps": 900,
+                    "prose": {"perplexity": 27.25},
+                    "held_out": {"perplexity": 2.5},
+                    "drafting": {"overall": DECODED},
+                }
+            },
+        },
+        "| joint | merged | 900 | 27.25 | 2.50 | 1.25 | 0.75 |",
     ),
 }
 

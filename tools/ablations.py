@@ -43,6 +43,7 @@ from training_runs import (
     Place,
     RowBudget,
     build_cache,
+    labelled_overrides,
     measured,
     row_budget,
     row_count,
@@ -232,15 +233,12 @@ def chosen(
 ) -> dict[str, tuple[str, ...]]:
     """Returns the study's variants and those added on the command line, or `only` some of them.
 
-    "both: drafter.layers=2,drafter.taps=[1, 2]" adds the variant "both" with two overrides. Raises
-    ValueError for a label that is there already, one that is not, and a text of another form.
+    `added` are texts that `labelled_overrides` takes. Raises ValueError for a label that is there
+    already, one that is not, and a text of another form.
     """
     every = dict(variants)
     for text in added:
-        label, colon, overrides = (part.strip() for part in text.partition(":"))
-        how = tuple(part.strip() for part in re.split(r",(?=\s*\w+\.\w+\s*=)", overrides))
-        if not colon or not label or not all("=" in part for part in how):
-            raise ValueError(f"got --variant {text!r}, expected 'LABEL: KEY=VALUE,KEY=VALUE'")
+        label, how = labelled_overrides(text)
         if label in every:
             raise ValueError(f"got --variant {label!r} twice, expected another label")
         every[label] = how

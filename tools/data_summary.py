@@ -23,6 +23,7 @@ from spec_export import target
 from spec_export.training import data
 from spec_runtime.cli.options import write_figures
 from spec_runtime.files import require_writable, sha256
+from spec_runtime.measure import provenance
 
 WORDING = Path(__file__).with_name("broad_prompts.toml")
 OWN = "(the target's own)"
@@ -124,7 +125,8 @@ def main() -> None:
             name: {key: totals.figures() for key, totals in sorted(table.items())}
             for name, table in tables.items()
         }
-        write_figures(arguments.json, {"sha256": digests, **figures})
+        about = provenance.collect(packages=("transformers",))
+        write_figures(arguments.json, {"provenance": about, "sha256": digests, **figures})
 
 
 if __name__ == "__main__":

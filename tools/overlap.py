@@ -25,6 +25,7 @@ from spec_export import target
 from spec_export.training import data
 from spec_runtime.cli.options import write_figures
 from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.measure import provenance
 
 WORDS = 13
 # Shorter questions than these are in many texts that never saw the evaluation file.
@@ -169,7 +170,15 @@ def main() -> None:
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in clean)
             write_atomically(arguments.without / path.name.removesuffix(".xz"), lines.encode())
     if arguments.json:
-        write_figures(arguments.json, {"words": arguments.words, "files": figures})
+        write_figures(
+            arguments.json,
+            {
+                "provenance": provenance.collect(packages=("transformers",)),
+                "words": arguments.words,
+                "evaluation": [path.name for path in arguments.eval],
+                "files": figures,
+            },
+        )
 
 
 if __name__ == "__main__":

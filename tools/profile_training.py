@@ -2,12 +2,14 @@
 """Says where the seconds of a training step go.
 
     python tools/profile_training.py recipes/smollm2-135m/parallelspec.toml \
-        --cache runs/parallelspec/features --threads 1
+        --cache runs/parallelspec/features [--threads 1] [--steps 3] [--json OUT]
+        [--variant "in float32: train.precision=fp32"]
 
-The features are those of an earlier run (`--cache`); nothing is written. Steps run once for the
-tokens per second and once more under the profiler for the parts: the loader, the head (soft labels
-apart), attention, the layers' and inputs' other work, and the optimiser, each with its gradient.
-The draft vocabulary is as large as the recipe's, and not made of the same tokens.
+The features are those of an earlier run (`--cache`), and no drafter is written. Steps run once for
+the tokens per second and once more under the profiler for the parts: the loader, the head (soft
+labels apart), attention, the layers' and inputs' other work, and the optimiser, each with its
+gradient. The draft vocabulary is as large as the recipe's, and not made of the same tokens.
+Each --variant measures another form of the recipe beside it, before it, in the same run.
 """
 
 from __future__ import annotations
@@ -15,18 +17,22 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from training_runs import labelled_overrides
 
 from spec_export import drafters, target
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
 from spec_export.training import batches, features, recipe
 from spec_export.training.allocator import keep_big_blocks
+from spec_runtime.cli.options import write_figures
+from spec_runtime.files import require_writable
+from spec_runtime.measure import provenance
 
 BACKWARD = "autograd::engine::evaluate_function"
 PARTS = ("loader", "head", "soft labels", "attention", "layer", "optimiser")
@@ -115,7 +121,37 @@ def part_seconds(events: Sequence[Any]) -> dict[str, float]:
     return found
 
 
-def main() -> None:
+class Profiler:
+    """Opens recipes on one target and one feature cache, and measures their steps."""
+
+    def __init__(self, path: Path, cache: Path) -> None:
+        self.path, self.cache = path, cache
+        self._model: Any = None  # as transformers has it, once it is needed
+
+    def cost(self, overrides: Sequence[str], count: int) -> Cost:
+        """Returns what `count` steps of the recipe cost with these overrides."""
+        plan = recipe.load(self.path, overrides)
+        module = drafters.load(plan.drafter_name)
+        config = recipe.build_config(module.Config, plan.drafter_fields, str(self.path))
+        taps = tuple(config.taps)
+        if self._model is None:
+            self._model, _ = target.load(target.resolve(plan.model))
+        ends = target.ends(Backbone.from_transformers(self._model, taps))
+        torch.manual_seed(plan.train.seed)
+        num_tokens = plan.export.draft_vocab or len(ends.head_VD)
+        drafter = module.Drafter(config, ends, torch.arange(num_tokens))
+        drafter.shortlist_size = plan.train.shortlist
+        store = features.FeatureCache(self.cache, taps)
+        order = batches.epoch_batches(store.length_N, plan.train.batch_tokens, plan.train.seed, 0)
+
+        def load(number: int) -> Batch:
+            return batches.padded(store, order[number % len(order)], torch.device("cpu"))
+
+        return Steps(drafter, load, plan.train.precision == "bf16").cost(count)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measures the recipe and its variants, prints a report of each, and writes --json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -124,27 +160,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, help="of torch; all by default")
     parser.add_argument("--set", action="append", default=[], help="section.key=value, as in train")
-    arguments = parser.parse_args()
+    parser.add_argument("--variant", action="append", default=[], metavar="'LABEL: KEY=VALUE,…'")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(words)
+    if arguments.json:
+        require_writable(arguments.json)
+    try:
+        variants = dict(map(labelled_overrides, arguments.variant))
+    except ValueError as error:
+        parser.error(str(error))
     keep_big_blocks()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    plan = recipe.load(arguments.recipe, arguments.set)
-    module = drafters.load(plan.drafter_name)
-    config = recipe.build_config(module.Config, plan.drafter_fields, str(arguments.recipe))
-    model, _ = target.load(target.resolve(plan.model))
-    ends = target.ends(Backbone.from_transformers(model, tuple(config.taps)))
-    count = plan.export.draft_vocab or len(ends.head_VD)
-    torch.manual_seed(plan.train.seed)
-    drafter = module.Drafter(config, ends, torch.arange(count))
-    drafter.shortlist_size = plan.train.shortlist
-    store = features.FeatureCache(arguments.cache, tuple(config.taps))
-    order = batches.epoch_batches(store.length_N, plan.train.batch_tokens, plan.train.seed, 0)
-
-    def load(number: int) -> Batch:
-        return batches.padded(store, order[number % len(order)], torch.device("cpu"))
-
-    steps = Steps(drafter, load, plan.train.precision == "bf16")
-    print("\n".join(steps.cost(arguments.steps).lines()))
+    profiler = Profiler(arguments.recipe, arguments.cache)
+    rows = []
+    for label, overrides in {**variants, "the recipe": ()}.items():
+        cost = profiler.cost([*arguments.set, *overrides], arguments.steps)
+        print("\n".join([f"{label}:", *cost.lines()]), flush=True)
+        rows.append({"variant": label, "overrides": list(overrides), **asdict(cost)})
+    if arguments.json:
+        about = provenance.collect(threads=torch.get_num_threads(), packages=("torch",))
+        write_figures(arguments.json, {"provenance": about, "rows": rows})
 
 
 if __name__ == "__main__":

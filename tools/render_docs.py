@@ -38,9 +38,14 @@ SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "
 OPTIONS, TEMPERATURES = "ablation-parallelspec-options", "drafters-temperatures"
 BY_NODES, BY_MASKS = "drafters-nodes", "ablation-num-masks"
 STEPS, CHECK = "steps", "check"
+TRAINING_STEPS = "training-steps"
+TRAINING_DATA, OVERLAP = "training-data", "training-overlap"
+JOINT = ("joint-medusa2", "joint-semi-autoregressive")
+SHIPPED = ROOT / "spec_export/assets/drafters/smollm2-135m-instruct"
 RIVALS, SPEC_BENCH = "rivals", ("spec-bench-fp32", "spec-bench-int8")
 # new measurements, which a page may be ahead of
 AWAITED = ("lookup-fp32", CHECK, OPTIONS, TEMPERATURES, BY_NODES, RIVALS, STEPS, *SPEC_BENCH)
+AWAITED += (TRAINING_STEPS, TRAINING_DATA, OVERLAP, *JOINT)
 LEFT_OUT = "\n\n"  # what stands for a section whose figures are not there
 NOT_MEASURED = "\n\n*Not measured yet.*\n\n"
 CONTENDERS = {
@@ -672,7 +677,134 @@ def quality() -> str:
     return framed("How close exports are", words, table(head, cells), CHECK)
 
 
+def training_data() -> str:
+    """Where the demo's training answers come from: tokens by kind of prompt and by licence."""
+    if not measured(TRAINING_DATA):
+        return LEFT_OUT
+    data = load(TRAINING_DATA)
+    kinds: dict[str, dict[str, float]] = {}
+    for name, each in value(data, "source", TRAINING_DATA).items():
+        kind = kinds.setdefault(name.partition("/")[0], dict.fromkeys(each, 0))
+        for key in ("rows", "prompt_tokens", "answer_tokens"):
+            kind[key] += each[key]
+    body = ""
+    for head, found in (("prompts", kinds), ("licence of the prompts", data["licence"])):
+        rows = [
+            [name, *(f"{each[key]:,.0f}" for key in ("rows", "prompt_tokens", "answer_tokens"))]
+            for name, each in sorted(found.items(), key=lambda item: -item[1]["answer_tokens"])
+        ]
+        body += table([head, "rows", "prompt tokens", "answer tokens"], rows)
+    total = data["all"]["all"]
+    words = (
+        f"{total['answer_tokens'] / 1e6:.1f} M answer tokens in {total['rows']:,} rows, which lie "
+        "in `recipes/smollm2-135m/answers` with a page about their sources. Every answer is the "
+        "target's own."
+    )
+    return framed("Answers to learn from", words, body, TRAINING_DATA)
+
+
+def training_overlap() -> str:
+    """How many training rows share text with evaluation files."""
+    if not measured(OVERLAP):
+        return LEFT_OUT
+    data = load(OVERLAP)
+    rows = []
+    for name, sources in value(data, "files", OVERLAP).items():
+        sums = [
+            sum(each[key] for each in sources.values()) for key in ("rows", "prompts", "answers")
+        ]
+        rows.append([f"`{name}`", *(f"{count:,}" for count in sums)])
+    words = (
+        f"Rows that share {data['words']} words in a row with any text of "
+        f"{', '.join(data['evaluation'])}. Of the broad answers such rows were left out before. "
+        "What is left are answers of the target with a common turn of phrase."
+    )
+    body = table(["answers", "rows", "overlap in the prompt", "in the answer"], rows)
+    return framed("Overlap with evaluation prompts", words, body, OVERLAP)
+
+
+def shipped_drafters(_: str) -> str:
+    """The drafters in the package: steps, held-out accepted length, and what they took."""
+    rows = []
+    for folder in sorted(SHIPPED.iterdir()):
+        about = json.loads((folder / "config.json").read_text(encoding="utf-8"))["provenance"]
+        hours = about.get("cpu_hours")
+        rows.append(
+            [
+                f"[`{folder.name}`](../drafters/{folder.name}.md)",
+                f"{about['steps']:,}",
+                f"{about['data']['answer_tokens'] / 1e6:.1f} M",
+                f"{about['validation']['accepted_length']:.2f}",
+                "not recorded" if hours is None else f"{hours['features']} + {hours['steps']}",
+                about["date"][:10],
+            ]
+        )
+    head = ["drafter", "steps", "answer tokens", "simulated accepted length"]
+    return table([*head, "CPU hours: features + steps", "date"], rows)
+
+
+def training_steps() -> str:
+    """What a training step costs in several forms of the recipe, and where the time goes."""
+    if not measured(TRAINING_STEPS):
+        return LEFT_OUT
+    rows = []
+    for each in value(load(TRAINING_STEPS), "rows", TRAINING_STEPS):
+        parts = each["part_seconds"]
+        total = sum(parts.values())
+        rows.append(
+            [
+                each["variant"],
+                f"{each['tokens'] / each['wall_seconds']:,.0f}",
+                f"{1000 * each['cpu_seconds'] / each['tokens']:.2f}",
+                *(f"{seconds / total:.0%}" for seconds in parts.values()),
+            ]
+        )
+    head = ["step", "answer tokens/s", "CPU seconds a 1,000", *parts]
+    words = (
+        "ParallelSpec's step in the recipe's form and in others, measured one after the other; "
+        "shares of a step's time are from PyTorch's profiler."
+    )
+    return framed("What a training step costs", words, table(head, rows), TRAINING_STEPS)
+
+
+def joint_runs() -> str:
+    """Drafters trained with their target: its perplexity, and what they are worth in decoding."""
+    files = [name for name in JOINT if measured(name)]
+    if not files:
+        return LEFT_OUT
+    body = ""
+    for file in files:
+        data = load(file)
+        rows = []
+        for stage, each in value(data, "stages", file).items():
+            overall = each["drafting"]["overall"]
+            rows.append(
+                [
+                    stage,
+                    "merged" if each["target_modified"] else "frozen",
+                    f"{each['steps']:,}",
+                    *(f"{each[text]['perplexity']:.2f}" for text in ("prose", "held_out")),
+                    f"{overall['accepted_length']:.2f}",
+                    f"{overall['speedup']:.2f}",
+                ]
+            )
+        head = ["stage", "target", "steps", "perplexity: prose", "held-out answers"]
+        lengths = ["accepted length", "speed-up"]
+        body += f"\n### {data['study']}\n{table([*head, *lengths], rows, left=2)}"
+        body += f"Measured: {source(file)}\n"
+    words = (
+        "Each study trains a drafter on the frozen target and with it (a LoRA adapter, merged "
+        "afterwards), and decodes Spec-Bench's prompts without lookup. A merged target writes "
+        "other texts than the original one: perplexity says how far it moved."
+    )
+    return f"\n\n## Trained together with the target\n\n{words}\n{body}\n"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
+    "training_data": training_data,
+    "training_overlap": training_overlap,
+    "training_steps": training_steps,
+    "joint_runs": joint_runs,
     "quality": quality,
     "steps": steps,
     "rivals": rivals,
@@ -904,6 +1036,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "accuracy": accuracy,
     "compare": compare,
     "section": section,
+    "shipped_drafters": shipped_drafters,
     "acceptance": acceptance,
     "sweep": sweep,
     "threads": threads,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,6 +61,19 @@ def row_count(word: str) -> float:
     if not 0 < count < math.inf:
         raise argparse.ArgumentTypeError(f"got {word}, expected a number above 0")
     return count
+
+
+def labelled_overrides(text: str) -> tuple[str, tuple[str, ...]]:
+    """Returns the label and the overrides of a variant from a command line.
+
+    "both: drafter.layers=2,drafter.taps=[1, 2]" is the variant "both" with two overrides. Raises
+    ValueError for a text of another form.
+    """
+    label, colon, overrides = (part.strip() for part in text.partition(":"))
+    how = tuple(part.strip() for part in re.split(r",(?=\s*\w+\.\w+\s*=)", overrides))
+    if not colon or not label or not all("=" in part for part in how):
+        raise ValueError(f"got --variant {text!r}, expected 'LABEL: KEY=VALUE,KEY=VALUE'")
+    return label, how
 
 
 def build_cache(path: Path, overrides: Sequence[str], place: Place) -> None:
