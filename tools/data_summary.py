@@ -125,7 +125,9 @@ def main() -> None:
             name: {key: totals.figures() for key, totals in sorted(table.items())}
             for name, table in tables.items()
         }
-        about = provenance.collect(packages=("transformers",))
+        about = provenance.collect(
+            packages=("transformers",), note="nothing is decoded; not recorded: prompts"
+        )
         write_figures(arguments.json, {"provenance": about, "sha256": digests, **figures})
 
 

@@ -173,7 +173,9 @@ def main() -> None:
         write_figures(
             arguments.json,
             {
-                "provenance": provenance.collect(packages=("transformers",)),
+                "provenance": provenance.collect(
+                    packages=("transformers",), note="nothing is decoded; not recorded: prompts"
+                ),
                 "words": arguments.words,
                 "evaluation": [path.name for path in arguments.eval],
                 "files": figures,

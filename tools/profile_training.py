@@ -179,7 +179,11 @@ def main(words: list[str] | None = None) -> None:
         print("\n".join([f"{label}:", *cost.lines()]), flush=True)
         rows.append({"variant": label, "overrides": list(overrides), **asdict(cost)})
     if arguments.json:
-        about = provenance.collect(threads=torch.get_num_threads(), packages=("torch",))
+        about = provenance.collect(
+            threads=torch.get_num_threads(),
+            packages=("torch",),
+            note="nothing is decoded; not recorded: prompts",
+        )
         write_figures(arguments.json, {"provenance": about, "rows": rows})
 
 
