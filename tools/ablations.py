@@ -43,12 +43,12 @@ from training_runs import (
     Place,
     RowBudget,
     build_cache,
-    labelled_overrides,
     measured,
     row_budget,
     row_count,
     taps_of,
     trained,
+    with_variants,
 )
 from variant_bundles import VariantBundles
 
@@ -233,15 +233,9 @@ def chosen(
 ) -> dict[str, tuple[str, ...]]:
     """Returns the study's variants and those added on the command line, or `only` some of them.
 
-    `added` are texts that `labelled_overrides` takes. Raises ValueError for a label that is there
-    already, one that is not, and a text of another form.
+    Raises ValueError where `with_variants` does, and for a label in `only` that is not there.
     """
-    every = dict(variants)
-    for text in added:
-        label, how = labelled_overrides(text)
-        if label in every:
-            raise ValueError(f"got --variant {label!r} twice, expected another label")
-        every[label] = how
+    every = with_variants(variants, added)
     unknown = [label for label in only or () if label not in every]
     if unknown:
         raise ValueError(f"got --only {unknown[0]!r}, expected some of {', '.join(every)}")

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from training_runs import labelled_overrides
+from training_runs import with_variants
 
 from spec_export import drafters, target
 from spec_export.decoder import Backbone
@@ -35,6 +35,7 @@ from spec_runtime.files import require_writable
 from spec_runtime.measure import provenance
 
 BACKWARD = "autograd::engine::evaluate_function"
+RECIPE = "the recipe"  # the label of the recipe as it is
 PARTS = ("loader", "head", "soft labels", "attention", "layer", "optimiser")
 
 
@@ -121,33 +122,26 @@ def part_seconds(events: Sequence[Any]) -> dict[str, float]:
     return found
 
 
-class Profiler:
-    """Opens recipes on one target and one feature cache, and measures their steps."""
+def cost_of(plan: recipe.Recipe, path: Path, model: Any, cache: Path, count: int) -> Cost:
+    """Returns what `count` steps of the recipe `plan`, read from `path`, cost.
 
-    def __init__(self, path: Path, cache: Path) -> None:
-        self.path, self.cache = path, cache
-        self._model: Any = None  # as transformers has it, once it is needed
+    `model` is the target as transformers has it, `cache` the folder with its features.
+    """
+    module = drafters.load(plan.drafter_name)
+    config = recipe.build_config(module.Config, plan.drafter_fields, str(path))
+    taps = tuple(config.taps)
+    ends = target.ends(Backbone.from_transformers(model, taps))
+    torch.manual_seed(plan.train.seed)
+    num_tokens = plan.export.draft_vocab or len(ends.head_VD)
+    drafter = module.Drafter(config, ends, torch.arange(num_tokens))
+    drafter.shortlist_size = plan.train.shortlist
+    store = features.FeatureCache(cache, taps)
+    order = batches.epoch_batches(store.length_N, plan.train.batch_tokens, plan.train.seed, 0)
 
-    def cost(self, overrides: Sequence[str], count: int) -> Cost:
-        """Returns what `count` steps of the recipe cost with these overrides."""
-        plan = recipe.load(self.path, overrides)
-        module = drafters.load(plan.drafter_name)
-        config = recipe.build_config(module.Config, plan.drafter_fields, str(self.path))
-        taps = tuple(config.taps)
-        if self._model is None:
-            self._model, _ = target.load(target.resolve(plan.model))
-        ends = target.ends(Backbone.from_transformers(self._model, taps))
-        torch.manual_seed(plan.train.seed)
-        num_tokens = plan.export.draft_vocab or len(ends.head_VD)
-        drafter = module.Drafter(config, ends, torch.arange(num_tokens))
-        drafter.shortlist_size = plan.train.shortlist
-        store = features.FeatureCache(self.cache, taps)
-        order = batches.epoch_batches(store.length_N, plan.train.batch_tokens, plan.train.seed, 0)
+    def load(number: int) -> Batch:
+        return batches.padded(store, order[number % len(order)], torch.device("cpu"))
 
-        def load(number: int) -> Batch:
-            return batches.padded(store, order[number % len(order)], torch.device("cpu"))
-
-        return Steps(drafter, load, plan.train.precision == "bf16").cost(count)
+    return Steps(drafter, load, plan.train.precision == "bf16").cost(count)
 
 
 def main(words: list[str] | None = None) -> None:
@@ -166,16 +160,18 @@ def main(words: list[str] | None = None) -> None:
     if arguments.json:
         require_writable(arguments.json)
     try:
-        variants = dict(map(labelled_overrides, arguments.variant))
+        variants = with_variants({RECIPE: ()}, arguments.variant)
     except ValueError as error:
         parser.error(str(error))
     keep_big_blocks()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    profiler = Profiler(arguments.recipe, arguments.cache)
+    model, _ = target.load(target.resolve(recipe.load(arguments.recipe, arguments.set).model))
+    variants[RECIPE] = variants.pop(RECIPE)  # last
     rows = []
-    for label, overrides in {**variants, "the recipe": ()}.items():
-        cost = profiler.cost([*arguments.set, *overrides], arguments.steps)
+    for label, overrides in variants.items():
+        plan = recipe.load(arguments.recipe, [*arguments.set, *overrides])
+        cost = cost_of(plan, arguments.recipe, model, arguments.cache, arguments.steps)
         print("\n".join([f"{label}:", *cost.lines()]), flush=True)
         rows.append({"variant": label, "overrides": list(overrides), **asdict(cost)})
     if arguments.json:

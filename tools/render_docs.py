@@ -717,7 +717,7 @@ def training_overlap() -> str:
     words = (
         f"Rows that share {data['words']} words in a row with any text of "
         f"{', '.join(data['evaluation'])}. Of the broad answers such rows were left out before. "
-        "What is left are answers of the target with a common turn of phrase."
+        "Answers are the target's own words, which may recite what it was trained on."
     )
     body = table(["answers", "rows", "overlap in the prompt", "in the answer"], rows)
     return framed("Overlap with evaluation prompts", words, body, OVERLAP)

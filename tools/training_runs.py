@@ -76,6 +76,23 @@ def labelled_overrides(text: str) -> tuple[str, tuple[str, ...]]:
     return label, how
 
 
+def with_variants(
+    variants: Mapping[str, tuple[str, ...]], added: Sequence[str]
+) -> dict[str, tuple[str, ...]]:
+    """Returns the overrides of `variants` and of those added on a command line, by label.
+
+    Raises ValueError for a text that `labelled_overrides` refuses, and for a label that is there
+    already.
+    """
+    every = dict(variants)
+    for text in added:
+        label, how = labelled_overrides(text)
+        if label in every:
+            raise ValueError(f"got --variant {label!r} twice, expected another label")
+        every[label] = how
+    return every
+
+
 def build_cache(path: Path, overrides: Sequence[str], place: Place) -> None:
     """Computes the features that the recipe at `path` reads, by two steps of it.
 
