@@ -13,6 +13,7 @@ pytest.importorskip("peft")
 
 import joint_runs
 import torch
+import training_runs
 from joint_runs import Text
 from workshop import Workshop
 
@@ -63,6 +64,7 @@ def test_a_study_from_end_to_end(
     for label in (first, joint):
         row, manifest = found["stages"][label], bundles.read(out / f"{label}-bundle").manifest
         assert row["steps"] == 2
+        assert row["train_seconds"] > 0
         assert row["target_modified"] == manifest.target.target_modified == (label == joint)
         assert row["drafting"]["overall"]["prompts"] == 2
         assert 1 <= row["drafting"]["overall"]["accepted_length"] < 6
@@ -82,11 +84,10 @@ def test_a_study_from_end_to_end(
     stage = joint_runs.STUDIES[study][joint]
     settings = [f"data.path={out}/rows.jsonl", f"target.model={workshop.llama()}", *TINY]
     settings.append("train.max_steps=2")
-    plan = recipe.load(stage.recipe, settings)
-    assert joint_runs.trained(stage, plan, settings, joint, out) == (out / joint / "drafter", 0.0)
-    plan = recipe.load(stage.recipe, [*settings, "train.max_steps=3"])
+    place = out / joint, out / "features"
+    assert training_runs.trained(stage.recipe, settings, *place) == out / joint / "drafter"
     with pytest.raises(ValueError, match="holds a run with other settings: name another --out"):
-        joint_runs.trained(stage, plan, settings, joint, out)
+        training_runs.trained(stage.recipe, [*settings, "train.max_steps=3"], *place)
 
 
 def test_the_two_recipes_for_vicuna_follow_each_other(workshop: Workshop, tmp_path: Path) -> None:

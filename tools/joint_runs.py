@@ -23,19 +23,18 @@ import itertools
 import json
 import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from training_runs import EFFORT, trained
 
 import spec_runtime
 from spec_export import make_bundle, reference, target
 from spec_export.bundling.options import BuildOptions
 from spec_export.training import checkpoint, data, recipe
-from spec_export.training import run as train
 from spec_runtime import Engine
 from spec_runtime.files import require_writable, write_atomically
 from spec_runtime.measure import bench, provenance, quality
@@ -111,9 +110,15 @@ def main(words: list[str] | None = None) -> None:
     for label, stage in STUDIES[arguments.study].items():
         print(f"stage {label}: {stage.recipe.name}", file=sys.stderr, flush=True)
         plan = recipe.load(stage.recipe, [*stage.overrides, *common])
-        folder, seconds = trained(stage, plan, [*stage.overrides, *common], label, arguments.out)
+        drafter = trained(
+            stage.recipe,
+            [*stage.overrides, *common],
+            arguments.out / label,
+            arguments.out / "features",
+            init=None if stage.init is None else arguments.out / stage.init,
+        )
         print(f"stage {label}: bundle and measurement", file=sys.stderr, flush=True)
-        results[label] = training_of(folder, seconds) | measured(
+        results[label] = training_of(drafter) | measured(
             bundle_of(plan, arguments.out / label, arguments.out / f"{label}-bundle"),
             plan,
             prompts,
@@ -136,34 +141,17 @@ def first_rows(path: Path, count: int, out: Path) -> Path:
     return out
 
 
-def trained(
-    stage: Stage, plan: recipe.Recipe, overrides: list[str], label: str, out: Path
-) -> tuple[Path, float]:
-    """Returns the drafter's folder, and the seconds that its training took in this process."""
-    folder = out / label
-    if (folder / "drafter").exists():
-        if checkpoint.load_drafter(folder).provenance["recipe"] != plan.as_dict():
-            raise ValueError(f"{folder} holds a run with other settings: name another --out")
-        return folder / "drafter", 0.0
-    begin = time.monotonic()
-    drafter = train.run(
-        stage.recipe,
-        overrides,
-        folder,
-        resume=checkpoint.latest(folder / "checkpoints") is not None,
-        cache=out / "features",
-        init=None if stage.init is None else out / stage.init,
-    )
-    return drafter, time.monotonic() - begin
+def training_of(drafter: Path) -> dict[str, Any]:
+    """Returns what a finished drafter says of its training.
 
-
-def training_of(drafter: Path, seconds: float) -> dict[str, Any]:
-    """Returns what a finished drafter says of its training; `seconds` include its features."""
+    `train_seconds` are those of the whole run: features that it computed, validation, and the part
+    before each stop.
+    """
     about = checkpoint.load_drafter(drafter).provenance
     return {
         "recipe": about["recipe"],
         "steps": about["steps"],
-        "train_seconds": round(seconds, 1),
+        "train_seconds": round(json.loads((drafter.parent / EFFORT).read_text())["seconds"], 1),
         "validation": about["validation"],
     }
 

@@ -126,10 +126,13 @@ def row_budget(token_rows: float, plan: recipe.Recipe, folder: Path, cache: Path
     return budget
 
 
-def trained(path: Path, overrides: Sequence[str], folder: Path, cache: Path) -> Path:
+def trained(
+    path: Path, overrides: Sequence[str], folder: Path, cache: Path, init: Path | None = None
+) -> Path:
     """Returns the drafter's folder; trains it unless it is there with the same settings.
 
-    A run that was stopped goes on from its last checkpoint. Raises ValueError if the folder holds
+    A run that was stopped goes on from its last checkpoint; a new one starts from the drafter in
+    `init`, if that is given. Raises ValueError if the folder holds
     another run; where the data lies may differ, since runs are taken from machine to machine.
     """
     plan = recipe.load(path, overrides)
@@ -145,7 +148,7 @@ def trained(path: Path, overrides: Sequence[str], folder: Path, cache: Path) -> 
         (folder / EFFORT).unlink(missing_ok=True)
     resume = checkpoint.latest(folder / "checkpoints") is not None
     with _timed(folder):
-        return train.run(path, list(overrides), folder, resume=resume, cache=cache)
+        return train.run(path, list(overrides), folder, resume=resume, cache=cache, init=init)
 
 
 def _without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
