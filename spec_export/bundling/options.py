@@ -22,7 +22,7 @@ DRAFTER_PRECISIONS = ("fp32", *CPU_PRECISIONS)
 # node costs more of a step, it must be likelier. On a GPU it costs next to nothing.
 TREES = {
     "fp32": {"max_nodes": 16, "min_probability": 0.08, "lookup_nodes": 8},
-    "int8": {"max_nodes": 16, "min_probability": 0.06, "lookup_nodes": 8},
+    "int8": {"max_nodes": 16, "min_probability": 0.08, "lookup_nodes": 8},
     "int4": {"max_nodes": 16, "min_probability": 0.15, "lookup_nodes": 8},
 }
 DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}

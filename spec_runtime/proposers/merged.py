@@ -6,7 +6,8 @@ what the target draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,11 @@ from spec_runtime.trees.tree import TokenTree
 # The last nodes of a static tree are about so likely; lookup takes their places, so that its own
 # have to be likelier.
 _LEAST_SHARED = 0.1
+# How much what one source gives to other tokens speaks against a guess of the other (`combined`).
+# The two have the least cross entropy over a grid of tenths and fifths, on 7,746 places of the
+# demo's greedy answers to 220 prompts that the drafter did not learn from and that belong to no
+# evaluation: 0.855 a place, where the larger of both probabilities has 0.925.
+AGAINST_DRAFTER, AGAINST_LOOKUP = 0.8, 1.4
 # A node of the drafter's tree, None outside of it; its place in the text; its depth.
 _Place = tuple[int | None, Place, int]
 
@@ -32,10 +38,11 @@ class MergedProposer(ProposerWrapper):
     """Lets the nodes of a drafter's tree and those of prompt lookup compete for the places of one
     tree, by the estimated probabilities of their paths.
 
-    Lookup also goes on behind the drafter's nodes, and a node that both propose is there once, with
-    the larger probability. A static tree has no probabilities: there lookup gets at most
-    `lookup_nodes` nodes, before the drafter's. Drawn trees stay as they were drawn. With `memory`,
-    up to so many tokens of earlier answers are looked up as well.
+    Lookup also goes on behind the drafter's nodes. Where the two disagree both are less often
+    right, so that a token's probability follows from both (`combined`). A static tree has no
+    probabilities: there lookup gets at most `lookup_nodes` nodes, before the drafter's. Drawn trees
+    stay as they were drawn. With `memory`, up to so many tokens of earlier answers are looked up as
+    well.
     """
 
     def __init__(self, drafter: Proposer, lookup_nodes: int, memory: int = 0) -> None:
@@ -102,8 +109,6 @@ class MergedProposer(ProposerWrapper):
         worth = [1.0, *worth_N.tolist()]
         coupling = budget.coupling
         floor = float(payoff.probabilities([growth.log_floor], points)[0])
-        if drafted.num_nodes == budget.max_nodes:  # no node below the drafter's last can enter
-            floor = max(floor, worth[-1])
 
         def children(place: _Place, least: float) -> Iterable[tuple[int, float]]:
             node, here, depth = place
@@ -111,11 +116,11 @@ class MergedProposer(ProposerWrapper):
                 found = dict(index.continuations(here, least))
             else:
                 found = dict(coupling.probabilities(depth + 1, index.continuations(here)))
-            if node is not None and worth[node] > 0:
-                for child in drafted.children(node):
-                    token, own = int(drafted.token_N[child]), worth[child] / worth[node]
-                    found[token] = max(own, found.get(token, 0.0))
-            return found.items()
+            if node is None or not worth[node]:
+                return found.items()
+            below = drafted.children(node)
+            guessed = {int(drafted.token_N[c]): worth[c] / worth[node] for c in below}
+            return combined(guessed, found).items()
 
         def enter(place: _Place, token: int) -> _Place:
             node, here, depth = place
@@ -128,3 +133,30 @@ class MergedProposer(ProposerWrapper):
         budget = replace(budget, growth=priced, coupling=None)
         num_levels = max(1, int(drafted.depth_N.max()))
         return grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, num_levels)
+
+
+def combined(guessed: Mapping[int, float], found: Mapping[int, float]) -> Mapping[int, float]:
+    """Returns the probability of each token that a drafter guessed or lookup found.
+
+    With the drafter's probability d of a token and D of all its others, lookup's l and L,
+
+        d' = d max(0, 1 - 0.8 L)
+        l' = l / (l + (1 - l) exp(1.4 D))
+        p  = 1 - (1 - d') (1 - l').
+
+    What one source gives to other tokens speaks against a guess of the other, but little against a
+    match that is nearly certain; what is left of both counts as independent evidence. Example: the
+    drafter says "the" with .6, lookup "a" with .5: "the" has .6 · (1 - .8 · .5) = .36 and "a"
+    .5 / (.5 + .5 · exp(1.4 · .6)) = .30.
+    """
+    if not guessed or not found:
+        return guessed or found
+    all_guessed, all_found = sum(guessed.values()), sum(found.values())
+    probability = {}
+    for token in {**found, **guessed}:
+        d, of_lookup = guessed.get(token, 0.0), found.get(token, 0.0)
+        own = d * max(0.0, 1.0 - AGAINST_DRAFTER * (all_found - of_lookup))
+        odds = of_lookup * math.exp(-AGAINST_LOOKUP * (all_guessed - d))
+        other = odds / (odds + 1.0 - of_lookup) if odds else 0.0
+        probability[token] = 1.0 - (1.0 - own) * (1.0 - other)
+    return probability

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from spec_runtime.proposers.adaptive import ProbabilityScaler
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.lookup import LookupProposer
-from spec_runtime.proposers.merged import MergedProposer
+from spec_runtime.proposers.merged import AGAINST_DRAFTER, AGAINST_LOOKUP, MergedProposer, combined
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown
 from spec_runtime.trees.tree import Draws, TokenTree
@@ -81,6 +83,12 @@ def merged(drafter: Proposer, text: list[int], budget: Budget) -> TokenTree:
     return proposer.propose(text[-1], budget)
 
 
+def probabilities(tree: TokenTree) -> list[float]:
+    """Returns the probability of the path to each node below the root."""
+    assert tree.log_prob_N is not None
+    return np.exp(tree.log_prob_N[1:]).tolist()
+
+
 ONCE = [7, 2, 3, 4, 1, 2]  # 2 was there once, but not behind a 1: about .25 for the 3
 LONG = [*range(10, 30), 3, 1, *range(10, 30)]  # 3 behind twenty tokens: about .94
 
@@ -112,16 +120,32 @@ def test_the_likelier_nodes_of_both_get_the_places() -> None:
     assert (np.diff(tree.log_prob_N) <= 0).all()
 
 
-def test_a_node_of_both_has_the_larger_probability() -> None:
+def test_agreement_counts_for_a_token_and_what_the_other_says_against_it() -> None:
     alone = LookupProposer()
     alone.start(ONCE[:-1], None, 0)
-    found = alone.propose(2, Budget(2)).log_prob_N
-    assert found is not None
+    (found,) = probabilities(alone.propose(2, Budget(2)))
     for own in (0.05, 0.9):
         tree = merged(Guesser(t3=own), ONCE, Budget(2))
         assert tree.token_N.tolist() == [2, 3]
-        assert tree.log_prob_N is not None
-        assert tree.log_prob_N[1] == pytest.approx(max(np.log(own), found[1]))
+        assert probabilities(tree) == pytest.approx([1 - (1 - own) * (1 - found)])
+    tree = merged(Guesser(t9=0.5, t8=0.2), ONCE, Budget(4))
+    assert tree.token_N.tolist() == [2, 9, 8, 3]
+    kept = 1 - AGAINST_DRAFTER * found
+    looked_up = found / (found + (1 - found) * math.exp(AGAINST_LOOKUP * 0.7))
+    assert probabilities(tree) == pytest.approx([0.5 * kept, 0.2 * kept, looked_up])
+
+
+def test_nothing_speaks_against_the_only_source() -> None:
+    only = {3: 0.6, 4: 0.3}
+    assert combined(only, {}) == combined({}, only) == only
+
+
+def test_more_than_all_on_other_tokens_leaves_a_guess_nothing() -> None:
+    """Lookup's estimates of several tokens are made one by one, and may sum to more than 1."""
+    found = combined({5: 0.9}, {6: 0.8, 7: 0.7, 8: 0.0})
+    assert found[5] == found[8] == 0.0
+    assert found[6] == pytest.approx(0.8 / (0.8 + 0.2 * math.exp(AGAINST_LOOKUP * 0.9)))
+    assert combined({5: 0.9}, {6: 1.0})[6] == pytest.approx(1.0)
 
 
 def test_lookup_goes_on_behind_the_drafters_nodes() -> None:
