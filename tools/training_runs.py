@@ -132,8 +132,8 @@ def trained(
     """Returns the drafter's folder; trains it unless it is there with the same settings.
 
     A run that was stopped goes on from its last checkpoint; a new one starts from the drafter in
-    `init`, if that is given. Raises ValueError if the folder holds
-    another run; where the data lies may differ, since runs are taken from machine to machine.
+    `init`, if that is given. Raises ValueError if the folder holds another run; where the data lies
+    may differ, since runs are taken from machine to machine.
     """
     plan = recipe.load(path, overrides)
     drafter = folder / "drafter"
