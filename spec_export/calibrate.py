@@ -185,13 +185,14 @@ def _store(bundle: Path, found: dict[str, dict[str, Any]]) -> None:
     bundles.write_manifest(bundle, dataclasses.replace(manifest, drafters=drafters))
 
 
-def _record(
+def recorded(
     engine: Engine,
     prompt: list[int],
     max_new_tokens: int,
     budget_at: Callable[[int, Budget], Budget],
 ) -> tuple[list[int], list[TokenTree]]:
-    """Answers the prompt by plain decoding; returns the tokens and the drafter's trees."""
+    """Answers the prompt by plain decoding; returns the tokens, and the drafter's tree at each
+    position, for which `budget_at` gives its budget as _TreeRecorder has it."""
     recorders: list[_TreeRecorder] = []
 
     def wrap(proposer: Proposer) -> Proposer:
@@ -209,12 +210,12 @@ def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
     def largest(position: int, given: Budget) -> Budget:
         return Budget(SIZES[-1], max_depth=given.max_depth)
 
-    tokens, grown = _record(engine, prompt, max_new_tokens, largest)
+    tokens, grown = recorded(engine, prompt, max_new_tokens, largest)
 
     def along_answer(position: int, given: Budget) -> Budget:
         return Budget(2, growth=AlongTruth(tuple(tokens[position + 1 :])))
 
-    again, along = _record(engine, prompt, max_new_tokens, along_answer)
+    again, along = recorded(engine, prompt, max_new_tokens, along_answer)
     # Rounding may let a GPU give another answer the second time; only the common part counts.
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(tokens, again, strict=False))
     return _answer(tokens, grown[: len(list(same)) - 1], along)

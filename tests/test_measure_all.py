@@ -19,7 +19,14 @@ def test_the_stages_are_the_headline_results(capsys: pytest.CaptureFixture[str])
     names = capsys.readouterr().out.split()
     assert sorted(names) == sorted(
         [
-            *("bench-fp32", "bench-int8", "lookup-fp32", "acceptance-int8", "memory-fp32"),
+            *(
+                "bench-fp32",
+                "bench-int8",
+                "lookup-fp32",
+                "lookup-int8",
+                "acceptance-int8",
+                "memory-fp32",
+            ),
             *("audit-fp32", "audit-int8", "audit-int4", "audit-fp32-strict"),
             *(f"{what}-{each}" for what in ("tune", "sweep") for each in ("fp32", "int8", "int4")),
             *(

@@ -85,7 +85,10 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
         for precision in ("fp32", "int8")
     ]
     names = [word for name in LOOKUPS for word in ("--drafter", name)]
-    found.append(Stage("lookup-fp32", ("bench", *sixty, *tokens, *names, "--nodes", "8"), "fp32"))
+    found += [
+        Stage(f"lookup-{precision}", ("bench", *sixty, *tokens, *names, "--no-profile"), precision)
+        for precision in ("fp32", "int8")
+    ]
     limit = ("--limit", str(sizes.prompts))
     audit = ("audit", *given, *limit, "--max-new-tokens", str(sizes.audit_tokens))
     found += [Stage(f"audit-{each}", audit, each, worst_code=1) for each in PRECISIONS]

@@ -43,9 +43,75 @@ TRAINING_DATA, OVERLAP = "training-data", "training-overlap"
 JOINT = ("joint-medusa2", "joint-semi-autoregressive")
 SHIPPED = ROOT / "spec_export/assets/drafters/smollm2-135m-instruct"
 RIVALS, SPEC_BENCH = "rivals", ("spec-bench-fp32", "spec-bench-int8")
+ALONE = "drafters.parallelspec.overall.accepted_length"
+SAMPLED = 'rows."temperature=1.0,rule=target_sampling".'
+BEST_MODE = 'best."precision={},context={},kind=best mode".ratio'
 # new measurements, which a page may be ahead of
-AWAITED = ("lookup-fp32", CHECK, OPTIONS, TEMPERATURES, BY_NODES, RIVALS, STEPS, *SPEC_BENCH)
+AWAITED = (
+    "lookup-fp32",
+    "lookup-int8",
+    CHECK,
+    OPTIONS,
+    TEMPERATURES,
+    BY_NODES,
+    RIVALS,
+    STEPS,
+    *SPEC_BENCH,
+)
 AWAITED += (TRAINING_STEPS, TRAINING_DATA, OVERLAP, *JOINT)
+# What was aimed for: words, bound, "least" or "most" that it is, file, path of the figure; a path
+# with "*" stands for the smallest figure of all that have one there.
+AIMS: tuple[tuple[str, float, str, str, str], ...] = (
+    ("accepted length at fp32", 3.0, "least", "bench-fp32", "overall.accepted_length"),
+    ("accepted length at int8", 3.0, "least", "bench-int8", "overall.accepted_length"),
+    ("the drafter alone: accepted length at fp32", 2.6, "least", "lookup-fp32", ALONE),
+    ("the drafter alone: accepted length at int8", 2.6, "least", "lookup-int8", ALONE),
+    ("speed-up at fp32", 1.9, "least", "bench-fp32", "overall.speedup"),
+    ("speed-up at int8", 1.75, "least", "bench-int8", "overall.speedup"),
+    ("speed-up of the slowest subset at fp32", 1.3, "least", "bench-fp32", "categories.*.speedup"),
+    ("speed-up of the slowest subset at int8", 1.3, "least", "bench-int8", "categories.*.speedup"),
+    (
+        "accepted length at temperature 1, int8",
+        1.6,
+        "least",
+        "acceptance-int8",
+        SAMPLED + "accepted length",
+    ),
+    ("speed-up at temperature 1, int8", 1.0, "least", "acceptance-int8", SAMPLED + "speedup"),
+    *(
+        (
+            f"our best mode over the best other engine's: {precision}, {shape} prompts",
+            bound,
+            "least",
+            RIVALS,
+            BEST_MODE.format(precision, shape),
+        )
+        for precision, bound in (("fp32", 1.6), ("int8", 2.0), ("int4", 1.1))
+        for shape in ("short", "long")
+    ),
+    *(
+        (
+            f"a pass over {nodes} nodes by one over a node: {precision}, {context} tokens before",
+            bound,
+            "most",
+            STEPS,
+            f'passes.{precision}."context={context},nodes={nodes}".over_one_node',
+        )
+        for precision, context, nodes, bound in (
+            ("fp32", 200, 8, 1.25),
+            ("int8", 200, 8, 1.25),
+            ("int8", 200, 16, 1.5),
+            ("int8", 1500, 8, 1.35),
+        )
+    ),
+    (
+        "a pass over a node, 1500 tokens before by 200: int8",
+        1.35,
+        "most",
+        STEPS,
+        'passes.int8."context=1500,nodes=1".over_first',
+    ),
+)
 LEFT_OUT = "\n\n"  # what stands for a section whose figures are not there
 NOT_MEASURED = "\n\n*Not measured yet.*\n\n"
 CONTENDERS = {
@@ -204,6 +270,30 @@ def bench(precision: str) -> str:
     head += ["speed-up, end to end"] * len(ends)
     head += ["accepted length", "drafted nodes", "plain pass ms", "verify ms", "draft ms"]
     return table([*head, "identical"], rows)
+
+
+def aims(_: str) -> str:
+    """What was aimed for beside what was measured."""
+    rows = []
+    for words, bound, kind, file, path in AIMS:
+        row = [words, f"at {kind} {bound:g}"]
+        if measured(file):
+            got = least(load(file), path, file)
+            is_met = got >= bound if kind == "least" else got <= bound
+            row += [f"{got:.2f}", "yes" if is_met else "no"]
+        else:
+            row += ["not measured yet", ""]
+        rows.append(row)
+    return table(["", "aim", "measured", "met"], rows)
+
+
+def least(data: Any, path: str, file: str) -> float:
+    """Returns the value at `path`, or the smallest of all that a "*" in it stands for."""
+    above, star, below = path.partition("*")
+    if not star:
+        return value(data, path, file)
+    many = value(data, above.rstrip("."), file)
+    return min(value(each, below.lstrip("."), file) for each in many.values())
 
 
 def end_to_end(precision: str) -> str:
@@ -1030,6 +1120,7 @@ def source(name: str) -> str:
 TABLES: dict[str, Callable[[str], str]] = {
     "readme": readme,
     "bench": bench,
+    "aims": aims,
     "end_to_end": end_to_end,
     "drafters": drafters,
     "drafter": drafter,

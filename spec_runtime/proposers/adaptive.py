@@ -35,7 +35,7 @@ from spec_runtime.trees.tree import TokenTree
 
 WEIGHT = 1 / 16  # of the newest step in a DraftPauser's averages
 PROBE_STEPS = 8  # speculative steps after a rest before they are judged
-FIRST_REST, LONGEST_REST = 32, 256  # plain steps; a rest after a failed probe is twice as long
+FIRST_REST, LONGEST_REST = 16, 256  # plain steps; a rest after a failed probe is twice as long
 TRUST_WEIGHT = 1 / 32  # of the newest step in a ProbabilityScaler's averages
 LARGEST_TRUST = 4.0  # the smallest is its inverse
 

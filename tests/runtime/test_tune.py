@@ -533,8 +533,8 @@ def test_collapse_rest_probe_and_recovery() -> None:
     play(controller, [1] * 15)
     assert runs_of(script.sizes) == [(4, 15)]
     assert controller.is_resting
-    rests = [FIRST_REST, 2 * FIRST_REST, 4 * FIRST_REST, LONGEST_REST, LONGEST_REST]
-    assert rests[3] == 8 * FIRST_REST
+    rests = [FIRST_REST * factor for factor in (1, 2, 4, 8, 16, 16)]
+    assert rests[-1] == LONGEST_REST
     play(controller, [1] * (sum(rests) + PROBE_STEPS * len(rests)))
     expected = [(4, 15)]
     for rest in rests:
@@ -607,7 +607,7 @@ def test_wrong_guesses_are_given_up_in_exactly_these_steps() -> None:
     ]
     assert engine.last_result is not None
     assert engine.last_result.stats.accepted_length == 1.0
-    assert runs_of(sizes) == [(4, 15), (1, 32), (4, 8), (1, 64), (4, 8), (1, 12)]
+    assert runs_of(sizes) == [(4, 15), (1, 16), (4, 8), (1, 32), (4, 8), (1, 60)]
 
 
 class Guesser(Script):
