@@ -204,12 +204,13 @@ def recorded(
     return result.token_ids, recorders[0].trees
 
 
+def largest(position: int, given: Budget) -> Budget:
+    """Returns the budget of the largest tree that is looked at, at any position."""
+    return Budget(SIZES[-1], max_depth=given.max_depth)
+
+
 def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
     """Makes both passes over one prompt and returns what the drafter showed."""
-
-    def largest(position: int, given: Budget) -> Budget:
-        return Budget(SIZES[-1], max_depth=given.max_depth)
-
     tokens, grown = recorded(engine, prompt, max_new_tokens, largest)
 
     def along_answer(position: int, given: Budget) -> Budget:

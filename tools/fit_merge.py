@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 from fit_lookup import HELD_OUT, read
 
-from spec_export.calibrate import SIZES, recorded
+from spec_export.calibrate import largest, recorded
 from spec_runtime import load
-from spec_runtime.proposers.merged import AGAINST_DRAFTER, AGAINST_LOOKUP, combined
+from spec_runtime.proposers.merged import AGAINST_DRAFTER, AGAINST_LOOKUP, combined, guessed_below
 from spec_runtime.proposers.text_index import TextIndex
 from spec_runtime.trees import payoff
-from spec_runtime.trees.budget import Budget, Grown
+from spec_runtime.trees.budget import Grown
 from spec_runtime.trees.tree import TokenTree
 
 LEAST = 1e-6  # no probability is nearer to 0 or 1
@@ -66,10 +66,7 @@ def places(
         place = index.end()
         for truth in tokens[position + 1 :]:
             found = dict(index.continuations(place))
-            guessed = {}
-            if node is not None and worth[node]:
-                below = tree.children(node)
-                guessed = {int(tree.token_N[c]): worth[c] / worth[node] for c in below}
+            guessed = guessed_below(tree, worth, node)
             if not guessed and not found:
                 break
             yield Seen(guessed, found, truth)
@@ -110,11 +107,6 @@ def fit(seen: Sequence[Seen]) -> tuple[float, float]:
     return min(
         itertools.product(DRAFTER_GRID, LOOKUP_GRID), key=lambda pair: cross_entropy(seen, pair)
     )
-
-
-def largest(position: int, given: Budget) -> Budget:
-    """Returns the budget of the drafter's trees: as many nodes as `calibrate` takes."""
-    return Budget(SIZES[-1], given.max_depth)
 
 
 def main(words: Sequence[str] | None = None) -> None:

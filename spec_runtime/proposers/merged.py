@@ -116,11 +116,7 @@ class MergedProposer(ProposerWrapper):
                 found = dict(index.continuations(here, least))
             else:
                 found = dict(coupling.probabilities(depth + 1, index.continuations(here)))
-            if node is None or not worth[node]:
-                return found.items()
-            below = drafted.children(node)
-            guessed = {int(drafted.token_N[c]): worth[c] / worth[node] for c in below}
-            return combined(guessed, found).items()
+            return combined(guessed_below(drafted, worth, node), found).items()
 
         def enter(place: _Place, token: int) -> _Place:
             node, here, depth = place
@@ -133,6 +129,14 @@ class MergedProposer(ProposerWrapper):
         budget = replace(budget, growth=priced, coupling=None)
         num_levels = max(1, int(drafted.depth_N.max()))
         return grow_best_first(int(drafted.token_N[0]), root, children, enter, budget, num_levels)
+
+
+def guessed_below(drafted: TokenTree, worth: Sequence[float], node: int | None) -> dict[int, float]:
+    """Returns the probability of each token that a drafter's tree has behind `node`; nothing where
+    `node` is None, outside of the tree. `worth` is the probability of each node's path."""
+    if node is None or not worth[node]:
+        return {}
+    return {int(drafted.token_N[c]): worth[c] / worth[node] for c in drafted.children(node)}
 
 
 def combined(
