@@ -484,7 +484,8 @@ class Engine:
     def _warn_of_doubts(self, drafter: str, stats: Stats, is_greedy: bool) -> None:
         """Warns, once, of the two signatures of wrong weights.
 
-        A wrong drafter changes no token, only the speed, so that nothing else would show it.
+        Few accepted guesses are also what weights give that have learnt too little. A wrong drafter
+        changes no token, only the speed, so that nothing else would show it.
         """
         expected, got = self._expected, stats.accepted_length
         if expected is None or stats.steps < JUDGED_STEPS:
@@ -498,8 +499,8 @@ class Engine:
         if doubt is not None:
             self._expected = None
             log.warning(
-                "drafter %s: %s; unless the text is unusual, its weights are not right: run "
-                "spec-export check or build the bundle again",
+                "drafter %s: %s; unless the text is unusual, its weights are wrong or have learnt "
+                "too little: run spec-export check, build the bundle again or train longer",
                 drafter,
                 doubt,
             )

@@ -21,6 +21,7 @@ from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
 from spec_export.training.batches import epoch_batches
+from spec_export.training.checkpoint import SavedDrafter, load_drafter
 from spec_export.training.features import FeatureCache
 from spec_export.training.trainer import Trainer
 from spec_runtime import bundle as bundles
@@ -149,9 +150,9 @@ def test_variants_learn_from_equal_rows_and_decode_once(
     opened = []
 
     @contextmanager
-    def bundle(_: VariantBundles, drafter: Path) -> Iterator[Path]:
+    def bundle(_: VariantBundles, saved: SavedDrafter) -> Iterator[Path]:
         """Gives a bundle made before, since tracing takes seconds."""
-        opened.append(drafter.parent.name)
+        opened.append(saved.path.parent.name)
         yield workshop.bundle("parallelspec")
 
     monkeypatch.setattr(VariantBundles, "bundle", bundle)
@@ -202,7 +203,7 @@ def test_a_variant_is_bundled_on_the_target_of_the_first(
     monkeypatch.setattr(make_bundle, "build", build)
     drafter = workshop.drafter("parallelspec")
     variants = VariantBundles(tmp_path, str(workshop.llama()), "fp32")
-    with variants.bundle(drafter) as folder:
+    with variants.bundle(load_drafter(drafter)) as folder:
         found = bundles.read(folder)
         base = bundles.read(tmp_path / "target-fp32-1", verify=False)
         assert found.manifest == base.manifest

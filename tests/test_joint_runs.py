@@ -85,9 +85,13 @@ def test_a_study_from_end_to_end(
     settings = [f"data.path={out}/rows.jsonl", f"target.model={workshop.llama()}", *TINY]
     settings.append("train.max_steps=2")
     place = out / joint, out / "features"
-    assert training_runs.trained(stage.recipe, settings, *place) == out / joint / "drafter"
+    init = None if stage.init is None else out / stage.init
+    again = training_runs.trained(stage.recipe, settings, *place, init)
+    assert again == out / joint / "drafter"
     with pytest.raises(ValueError, match="holds a run with other settings: name another --out"):
-        training_runs.trained(stage.recipe, [*settings, "train.max_steps=3"], *place)
+        training_runs.trained(stage.recipe, [*settings, "train.max_steps=3"], *place, init)
+    with pytest.raises(ValueError, match="holds a run from other weights: name another --out"):
+        training_runs.trained(stage.recipe, settings, *place, None if init else out / first)
 
 
 def test_the_two_recipes_for_vicuna_follow_each_other(workshop: Workshop, tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class Decoder:
         ledger = Ledger(drafter.parent / "decoding.json", settings)
         names = {count: f"{count} nodes" for count in self.nodes}
         if ledger.lacks(names.values(), self.task):
-            with self.bundles.bundle(drafter) as folder:
+            with self.bundles.bundle(checkpoint.load_drafter(drafter)) as folder:
                 engine = spec_runtime.load(folder, verify=False, lookup=False, profile=False)
                 engines = {names[count]: each for count, each in sizes(engine, self.nodes).items()}
                 decode(engines, self.task, ledger)

@@ -132,15 +132,19 @@ def trained(
     """Returns the drafter's folder; trains it unless it is there with the same settings.
 
     A run that was stopped goes on from its last checkpoint; a new one starts from the drafter in
-    `init`, if that is given. Raises ValueError if the folder holds another run; where the data lies
-    may differ, since runs are taken from machine to machine.
+    `init`, if that is given. Raises ValueError if the folder holds a run with other settings, or
+    one that started from other weights. Where the data lies may differ, since runs are taken from
+    machine to machine.
     """
     plan = recipe.load(path, overrides)
     drafter = folder / "drafter"
     if drafter.exists():
-        before = checkpoint.load_drafter(drafter).provenance["recipe"]
-        if _without_place(before) != _without_place(plan.as_dict()):
+        before = checkpoint.load_drafter(drafter).provenance
+        if _without_place(before["recipe"]) != _without_place(plan.as_dict()):
             raise ValueError(f"{folder} holds a run with other settings: name another --out")
+        origin = None if init is None else checkpoint.origin(checkpoint.load_drafter(init))
+        if before.get("init") != origin:
+            raise ValueError(f"{folder} holds a run from other weights: name another --out")
         return drafter
     if plan.train.max_minutes is not None:
         # a resumed run starts its time anew, and would get more of it than the other variants

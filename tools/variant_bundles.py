@@ -22,7 +22,7 @@ from spec_export.bundling.drafters import LoadedDrafter
 from spec_export.bundling.options import BuildOptions
 from spec_export.bundling.writer import GraphWriter
 from spec_export.decoder import Backbone
-from spec_export.training.checkpoint import SavedDrafter, load_drafter
+from spec_export.training.checkpoint import SavedDrafter
 from spec_runtime import bundle as bundles
 
 
@@ -34,15 +34,17 @@ class VariantBundles:
         self._loaded: Any = None  # the target as transformers has it, once it is needed
 
     @contextmanager
-    def bundle(self, drafter: Path) -> Iterator[Path]:
-        """Gives the folder of a bundle with the drafter saved in `drafter`; removes it after."""
-        saved = load_drafter(drafter)
+    def bundle(self, saved: SavedDrafter) -> Iterator[Path]:
+        """Gives the folder of a bundle with this drafter; removes it after.
+
+        The first bundle is built from the files that the drafter was read from.
+        """
         taps = saved.config.get("taps", ())
         base = self.folder / "-".join(["target", self.precision, *map(str, taps)])
         if not (base / bundles.MANIFEST).is_file():
             make_bundle.build(
                 BuildOptions(
-                    self.model, drafter_checkpoints=[drafter], precision=self.precision, out=base
+                    self.model, drafter_checkpoints=[saved.path], precision=self.precision, out=base
                 )
             )
         with TemporaryDirectory(dir=self.folder, prefix="variant-") as temporary:
