@@ -64,8 +64,9 @@ def test_answers_of_a_bundle_are_fitted(
     workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "answers.jsonl"
-    row = json.dumps({"prompt": [5, 6, 7, 5, 6, 7, 5], "response": [1]})
-    path.write_text(f"{row}\n" * 4)
+    turn = {"prompt": [5, 6, 7, 5, 6, 7, 5], "response": [1]}
+    rows = [turn, {"turns": [turn, {"prompt": [9], "response": [1]}]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in 2 * rows))
     bundle = str(workshop.bundle("parallelspec"))
     fit_merge.main([str(path), "--bundle", bundle, "--max-new-tokens", "6"])
     shown = capsys.readouterr().out.splitlines()

@@ -2,10 +2,10 @@
 
     python tools/fit_lookup.py smollm2-135m-*.jsonl.xz --rows 900
 
-Each file has one JSON object a line with "prompt" and "response", both token ids (see `spec-export
-distill`). Every position of an answer gives one trial a candidate: did the token that followed the
-longest match before follow again, and if none of these did, that of a shorter match? One third of
-the rows is kept for the check that is printed below the tables.
+Each file has one JSON object a line with "prompt" and "response", both token ids, or with "turns"
+that have them (see `spec-export distill`). Every position of an answer gives one trial a candidate:
+did the token that followed the longest match before follow again, and if none of these did, that of
+a shorter match? One third of the rows is kept for the check that is printed below the tables.
 """
 
 from __future__ import annotations
@@ -86,11 +86,13 @@ def fit_table(
 
 
 def read(path: Path, num_rows: int, rng: random.Random) -> list[dict[str, list[int]]]:
-    """Returns rows of a file, drawn at random."""
+    """Returns rows of a file, drawn at random; of a conversation the first turn, which is like
+    them."""
     opener = lzma.open if path.suffix == ".xz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         lines = list(file)
-    return [json.loads(line) for line in rng.sample(lines, min(num_rows, len(lines)))]
+    rows = [json.loads(line) for line in rng.sample(lines, min(num_rows, len(lines)))]
+    return [row["turns"][0] if "turns" in row else row for row in rows]
 
 
 def main() -> None:

@@ -3,12 +3,13 @@
 
     python tools/fit_merge.py --bundle DIR answers.jsonl.xz --rows 200 [--drafter NAME]
 
-Each file has one JSON object a line with "prompt", token ids (see `spec-export distill`). Take
-prompts that the drafter did not learn from. Each is answered anew by plain decoding while the
-drafter drafts at every position. A *place* is one that a tree's path along the answer comes to: the
-probabilities that the drafter gives to the next token there, those that lookup gives, and the token
-that followed. All pairs of a grid are judged by the cross entropy of a place, which is summed over
-all tokens guessed there, each right or wrong. One third of the prompts is kept for the check.
+Each file has one JSON object a line with "prompt", token ids, or with "turns" that have one (see
+`spec-export distill`). Take prompts that the drafter did not learn from. Each is answered anew by
+plain decoding while the drafter drafts at every position. A *place* is one that a tree's path along
+the answer comes to: the probabilities that the drafter gives to the next token there, those that
+lookup gives, and the token that followed. All pairs of a grid are judged by the cross entropy of a
+place, which is summed over all tokens guessed there, each right or wrong. One third of the prompts
+is kept for the check.
 """
 
 from __future__ import annotations
