@@ -76,6 +76,7 @@ def test_every_drafter_has_a_row_for_each_temperature_and_size(
     ("changed", "message"),
     [
         (["--drafter", "medusa"], "got drafter 'medusa', expected one of parallelspec"),
+        (["--prompts", "no-such-file.jsonl"], "No such file or directory: 'no-such-file.jsonl'"),
         (["--nodes", "2", "1000"], "got 1000 nodes, expected at most the bundle's"),
     ],
 )

@@ -81,15 +81,26 @@ def test_every_number_of_masks_has_a_row_for_each_size(
     assert json.loads((tmp_path / "masks.json").read_text())["rows"] == found["rows"]
 
 
-def test_a_drafter_without_masks_is_refused(
-    fluent: FluentWorkshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("drafter", "file", "message"),
+    [
+        ("medusa", "prompts.jsonl", "a medusa drafter without masks, expected ParallelSpec's"),
+        ("parallelspec", "other.jsonl", "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused(
+    drafter: str,
+    file: str,
+    message: str,
+    fluent: FluentWorkshop,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "say abc"}\n')
-    words = ["--drafter", str(fluent.drafter("medusa")), "--model", str(fluent.llama())]
-    words += ["--prompts", str(prompts), "--bundles", str(tmp_path / "bundles")]
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "say abc"}\n')
+    words = ["--drafter", str(fluent.drafter(drafter)), "--model", str(fluent.llama())]
+    words += ["--prompts", str(tmp_path / file), "--bundles", str(tmp_path / "bundles")]
     with pytest.raises(SystemExit) as stop:
         mask_speed.main([*words, "--json", str(tmp_path / "masks.json")])
     assert stop.value.code == 2
-    assert "a medusa drafter without masks, expected ParallelSpec's" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "bundles").exists()

@@ -58,7 +58,7 @@ def main(words: list[str] | None = None) -> None:
     require_writable(arguments.json)
     try:
         figures = compare(arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     print("| " + " | ".join(COLUMNS) + " | speedup |\n|" + "---|" * (len(COLUMNS) + 1))
     for row in figures["rows"]:

@@ -86,8 +86,7 @@ def fit_table(
 
 
 def read(path: Path, num_rows: int, rng: random.Random) -> list[dict[str, list[int]]]:
-    """Returns rows of a file, drawn at random; of a conversation the first turn, which is like
-    them."""
+    """Returns rows of a file, drawn at random. Of a row with turns it returns the first turn."""
     opener = lzma.open if path.suffix == ".xz" else open
     with opener(path, "rt", encoding="utf-8") as file:
         lines = list(file)

@@ -58,7 +58,7 @@ def main(words: list[str] | None = None) -> None:
     require_writable(arguments.json)
     try:
         figures = compare(arguments)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     write_figures(arguments.json, figures)
     print(table(figures["rows"]))
