@@ -16,11 +16,12 @@ pytest.importorskip("torch")
 
 import compare_rivals
 import rival_rows
-from rivals import contexts, environments, field, race, report
+from rivals import contexts, environments, fidelity, field, race, report
 from rivals.environments import Environment, RivalError
 from rivals.field import Form, Options, Rival
 from rivals.worker import Answer, Worker
 
+import spec_runtime
 from spec_runtime.measure.prompts import BenchPrompt
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ def test_speeds_ratios_and_agreement_by_hand() -> None:
     assert worse["same_engine"]["identical"] == 0
     difference = {"prompt": "a", "position": 3, "expected": 3, "got": 99}
     assert worse["same_engine"]["differences"][0] == difference
-    assert (worse["follows_fp32"], lookup["follows_fp32"]) == (3, 11)
+    assert (worse["fp32_choices"], lookup["fp32_choices"]) == (0.25, 1)
     best, plain, prefill = figures["best"]
     assert (best["ours"], best["rival"]) == (rival_rows.LOOKUP, rival_rows.RIVAL)
     assert (best["ratio"], best["least"], best["greatest"]) == (9 / 5, 8 / 5, 10 / 5)
@@ -238,7 +239,7 @@ def test_speeds_ratios_and_agreement_by_hand() -> None:
         "fp32, short prompts, best mode: 1.80 (1.60 to 2.00), specsplit, lookup over Other, plain"
     ]
     shown = report.table("fp32", {"short": found}).splitlines()
-    line = "| Other, lookup | short | 2.0 | 2.0 to 2.0 | 1000 | 3 | 2 | 0 of 2 |  | 3 |"
+    line = "| Other, lookup | short | 2.0 | 2.0 to 2.0 | 1000 | 3 | 2 | 0 of 2 |  | 25.0% |"
     assert shown[-1] == line
 
 
@@ -246,7 +247,6 @@ def test_a_text_that_ends_earlier_is_a_difference() -> None:
     found = report.compare({"p": [1, 2, 3], "q": [1]}, {"p": [1, 2], "r": [5]})
     assert found["prompts"] == 1
     assert found["differences"] == [{"prompt": "p", "position": 2, "expected": 3, "got": None}]
-    assert report.follows({"p": [1]}, {"q": [1]}) is None
 
 
 def test_a_text_that_changes_from_round_to_round_is_seen() -> None:
@@ -255,6 +255,22 @@ def test_a_text_that_changes_from_round_to_round_is_seen() -> None:
     found = report.summarise(rows, rival_rows.CONTENDERS)["short"]
     assert not found[rival_rows.WORSE]["repeats_itself"]
     assert found[rival_rows.RIVAL]["repeats_itself"]
+
+
+def test_a_token_that_fp32_would_not_choose_counts_once(workshop: Workshop) -> None:
+    bundle = workshop.bundle("parallelspec")
+    engine = spec_runtime.load(bundle, "none")
+    text = engine.generate([5, 6, 7], max_new_tokens=40, ignore_eos=True).token_ids
+    worse = [*text[:-1], (text[-1] + 1) % 64]
+    rows = [
+        rival_rows.row("one", 0, "p", [1], 2.0),
+        rival_rows.row("one", 1, "p", text, 2.0),
+        rival_rows.row("two", 1, "p", worse, 2.0),
+        {**rival_rows.row("one", 1, "p", worse, 2.0), "context": "long"},
+    ]
+    asked = [race.Context(name, {"p": [5, 6, 7]}) for name in ("short", "long", "empty")]
+    found = fidelity.choices(bundle, 1, asked, rows)
+    assert found == {"short": {"one": 1, "two": 39 / 40}, "long": {"one": 39 / 40}}
 
 
 # ---- environments and the field ----
@@ -343,6 +359,8 @@ def test_the_command_measures_ours_and_names_who_fails(
     contenders = found["precisions"]["fp32"]["short"]
     assert list(contenders) == ["specsplit, plain", "specsplit, drafter", "There, plain"]
     assert contenders["specsplit, drafter"]["same_engine"]["identical"] == 1
+    assert contenders["specsplit, drafter"]["fp32_choices"] == 1
+    assert contenders["There, plain"]["fp32_choices"] < 1
     assert [each["reason"] for each in found["failed"]] == ["no such package"]
     assert made == ["there"]
     assert found["versions"]["there"] == "0.1"

@@ -15,10 +15,11 @@ greedy. Tokens a second are of decoding alone, without the first token, which th
 gives; that pass is timed apart. Memory is the process's peak resident size, loading included, and
 its proportional share at the end.
 
-Texts are compared with the same engine's plain ones, and between engines where the weights are
-equal. Every answer is kept in OUT with .rows.jsonl in place of .json: the same command goes on
-where it was stopped. A rival that cannot be installed, built or run is named with its reason, and
-the others go on. The last lines are our best mode over the best rival's.
+Texts are compared with the same engine's plain ones, between engines where the weights are equal,
+and with what DIR/fp32, if it is there, would choose at each place. Every answer is kept in OUT with
+.rows.jsonl in place of .json: the same command goes on where it was stopped. A rival that cannot be
+installed, built or run is named with its reason, and the others go on. The last lines are our best
+mode over the best rival's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import measure_all
-from rivals import contexts, field, race, report
+from rivals import contexts, fidelity, field, race, report
 from rivals.environments import RivalError
 from rivals.field import PRECISIONS, RIVALS, Contender, Options
 from rivals.models import TargetFiles
@@ -142,7 +143,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         rows = [row for row in journal.rows if row["precision"] == precision]
         rows = [row for row in rows if row["round"] < args.rounds and row["contender"] in engines]
         figures["versions"] |= {engines[row["contender"]]: row["version"] for row in rows}
-        figures["precisions"][precision] = report.summarise(rows, finished, _exact(journal))
+        choices = None
+        if (exact := args.bundles / "fp32").is_dir():
+            choices = fidelity.choices(exact, options.threads, race_contexts, rows)
+        figures["precisions"][precision] = report.summarise(rows, finished, choices)
         figures["best"] += report.aims(precision, figures["precisions"][precision])
         write_figures(args.json, figures)
     return figures
@@ -223,16 +227,6 @@ def _run(
         for each in contenders
         if each.name in failed
     ]
-
-
-def _exact(journal: race.Journal) -> dict[str, report.Texts]:
-    """Returns our plain texts at fp32 by context, as far as the journal has them."""
-    rows = [row for row in journal.rows if row["precision"] == "fp32"]
-    names = dict.fromkeys(row["context"] for row in rows)
-    plain = f"{field.OURS}, {field.PLAIN}"
-    return {
-        name: report.texts([row for row in rows if row["context"] == name], plain) for name in names
-    }
 
 
 def _failure(name: str, engine: str, what: str, reason: object) -> dict[str, str]:

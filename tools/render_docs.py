@@ -615,9 +615,9 @@ def rivals() -> str:
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     body += (
         "*As its plain*: answers that equal those of the same engine's plain decoding. *As same "
-        "weights*: answers that equal those of the first engine with the same weights. *Tokens as "
-        "fp32*: new tokens before an answer parts from fp32's. Memory is the process's peak "
-        f"resident size, loading included. Versions: {versions}.\n\n"
+        "weights*: answers that equal those of the first engine with the same weights. *fp32's "
+        "choice*: tokens that the target in fp32 would choose too, behind the same text. Memory is "
+        f"the process's peak resident size, loading included. Versions: {versions}.\n\n"
     )
     absent = [*data["left_out"], *data["failed"]]
     lines = [f"- {each['engine']}, {each['what']}: {each['reason']}." for each in absent]
@@ -633,7 +633,7 @@ def rivals_table(found: dict[str, dict[str, dict[str, Any]]]) -> str:
         rows[name].append(next(each[name]["weights"] for each in found.values() if name in each))
     for context, contenders in found.items():
         head += [f"{context}: tokens/s", "prefill ms", "peak MB"]
-        head += ["as its plain", "as same weights", "tokens as fp32"]
+        head += ["as its plain", "as same weights", "fp32's choice"]
         for name in names:
             rows[name] += rival_cells(contenders[name]) if name in contenders else [""] * 6
     return table(head, list(rows.values()), left=2)
@@ -650,7 +650,7 @@ def rival_cells(each: dict[str, Any]) -> list[str]:
         f"{each['prefill_ms']['median']:.0f}",
         f"{each['peak_rss'] / 1e6:.0f}",
         *shares,
-        number(each["follows_fp32"], ".0f"),
+        number(each["fp32_choices"], ".1%"),
     ]
 
 

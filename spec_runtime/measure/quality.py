@@ -6,7 +6,7 @@ A reference target is told each token of an answer and asked how likely it was (
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,22 +37,31 @@ def check_reference(audited: Manifest, reference: Manifest) -> None:
         )
 
 
-def log_prob(target: Target, prompt_ids: Sequence[int], output: Sequence[int]) -> float:
-    """Returns the log-likelihood of ``output`` after the prompt, in nats; overwrites the target's
-    KV."""
+def answer_rows(
+    target: Target, prompt_ids: Sequence[int], output: Sequence[int]
+) -> Iterator[np.ndarray]:
+    """Yields the logits f32[V] before each token of ``output``, behind the prompt and the tokens
+    before it; overwrites the target's KV. A row is valid until the next one."""
     context = [prompt_ids[-1], *output[:-1]]
-    total = 0.0
     with target.alone():
         if len(prompt_ids) > 1:
             target.prefill(prompt_ids[:-1])
         for begin in range(0, len(output), SCORED_ROWS):
-            chunk = context[begin : begin + SCORED_ROWS]
-            verified = target.verify(TokenTree.chain(chunk))
-            for row, token in enumerate(output[begin : begin + SCORED_ROWS]):
-                logits_V = verified.row(row).astype(np.float64)
-                top = logits_V.max()
-                total += logits_V[token] - top - math.log(np.exp(logits_V - top).sum())
-            target.commit(range(len(chunk)))
+            chunk = TokenTree.chain(context[begin : begin + SCORED_ROWS])
+            verified = target.verify(chunk)
+            for row in range(chunk.num_nodes):
+                yield verified.row(row)
+            target.commit(range(chunk.num_nodes))
+
+
+def log_prob(target: Target, prompt_ids: Sequence[int], output: Sequence[int]) -> float:
+    """Returns the log-likelihood of ``output`` after the prompt, in nats; overwrites the target's
+    KV."""
+    total = 0.0
+    for token, row_V in zip(output, answer_rows(target, prompt_ids, output), strict=True):
+        logits_V = row_V.astype(np.float64)
+        top = logits_V.max()
+        total += logits_V[token] - top - math.log(np.exp(logits_V - top).sum())
     return float(total)
 
 

@@ -32,18 +32,20 @@ HEAD: tuple[str, ...] = (
     "peak MB",
     "PSS MB",
 )
-HEAD += ("same text as its plain", "as same weights", "tokens as fp32")
+HEAD += ("same text as its plain", "as same weights", "fp32's choice")
 
 
 def summarise(
-    rows: Sequence[Row], contenders: Sequence[Contender], exact: Mapping[str, Texts] | None = None
+    rows: Sequence[Row],
+    contenders: Sequence[Contender],
+    choices: Mapping[str, Mapping[str, float]] | None = None,
 ) -> dict[str, Figures]:
     """Returns, by context and contender, what one precision's rows come to.
 
     Of a contender, speeds are by round, over all prompts of the context: a median with the least
     and the greatest. `prefill_ms` is the mean over prompts, its spread that over rounds too.
-    `follows_fp32` is the mean number of tokens before a text parts from `exact`, the texts at fp32
-    by context: where it is small, the weights are another model's.
+    `fp32_choices` is what fidelity.py says, if it was asked: where the share is small, the weights
+    are another model's.
     """
     found: dict[str, Figures] = {}
     by_name = {each.name: each for each in contenders}
@@ -53,20 +55,11 @@ def summarise(
         found[context] = {
             name: _contender(contender, [row for row in here if row["contender"] == name])
             | _agreement(contender, contenders, all_texts)
-            | {"follows_fp32": follows((exact or {}).get(context, {}), all_texts[name])}
+            | {"fp32_choices": (choices or {}).get(context, {}).get(name)}
             for name, contender in by_name.items()
             if all_texts[name]
         }
     return found
-
-
-def follows(exact: Texts, got: Texts) -> float | None:
-    """Returns the mean number of tokens before texts part; None without a prompt of both."""
-    both = exact.keys() & got.keys()
-    if not both:
-        return None
-    parted = [(first_difference(exact[each], got[each]), len(exact[each])) for each in both]
-    return statistics.mean(length if at is None else at for at, length in parted)
 
 
 def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
@@ -204,7 +197,7 @@ def table(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> str:
     for context, contenders in contexts.items():
         for name, each in contenders.items():
             speed = each["tokens_per_second"]
-            follows = each["follows_fp32"]
+            choices = each["fp32_choices"]
             rows.append(
                 (
                     name,
@@ -216,7 +209,7 @@ def table(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> str:
                     f"{each['pss'] / 1e6:.0f}",
                     agreement(each["same_engine"]),
                     agreement(each["same_weights"]),
-                    "" if follows is None else f"{follows:.0f}",
+                    "" if choices is None else f"{choices:.1%}",
                 )
             )
     lines = ["| " + " | ".join(row) + " |" for row in rows]
