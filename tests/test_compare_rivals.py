@@ -295,6 +295,20 @@ def test_an_environment_is_made_once_and_anew_for_other_versions(
     assert len(ran) == 5
 
 
+def test_an_environment_below_a_relative_folder_is_installed_by_its_own_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip runs in the environment's folder, where a relative path would lead nowhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Environment, "_install", lambda self, work, step: [program(self), "-V"])
+
+    def program(environment: Environment) -> str:
+        return str(environment.program(Path("work")))
+
+    Environment("one", (("engine==2.0",),)).make(Path("work"))
+    assert (tmp_path / "work" / "environments" / "one" / environments.STAMP).is_file()
+
+
 def test_what_an_installer_says_last_is_the_reason() -> None:
     code = "print('a\\nno such version\\n'); raise SystemExit(4)"
     with pytest.raises(RivalError, match="ended with code 4: no such version"):

@@ -25,7 +25,7 @@ def test_mixed_requests_of_several_threads_get_the_answers_of_plain_decoding(
     fluent: FluentWorkshop, tmp_path: Path
 ) -> None:
     out = tmp_path / "soak.json"
-    options = ["--minutes", "0.3", "--bundle", str(fluent.bundle("medusa")), "--json", str(out)]
+    options = ["--minutes", "0.2", "--bundle", str(fluent.bundle("medusa")), "--json", str(out)]
     done = subprocess.run([sys.executable, TOOL, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(out.read_text())

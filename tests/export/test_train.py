@@ -742,10 +742,10 @@ import datetime, os, sys, time
 import accelerate
 from spec_export.training import features, run
 made, forward = run.Accelerator, features._forward
-limit = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=5))
+limit = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=4))
 run.Accelerator = lambda kwargs_handlers: made(kwargs_handlers=[*kwargs_handlers, limit])
 def slow(*arguments):
-    time.sleep(12)
+    time.sleep(6)
     return forward(*arguments)
 features._forward = slow
 from pathlib import Path

@@ -35,11 +35,11 @@ class Environment:
     is_node: bool = False
 
     def program(self, work: Path) -> Path:
-        """Returns the interpreter that runs the rival's worker."""
+        """Returns the interpreter that runs the rival's worker, from whatever folder."""
         if self.is_node:
             return Path(shutil.which("node") or "node")
         scripts = "Scripts/python.exe" if sys.platform == "win32" else "bin/python"
-        return self.folder(work) / scripts
+        return self.folder(work).absolute() / scripts
 
     @property
     def version(self) -> str:

@@ -231,7 +231,7 @@ def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options)
         return []
     rival.environment.make(files.work)
     form = rival.forms[precision]
-    program = str(rival.environment.program(files.work).absolute())
+    program = str(rival.environment.program(files.work))
     model = str(form.write(files).absolute())
     settings = {
         **_common(options),
