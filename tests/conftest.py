@@ -27,7 +27,7 @@ def pytest_collection_finish() -> None:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
         once = functools.cache(ONNXRegistry.from_torchlib)
-        ONNXRegistry.from_torchlib = staticmethod(once)
+        ONNXRegistry.from_torchlib = staticmethod(once)  # type: ignore[method-assign]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
