@@ -41,7 +41,8 @@ def answer_rows(
     target: Target, prompt_ids: Sequence[int], output: Sequence[int]
 ) -> Iterator[np.ndarray]:
     """Yields the logits f32[V] before each token of ``output``, behind the prompt and the tokens
-    before it; overwrites the target's KV. A row is valid until the next one."""
+    before it; overwrites the target's KV. A row is valid until the next one, and the target is
+    taken until the last."""
     context = [prompt_ids[-1], *output[:-1]]
     with target.alone():
         if len(prompt_ids) > 1:

@@ -19,7 +19,7 @@ import runner
 from cases import ACCEPTED, FAILED, REFUSED, draw
 from kinds import KINDS
 
-# A few thousand cases in about a minute of one core. The seed is fixed: a change of the code, not
+# So many cases take about half a minute of one core. The seed is fixed: a change of the code, not
 # chance, makes this fail. `tools/fuzz.py --seed` tries others.
 NUM_CASES, SEED, MAX_SECONDS = 1500, 15, 600.0
 

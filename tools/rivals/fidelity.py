@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import spec_runtime
@@ -19,27 +20,23 @@ def choices(
     The fp32 target in `bundle` reads each text and gives its own best token behind every prefix of
     it (teacher forcing), so that a token that differs counts once and not for all that follow.
     """
-    engine = spec_runtime.load(bundle, "none", threads)
-    known: dict[tuple[str, str, tuple[int, ...]], int] = {}
-
-    def agreed(context: Context, prompt: str, tokens: Sequence[int]) -> int:
-        key = (context.name, prompt, tuple(tokens))
-        if key not in known:
-            answer = quality.answer_rows(engine.target, context.prompts[prompt], tokens)
-            best = [int(row_V.argmax()) for row_V in answer]
-            known[key] = sum(a == b for a, b in zip(tokens, best, strict=True))
-        return known[key]
-
     found: dict[str, dict[str, float]] = {}
-    for context in contexts:
-        here = [row for row in rows if row["context"] == context.name]
-        for name in _names(here):
-            texts = report.texts(here, name)
-            same = sum(agreed(context, prompt, tokens) for prompt, tokens in texts.items())
-            share = same / sum(map(len, texts.values()))
-            found.setdefault(context.name, {})[name] = share
+    with spec_runtime.load(bundle, "none", threads) as engine:
+
+        @functools.cache  # most modes of an engine write the same texts
+        def agreed(prompt_ids: tuple[int, ...], tokens: tuple[int, ...]) -> int:
+            answer = quality.answer_rows(engine.target, prompt_ids, tokens)
+            best = [int(row_V.argmax()) for row_V in answer]
+            return sum(a == b for a, b in zip(tokens, best, strict=True))
+
+        for context in contexts:
+            here = [row for row in rows if row["context"] == context.name]
+            for name in dict.fromkeys(row["contender"] for row in here):
+                texts = report.texts(here, name)
+                same = sum(
+                    agreed(tuple(context.prompts[prompt]), tuple(tokens))
+                    for prompt, tokens in texts.items()
+                )
+                share = same / sum(map(len, texts.values()))
+                found.setdefault(context.name, {})[name] = share
     return found
-
-
-def _names(rows: Iterable[Row]) -> list[str]:
-    return list(dict.fromkeys(row["contender"] for row in rows))
