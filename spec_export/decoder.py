@@ -59,9 +59,13 @@ class RMSNorm(nn.Module):
 class VocabularyTable(nn.Module):
     """Holds one row per token id, read as embedding or as LM head; tied models use one for both."""
 
-    def __init__(self, weight_VD: Tensor) -> None:
+    input_scale: nn.Parameter | None
+
+    def __init__(self, weight_VD: Tensor, input_scale_D: Tensor | None = None) -> None:
+        """`input_scale_D`, if given, scales what `score` reads, for a head that was smoothed."""
         super().__init__()
         self.weight = _frozen(weight_VD)
+        self.input_scale = None if input_scale_D is None else _frozen(input_scale_D)
 
     def embed(self, ids_N: Tensor) -> Tensor:
         """Returns the rows of these ids, [N,D]."""
@@ -69,7 +73,7 @@ class VocabularyTable(nn.Module):
 
     def score(self, x_MD: Tensor) -> Tensor:
         """Returns logits [M,V]; exported as Gemm with transB=1, which stores a tied table once."""
-        return F.linear(x_MD, self.weight)
+        return F.linear(x_MD if self.input_scale is None else x_MD * self.input_scale, self.weight)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,21 @@ def test_the_function_stays_the_same(family: str) -> None:
         assert torch.equal(value, saved[name]), name
 
 
+def test_an_outlier_channel_of_the_head_shrinks() -> None:
+    model = tiny("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.norm.weight[3] = 50.0
+    backbone = backbone_of(model)
+    sequences = [random_tokens(12, seed=seed) for seed in range(3)]
+    largest_D = largest_inputs(backbone, sequences)[backbone.norm]
+    smooth(backbone, sequences)
+    assert backbone.head is not backbone.embedding
+    assert backbone.head.input_scale is not None
+    smoothed_D = largest_D * backbone.head.input_scale
+    assert largest_D.max() / largest_D.median() > 20
+    assert smoothed_D.max() / smoothed_D.median() < largest_D.max() / largest_D.median() / 3
+
+
 def test_an_outlier_channel_shrinks() -> None:
     model = tiny("llama", num_hidden_layers=2)
     with torch.no_grad():
