@@ -161,6 +161,7 @@ DECODED = {
 VARIANT: dict[str, object] = {"variant": "two", "top1_K": [0.5, 0.25], "top5_K": [0.75, 0.5]}
 VARIANT |= {"accepted_length": 1.5, "parameters": 4_900_000, "ece_K": [0.011, 0.02]}
 VARIANT |= {"tokens_per_second": 1234.0, "hours": 2.5, "decoding": {"8 nodes": DECODED}}
+MORE_GUESSES = VARIANT | {"steps": 1200, "token_rows": 1e6, "top1_K": [0.5, 0.25, 0.125]}
 ROWS = [
     {"drafter": name, "temperature": t, "size": size, **DECODED}
     for name in ("parallelspec", "medusa")
@@ -180,6 +181,11 @@ SECTIONS = {
         figures.BY_MASKS,
         {"rows": [{"masks": 2, "size": 8, **DECODED}]},
         "| 2 | 8 | 1.25 | 7.50 | 1.50 | 12.50 | 0.75 |",
+    ),
+    "alike": (
+        figures.ALIKE,
+        {"medusa": VARIANT | {"steps": 1200, "token_rows": 1e6}, "amphista": MORE_GUESSES},
+        "| [`medusa`](../drafters/medusa.md) | 4.9 M | 1,200 | 1.0 M | 1.50 | 0.50 | 0.25 |  |",
     ),
     "temperatures": (
         figures.TEMPERATURES,

@@ -36,7 +36,7 @@ BLOCK = re.compile(
 )
 SUBSETS = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")
 OPTIONS, TEMPERATURES = "ablation-parallelspec-options", "drafters-temperatures"
-BY_NODES, BY_MASKS = "drafters-nodes", "mask-speed"
+BY_NODES, BY_MASKS, ALIKE = "drafters-nodes", "mask-speed", "drafters-alike"
 STEPS, CHECK = "steps", "check"
 TRAINING_STEPS = "training-steps"
 TRAINING_DATA, OVERLAP = "training-data", "training-overlap"
@@ -55,6 +55,7 @@ AWAITED = (
     TEMPERATURES,
     BY_NODES,
     BY_MASKS,
+    ALIKE,
     RIVALS,
     STEPS,
     *SPEC_BENCH,
@@ -524,6 +525,34 @@ def by_drafter(file: str, key: str) -> dict[str, dict[Any, dict[str, Any]]]:
     return found
 
 
+def drafters_alike() -> str:
+    """Drafters after one budget of `tools/train_drafters.py`: steps, and how often a guess is
+    right."""
+    if not measured(ALIKE):
+        return LEFT_OUT
+    found = {name: each for name, each in load(ALIKE).items() if name != "provenance"}
+    count = max(len(each["top1_K"]) for each in found.values())
+    cells = [
+        [
+            f"[`{name}`](../drafters/{name}.md)",
+            millions(each["parameters"]),
+            f"{each['steps']:,}",
+            f"{each['token_rows'] / 1e6:.1f} M",
+            number(each["accepted_length"], ".2f"),
+            *(f"{share:.2f}" for share in each["top1_K"]),
+            *[""] * (count - len(each["top1_K"])),
+        ]
+        for name, each in found.items()
+    ]
+    head = ["drafter", "parameters", "steps", "token rows", "accepted length"]
+    words = (
+        "Accepted length is simulated on held-out answers with 16 nodes; behind it stands how "
+        "often the best guess is right, guess by guess."
+    )
+    body = table([*head, *(f"guess {k + 1}" for k in range(count))], cells)
+    return framed("After one budget", words, body, ALIKE)
+
+
 def drafters_temperatures() -> str:
     """All drafters at each temperature: accepted length and speed-up."""
     if not measured(TEMPERATURES):
@@ -897,6 +926,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "spec_bench": spec_bench,
     "options": options_study,
     "masks": masks_speed,
+    "alike": drafters_alike,
     "temperatures": drafters_temperatures,
     "nodes": drafters_nodes,
 }
