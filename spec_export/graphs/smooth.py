@@ -33,12 +33,12 @@ def smooth(backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]) -> None
     smoothing_texts: token ids of a few typical inputs, each of two tokens or more. The rescaled
     weights are new tensors, so a model that the backbone shared them with stays as it was.
     """
-    largest = largest_inputs(backbone, smoothing_texts)
+    largest = largest_outputs(backbone, smoothing_texts)
     for layer in backbone.layers:
         assert isinstance(layer, Layer)
         for norm, product in _pairs(layer):
             weight_KN = product.weight.detach()
-            scale_K = _scale(largest[product], weight_KN.abs().amax(1), ALPHA)
+            scale_K = _scale(largest[norm], weight_KN.abs().amax(1), ALPHA)
             norm.weight = nn.Parameter(norm.weight.detach() / scale_K, requires_grad=False)
             product.weight = nn.Parameter(weight_KN * scale_K[:, None], requires_grad=False)
     head_VD = backbone.head.weight.detach()
@@ -57,33 +57,25 @@ def _pairs(layer: Layer) -> list[tuple[RMSNorm, Projection]]:
     return [(layer.attention_norm, layer.attention.qkv), (layer.mlp_norm, layer.mlp.gate_up)]
 
 
-def largest_inputs(
+def largest_outputs(
     backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]
 ) -> dict[nn.Module, Tensor]:
-    """Returns the largest |x| per input channel, f32[K], of each product that follows a norm; the
-    head's by its norm, whose output it reads.
+    """Returns the largest |x| per channel, f32[K], that each norm in front of a product gives.
 
     The first token of each text is left out: its few huge values (an attention sink) occur at no
     other token.
     """
     largest: dict[nn.Module, Tensor] = {}
 
-    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        note_rows(module, args[0])
+    def note(norm: nn.Module, args: tuple[Tensor, ...], output_NK: Tensor) -> None:
+        seen_K = output_NK[1:].abs().amax(0)
+        largest[norm] = torch.maximum(largest.get(norm, seen_K), seen_K)
 
-    def note_output(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        note_rows(module, output)
-
-    def note_rows(module: nn.Module, x_NK: Tensor) -> None:
-        seen_K = x_NK[1:].abs().amax(0)
-        largest[module] = torch.maximum(largest.get(module, seen_K), seen_K)
-
-    products: list[nn.Module] = []
+    norms = [backbone.norm]
     for layer in backbone.layers:
         assert isinstance(layer, Layer)
-        products += [product for _, product in _pairs(layer)]
-    hooks = [product.register_forward_pre_hook(note) for product in products]
-    hooks.append(backbone.norm.register_forward_hook(note_output))
+        norms += [norm for norm, _ in _pairs(layer)]
+    hooks = [norm.register_forward_hook(note) for norm in norms]
     try:
         with torch.inference_mode():
             for tokens in smoothing_texts:
@@ -104,4 +96,4 @@ def largest_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    return {module: seen_K.clone() for module, seen_K in largest.items()}
+    return {norm: seen_K.clone() for norm, seen_K in largest.items()}

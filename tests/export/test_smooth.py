@@ -10,7 +10,7 @@ import torch
 from tiny_backbone import Decoder, backbone_of, chain, random_tokens, tiny
 
 from spec_export.decoder import FAMILIES, Layer
-from spec_export.graphs.smooth import largest_inputs, smooth
+from spec_export.graphs.smooth import largest_outputs, smooth
 
 OPTIONS = {"llama": {"mlp_bias": True, "attention_bias": True}}
 
@@ -39,7 +39,7 @@ def test_an_outlier_channel_of_the_head_shrinks() -> None:
         model.model.norm.weight[3] = 50.0
     backbone = backbone_of(model)
     sequences = [random_tokens(12, seed=seed) for seed in range(3)]
-    largest_D = largest_inputs(backbone, sequences)[backbone.norm]
+    largest_D = largest_outputs(backbone, sequences)[backbone.norm]
     smooth(backbone, sequences)
     assert backbone.head is not backbone.embedding
     assert backbone.head.input_scale is not None
@@ -59,7 +59,7 @@ def test_an_outlier_channel_shrinks() -> None:
         """Returns the largest channel over the typical one, at the second layer's QKV."""
         layer = backbone.layers[1]
         assert isinstance(layer, Layer)
-        largest_K = largest_inputs(backbone, sequences)[layer.attention.qkv]
+        largest_K = largest_outputs(backbone, sequences)[layer.attention_norm]
         return float(largest_K.max() / largest_K.median())
 
     before = spread()

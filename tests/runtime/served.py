@@ -122,6 +122,13 @@ def wait_until(is_true: Any) -> None:
         time.sleep(0.002)
 
 
+def metrics(client: Any) -> dict[str, float]:
+    """Returns the server's metrics by name and labels."""
+    lines = client.get("/metrics").text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
 def events(text: str) -> list[Any]:
     """Returns the server-sent events of a body: objects, and the string "[DONE]"."""
     found = []

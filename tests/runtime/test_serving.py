@@ -14,7 +14,7 @@ from spec_runtime import Engine
 for module in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
 httpx = pytest.importorskip("httpx")
-from served import Served, events, served, toy_engine, wait_until  # noqa: E402
+from served import Served, events, metrics, served, toy_engine, wait_until  # noqa: E402
 from toy_backend import ByteTokenizer  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -409,12 +409,6 @@ def test_only_known_names_address_the_server() -> None:
 
 
 # ---- metrics and logs ----
-
-
-def metrics(client: Any) -> dict[str, float]:
-    lines = client.get("/metrics").text.splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
 
 
 def num_requests_but_metrics(client: Any) -> float:

@@ -15,7 +15,15 @@ import pytest
 for module in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
 httpx = pytest.importorskip("httpx")
-from served import PATIENCE, events, held_engine, served, toy_engine, wait_until  # noqa: E402
+from served import (  # noqa: E402
+    PATIENCE,
+    events,
+    held_engine,
+    metrics,
+    served,
+    toy_engine,
+    wait_until,
+)
 
 from spec_runtime import Chunk  # noqa: E402
 from spec_runtime.calls.call import Call  # noqa: E402
@@ -28,10 +36,7 @@ BODY = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
 
 
 def gauge(client: Any, name: str) -> float:
-    for line in client.get("/metrics").text.splitlines():
-        if line.startswith(f"specsplit_{name} "):
-            return float(line.rsplit(" ", 1)[1])
-    raise AssertionError(name)
+    return metrics(client)[f"specsplit_{name}"]
 
 
 def test_a_full_queue_is_429_and_the_rest_is_answered_in_order(
