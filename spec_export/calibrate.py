@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 
 from spec_export import depth_scales, reference
-from spec_runtime import bundle as bundles
 from spec_runtime import load
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.proposers.base import Guesser, Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper

@@ -21,15 +21,15 @@ from spec_export import make_bundle, reference, target
 from spec_export.decoder_config import read_config
 from spec_export.make_bundle import BuildOptions
 from spec_export.replay import TransformersModel, make_scripts, play
-from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, open_graph
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli.options import deliver
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
 from spec_runtime.kv import open_cache
 from spec_runtime.measure import provenance
 from spec_runtime.stats import Stats
-from spec_runtime.text import Tokenizer, encode_prompt
+from spec_runtime.text.tokenizer import Tokenizer, encode_prompt
 
 REFERENCE_TOKENS = 128  # generated per prompt to measure accepted length
 

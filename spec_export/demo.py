@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from spec_runtime.cli.terminal import Console
-from spec_runtime.files import replacing, sha256
-from spec_runtime.profile import cache_folder
+from spec_runtime.files.writing import replacing, sha256
+from spec_runtime.machine import cache_folder
 
 
 @dataclass(frozen=True)

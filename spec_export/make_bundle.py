@@ -28,9 +28,9 @@ from spec_export.graphs.quantize import saturation_probe
 from spec_export.graphs.smooth import smooth
 from spec_export.progress import StageReport
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.files import replacing_folder, require_replaceable
+from spec_runtime.files.writing import replacing_folder, require_replaceable
 
 console = Console(stderr=True)
 DEFAULT_MAX_LENGTH = 2048

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.kv import Cache
 from spec_runtime.target import Target, Wants
 from spec_runtime.trees.tree import TokenTree

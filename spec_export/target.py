@@ -14,7 +14,7 @@ from spec_export.decoder import Backbone
 from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import pretrained
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
-from spec_runtime.files import sha256
+from spec_runtime.files.writing import sha256
 from spec_runtime.mapping import brief
 
 DEMO_NAME = "smollm2-135m-instruct"

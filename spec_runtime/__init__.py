@@ -5,19 +5,19 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from spec_runtime.bundle import BundleError
-from spec_runtime.calls.options import CallOptions
-from spec_runtime.calls.result import Chunk, GenerationResult, Piece, Usage
-from spec_runtime.calls.session import Session
+from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.engine import Engine
 from spec_runtime.load import load
+from spec_runtime.requests.options import CallOptions
+from spec_runtime.requests.result import Chunk, GenerationResult, Piece, Usage
 from spec_runtime.sampling import SamplingParams, TokenLogprob
+from spec_runtime.sessions.session import Session
 from spec_runtime.stats import Stats
 from spec_runtime.step import Step
 
 if TYPE_CHECKING:
-    from spec_runtime.calls.async_engine import AsyncEngine, QueueFull
-    from spec_runtime.calls.async_session import AsyncSession
+    from spec_runtime.sessions.async_engine import AsyncEngine, QueueFull
+    from spec_runtime.sessions.async_session import AsyncSession
 
 __all__ = [
     "AsyncEngine",
@@ -48,4 +48,4 @@ def __getattr__(name: str) -> Any:
     }
     if name not in homes:
         raise AttributeError(name)
-    return getattr(import_module(f"spec_runtime.calls.{homes[name]}"), name)
+    return getattr(import_module(f"spec_runtime.sessions.{homes[name]}"), name)

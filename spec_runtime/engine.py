@@ -12,23 +12,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, Unpack
 
-from spec_runtime.backends.heap import give_back_memory
-from spec_runtime.calls.call import Call, Steps, read_chunks, read_result, read_texts
-from spec_runtime.calls.conversations import Conversations
-from spec_runtime.calls.interruption import CANCELLED, Interrupted
-from spec_runtime.calls.options import CallOptions, read_options
-from spec_runtime.calls.result import Chunk, GenerationResult
-from spec_runtime.calls.rows_file import RowsOwner
 from spec_runtime.constraints.path_masks import PathMasks
-from spec_runtime.constraints.proposer import ConstrainedProposer
+from spec_runtime.conversations.conversations import Conversations
+from spec_runtime.conversations.rows_file import RowsOwner
 from spec_runtime.generate import generate
+from spec_runtime.machine import give_back_memory
 from spec_runtime.proposers.base import Proposer
+from spec_runtime.proposers.constrained import ConstrainedProposer
+from spec_runtime.requests.call import Call, Steps, read_chunks, read_result, read_texts
+from spec_runtime.requests.options import CallOptions, read_options
+from spec_runtime.requests.result import Chunk, GenerationResult
 from spec_runtime.sampling import SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
 from spec_runtime.step import Limits, Step, StepRunner
 from spec_runtime.target import Target, Wants
-from spec_runtime.text import Codec, Message, Prompt, TextStream, Tools, encode_prompt
+from spec_runtime.text.tokenizer import Codec, Message, Prompt, TextStream, Tools, encode_prompt
 from spec_runtime.trees.budget import Budget
+from spec_runtime.waiting.interruption import CANCELLED, Interrupted
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 # Drafted tokens accepted a step: at a sixth of those expected weights are doubted. The shipped

@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
-from spec_runtime.calls.kept_rows import Restored
 from spec_runtime.constraints.path_masks import PathMasks
+from spec_runtime.conversations.kept_rows import Restored
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_logprob
 from spec_runtime.stats import Clock, Stats

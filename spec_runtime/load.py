@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime import backends
-from spec_runtime import bundle as bundles
 from spec_runtime import profile as profiles
 from spec_runtime.backends import Runtime
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine, OpenedDrafter
-from spec_runtime.files import sha256
+from spec_runtime.files.writing import sha256
 from spec_runtime.kv import open_cache
 from spec_runtime.mapping import from_mapping
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS, VARIANTS
@@ -24,7 +24,7 @@ from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.target import STRICT_GAPS, Target
-from spec_runtime.text import Tokenizer
+from spec_runtime.text.tokenizer import Tokenizer
 from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.templates import paths_of
 
@@ -246,7 +246,7 @@ class DrafterOpener:
         A fused step that was not asked for has to open and, where CUDA graphs are wanted, to be
         captured; otherwise this returns None and warns.
         """
-        from spec_runtime.backends.fused_steps import open_steps  # here: it imports an engine
+        from spec_runtime.fused_steps import open_steps  # here: it imports an engine
 
         is_asked_for = self._options.fused is not None
         if name == "none" or (not is_asked_for and lookup):

@@ -11,8 +11,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime import bundle as bundles
 from spec_runtime import mapping
-from spec_runtime.backends.threads import default_threads
-from spec_runtime.files import locked, require_writable, sha256, write_atomically
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.files.writing import locked, require_writable, sha256, write_atomically
+from spec_runtime.machine import cache_folder, cpu_model, default_threads
 from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
 
 PLAIN = "plain"  # the candidate that is plain decoding
@@ -153,38 +151,6 @@ def key_of(opened: bundles.Bundle, drafter: str, threads: int | None) -> Key:
     manifest = sha256(opened.path / bundles.MANIFEST)
     precision = opened.manifest.target.precision
     return Key(manifest, cpu_model(), threads or default_threads(), precision, drafter)
-
-
-def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the processor's name, on Linux with family, model and stepping, because clouds
-    shorten the name."""
-    wanted = ("model name", "cpu family", "model", "stepping")
-    try:
-        first = cpuinfo.read_text(encoding="utf-8").split("\n\n")[0]
-    except OSError:
-        first = ""
-    pairs = [line.partition(":") for line in first.splitlines()]
-    fields = {name.strip(): value.strip() for name, _, value in pairs}
-    found = [fields[name] for name in wanted if name in fields]
-    return " ".join(found) or platform.processor() or platform.machine()
-
-
-def cache_folder() -> Path:
-    """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache).
-
-    Raises ValueError for a user without a home, as in some containers, where XDG_CACHE_HOME is not
-    set either.
-    """
-    root = os.environ.get("XDG_CACHE_HOME")
-    if root:
-        return Path(root) / "specsplit"
-    try:
-        return Path.home() / ".cache" / "specsplit"
-    except RuntimeError:
-        raise ValueError(
-            "got neither XDG_CACHE_HOME nor a home folder, expected one of them to keep files in; "
-            "set XDG_CACHE_HOME to a folder"
-        ) from None
 
 
 def path_of(key: Key) -> Path:

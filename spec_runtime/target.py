@@ -11,11 +11,11 @@ from functools import cached_property
 import numpy as np
 
 from spec_runtime.backends import Backend, DeviceBackend, RowBackend, Rows, RowsReader
-from spec_runtime.backends.turns import Turn, Turns
-from spec_runtime.calls.interruption import Interrupted
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
 from spec_runtime.trees.tree import TokenTree
+from spec_runtime.waiting.interruption import Interrupted
+from spec_runtime.waiting.turns import Turn, Turns
 
 PREFILL_ROWS = 256
 ARGMAX = "argmax_ids"  # the output i64[M] of targets built for a device

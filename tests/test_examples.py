@@ -23,7 +23,7 @@ pytest.importorskip("onnxruntime")
 import tiny_bundle
 
 import spec_runtime
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

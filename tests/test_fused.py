@@ -26,14 +26,14 @@ from spec_export import make_bundle  # noqa: E402
 from spec_export.graphs import fused_step as fuse  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime.backends import cuda, shapes  # noqa: E402
-from spec_runtime.backends.fused_steps import FusedSteps  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
+from spec_runtime.files.onnx_file import read_outline  # noqa: E402
+from spec_runtime.fused_steps import FusedSteps  # noqa: E402
 from spec_runtime.step import Step  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
 from spec_runtime.trees.grow import grow  # noqa: E402
 from spec_runtime.trees.guesses import Guesses  # noqa: E402
 from spec_runtime.trees.tree import TokenTree  # noqa: E402
-from spec_runtime.untrusted.onnx_file import read_outline  # noqa: E402
 
 FUSABLE = ("parallelspec", "amphista", "medusa")
 fusable = pytest.mark.parametrize("name", FUSABLE)

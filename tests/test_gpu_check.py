@@ -27,8 +27,8 @@ from toy_backend import ToyTarget
 
 import spec_runtime
 from spec_runtime import backends, generate
-from spec_runtime import bundle as bundles
 from spec_runtime.backends.stepper import OrtStepper
+from spec_runtime.bundle import manifest as bundles
 
 pytest.importorskip("torch")
 import gpu_graphs

@@ -21,7 +21,7 @@ import spec_runtime
 from spec_export import target
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 
 # What the tiny target cannot take of the demo's recipes.
 TINY = (

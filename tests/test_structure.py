@@ -93,7 +93,7 @@ def test_a_package_is_a_module_of_its_own(read: Read) -> None:
     files = {
         "spec_runtime/__init__.py": "from spec_runtime.engine import Engine\n",
         "spec_runtime/engine.py": "from spec_runtime import text\n",
-        "spec_runtime/text.py": "import spec_runtime.kv\n",
+        "spec_runtime/text/tokenizer.py": "import spec_runtime.kv\n",
         "spec_runtime/kv.py": "",
     }
     assert read(files).circles == []

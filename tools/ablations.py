@@ -56,7 +56,7 @@ import spec_runtime
 from spec_export.graphs.quantize import PRECISIONS
 from spec_export.training import checkpoint, recipe
 from spec_export.training.validate import VALIDATION_BUDGET
-from spec_runtime.files import require_writable, sha256, write_atomically
+from spec_runtime.files.writing import require_writable, sha256, write_atomically
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 

@@ -40,7 +40,7 @@ from typing import Any
 
 from spec_export import target
 from spec_export.training import data
-from spec_runtime.files import write_atomically
+from spec_runtime.files.writing import write_atomically
 
 WORDING = Path(__file__).with_suffix(".toml")
 # Prompts of each kind, in shares of the whole.

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import spec_runtime
-from spec_runtime import bundle
-from spec_runtime.backends.threads import default_threads
+from spec_runtime.bundle import manifest as bundle
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import replacing, require_writable
+from spec_runtime.files.writing import replacing, require_writable
+from spec_runtime.machine import default_threads
 from spec_runtime.measure import provenance, quality
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingOptions

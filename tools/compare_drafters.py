@@ -28,9 +28,9 @@ from typing import Any
 from decoding import Ledger, Task, decode, sizes
 
 import spec_runtime
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.sampling import SamplingOptions

@@ -42,13 +42,13 @@ from rivals.models import TargetFiles
 from rivals.worker import Worker
 
 from spec_export import target
-from spec_runtime import bundle as bundles
-from spec_runtime.backends.threads import default_threads
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.files.writing import require_writable, write_atomically
+from spec_runtime.machine import default_threads
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
-from spec_runtime.text import Tokenizer, encode_prompt
+from spec_runtime.text.tokenizer import Tokenizer, encode_prompt
 
 NAMES = tuple(rival.name for rival in RIVALS)
 USUAL = tuple(rival.name for rival in RIVALS if rival.platform in (None, sys.platform))

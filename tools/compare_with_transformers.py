@@ -23,8 +23,8 @@ from rich.progress import Progress
 
 import spec_runtime
 from spec_export import target
-from spec_runtime import bundle
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.bundle import manifest as bundle
+from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.measure import provenance
 from spec_runtime.measure.audit import first_difference
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts

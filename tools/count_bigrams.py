@@ -19,7 +19,7 @@ import numpy as np
 
 from spec_export import drafters, target
 from spec_export.training import bigrams, checkpoint, data
-from spec_runtime.files import sha256
+from spec_runtime.files.writing import sha256
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from spec_runtime.files import write_atomically
+from spec_runtime.files.writing import write_atomically
 from spec_runtime.measure import provenance
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime import Engine
-from spec_runtime.files import write_atomically
+from spec_runtime.files.writing import write_atomically
 from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.sampling import SamplingOptions

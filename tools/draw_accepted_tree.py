@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import spec_runtime
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step

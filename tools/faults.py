@@ -34,7 +34,7 @@ sys.path[:0] = [str(ROOT / "tests" / room) for room in ("faults", "export")]
 from fault_scenarios import SCENARIOS, Shop  # noqa: E402  (tests are no package)
 from fault_trials import Disturber, Trial, why_no_mounts  # noqa: E402
 
-from spec_runtime.files import write_atomically  # noqa: E402
+from spec_runtime.files.writing import write_atomically  # noqa: E402
 from spec_runtime.measure import provenance  # noqa: E402
 
 SHARES_OF_DISK = (0.02, 0.3, 0.6, 0.9)  # room, as shares of what the command writes

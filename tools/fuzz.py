@@ -27,7 +27,7 @@ import runner  # noqa: E402 - found on the path above
 from cases import FAILED, Outcome  # noqa: E402
 from kinds import KINDS  # noqa: E402
 
-from spec_runtime.files import write_atomically  # noqa: E402
+from spec_runtime.files.writing import write_atomically  # noqa: E402
 from spec_runtime.measure import provenance  # noqa: E402
 
 PACKAGES = ("hypothesis", "torch", "transformers")

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from spec_runtime import backends
-from spec_runtime import bundle as bundles
 from spec_runtime.backends.shapes import is_cache
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.kv import open_cache
 from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.tree import chain_parents

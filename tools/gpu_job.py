@@ -11,7 +11,7 @@ import gpu_graphs
 from gpu_graphs import BACKEND_FOR, Shape
 
 import spec_runtime
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure.prompts import NO_CATEGORY, BenchPrompt
 
 

@@ -30,7 +30,7 @@ from gpu_job import RANDOM_PROMPTS, REAL, TOY, Check, fused_names, graphs_of, la
 from gpu_report import Findings, LeftOut, TableRow
 
 from spec_runtime import backends
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 

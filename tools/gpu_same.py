@@ -15,9 +15,9 @@ from gpu_report import Findings, LeftOut, TableRow, finite
 
 import spec_runtime
 from spec_runtime import backends
-from spec_runtime import bundle as bundles
 from spec_runtime.backends.shapes import is_cache
 from spec_runtime.backends.tensorrt_api import import_tensorrt
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure import audit, bench
 from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS

@@ -16,8 +16,8 @@ from gpu_report import Findings, LeftOut, TableRow, finite
 from gpu_same import TOLERANCES, race
 
 import spec_runtime
-from spec_runtime import bundle as bundles
-from spec_runtime.bundle import ATTENTIONS
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import ATTENTIONS
 from spec_runtime.measure import bench
 from spec_runtime.target import ARGMAX
 from spec_runtime.trees.tree import chain_parents

@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_runtime.files import write_atomically
+from spec_runtime.files.writing import write_atomically
 
 TOOLS = Path(__file__).resolve().parent
 RECIPES = TOOLS.parent / "recipes" / "smollm2-135m"

@@ -36,7 +36,7 @@ from spec_export import make_bundle, reference, target
 from spec_export.bundling.options import BuildOptions
 from spec_export.training import checkpoint, data, recipe
 from spec_runtime import Engine
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.measure import bench, provenance, quality
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 

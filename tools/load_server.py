@@ -40,7 +40,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import spec_runtime
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.measure import provenance
 
 NOTE = "requests of its own; not recorded: prompts"
@@ -382,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.wait()
     print(json.dumps(figures, indent=2))
     if arguments.json is not None:
-        manifest = spec_runtime.bundle.read(arguments.bundle, verify=False).manifest
+        manifest = spec_runtime.bundle.manifest.read(arguments.bundle, verify=False).manifest
         about = provenance.collect(threads=arguments.threads, manifest=manifest, note=NOTE)
         whole = {"provenance": about, **figures}
         write_atomically(arguments.json, json.dumps(whole, indent=2) + "\n")

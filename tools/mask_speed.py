@@ -32,7 +32,7 @@ from spec_export.bundling.options import BuildOptions
 from spec_export.graphs.quantize import PRECISIONS
 from spec_export.training.checkpoint import SavedDrafter
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import require_writable, sha256
+from spec_runtime.files.writing import require_writable, sha256
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 

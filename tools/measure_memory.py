@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime import bundle
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.bundle import manifest as bundle
+from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.measure import provenance
 from spec_runtime.proposers import BUILT_IN
 

@@ -25,8 +25,8 @@ from typing import Any
 
 from gpu_graphs import Shape, random_backbone
 
-from spec_runtime import bundle as bundles
-from spec_runtime.files import write_atomically
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.files.writing import write_atomically
 from spec_runtime.mapping import from_mapping, parse_json, to_json
 from spec_runtime.measure import provenance
 

@@ -24,7 +24,7 @@ from typing import Any
 from spec_export import target
 from spec_export.training import data
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.measure import provenance
 
 WORDS = 13

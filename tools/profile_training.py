@@ -31,7 +31,7 @@ from spec_export.drafters.layers import Batch
 from spec_export.training import batches, features, recipe
 from spec_export.training.allocator import keep_big_blocks
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
 from spec_runtime.measure import provenance
 
 BACKWARD = "autograd::engine::evaluate_function"

@@ -42,8 +42,9 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime import Engine, GenerationResult, bundle, load
-from spec_runtime.files import write_atomically
+from spec_runtime import Engine, GenerationResult, load
+from spec_runtime.bundle import manifest as bundle
+from spec_runtime.files.writing import write_atomically
 from spec_runtime.measure import provenance
 from spec_runtime.measure.audit import first_difference, replay
 from spec_runtime.proposers import BUILT_IN

@@ -30,9 +30,9 @@ from typing import Any
 from decoding import Counts, Ledger, counted, figures
 
 import spec_runtime
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
 from spec_runtime.measure import bench, provenance
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import ratio

@@ -31,9 +31,9 @@ import numpy as np
 
 import spec_runtime
 from spec_runtime.backends.session import ort
-from spec_runtime.backends.threads import default_threads
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
+from spec_runtime.machine import default_threads
 from spec_runtime.measure import provenance
 from spec_runtime.target import Target
 from spec_runtime.trees.tree import TokenTree

@@ -33,10 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_runtime import bundle
-from spec_runtime.backends.threads import default_threads
+from spec_runtime.bundle import manifest as bundle
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
+from spec_runtime.machine import default_threads
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 

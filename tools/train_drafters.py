@@ -22,7 +22,7 @@ from pathlib import Path
 from training_runs import Place, build_cache, measured, row_budget, row_count, taps_of, trained
 
 from spec_export.training import recipe
-from spec_runtime.files import write_atomically
+from spec_runtime.files.writing import write_atomically
 from spec_runtime.measure import provenance
 
 

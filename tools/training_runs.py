@@ -22,7 +22,7 @@ from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
 from spec_export.training.batches import epoch_batches
 from spec_export.training.features import FeatureCache
-from spec_runtime.files import write_atomically
+from spec_runtime.files.writing import write_atomically
 
 FIRST_STEPS = "first-steps"  # the run under --out that builds the feature cache
 # The first lies in the folder of all runs, the second in each run's.

@@ -23,7 +23,7 @@ from spec_export.bundling.options import BuildOptions
 from spec_export.bundling.writer import GraphWriter
 from spec_export.decoder import Backbone
 from spec_export.training.checkpoint import SavedDrafter
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 
 
 class VariantBundles:

@@ -23,7 +23,7 @@ import numpy as np
 from spec_export import target
 from spec_export.training import data
 from spec_runtime.cli.options import write_figures
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
 
 MAX_LENGTH = 4096
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from spec_export.bundling.drafters import LoadedDrafter
 from spec_export.decoder_config import DecoderConfig
-from spec_runtime.bundle import Dims, DrafterInfo, Graph, TargetInfo, TokenizerInfo
+from spec_runtime.bundle.manifest import Dims, DrafterInfo, Graph, TargetInfo, TokenizerInfo
 
 
 def target_info(config: DecoderConfig, precision: str, is_modified: bool) -> TargetInfo:

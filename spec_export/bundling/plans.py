@@ -10,8 +10,8 @@ from rich.table import Table
 from spec_export.bundling.options import BuildOptions
 from spec_export.graphs.tensorrt import PlanBuilder, profiles_for
 from spec_export.progress import StageReport
-from spec_runtime import bundle as bundles
-from spec_runtime.files import sha256
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.files.writing import sha256
 
 
 def open_builder(options: BuildOptions, replaced: Path) -> PlanBuilder | None:

@@ -14,7 +14,7 @@ from spec_export.graphs.fused_step import fuse
 from spec_export.graphs.half import narrow
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.slots import to_slots
-from spec_runtime.bundle import DrafterInfo, Graph, TensorSpec, fused_name
+from spec_runtime.bundle.manifest import DrafterInfo, Graph, TensorSpec, fused_name
 from spec_runtime.proposers.heads import mask_input_ids
 
 

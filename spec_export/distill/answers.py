@@ -28,7 +28,7 @@ from spec_export.progress import TenthLines
 from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.files import locked, sha256, write_atomically
+from spec_runtime.files.writing import locked, sha256, write_atomically
 from spec_runtime.mapping import from_mapping, parse_json
 
 # A target that has ended no prompt in so many batches in a row is given up.

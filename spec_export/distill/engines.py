@@ -172,7 +172,7 @@ class OpenVINOEngine:
     def __init__(self, source: Source, precision: str, batch_size: int) -> None:
         import openvino_genai
 
-        from spec_runtime.backends.threads import default_threads
+        from spec_runtime.machine import default_threads
 
         kind = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}[precision]
         properties = {

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from spec_export.graphs.edit import GraphEditor, fixed_size
 from spec_export.graphs.trace import IR_VERSION, OPSET
-from spec_runtime.bundle import BANK, BANK_ROWS, FEATURE_ROWS, STATE_ROWS
+from spec_runtime.bundle.manifest import BANK, BANK_ROWS, FEATURE_ROWS, STATE_ROWS
 from spec_runtime.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
 
 MOST_TOP = 128  # how many logits of a row the sampling graph finds

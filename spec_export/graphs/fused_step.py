@@ -26,7 +26,7 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.edit import GraphEditor, fixed_size, remove_dead
-from spec_runtime.bundle import BANK, DRAFT, FEATURE_ROWS
+from spec_runtime.bundle.manifest import BANK, DRAFT, FEATURE_ROWS
 
 BUFFERS = ("kv.", BANK)  # prefixes of inputs that are buffers on the device
 

@@ -23,7 +23,7 @@ from spec_export.graphs.edit import (
     producer,
     remove_dead,
 )
-from spec_runtime.bundle import ATTENTIONS as ATTENTIONS
+from spec_runtime.bundle.manifest import ATTENTIONS as ATTENTIONS
 
 
 def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:

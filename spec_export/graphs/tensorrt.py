@@ -25,9 +25,9 @@ from spec_runtime.backends.cuda_api import open_cuda
 from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
-from spec_runtime.bundle import Graph, Plan, TensorSpec
-from spec_runtime.files import sha256, write_atomically
-from spec_runtime.profile import cache_folder
+from spec_runtime.bundle.manifest import Graph, Plan, TensorSpec
+from spec_runtime.files.writing import sha256, write_atomically
+from spec_runtime.machine import cache_folder
 from spec_runtime.proposers.rows import CHUNK_ROWS
 from spec_runtime.target import PREFILL_ROWS
 

@@ -23,7 +23,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from spec_runtime.files import (
+from spec_runtime.files.writing import (
     remove_folder,
     replacing_folder,
     require_replaceable,

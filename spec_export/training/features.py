@@ -36,8 +36,8 @@ from torch import Tensor
 
 from spec_export.training import disk, tap_codes
 from spec_export.training.data import Example
-from spec_runtime.backends.heap import give_back_memory
-from spec_runtime.files import locked, write_atomically
+from spec_runtime.files.writing import locked, write_atomically
+from spec_runtime.machine import give_back_memory
 from spec_runtime.mapping import added_later, from_mapping, parse_json, to_json
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 32768}  # padded tokens of one forward pass

@@ -43,7 +43,7 @@ from spec_export.training import recipe
 from spec_export.training.data import Example
 from spec_export.training.trainer import Trainer, TrainingJob
 from spec_export.training.validate import Validation
-from spec_runtime.files import replacing_folder, require_replaceable
+from spec_runtime.files.writing import replacing_folder, require_replaceable
 
 MERGED = "the merged target of a run"
 CHUNK_ROWS = 512  # rows whose [rows, V] logits exist at once

@@ -30,7 +30,7 @@ from spec_export.training.disk import free_space, shown
 from spec_export.training.events import require_tensorboard
 from spec_export.training.resume import require_checkpoint
 from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob, console
-from spec_runtime import files
+from spec_runtime.files import writing as files
 
 MARKOV = "markov."  # begins the names of a Markov bias' tensors
 

@@ -32,9 +32,9 @@ from spec_export.training.validate import (
     held_out_sequences,
     validate,
 )
-from spec_runtime.backends.heap import give_back_memory
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.files import remove_folder
+from spec_runtime.files.writing import remove_folder
+from spec_runtime.machine import give_back_memory
 
 console = Console(stderr=True)
 CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run: the newest steps, the best one

@@ -18,7 +18,7 @@ from spec_runtime.backends.base import (
     RowsReader,
     Runtime,
 )
-from spec_runtime.bundle import SAMPLING, Bundle, Graph
+from spec_runtime.bundle.manifest import SAMPLING, Bundle, Graph
 
 __all__ = [
     "BACKENDS",

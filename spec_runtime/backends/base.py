@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spec_runtime.backends.threads import default_threads, require_threads
-from spec_runtime.bundle import Bundle, Graph
+from spec_runtime.bundle.manifest import Bundle, Graph
+from spec_runtime.machine import default_threads, require_threads
 
 
 class Backend(Protocol):

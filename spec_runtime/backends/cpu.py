@@ -25,10 +25,10 @@ from spec_runtime.backends.session import (
     open_session,
 )
 from spec_runtime.backends.shapes import KV, is_cache, require_feeds, shape_of
-from spec_runtime.backends.threads import default_threads
-from spec_runtime.bundle import Bundle, Graph
-from spec_runtime.untrusted.memory import require_memory
-from spec_runtime.untrusted.operators import require_known_graph
+from spec_runtime.bundle.manifest import Bundle, Graph
+from spec_runtime.bundle.memory import require_memory
+from spec_runtime.bundle.operators import require_known_graph
+from spec_runtime.machine import default_threads
 
 
 class CpuBackend(OrtBackend, RowBackend):

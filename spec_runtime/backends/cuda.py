@@ -21,10 +21,10 @@ from spec_runtime.backends.session import (
     prepare,
 )
 from spec_runtime.backends.shapes import KV
-from spec_runtime.backends.threads import default_threads
 from spec_runtime.backends.weights import DeviceWeights
-from spec_runtime.bundle import Bundle, Graph
-from spec_runtime.untrusted.operators import require_known_graph
+from spec_runtime.bundle.manifest import Bundle, Graph
+from spec_runtime.bundle.operators import require_known_graph
+from spec_runtime.machine import default_threads
 
 # Provider settings by a graph's attention. For Attention-24 with a mask, the memory-efficient
 # kernel would first copy all key/value rows once per query head; 16 is AttentionBackend::MATH, the

@@ -34,7 +34,7 @@ from spec_runtime.backends.shapes import (
     require_feeds,
     shape_of,
 )
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle.manifest import Graph, TensorSpec
 
 MAX_PLANS = 1024  # a plan is small; there are several for each bound shape
 RUNS_BEFORE_CAPTURE = 1  # there are few shapes, so what comes twice comes often

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from spec_runtime.backends.shapes import shape_of
-from spec_runtime.bundle import TensorSpec
+from spec_runtime.bundle.manifest import TensorSpec
 
 ALIGNMENT = 256  # bytes; every feed begins at a multiple, as an allocation of its own would
 

@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from spec_runtime.backends.heap import give_back_memory
-from spec_runtime.files import LockedError, replacing_folder
-from spec_runtime.profile import cache_folder, cpu_model
-from spec_runtime.untrusted.onnx_file import read_outline
+from spec_runtime.files.onnx_file import read_outline
+from spec_runtime.files.writing import LockedError, replacing_folder
+from spec_runtime.machine import cache_folder, cpu_model, give_back_memory
 
 GRAPH, WEIGHTS = "graph.onnx", "weights.bin"
 LOCK_SECONDS = 0.1  # between two looks whether another process has written the files

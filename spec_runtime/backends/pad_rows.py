@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from spec_runtime.backends.shapes import is_cache, shape_of
-from spec_runtime.bundle import Graph
+from spec_runtime.bundle.manifest import Graph
 
 WIDTHS = (1, 4, 8, 16, 24, 32, 48, 64)
 

@@ -37,8 +37,8 @@ from spec_runtime.backends.shapes import (
     require_feeds,
     shape_of,
 )
-from spec_runtime.bundle import Bundle, Graph
-from spec_runtime.untrusted.operators import require_known_graph
+from spec_runtime.bundle.manifest import Bundle, Graph
+from spec_runtime.bundle.operators import require_known_graph
 
 LOGITS = "logits"
 

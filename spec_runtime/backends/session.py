@@ -23,11 +23,11 @@ from spec_runtime.backends.cuda_libraries import require_gpu
 from spec_runtime.backends.packed_files import GRAPH, WEIGHTS, packed_file
 from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
-from spec_runtime.backends.threads import default_threads
-from spec_runtime.bundle import BANK, Graph, TensorSpec
+from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec
+from spec_runtime.bundle.memory import buffer_shape
+from spec_runtime.files.onnx_file import read_outline
+from spec_runtime.machine import default_threads
 from spec_runtime.mapping import brief
-from spec_runtime.untrusted.memory import buffer_shape
-from spec_runtime.untrusted.onnx_file import read_outline
 
 # At import, ONNX Runtime 1.29 and later would make a device id and queue events for Microsoft under
 # the user's cache folder. Whoever has set the variable, to 0 for instance, keeps that value.

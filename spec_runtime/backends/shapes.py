@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from spec_runtime.bundle import BANK, Graph, TensorSpec
+from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec
 
 KV = "kv."  # before the names of KV buffers
 MAX_SHAPES = 64  # shapes that a device keeps a context, a binding or a CUDA graph for

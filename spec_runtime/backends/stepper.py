@@ -31,7 +31,7 @@ from spec_runtime.backends.session import (
     zero_value,
 )
 from spec_runtime.backends.weights import DeviceWeights
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle.manifest import Graph, TensorSpec
 
 RESULT, STATE = "result", "state."
 

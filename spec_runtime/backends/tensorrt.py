@@ -34,7 +34,7 @@ from spec_runtime.backends.shapes import (
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.backends.tensorrt_contexts import ContextMaker, ShapedContext
 from spec_runtime.backends.tensorrt_memory import Layout, PinnedMemory
-from spec_runtime.bundle import Bundle, Graph, Plan, TensorSpec
+from spec_runtime.bundle.manifest import Bundle, Graph, Plan, TensorSpec
 
 
 def choose_plan(plans: Sequence[Plan], flavour: str, version: str, compute_capability: str) -> Plan:

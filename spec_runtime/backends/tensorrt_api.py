@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from spec_runtime.bundle import FLAVOURS
+from spec_runtime.bundle.manifest import FLAVOURS
 
 # flavour -> its Python module, and our extra that installs it
 PACKAGES = {

@@ -7,7 +7,7 @@ from typing import Any
 from spec_runtime.backends.cuda_api import Cuda
 from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.backends.tensorrt_kernels import KernelStore, kernels_path
-from spec_runtime.bundle import Plan
+from spec_runtime.bundle.manifest import Plan
 
 
 class ContextMaker:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime.backends.tensorrt_api import TensorRT
-from spec_runtime.bundle import Plan
-from spec_runtime.files import require_regular_file, write_atomically
-from spec_runtime.profile import cache_folder
+from spec_runtime.bundle.manifest import Plan
+from spec_runtime.files.writing import require_regular_file, write_atomically
+from spec_runtime.machine import cache_folder
 
 DIGEST_BYTES = hashlib.sha256().digest_size
 

@@ -19,8 +19,8 @@ import numpy as np
 from spec_runtime.backends.copies import Copies, StreamCopies
 from spec_runtime.backends.packed_feeds import ALIGNMENT
 from spec_runtime.backends.session import Viewer, empty_value
+from spec_runtime.files.onnx_file import ExternalWeight, read_outline
 from spec_runtime.mapping import brief
-from spec_runtime.untrusted.onnx_file import ExternalWeight, read_outline
 
 # Bytes of an element, by the number that ONNX has for its type. Weights of other types are left to
 # ONNX Runtime.

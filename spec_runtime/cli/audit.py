@@ -10,11 +10,11 @@ from rich.table import Table
 
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
-    from spec_runtime.bundle import Manifest
+    from spec_runtime.bundle.manifest import Manifest
     from spec_runtime.measure import distribution_test
     from spec_runtime.measure.prompts import BenchPrompt
     from spec_runtime.sampling import SamplingOptions
@@ -59,7 +59,7 @@ def command(
     used, whatever `tune` found. Exit code 1 if a difference is real: neither a near tie nor within
     the rounding that is measured for this model and precision."""
     import spec_runtime
-    from spec_runtime import bundle as bundles
+    from spec_runtime.bundle import manifest as bundles
     from spec_runtime.measure import provenance
     from spec_runtime.measure.prompts import read_prompts
     from spec_runtime.sampling import SamplingParams
@@ -109,7 +109,7 @@ def _open_reference(
     if reference is None:
         return None
     import spec_runtime
-    from spec_runtime import bundle as bundles
+    from spec_runtime.bundle import manifest as bundles
     from spec_runtime.measure import quality
 
     quality.check_reference(manifest, bundles.read(reference, verify=False).manifest)

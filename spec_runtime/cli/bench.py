@@ -9,7 +9,7 @@ from rich.table import Table
 
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.files import require_writable
+from spec_runtime.files.writing import require_writable
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
@@ -72,7 +72,7 @@ def command(
     system: options.System = None,
 ) -> None:
     """Compare plain and speculative decoding of one bundle, prompt by prompt."""
-    from spec_runtime import bundle as bundles
+    from spec_runtime.bundle import manifest as bundles
     from spec_runtime.measure import provenance
     from spec_runtime.measure.prompts import read_prompts
 

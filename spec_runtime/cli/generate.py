@@ -10,7 +10,7 @@ import typer
 from spec_runtime.cli import answer_format, options
 from spec_runtime.cli import messages as message_files
 from spec_runtime.cli.terminal import Console, print_chunk, streamed
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.files.writing import require_writable, write_atomically
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult

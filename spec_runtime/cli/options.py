@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from spec_runtime.files import write_atomically
+from spec_runtime.files.writing import write_atomically
 from spec_runtime.mapping import brief
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def drafter_names(bundle: Path | None) -> list[str]:
 
     Leaves the bundle's own out if it cannot be read.
     """
-    from spec_runtime import bundle as bundles
+    from spec_runtime.bundle import manifest as bundles
     from spec_runtime.proposers import BUILT_IN
 
     try:
@@ -146,7 +146,7 @@ def open_engine(
 ) -> "Engine":
     """Opens an engine over ``bundle``, or over the newest bundle under ./bundles."""
     import spec_runtime
-    from spec_runtime.bundle import find
+    from spec_runtime.bundle.manifest import find
 
     return spec_runtime.load(
         bundle or find(),

@@ -105,8 +105,8 @@ def command(
     profile: options.Profile = True,
 ) -> None:
     """Serve OpenAI's API, and a page to look at."""
-    from spec_runtime import bundle as bundles
-    from spec_runtime.backends.threads import default_threads
+    from spec_runtime.bundle import manifest as bundles
+    from spec_runtime.machine import default_threads
     from spec_runtime.serving import processes
     from spec_runtime.serving.settings import LOOPBACK, Settings, key_from, plain_host
 

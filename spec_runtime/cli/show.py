@@ -15,10 +15,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.files import require_writable, write_atomically
+from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.mapping import to_json
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.trees import drawing, templates

@@ -11,11 +11,11 @@ from rich.table import Table
 
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
-from spec_runtime.files import replacing, require_writable
+from spec_runtime.files.writing import replacing, require_writable
 
 if TYPE_CHECKING:
     from spec_runtime import Engine
-    from spec_runtime.bundle import Manifest
+    from spec_runtime.bundle.manifest import Manifest
     from spec_runtime.measure.tune import TuneReport
     from spec_runtime.profile import Key, Profile
 
@@ -44,8 +44,8 @@ def command(
     ] = None,
 ) -> None:
     """Measure this machine and choose the budget that is fastest on it."""
-    from spec_runtime import bundle as bundles
     from spec_runtime import profile
+    from spec_runtime.bundle import manifest as bundles
     from spec_runtime.measure import provenance, tune
     from spec_runtime.measure.prompts import read_prompts
 

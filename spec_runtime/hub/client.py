@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from spec_runtime.bundle import BundleError
+from spec_runtime.bundle.manifest import BundleError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
-from spec_runtime import bundle as bundles
-from spec_runtime.bundle import MANIFEST, BundleError, Manifest
-from spec_runtime.files import replacing_folder, require_replaceable
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import MANIFEST, BundleError, Manifest
+from spec_runtime.files.writing import replacing_folder, require_replaceable
 from spec_runtime.hub.client import HubError, Repository, in_one_line, open_client
-from spec_runtime.profile import cache_folder
+from spec_runtime.machine import cache_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spec_runtime import bundle as bundles
-from spec_runtime.bundle import MANIFEST, Bundle
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import MANIFEST, Bundle
 from spec_runtime.hub.client import HubError, Repository, in_one_line, open_client
 
 CARD = "README.md"  # a repository's page on the hub; not a part of the bundle

@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spec_runtime.backends.threads import default_threads
-from spec_runtime.files import sha256
+from spec_runtime.files.writing import sha256
+from spec_runtime.machine import cpu_model, default_threads
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
-from spec_runtime.profile import cpu_model
 
 if TYPE_CHECKING:
-    from spec_runtime.bundle import Manifest
+    from spec_runtime.bundle.manifest import Manifest
 
 # Every file of figures has all of these. What nobody recorded is None, and ``note`` says so.
 KEYS = ("commit", "date", "cpu", "threads", "versions", "command", "prompts", "bundle", "note")

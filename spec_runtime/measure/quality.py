@@ -15,7 +15,7 @@ from spec_runtime.target import Target
 from spec_runtime.trees.tree import TokenTree
 
 if TYPE_CHECKING:
-    from spec_runtime.bundle import Manifest
+    from spec_runtime.bundle.manifest import Manifest
 
 SCORED_ROWS = 32  # tokens that are scored in one pass, which returns all their logits
 

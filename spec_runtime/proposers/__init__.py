@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from spec_runtime.backends import Runtime
-from spec_runtime.bundle import Bundle, DrafterInfo
+from spec_runtime.bundle.manifest import Bundle, DrafterInfo
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.feature import FeatureProposer

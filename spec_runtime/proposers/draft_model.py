@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 
 from spec_runtime.backends import Runtime
-from spec_runtime.bundle import Bundle, DrafterInfo, require_config
+from spec_runtime.bundle.manifest import Bundle, DrafterInfo, require_config
 from spec_runtime.proposers.rows import DrafterRows, require_levels_fit
 from spec_runtime.step import Step
 from spec_runtime.target import Target

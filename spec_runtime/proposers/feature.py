@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spec_runtime.bundle import FEATURE_ROWS
+from spec_runtime.bundle.manifest import FEATURE_ROWS
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.trees.grow import TreeBuilder
 

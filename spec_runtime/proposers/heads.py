@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.bundle import Bundle, BundleError, DrafterInfo, require_config
+from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.proposers.base import Follower
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.step import Step

@@ -15,7 +15,7 @@ import numpy as np
 
 from spec_runtime import backends
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.bundle import (
+from spec_runtime.bundle.manifest import (
     BANK_ROWS,
     FEATURE_ROWS,
     Bundle,

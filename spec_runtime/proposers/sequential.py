@@ -13,7 +13,7 @@ import numpy as np
 
 from spec_runtime import backends
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.bundle import BANK_ROWS, STATE_ROWS, Bundle, DrafterInfo, require_config
+from spec_runtime.bundle.manifest import BANK_ROWS, STATE_ROWS, Bundle, DrafterInfo, require_config
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
 from spec_runtime.step import Step
 from spec_runtime.target import Target

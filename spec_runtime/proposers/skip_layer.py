@@ -13,7 +13,7 @@ import numpy as np
 
 from spec_runtime import backends
 from spec_runtime.backends import Backend, Runtime
-from spec_runtime.bundle import Bundle, BundleError, DrafterInfo, require_config
+from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.kv import Cache
 from spec_runtime.proposers.rows import require_levels_fit
 from spec_runtime.step import Step

@@ -18,7 +18,7 @@ from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.serving.answering import Answering, Job, event_of
 from spec_runtime.serving.service import Service
-from spec_runtime.text import Codec
+from spec_runtime.text.tokenizer import Codec
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.drawing import accepted_tree_svg
 from spec_runtime.trees.tree import TokenTree

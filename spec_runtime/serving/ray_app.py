@@ -33,7 +33,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Scope
 
 from spec_runtime import QueueFull, load
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.serving.app import make_unguarded_app
 from spec_runtime.serving.errors import ApiError, Json
 from spec_runtime.serving.guards import guarded

@@ -20,7 +20,7 @@ from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
 from spec_runtime.serving.tool_calls import CallReader, required_format
 from spec_runtime.serving.writers import ChatWriter, CompletionWriter, Writer
-from spec_runtime.text import Prompt, Tools
+from spec_runtime.text.tokenizer import Prompt, Tools
 
 
 class Service:

@@ -7,13 +7,13 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
-from spec_runtime.calls.call import Run
-from spec_runtime.calls.options import CallOptions
-from spec_runtime.calls.result import GenerationResult
 from spec_runtime.engine import Engine
+from spec_runtime.requests.call import Run
+from spec_runtime.requests.options import CallOptions
+from spec_runtime.requests.result import GenerationResult
 from spec_runtime.stats import PHASES
 from spec_runtime.step import Step
-from spec_runtime.text import Codec, Prompt
+from spec_runtime.text.tokenizer import Codec, Prompt
 from spec_runtime.trees.tree import TokenTree
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.bundle import BundleError, DrafterInfo
+from spec_runtime.bundle.manifest import BundleError, DrafterInfo
 from spec_runtime.trees.budget import Budget, RankPath
 from spec_runtime.trees.grow import grow
 from spec_runtime.trees.guesses import Guesses

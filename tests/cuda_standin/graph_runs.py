@@ -25,10 +25,10 @@ from gpu_graphs import Feeder
 
 import spec_runtime
 from spec_runtime import backends
-from spec_runtime import bundle as bundles
 from spec_runtime.backends import Backend, DeviceBackend, Runtime
-from spec_runtime.backends.fused_steps import open_steps
 from spec_runtime.backends.session import PROVIDERS, as_lender, takes_cuda_graphs
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.fused_steps import open_steps
 from spec_runtime.kv import SlotCache
 from spec_runtime.proposers import PROPOSERS
 from spec_runtime.target import ARGMAX, TOP, Target

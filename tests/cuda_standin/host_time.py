@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 import spec_runtime
-from spec_runtime import bundle as bundles
 from spec_runtime.backends import DeviceBackend, Runtime
-from spec_runtime.backends.fused_steps import open_steps
 from spec_runtime.backends.shapes import mask_width
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.fused_steps import open_steps
 from spec_runtime.proposers import PROPOSERS
 from spec_runtime.target import ARGMAX, Target
 

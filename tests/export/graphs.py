@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from spec_export.graphs.trace import save
 from spec_runtime.backends.cpu import CpuBackend
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.kv import open_cache
 
 

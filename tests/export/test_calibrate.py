@@ -18,7 +18,7 @@ import pytest
 from small import toy_engine, write_small_bundle
 
 from spec_export import calibrate, cli
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine
 from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.stats import Stats

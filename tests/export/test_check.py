@@ -18,7 +18,7 @@ from spec_export import check, make_bundle, reference, target
 from spec_export.decoder import Backbone
 from spec_export.graphs import slots, trace
 from spec_export.make_bundle import BuildOptions
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure import provenance
 
 SCRIPTS = {"chunks of 1", "chunks of 7", "chunks of 64", "chain decode", "random trees"}

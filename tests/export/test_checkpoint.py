@@ -17,7 +17,7 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from spec_export.training import checkpoint  # noqa: E402 (needs torch)
 from spec_export.training.checkpoint import CheckpointError  # noqa: E402
-from spec_runtime.files import sha256  # noqa: E402
+from spec_runtime.files.writing import sha256  # noqa: E402
 
 
 class Run:

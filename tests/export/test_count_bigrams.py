@@ -18,7 +18,7 @@ from spec_export import make_bundle
 from spec_export.bundling.options import BuildOptions
 from spec_export.training import bigrams, checkpoint
 from spec_export.training.data import Example
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
 
 if TYPE_CHECKING:
     from workshop import Workshop

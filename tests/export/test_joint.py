@@ -133,7 +133,7 @@ def test_a_joint_run_leaves_a_merged_target_and_its_drafter(
         BuildOptions(str(tmp_path / "run" / "target"), [], [folder], out=tmp_path / "bundle")
     )
     engine = spec_runtime.load(bundle, threads=1, lookup=False)
-    assert spec_runtime.bundle.read(bundle).manifest.target.target_modified
+    assert spec_runtime.bundle.manifest.read(bundle).manifest.target.target_modified
     plain = engine.with_drafter("none").generate("say 3", max_new_tokens=24, ignore_eos=True)
     drafted = engine.generate("say 3", max_new_tokens=24, ignore_eos=True)
     assert drafted.token_ids == plain.token_ids

@@ -32,9 +32,9 @@ from spec_export.drafters import draft_model, parallelspec, skip_layer
 from spec_export.graphs.quantize import REDUCED
 from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint
-from spec_runtime import bundle as bundles
 from spec_runtime import cli as runtime_cli
-from spec_runtime.bundle import BundleError
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import BundleError
 
 NAME = "parallelspec"
 

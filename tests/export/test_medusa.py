@@ -28,8 +28,8 @@ from spec_export.drafters.layers import Batch
 from spec_export.drafters.medusa import Config, Drafter
 from spec_export.graphs.quantize import quantize
 from spec_export.training import recipe
-from spec_runtime import bundle as bundles
 from spec_runtime.backends.cpu import CpuBackend
+from spec_runtime.bundle import manifest as bundles
 
 TOLERANCE = 1e-4
 D = HEADS * HEAD_DIM

@@ -12,10 +12,10 @@ from workshop import Workshop
 import spec_runtime
 from spec_export import drafters, make_bundle
 from spec_export.make_bundle import BuildOptions
-from spec_runtime import bundle as bundles
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.operators import OPERATORS, require_known_graph
+from spec_runtime.files.onnx_file import read_outline
 from spec_runtime.trees.budget import Budget
-from spec_runtime.untrusted.onnx_file import read_outline
-from spec_runtime.untrusted.operators import OPERATORS, require_known_graph
 
 ALL = drafters.trainable()
 # CUDA has no Pad for integers, no provider has one for bfloat16, and ReduceMax needs cuDNN.

@@ -22,7 +22,7 @@ from spec_export.decoder import Backbone  # noqa: E402
 from spec_export.drafters.layers import Batch  # noqa: E402
 from spec_export.drafters.skip_layer import Config, Drafter  # noqa: E402
 from spec_export.training import checkpoint  # noqa: E402
-from spec_runtime import bundle as bundles  # noqa: E402
+from spec_runtime.bundle import manifest as bundles  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.mapping import from_mapping, to_json  # noqa: E402
 from spec_runtime.trees.grow import TreeBuilder  # noqa: E402

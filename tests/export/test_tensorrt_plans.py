@@ -32,9 +32,9 @@ from spec_export.graphs import trace
 from spec_export.graphs.half import to_half
 from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint
-from spec_runtime import bundle as bundles
 from spec_runtime.backends.tensorrt_api import import_tensorrt
-from spec_runtime.bundle import Bundle, Graph, TensorSpec
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import Bundle, Graph, TensorSpec
 from spec_runtime.target import ARGMAX, TOP
 
 CAPABILITIES = ("8.0", "8.9", "12.0")

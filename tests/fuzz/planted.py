@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from shell import call, require_kept_promises
 
-from spec_runtime.bundle import BundleError
+from spec_runtime.bundle.manifest import BundleError
 
 BAD, NUM_CASES = 3, 8  # the case at which a fault is planted, and how many there are
 
@@ -68,7 +68,7 @@ def _panic() -> None:
 
 def raise_as_own(message: str) -> None:
     """Raises a ValueError from one of the project's own files."""
-    from spec_runtime import files
+    from spec_runtime.files import writing as files
 
     path = Path(files.__file__)
     code = compile(f"raise error({message!r})", str(path), "exec")

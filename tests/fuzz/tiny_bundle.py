@@ -17,8 +17,8 @@ import onnx
 import tokenizers
 from onnx import TensorProto, helper, numpy_helper
 
-from spec_runtime import bundle as bundles
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import Graph, TensorSpec
 
 VOCAB, WIDTH, CANDIDATES, MASKS = 258, 4, 3, 2
 BOS, EOS = 256, 257

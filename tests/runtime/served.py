@@ -21,7 +21,7 @@ from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.serving.app import make_app
 from spec_runtime.serving.processes import bind, make_config
 from spec_runtime.serving.settings import Settings
-from spec_runtime.text import ChatTemplate
+from spec_runtime.text.tokenizer import ChatTemplate
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.tree import TokenTree
 

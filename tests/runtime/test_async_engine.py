@@ -13,7 +13,7 @@ from gates import PATIENCE, GatedRuns
 from toy_engine import make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, Chunk, Engine, GenerationResult, QueueFull
-from spec_runtime.calls.async_engine import MAX_UNREAD
+from spec_runtime.sessions.async_engine import MAX_UNREAD
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 PROMPTS = [random_prompt(seed) for seed in range(8)]

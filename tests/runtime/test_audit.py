@@ -17,7 +17,8 @@ from toy_backend import ByteTokenizer, ToyTarget
 from toy_engine import make_proposer, random_prompt
 
 import spec_runtime
-from spec_runtime import bundle, generate
+from spec_runtime import generate
+from spec_runtime.bundle import manifest as bundle
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.measure import audit, distribution_test, quality

@@ -15,9 +15,9 @@ from gates import PATIENCE, GatedRuns, wait_until
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import Engine, GenerationResult, Piece, SamplingParams
-from spec_runtime.calls import interruption
 from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.budget import Budget
+from spec_runtime.waiting import interruption
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 PROMPT = random_prompt(1)
@@ -276,7 +276,7 @@ def test_a_closed_engine_holds_neither_target_nor_drafter(drafter: str) -> None:
 
 FREED = """
 import ctypes
-from spec_runtime.backends.heap import give_back_memory
+from spec_runtime.machine import give_back_memory
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096

@@ -131,7 +131,7 @@ if sys.argv[2] == "unguarded":
 
 from spec_runtime.backends import pad_rows
 from spec_runtime.backends.cuda import CudaBackend
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle.manifest import Graph, TensorSpec
 
 pad_rows.WIDTHS = tuple(range(1, 65))  # each number of rows is a shape of its own
 x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["M", 64]) for n in ("x0", "x150"))

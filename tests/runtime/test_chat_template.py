@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from spec_runtime.text import ChatTemplate
-from spec_runtime.untrusted import chat_template
+from spec_runtime.text import chat_template
+from spec_runtime.text.tokenizer import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from toy_bundle import write_bundle
 
-from spec_runtime import bundle as bundles
-from spec_runtime.text import ChatTemplate, Tokenizer, encode_prompt
-from spec_runtime.untrusted.control_tokens import FENCE, MARK, MAX_DEPTH
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.text.control_tokens import FENCE, MARK, MAX_DEPTH
+from spec_runtime.text.tokenizer import ChatTemplate, Tokenizer, encode_prompt
 
 tokenizers = pytest.importorskip("tokenizers")
 

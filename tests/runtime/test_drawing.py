@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 from small import ACCURACY, CALIBRATION, write_small_bundle
 
-from spec_runtime import bundle as bundles
 from spec_runtime import cli
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.trees import drawing
 from spec_runtime.trees.budget import RankPath
 from spec_runtime.trees.templates import cartesian, parse_tree, searched

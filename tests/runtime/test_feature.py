@@ -12,7 +12,7 @@ import pytest
 from small import small_manifest
 from small_trees import features_of
 
-from spec_runtime.bundle import Bundle, BundleError
+from spec_runtime.bundle.manifest import Bundle, BundleError
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers.feature import FeatureProposer
 from spec_runtime.proposers.rows import DrafterRows

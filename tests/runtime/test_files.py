@@ -20,14 +20,14 @@ from pathlib import Path
 
 import pytest
 
-from spec_runtime import files
+from spec_runtime.files import writing as files
 
 OURS = ("a.bin", "deep/b.bin")
 # Replaces the folder or file given by "new"; `die` kills the process as no handler can notice.
 CHILD = """
 import os, shutil, signal, sys, time
 from pathlib import Path
-from spec_runtime import files
+from spec_runtime.files import writing as files
 
 def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -142,7 +142,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 from spec_runtime.backends.session import SessionOptions, open_session, prepare
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle.manifest import Graph, TensorSpec
 
 prepare("cuda")
 about = {"cudnn": os.environ["ORT_ENABLE_CUDNN_FLASH_ATTENTION"]}

@@ -10,7 +10,7 @@ import pytest
 from toy_backend import ToyDrafter, ToyTarget
 from toy_engine import make_engine, make_proposer, random_prompt
 
-from spec_runtime.bundle import BundleError, DrafterInfo, Graph, TensorSpec
+from spec_runtime.bundle.manifest import BundleError, DrafterInfo, Graph, TensorSpec
 from spec_runtime.kv import SlotCache
 from spec_runtime.proposers import rows
 from spec_runtime.proposers.heads import GuessReader, OnePassProposer

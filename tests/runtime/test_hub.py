@@ -19,9 +19,9 @@ from huggingface_hub import constants, file_download
 from small import write_small_bundle
 
 import spec_runtime
-from spec_runtime import bundle as bundles
 from spec_runtime import cli
-from spec_runtime.bundle import BundleError
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.hub.client import HubError, Repository
 from spec_runtime.hub.pull import Progress, pull
 from spec_runtime.hub.push import push

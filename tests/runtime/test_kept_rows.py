@@ -12,8 +12,8 @@ from keeping_engine import MAX_LENGTH, MODEL, keeping
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import Engine
-from spec_runtime.calls.conversations import KEPT_ROWS
-from spec_runtime.calls.kept_rows import KeptRows, RowStore
+from spec_runtime.conversations.conversations import KEPT_ROWS
+from spec_runtime.conversations.kept_rows import KeptRows, RowStore
 from spec_runtime.engine import OpenedDrafter
 from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.budget import Budget

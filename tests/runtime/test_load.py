@@ -11,7 +11,7 @@ from toy_backend import FEATURE_WIDTH, ToyTarget
 from toy_bundle import SCRATCH, patch_graphs, write_bundle
 
 import spec_runtime
-from spec_runtime import bundle
+from spec_runtime.bundle import manifest as bundle
 from spec_runtime.trees.budget import Budget, Grown, Static
 
 

@@ -16,7 +16,7 @@ from spec_runtime import backends
 from spec_runtime.backends import cpu, session
 from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.backends.cuda import CudaBackend
-from spec_runtime.bundle import Bundle, Graph, TensorSpec
+from spec_runtime.bundle.manifest import Bundle, Graph, TensorSpec
 
 onnx = pytest.importorskip("onnx")
 

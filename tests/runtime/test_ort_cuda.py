@@ -22,14 +22,14 @@ import pytest
 from workshop import Workshop
 
 import spec_runtime
-from spec_runtime import bundle as bundles
 from spec_runtime.backends import Runtime, cuda, device_runs, open_graph, pad_rows, session, shapes
 from spec_runtime.backends.bound_run import BoundRun
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.backends.packed_feeds import ALIGNMENT, PackedFeeds
 from spec_runtime.backends.session import NamingGraph, OrtBackend
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.kv import Cache, open_cache
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.target import STRICT_GAPS, TOP, Target

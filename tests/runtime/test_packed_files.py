@@ -13,8 +13,8 @@ from test_shared_sessions import GRAPH, WIDTH, graph_of, product, write
 from spec_runtime.backends import packed_files
 from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.backends.packed_files import WEIGHTS
-from spec_runtime.files import locked
-from spec_runtime.untrusted.onnx_file import read_outline
+from spec_runtime.files.onnx_file import read_outline
+from spec_runtime.files.writing import locked
 
 
 @pytest.fixture

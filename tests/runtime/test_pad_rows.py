@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spec_runtime.backends.pad_rows import pad_rows, padded_width
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.kv import ContiguousCache, open_cache
 from spec_runtime.trees.tree import chain_parents
 

@@ -26,10 +26,10 @@ from served import (  # noqa: E402
 )
 
 from spec_runtime import Chunk  # noqa: E402
-from spec_runtime.calls.call import Call  # noqa: E402
+from spec_runtime.requests.call import Call  # noqa: E402
 from spec_runtime.serving.gates import Gate  # noqa: E402
 from spec_runtime.serving.settings import Settings  # noqa: E402
-from spec_runtime.text import Prompt  # noqa: E402
+from spec_runtime.text.tokenizer import Prompt  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "max_tokens": 30, "temperature": 0}

@@ -41,7 +41,7 @@ from gates import GatedRuns  # noqa: E402
 from served import open_request  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_runtime import bundle as bundles  # noqa: E402
+from spec_runtime.bundle import manifest as bundles  # noqa: E402
 from spec_runtime.serving import ray_app  # noqa: E402
 from spec_runtime.serving.relay import RETRIES_HEADER  # noqa: E402
 

@@ -22,7 +22,7 @@ from spec_runtime import Chunk, Engine, GenerationResult, Stats  # noqa: E402
 from spec_runtime.serving.replies import TokenTexts  # noqa: E402
 from spec_runtime.serving.tool_calls import CallReader  # noqa: E402
 from spec_runtime.serving.writers import ChatWriter  # noqa: E402
-from spec_runtime.text import ChatTemplate  # noqa: E402
+from spec_runtime.text.tokenizer import ChatTemplate  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]

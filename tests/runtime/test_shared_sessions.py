@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from spec_runtime.backends.cpu import CpuBackend
-from spec_runtime.backends.threads import default_threads
-from spec_runtime.bundle import Graph, TensorSpec
+from spec_runtime.bundle.manifest import Graph, TensorSpec
+from spec_runtime.machine import default_threads
 
 onnx = pytest.importorskip("onnx")
 

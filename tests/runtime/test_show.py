@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from small import small_manifest, write_small_bundle
 
-from spec_runtime import bundle as bundles
 from spec_runtime import cli
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli.show import readable
 
 PROVENANCE = {

@@ -21,7 +21,6 @@ import pytest
 from workshop import Workshop
 
 import spec_runtime
-from spec_runtime import bundle as bundles
 from spec_runtime import cli
 from spec_runtime.backends import BACKENDS, Runtime, open_graph, tensorrt_api, tensorrt_kernels
 from spec_runtime.backends import tensorrt as backend
@@ -31,7 +30,8 @@ from spec_runtime.backends.tensorrt import TensorRTBackend
 from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.backends.tensorrt_kernels import kernels_path
 from spec_runtime.backends.tensorrt_memory import Layout
-from spec_runtime.bundle import BundleError, Graph, Plan, TensorSpec
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import BundleError, Graph, Plan, TensorSpec
 from spec_runtime.kv import open_cache
 from spec_runtime.mapping import from_mapping, to_json
 from spec_runtime.target import ARGMAX

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from toy_backend import CHATML, ByteTokenizer
 
-from spec_runtime.text import ChatTemplate, TextStream, encode_prompt
+from spec_runtime.text.tokenizer import ChatTemplate, TextStream, encode_prompt
 
 BYTES = ByteTokenizer()
 

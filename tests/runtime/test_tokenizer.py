@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from toy_bundle import write_bundle
 
-from spec_runtime import bundle
+from spec_runtime.bundle import manifest as bundle
 from spec_runtime.constraints.formats import Grammar
-from spec_runtime.text import Tokenizer
-from spec_runtime.untrusted import tokenizer as untrusted
+from spec_runtime.text import tokenizer_file
+from spec_runtime.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_bundles_tokenizer_follows_grammars(folder: Path) -> None:
 
 
 def test_an_interruption_stays_one() -> None:
-    with pytest.raises(KeyboardInterrupt), untrusted.no_panics("tokenizer.json"):
+    with pytest.raises(KeyboardInterrupt), tokenizer_file.no_panics("tokenizer.json"):
         raise KeyboardInterrupt
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from small import ACCURACY, CALIBRATION, small_manifest
 
-from spec_runtime.bundle import BundleError, DrafterInfo
+from spec_runtime.bundle.manifest import BundleError, DrafterInfo
 from spec_runtime.load import _budget
 from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
 from spec_runtime.trees.templates import (

@@ -22,7 +22,8 @@ from toy_bundle import patch_graphs, write_bundle
 from toy_engine import make_engine, make_proposer, random_prompt
 
 import spec_runtime
-from spec_runtime import bundle, cli, profile
+from spec_runtime import cli, machine, profile
+from spec_runtime.bundle import manifest as bundle
 from spec_runtime.engine import Engine
 from spec_runtime.measure import tune
 from spec_runtime.measure.curve import (
@@ -884,8 +885,8 @@ def test_the_processor_has_a_name(tmp_path: Path) -> None:
     file.write_text(
         "processor\t: 0\nmodel\t\t: 17\nmodel name\t: Some CPU\nstepping\t: 1\n\nmodel name\t: B\n"
     )
-    assert profile.cpu_model(file) == "Some CPU 17 1"
-    assert profile.cpu_model(tmp_path / "none")
+    assert machine.cpu_model(file) == "Some CPU 17 1"
+    assert machine.cpu_model(tmp_path / "none")
 
 
 def opened_anew(graphs: list[ToyTarget], folder: Path, **options: Any) -> Engine:

@@ -228,7 +228,7 @@ def test_an_interruption_between_two_steps_gives_the_target_back(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("spec_runtime.backends.turns.Turn.resume", spy)
+        patched.setattr("spec_runtime.waiting.turns.Turn.resume", spy)
         with pytest.raises(KeyboardInterrupt) as caught:
             engine.generate(random_prompt(2))
     assert caught.value.__traceback__ is not None

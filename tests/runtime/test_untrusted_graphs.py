@@ -13,9 +13,9 @@ import pytest
 from small import small_manifest
 
 from spec_runtime import backends
-from spec_runtime.bundle import Bundle, BundleError, Graph, TensorSpec
-from spec_runtime.untrusted import memory
-from spec_runtime.untrusted.onnx_file import NotOnnxError, read_outline
+from spec_runtime.bundle import memory
+from spec_runtime.bundle.manifest import Bundle, BundleError, Graph, TensorSpec
+from spec_runtime.files.onnx_file import NotOnnxError, read_outline
 
 onnx = pytest.importorskip("onnx")
 

@@ -17,8 +17,8 @@ from spec_runtime.backends.copies import Copies, StreamCopies
 from spec_runtime.backends.packed_feeds import ALIGNMENT
 from spec_runtime.backends.session import SessionOptions, Viewer, open_session
 from spec_runtime.backends.weights import DeviceWeights
-from spec_runtime.bundle import Graph, TensorSpec
-from spec_runtime.untrusted.onnx_file import ExternalWeight, read_outline
+from spec_runtime.bundle.manifest import Graph, TensorSpec
+from spec_runtime.files.onnx_file import ExternalWeight, read_outline
 
 onnx = pytest.importorskip("onnx")
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from toy_backend import CHATML, ToyDrafter, ToyTarget
 
-from spec_runtime import backends, bundle
+from spec_runtime import backends
+from spec_runtime.bundle import manifest as bundle
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -78,7 +78,7 @@ def _sentence(parameter: Any) -> str:
 
 def manifest() -> str:
     """Returns Markdown for each dataclass of the manifest: its docstring and its keys."""
-    from spec_runtime import bundle
+    from spec_runtime.bundle import manifest as bundle
 
     order: list[type] = []
 
@@ -231,7 +231,7 @@ def _placeholder(part: ast.expr) -> str:
 def grouped(page: str) -> tuple[dict[str, list[Line]], list[Line]]:
     """Returns the lines of each group on the page of errors, and the lines that no group takes.
 
-    A group's marker holds a selector: `spec_runtime/bundle.py` or `spec_export/drafters/*.py` takes
+    A group's marker holds a selector: `spec_runtime/kv.py` or `spec_export/drafters/*.py` takes
     a file's lines, `"got drafter"` those that hold these words, both together what fits both, and
     `or` stands between alternatives. A line belongs to the first group that takes it.
     """

@@ -1,10 +1,15 @@
-"""Counts the CPUs that this process may really use (its affinity, capped by its cgroup quota), and
-bounds the threads that an engine may have on them."""
+"""Describes the machine: the CPUs that this process may use, the CPU's name, and the cache folder.
+
+Also bounds the threads of an engine, and gives freed memory back to the system.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import platform
+import sys
 from pathlib import Path
 
 MOST_PER_CPU = 4  # threads; an engine with a hundred thousand would take the whole machine with it
@@ -86,3 +91,46 @@ def _quota(folder: Path) -> float | None:
     if quota in ("max", "-1"):
         return None
     return int(quota) / int(period)
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the processor's name, on Linux with family, model and stepping, because clouds
+    shorten the name."""
+    wanted = ("model name", "cpu family", "model", "stepping")
+    try:
+        first = cpuinfo.read_text(encoding="utf-8").split("\n\n")[0]
+    except OSError:
+        first = ""
+    pairs = [line.partition(":") for line in first.splitlines()]
+    fields = {name.strip(): value.strip() for name, _, value in pairs}
+    found = [fields[name] for name in wanted if name in fields]
+    return " ".join(found) or platform.processor() or platform.machine()
+
+
+def cache_folder() -> Path:
+    """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache).
+
+    Raises ValueError for a user without a home, as in some containers, where XDG_CACHE_HOME is not
+    set either.
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    if root:
+        return Path(root) / "specsplit"
+    try:
+        return Path.home() / ".cache" / "specsplit"
+    except RuntimeError:
+        raise ValueError(
+            "got neither XDG_CACHE_HOME nor a home folder, expected one of them to keep files in; "
+            "set XDG_CACHE_HOME to a folder"
+        ) from None
+
+
+def give_back_memory() -> None:
+    """Asks the C library for its free pages; does nothing where it is not glibc."""
+    if sys.platform != "linux":
+        return
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except AttributeError:  # musl
+        return
+    trim(0)

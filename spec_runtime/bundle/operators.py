@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from spec_runtime.bundle import Bundle, BundleError, Graph
-from spec_runtime.untrusted.onnx_file import NotOnnxError, OnnxOutline, read_outline
+from spec_runtime.bundle.manifest import Bundle, BundleError, Graph
+from spec_runtime.files.onnx_file import NotOnnxError, OnnxOutline, read_outline
 
 # What the graphs of spec-export build use, whatever its options.
 _OURS = """

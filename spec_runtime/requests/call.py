@@ -6,14 +6,14 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing
 
-from spec_runtime.backends.turns import Turn
-from spec_runtime.calls.interruption import Interruption
-from spec_runtime.calls.options import Request
-from spec_runtime.calls.result import Chunk, GenerationResult, Piece
 from spec_runtime.constraints.path_masks import PathMasks
+from spec_runtime.requests.options import Request
+from spec_runtime.requests.result import Chunk, GenerationResult, Piece
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.step import Step
-from spec_runtime.text import TextStream
+from spec_runtime.text.tokenizer import TextStream
+from spec_runtime.waiting.interruption import Interruption
+from spec_runtime.waiting.turns import Turn
 
 Steps = Generator[Step, None, GenerationResult]
 

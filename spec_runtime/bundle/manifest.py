@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from spec_runtime.files import sha256, temporaries, write_atomically
+from spec_runtime.bundle.drafter_entry import config_fault, trees_fault
+from spec_runtime.files.writing import sha256, temporaries, write_atomically
 from spec_runtime.mapping import added_later, brief, from_mapping, parse_json, to_json
-from spec_runtime.untrusted.drafter_entry import config_fault, trees_fault
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"

@@ -12,14 +12,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from spec_runtime.bundle import Bundle, BundleError
+from spec_runtime.bundle.manifest import Bundle, BundleError
 from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
 from spec_runtime.constraints.tool_prompts import ToolPrompter
 from spec_runtime.constraints.tools import checked_tools, family_of
-from spec_runtime.untrusted import tokenizer as untrusted
-from spec_runtime.untrusted.control_tokens import MARK, ControlTokens
+from spec_runtime.text import tokenizer_file
+from spec_runtime.text.control_tokens import MARK, ControlTokens
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]  # functions in OpenAI's form
@@ -43,7 +43,7 @@ class Codec(Protocol):
 
     def marked(self, value: Any, by_assistant: bool = False) -> Any:
         """Returns a text, or a message's values, whose control tokens' names are marked, so that
-        `encode` takes them for ordinary text; see untrusted/control_tokens.py."""
+        `encode` takes them for ordinary text; see text/control_tokens.py."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
@@ -54,7 +54,7 @@ class Codec(Protocol):
 
 
 class ChatTemplate:
-    """Renders a Hugging Face chat template in a sandbox, see untrusted/chat_template.py.
+    """Renders a Hugging Face chat template in a sandbox, see text/chat_template.py.
 
     `name` is what messages call it. Raises ValueError if the template is not valid.
     """
@@ -62,7 +62,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, bos_token: str = "", eos_token: str = "", name: str = "the chat template"
     ) -> None:
-        from spec_runtime.untrusted.chat_template import MeteredTemplate  # here: it imports jinja2
+        from spec_runtime.text.chat_template import MeteredTemplate  # here: it imports jinja2
 
         self._template = MeteredTemplate(source, bos_token, eos_token, name)
         self._prompter = ToolPrompter(source)
@@ -85,7 +85,7 @@ class Tokenizer:
     def __init__(self, bundle: Bundle) -> None:
         info, dims = bundle.manifest.tokenizer, bundle.manifest.target.dims
         path = bundle.path / info.file
-        self._tokenizer = untrusted.open_tokenizer(path)
+        self._tokenizer = tokenizer_file.open_tokenizer(path)
         size, num_logits = self._tokenizer.get_vocab_size(), dims.vocab_size
         if size != info.vocab_size or size > num_logits:
             raise BundleError(
@@ -137,7 +137,7 @@ class Tokenizer:
             )
         if is_marked and (MARK in text or self._controls.reads_unmarked):
             return self._controls.encode(text, special_tokens)
-        with untrusted.no_panics(self._file):
+        with tokenizer_file.no_panics(self._file):
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def marked(self, value: Any, by_assistant: bool = False) -> Any:
@@ -145,7 +145,7 @@ class Tokenizer:
         return self._controls.marked(value, by_assistant)
 
     def decode(self, ids: Sequence[int]) -> str:
-        with untrusted.no_panics(self._file):
+        with tokenizer_file.no_panics(self._file):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:

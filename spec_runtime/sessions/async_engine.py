@@ -11,11 +11,11 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Self, Unpack
 
-from spec_runtime.calls.call import Call
-from spec_runtime.calls.options import CallOptions
-from spec_runtime.calls.result import Chunk, GenerationResult
 from spec_runtime.engine import Engine
-from spec_runtime.text import Prompt
+from spec_runtime.requests.call import Call
+from spec_runtime.requests.options import CallOptions
+from spec_runtime.requests.result import Chunk, GenerationResult
+from spec_runtime.text.tokenizer import Prompt
 
 MAX_UNREAD = 4  # chunks of a stream that its reader may lag behind
 LOOP_SECONDS = 1.0  # until a thread that waits for a reader looks whether the loop is still open

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from spec_runtime.calls.interruption import Interruption
 from spec_runtime.sampling import SamplingOptions, SamplingParams, checked_flag
-from spec_runtime.text import Tools
+from spec_runtime.text.tokenizer import Tools
+from spec_runtime.waiting.interruption import Interruption
 
 
 class CallOptions(SamplingOptions, total=False):

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from spec_runtime.untrusted.tokenizer import no_panics
+from spec_runtime.text.tokenizer_file import no_panics
 
 # Noncharacters of Unicode, which are for a program's own use: texts do not have them.
 MARK, FENCE = "\ufdd0", "\ufdd1"

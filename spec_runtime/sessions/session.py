@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, Unpack
 
-from spec_runtime.calls.options import CallOptions
-from spec_runtime.calls.result import Chunk, GenerationResult
 from spec_runtime.engine import Engine
-from spec_runtime.text import Message
+from spec_runtime.requests.options import CallOptions
+from spec_runtime.requests.result import Chunk, GenerationResult
+from spec_runtime.text.tokenizer import Message
 
 OWN = ("system", "raw", "continue_final")  # options that a session sets itself
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from spec_runtime.bundle import BundleError
+from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.mapping import brief
 
 # How much longer a tokenizer's steps may make a text, all of them together: NFKC makes eleven times

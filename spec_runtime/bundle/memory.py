@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_runtime.bundle import BundleError, Graph, TensorSpec
+from spec_runtime.bundle.manifest import BundleError, Graph, TensorSpec
 
 CACHE_PREFIXES = ("kv.", "bank.")
 # A slot of a cache costs this many bytes besides its rows: its places, and one byte in each of the

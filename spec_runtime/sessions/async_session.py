@@ -8,11 +8,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Self, Unpack
 
-from spec_runtime.calls.async_engine import AsyncEngine
-from spec_runtime.calls.options import CallOptions
-from spec_runtime.calls.result import Chunk, GenerationResult
-from spec_runtime.calls.session import Transcript
-from spec_runtime.text import Message
+from spec_runtime.requests.options import CallOptions
+from spec_runtime.requests.result import Chunk, GenerationResult
+from spec_runtime.sessions.async_engine import AsyncEngine
+from spec_runtime.sessions.session import Transcript
+from spec_runtime.text.tokenizer import Message
 
 
 class AsyncSession(Transcript):

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.calls.kept_rows import KeptRows
-from spec_runtime.files import replacing
+from spec_runtime.conversations.kept_rows import KeptRows
+from spec_runtime.files.writing import replacing
 from spec_runtime.mapping import brief
-from spec_runtime.text import Message
+from spec_runtime.text.tokenizer import Message
 
 TOKENS, FEATURES, MESSAGES = "tokens", "features", "messages"
 DTYPES: dict[str, np.dtype[Any]] = {

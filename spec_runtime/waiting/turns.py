@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
-from spec_runtime.calls.interruption import Interrupted, Interruption
+from spec_runtime.waiting.interruption import Interrupted, Interruption
 
 
 class Turn:

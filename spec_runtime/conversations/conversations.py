@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_runtime.backends.turns import Turn
-from spec_runtime.calls.call import Call
-from spec_runtime.calls.kept_rows import KeptRows, Restored, RowStore, common_length
-from spec_runtime.calls.rows_file import RowsOwner, read_rows, write_rows
+from spec_runtime.conversations.kept_rows import KeptRows, Restored, RowStore, common_length
+from spec_runtime.conversations.rows_file import RowsOwner, read_rows, write_rows
+from spec_runtime.requests.call import Call
 from spec_runtime.step import Step
 from spec_runtime.target import Target
-from spec_runtime.text import Message
+from spec_runtime.text.tokenizer import Message
+from spec_runtime.waiting.turns import Turn
 
 KEPT_ROWS = 32  # fewer are read again sooner than copied, and are not worth their place
 

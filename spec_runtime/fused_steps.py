@@ -16,13 +16,13 @@ import numpy as np
 from spec_runtime.backends import Runtime
 from spec_runtime.backends.shapes import mask_width
 from spec_runtime.backends.stepper import OrtStepper, open_stepper
-from spec_runtime.bundle import DRAFT, Bundle, Graph
+from spec_runtime.bundle.manifest import DRAFT, Bundle, Graph
+from spec_runtime.bundle.operators import require_known_graph
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.proposers.base import Follower, Fusable, Proposer
 from spec_runtime.stats import Clock, Stats
 from spec_runtime.step import Limits, Step, count_step, end_step
 from spec_runtime.target import Target
-from spec_runtime.untrusted.operators import require_known_graph
 
 
 class FusedSteps:

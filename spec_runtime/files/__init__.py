@@ -1,0 +1,1 @@
+"""Writes files and folders whole or not at all; reads the outline of ONNX files."""

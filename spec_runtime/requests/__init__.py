@@ -1,0 +1,1 @@
+"""Holds one request on its way: its options, its steps, its result."""

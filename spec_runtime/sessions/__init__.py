@@ -1,0 +1,1 @@
+"""Holds conversations with an engine, and engines for asyncio."""

@@ -1,0 +1,1 @@
+"""Turns prompts into tokens and tokens into text: tokenizers, chat templates, control tokens."""

@@ -1,0 +1,1 @@
+"""Lets callers wait for the target, and ends what takes too long."""
