@@ -33,6 +33,7 @@ from spec_export import depth_scales, reference
 from spec_runtime import load
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.proposers.base import Guesser, Proposer
@@ -147,7 +148,7 @@ def run(
     manifest = opened.manifest
     infos = manifest.drafters if drafter is None else (manifest.drafter(drafter),)
     if not infos:
-        raise ValueError(
+        raise UserError(
             f"{bundle} has no trained drafter to calibrate; build it with one (--drafter)"
         )
     require_writable(opened.path / bundles.MANIFEST)
@@ -285,7 +286,7 @@ def summarise(seen: Sequence[Answer | GuessedAnswer]) -> dict[str, Any]:
     answers += [each.answer(scaling["depth_scales"]) for each in guessed]
     answers = [answer for answer in answers if answer.nodes]
     if not answers:
-        raise ValueError(
+        raise UserError(
             "got no answer of two tokens or more, expected prompts that fit the context and have "
             "longer answers"
         )

@@ -25,6 +25,7 @@ from spec_runtime.backends import Backend, open_graph
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli.options import deliver
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
 from spec_runtime.kv import open_cache
 from spec_runtime.measure import provenance
@@ -137,7 +138,7 @@ def _require_origin(opened: bundles.Bundle, source: target.Source) -> None:
     """Raises ValueError unless the bundle was built from this model."""
     origin = opened.manifest.provenance.get("model", opened.manifest.name)
     if origin != source.name:
-        raise ValueError(
+        raise UserError(
             f"got a bundle of {origin} to compare with {source.name}: name the model it was built "
             "from with --model"
         )
@@ -162,7 +163,7 @@ def _require_same_dims(opened: bundles.Bundle, raw: Any) -> None:
     for field in dataclasses.fields(info.dims):
         got, wanted = getattr(config, field.name), getattr(info.dims, field.name)
         if got != wanted:
-            raise ValueError(
+            raise UserError(
                 f"got a model with {field.name} {got}, expected {wanted} as in the bundle: name "
                 "the model it was built from with --model"
             )

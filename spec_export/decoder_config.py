@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_runtime.errors import UserError
+
 DEFAULT_SCRATCH = 128
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 MAX_COUNT = 1 << 24  # more than any model has, and little enough for tables of so many rows
@@ -50,23 +52,23 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"got {self.num_heads} query heads for {self.num_kv_heads} key/value heads, "
                 "expected a multiple"
             )
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
-            raise ValueError(
+            raise UserError(
                 f"got rotary width {self.rotary_dim}, "
                 f"expected an even number up to head_dim {self.head_dim}"
             )
         if self.max_length < 1 or self.scratch < 0:
-            raise ValueError(
+            raise UserError(
                 f"got max_length {self.max_length} and scratch {self.scratch}, "
                 "expected at least 1 and 0"
             )
         wrong = [tap for tap in self.taps if not 0 <= tap < self.num_layers]
         if wrong or len(set(self.taps)) != len(self.taps):
-            raise ValueError(
+            raise UserError(
                 f"got taps {list(self.taps)}, "
                 f"expected distinct layer ids from 0 to {self.num_layers - 1}"
             )
@@ -106,7 +108,7 @@ def sliding_window(raw: Any) -> int | None:
     width = getattr(raw, "sliding_window", None)
     kinds = set(getattr(raw, "layer_types", None) or ())
     if len(kinds) > 1 or kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(
+        raise UserError(
             f"got layers of kinds {', '.join(sorted(kinds))} in a '{raw.model_type}' model, "
             "expected one kind of attention in all layers: this model is not supported"
         )
@@ -124,12 +126,12 @@ def require_supported(raw: Any) -> None:
     for name in (*COUNTS, *optional):
         value = getattr(raw, name)
         if type(value) is not int or not 1 <= value <= MAX_COUNT:
-            raise ValueError(f"got {name} {value!r:.40} in the config, expected 1 to {MAX_COUNT}")
+            raise UserError(f"got {name} {value!r:.40} in the config, expected 1 to {MAX_COUNT}")
     eps = raw.rms_norm_eps
     if type(eps) not in (int, float) or not math.isfinite(eps) or eps < 0:
-        raise ValueError(f"got rms_norm_eps {eps!r:.80} in the config, expected 0 or more")
+        raise UserError(f"got rms_norm_eps {eps!r:.80} in the config, expected 0 or more")
     if raw.hidden_act != "silu":
-        raise ValueError(
+        raise UserError(
             f"got activation '{raw.hidden_act}', expected 'silu': this model is not supported"
         )
     sliding_window(raw)
@@ -154,7 +156,7 @@ def read_config(
     if max_length is None:
         max_length = raw.max_position_embeddings
     if max_length > raw.max_position_embeddings:
-        raise ValueError(
+        raise UserError(
             f"got a max length of {max_length}, "
             f"expected at most the model's {raw.max_position_embeddings} tokens"
         )
@@ -188,22 +190,22 @@ def _require_supported_rope(raw: Any) -> None:
     """Raises ValueError for a rotary embedding that is not supported."""
     rope = raw.rope_parameters
     if not isinstance(rope, dict):
-        raise ValueError(f"got rope_parameters {rope!r:.80} in the config, expected a mapping")
+        raise UserError(f"got rope_parameters {rope!r:.80} in the config, expected a mapping")
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_KINDS:
-        raise ValueError(
+        raise UserError(
             f"got rotary embedding '{kind}', which is not supported: "
             f"expected one of {', '.join(ROPE_KINDS)}"
         )
     theta: Any = rope.get("rope_theta")
     if type(theta) not in (int, float) or not 0 < theta < math.inf:
-        raise ValueError(f"got rope_theta {theta!r:.80} in the config, expected more than 0")
+        raise UserError(f"got rope_theta {theta!r:.80} in the config, expected more than 0")
     part: Any = rope.get("partial_rotary_factor") or 1.0
     if type(part) not in (int, float) or not 0 < part <= 1:
-        raise ValueError(f"got partial_rotary_factor {part!r:.80} in the config, expected 0 to 1")
+        raise UserError(f"got partial_rotary_factor {part!r:.80} in the config, expected 0 to 1")
     if part != 1.0 and raw.model_type != "phi3":
         # transformers' own classes of these families rotate whole heads and ignore the factor.
-        raise ValueError(
+        raise UserError(
             f"got partial_rotary_factor {part} in a '{raw.model_type}' model, "
             "expected it in phi3 only"
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from spec_runtime.cli.terminal import Console
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import replacing, sha256
 from spec_runtime.machine import cache_folder
 
@@ -38,7 +39,7 @@ PINNED = {
 }
 
 
-class DemoError(ValueError):
+class DemoError(UserError):
     """Says that the demo target could not be fetched, and why."""
 
 

@@ -7,6 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
 ASSETS = Path(str(resources.files("spec_export"))) / "assets"
@@ -35,7 +36,7 @@ def encode(tokenizer: Any, prompt: str) -> list[int]:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     except Exception as error:  # a template is a program of a stranger, and may raise anything
         reason = brief(error, 200)
-        raise ValueError(
+        raise UserError(
             f"the target's chat template fails: {type(error).__name__}: {reason}; mend it"
         ) from error
     return list(ids)

@@ -14,6 +14,7 @@ from spec_export.decoder import Backbone
 from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import pretrained
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.mapping import brief
 
@@ -60,20 +61,20 @@ def resolve(model: str | None) -> Source:
     try:
         path = Path(model).expanduser()
     except RuntimeError:
-        raise ValueError(f"got model {model}, expected a path: there is no such user") from None
+        raise UserError(f"got model {model}, expected a path: there is no such user") from None
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(
+            raise UserError(
                 f"got folder {model}, expected a Hugging Face checkpoint: it has no config.json"
             )
         return Source("folder", path, None, path.resolve().name.lower())
     if path.is_file():
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ValueError(f"got file {model}, expected a GGUF file or a Hugging Face folder")
+                raise UserError(f"got file {model}, expected a GGUF file or a Hugging Face folder")
         return Source("gguf", path.parent, path.name, path.stem.lower())
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ValueError(
+        raise UserError(
             f"got model {model!r:.200}, expected an existing folder or GGUF file, or a hub id "
             "like org/name"
         )
@@ -100,7 +101,7 @@ def local_folder(source: Source) -> Path:
             snapshot_download(str(source.path), allow_patterns=[*patterns, PICKLED])
     except (OSError, ValueError) as error:
         reason = brief(error)
-        raise ValueError(
+        raise UserError(
             f"could not load target {source.path} (no hub access here? pass a local folder or "
             f"a GGUF file): {reason}"
         ) from error
@@ -124,7 +125,7 @@ def fingerprint(source: Source) -> str:
         try:
             digest.update(f"{name} {file.stat().st_size} {sha256(file)}\n".encode())
         except OSError as error:
-            raise ValueError(f"cannot read {file}: {error.strerror}") from error
+            raise UserError(f"cannot read {file}: {error.strerror}") from error
     return digest.hexdigest()
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, Self, Unpack
 from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.conversations.conversations import Conversations
 from spec_runtime.conversations.rows_file import RowsOwner
+from spec_runtime.errors import UserError
 from spec_runtime.generate import generate
 from spec_runtime.machine import give_back_memory
 from spec_runtime.proposers.base import Proposer
@@ -98,12 +99,12 @@ class Engine:
         kept_bytes: int = 0,
     ) -> None:
         if drafter.budget.max_nodes > target.max_nodes:
-            raise ValueError(
+            raise UserError(
                 f"got trees of {drafter.budget.max_nodes} nodes, expected at most the bundle's "
                 f"scratch of {target.max_nodes}"
             )
         if kept_bytes and not (target.keeps_rows and drafter.fused is None):
-            raise ValueError(
+            raise UserError(
                 "got kept_mb with a target or fused step whose rows stay on a device, expected "
                 "backend onnxruntime without fused"
             )
@@ -161,7 +162,7 @@ class Engine:
         parts = self._open_parts()
         opener = parts.opener
         if opener is None:
-            raise ValueError("this engine was not loaded from a bundle: it has one drafter only")
+            raise UserError("this engine was not loaded from a bundle: it has one drafter only")
         if lookup is not None:
             lookup = checked_flag("lookup", lookup)
         opened = opener.open(name, lookup)
@@ -297,12 +298,12 @@ class Engine:
             self.tokenizer, prompt, raw, system, tools, continue_final, control_tokens
         )
         if len(ids) > self.target.max_length:
-            raise ValueError(
+            raise UserError(
                 f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"
                 " bundle's context; shorten it or build with a larger --max-length"
             )
         if min(ids) < 0 or max(ids) >= self.target.vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"got token ids from {min(ids)} to {max(ids)}, expected 0 to "
                 f"{self.target.vocab_size - 1}"
             )
@@ -341,7 +342,7 @@ class Engine:
     def _rows_owner(self) -> RowsOwner:
         parts = self._open_parts()
         if parts.opener is None or not parts.conversations.max_bytes:
-            raise ValueError(
+            raise UserError(
                 "got an engine that keeps no conversations, expected one of load(…, kept_mb=…)"
             )
         return RowsOwner(parts.opener.bundle_hash, parts.drafter.name)
@@ -467,7 +468,7 @@ class Engine:
     def _require_strictly_greedy(self, params: SamplingParams) -> None:
         is_processed = params.temperature > 0 or params.has_processors
         if self.target.strict_gap is not None and is_processed:
-            raise ValueError(
+            raise UserError(
                 f"got temperature {params.temperature}, penalties, a logit bias, response_format or"
                 " logits_processor with strict, expected none: its near ties are those of the raw "
                 "logits"

@@ -15,6 +15,7 @@ from spec_runtime import profile as profiles
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.kv import open_cache
 from spec_runtime.mapping import from_mapping
@@ -54,9 +55,9 @@ class _Arguments:
 
     def __post_init__(self) -> None:
         if self.memory < 0:
-            raise ValueError(f"got memory {self.memory}, expected 0 or more tokens")
+            raise UserError(f"got memory {self.memory}, expected 0 or more tokens")
         if self.kept_mb < 0:
-            raise ValueError(f"got kept_mb {self.kept_mb}, expected 0 or more megabytes")
+            raise UserError(f"got kept_mb {self.kept_mb}, expected 0 or more megabytes")
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def load(
     bundle = bundles.read(_local(path), verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow
-        raise ValueError(_unknown(drafter, known))
+        raise UserError(_unknown(drafter, known))
     if strict:
         _require_strictness(bundle.manifest)
     tokenizer = Tokenizer(bundle)
@@ -144,7 +145,7 @@ def load(
     opener = DrafterOpener(bundle, target, options)
     opened = opener.open(drafter, lookup)
     if memory and opened.name.rpartition("+")[2] != "prompt_lookup":
-        raise ValueError(
+        raise UserError(
             f"got memory with drafter {opened.name}, expected prompt_lookup, or a trained drafter "
             "with lookup"
         )
@@ -211,11 +212,11 @@ class DrafterOpener:
     def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
         """Opens a drafter with the bundle's own trees."""
         if name not in (*self._known, *VARIANTS):
-            raise ValueError(_unknown(name, self._known))
+            raise UserError(_unknown(name, self._known))
         target = self._target
         factories = PROPOSERS | VARIANTS
         if name not in factories:
-            raise ValueError(
+            raise UserError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
         drafters = self._bundle.manifest.drafters
@@ -228,7 +229,7 @@ class DrafterOpener:
             proposer = factories[name](self._bundle, entry, self._options.runtime, target)
         if entry is None:
             if lookup:
-                raise ValueError(f"got lookup with drafter {name}, expected a trained one")
+                raise UserError(f"got lookup with drafter {name}, expected a trained one")
             num_nodes = BUILT_IN_NODES.get(name, DEFAULT_BUDGET.max_nodes)
             return OpenedDrafter(name, proposer, Budget(min(num_nodes, target.max_nodes)))
         budget, lookup_nodes = _budget(entry)
@@ -257,12 +258,12 @@ class DrafterOpener:
             if not is_asked_for or name in BUILT_IN:
                 return None
             got = runtime.backend if graph is not None else f"a bundle without one for {name}"
-            raise ValueError(
+            raise UserError(
                 f"got fused with {got}, expected onnxruntime or cuda and a bundle built with "
                 f"--fuse --drafter {name}"
             )
         if lookup:
-            raise ValueError(
+            raise UserError(
                 "got lookup with fused, expected one of them: the fused step's trees are the "
                 "drafter's alone"
             )
@@ -298,7 +299,7 @@ def _require_strictness(manifest: bundles.Manifest) -> None:
     """Refuses `strict` for targets whose near ties one-row passes cannot decide."""
     precision = manifest.target.precision
     if precision not in STRICT_GAPS:
-        raise ValueError(
+        raise UserError(
             f"got strict with {precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
             "lower precisions moves more than near ties; leave it out or use another bundle"
         )

@@ -12,6 +12,8 @@ import platform
 import sys
 from pathlib import Path
 
+from spec_runtime.errors import UserError
+
 MOST_PER_CPU = 4  # threads; an engine with a hundred thousand would take the whole machine with it
 
 log = logging.getLogger("spec_runtime")
@@ -37,7 +39,7 @@ def require_threads(threads: int | None) -> None:
     num_cpus = default_threads()
     most = MOST_PER_CPU * num_cpus
     if type(threads) is not int or not 1 <= threads <= most:
-        raise ValueError(
+        raise UserError(
             f"got threads {threads!r:.40}, expected 1 to {most}, four times the CPUs that this "
             "process may use, or None for as many as those"
         )
@@ -119,7 +121,7 @@ def cache_folder() -> Path:
     try:
         return Path.home() / ".cache" / "specsplit"
     except RuntimeError:
-        raise ValueError(
+        raise UserError(
             "got neither XDG_CACHE_HOME nor a home folder, expected one of them to keep files in; "
             "set XDG_CACHE_HOME to a folder"
         ) from None

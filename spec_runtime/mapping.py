@@ -19,6 +19,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from spec_runtime.errors import UserError
+
 T = TypeVar("T")
 
 MAX_DEPTH = 100  # of lists and mappings in each other; ours have fewer than ten
@@ -41,7 +43,7 @@ def parse_json(text: str | bytes) -> Any:
         if "\\ud" in text.lower() or not text.isascii():
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise UserError("it is nested too deeply") from None
     except UnicodeEncodeError:
         raise UnicodeError("it holds half a surrogate pair, which is no character") from None
     return value
@@ -55,7 +57,7 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
     try:
         value = tomllib.loads(text.decode() if isinstance(text, bytes) else text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise UserError("it is nested too deeply") from None
     _require_shallow(value)
     return value
 
@@ -63,7 +65,7 @@ def parse_toml(text: str | bytes) -> dict[str, Any]:
 def _finite(number: str) -> float:
     value = float(number)
     if not math.isfinite(value):
-        raise ValueError(f"it holds {number[:20]}, expected finite numbers")
+        raise UserError(f"it holds {number[:20]}, expected finite numbers")
     return value
 
 
@@ -75,7 +77,7 @@ def _require_shallow(value: Any) -> None:
         level = [item for each in items for item in each if isinstance(item, dict | list)]
         if not level:
             return
-    raise ValueError("it is nested too deeply")
+    raise UserError("it is nested too deeply")
 
 
 def brief(data: object, limit: int = 300) -> str:
@@ -96,7 +98,7 @@ def added_later(default: Any) -> Any:
 
 
 def from_mapping(
-    cls: type[T], data: Any, where: str, error: type[ValueError] = ValueError, none: str = "null"
+    cls: type[T], data: Any, where: str, error: type[UserError] = UserError, none: str = "null"
 ) -> T:
     """Returns the dataclass `cls` with the values of the mapping `data`.
 
@@ -119,7 +121,7 @@ def check_keys(
     known: Collection[str],
     required: Collection[str],
     where: str,
-    error: type[ValueError],
+    error: type[UserError],
 ) -> None:
     """Raises `error` if a given key is not known or a required one is not given."""
     wrong = [f"unknown key {key!r:.60}" for key in given if key not in known]
@@ -157,7 +159,7 @@ class _Unfit(Exception):
 class _Parser:
     """Builds dataclasses; `error` and `none` as in `from_mapping`."""
 
-    error: type[ValueError]
+    error: type[UserError]
     none: str
 
     def build(self, cls: type[T], data: Any, where: str) -> T:
@@ -240,7 +242,7 @@ class _Parser:
         """
         if data is None and type(None) in options:
             return None
-        inside: ValueError | None = None
+        inside: UserError | None = None
         for option in sorted(options, key=lambda option: option is not type(data)):
             try:
                 return self._fitted(option, data, where)

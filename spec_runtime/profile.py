@@ -22,6 +22,7 @@ import numpy as np
 
 from spec_runtime import mapping
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import locked, require_writable, sha256, write_atomically
 from spec_runtime.machine import cache_folder, cpu_model, default_threads
 from spec_runtime.trees.budget import Budget, Grown, RankPath, Static
@@ -62,7 +63,7 @@ class Costs:
         is_measured = all(len(pair) == 2 for pair in self.verify) and len(self.verify) > 0
         times = [self.plain, *(pair[-1] for pair in self.verify if pair)]
         if not is_measured or min(times) <= 0 or min(self.draft, self.level, self.host) < 0:
-            raise ValueError(f"got costs {self!r:.120}, expected pairs (nodes, ms), all positive")
+            raise UserError(f"got costs {self!r:.120}, expected pairs (nodes, ms), all positive")
 
     def step_ms(self, max_nodes: int) -> tuple[float, ...]:
         """Returns the time of a step with one level of drafting and 1, 2, … max_nodes nodes,
@@ -90,7 +91,7 @@ class Pace:
 
     def __post_init__(self) -> None:
         if min(self.accepted_length, self.speedup) <= 0:
-            raise ValueError(f"got {self!r:.80}, expected more than 0")
+            raise UserError(f"got {self!r:.80}, expected more than 0")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.chosen not in (names := [candidate.name for candidate in self.candidates]):
-            raise ValueError(f"got chosen {self.chosen!r:.80}, expected one of {', '.join(names)}")
+            raise UserError(f"got chosen {self.chosen!r:.80}, expected one of {', '.join(names)}")
 
     @property
     def choice(self) -> Candidate:
@@ -213,7 +214,7 @@ def from_json(data: Any) -> Profile:
     """Returns the profile of which `to_json` made `data`; raises ValueError if it is damaged."""
     rows = data.get("candidates") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("got no list of candidates, expected a profile")
+        raise UserError("got no list of candidates, expected a profile")
     plain = [row | {"budget": None} if "budget" in row else row for row in rows]
     profile = mapping.from_mapping(Profile, data | {"candidates": plain}, "profile")
     candidates = [
@@ -263,7 +264,7 @@ def find(key: Key) -> Profile | None:
     try:
         profile = from_json(mapping.parse_json(path.read_bytes()))
         if profile.key != key:
-            raise ValueError("it is of another machine or bundle")
+            raise UserError("it is of another machine or bundle")
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import CONTEXT, raising_in_the_runtime, toy_engine, write_small_bundle
+from small import CONTEXT, raising, toy_engine, write_small_bundle
 
 import spec_runtime
 from spec_export import cli as export_cli
 from spec_runtime import Engine, generate
 from spec_runtime import cli as runtime_cli
+from spec_runtime.errors import UserError
 from spec_runtime.measure import audit, bench
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingParams
@@ -114,7 +115,7 @@ def test_the_fused_step_and_cuda_graphs_are_asked_for(
         *arguments: object, fused: bool | None, cuda_graphs: bool, **options: object
     ) -> Engine:
         asked.append((fused, cuda_graphs))
-        return raising_in_the_runtime(ValueError("not here"))()
+        return raising(UserError("not here"))()
 
     monkeypatch.setattr(spec_runtime, "load", load)
     prompts = folder / "prompts.jsonl"
@@ -688,7 +689,7 @@ def test_failures_are_one_line(
     code: int,
     message: str,
 ) -> None:
-    monkeypatch.setattr(spec_runtime, "load", raising_in_the_runtime(failure))
+    monkeypatch.setattr(spec_runtime, "load", raising(failure))
     assert run("generate", "hello", "--bundle", folder) == (code, "", message)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from spec_export import demo
+from spec_runtime import machine
 from spec_runtime.bundle.manifest import sha256
 
 REQUIREMENT = "demo-model==1.0"

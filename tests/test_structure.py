@@ -34,6 +34,10 @@ def test_no_imports_go_in_a_circle(found: Structure) -> None:
     assert not found.circles, "; ".join(map(str, found.circles))
 
 
+def test_no_rooms_stand_on_each_other(found: Structure) -> None:
+    assert not found.room_circles, "; ".join(map(str, found.room_circles))
+
+
 def test_the_runtime_imports_neither_the_export_nor_torch(found: Structure) -> None:
     assert not found.forbidden, found.forbidden
 
@@ -83,7 +87,7 @@ def test_circles_are_found_wherever_the_imports_stand(read: Read) -> None:
     (circle,) = found.circles
     three, four = "spec_runtime.three", "spec_runtime.room.four"
     assert circle.path == (four, three, four)
-    assert circle.num_modules == 4
+    assert circle.size == 4
     assert str(circle) in structure.describe(found)
     assert found.outside["spec_runtime.one"] == {"numpy"}
 
@@ -93,13 +97,29 @@ def test_a_package_is_a_module_of_its_own(read: Read) -> None:
     files = {
         "spec_runtime/__init__.py": "from spec_runtime.engine import Engine\n",
         "spec_runtime/engine.py": "from spec_runtime import text\n",
-        "spec_runtime/text/tokenizer.py": "import spec_runtime.kv\n",
+        "spec_runtime/text.py": "import spec_runtime.kv\n",
         "spec_runtime/kv.py": "",
     }
     assert read(files).circles == []
     (circle,) = read(files | {"spec_runtime/kv.py": "from spec_runtime import Engine\n"}).circles
     assert circle.path[0] == circle.path[-1] == "spec_runtime"
-    assert circle.num_modules == 4
+    assert circle.size == 4
+
+
+def test_rooms_go_in_a_circle_where_no_modules_do(read: Read) -> None:
+    """The first room's file imports the second's; another file of the second imports the first."""
+    files = {
+        "spec_runtime/trees/tree.py": "",
+        "spec_runtime/trees/grow.py": "from spec_runtime.text import x\n",
+        "spec_runtime/text.py": "from spec_runtime.trees.tree import y\n\n",
+    }
+    found = read(files)
+    assert found.circles == []
+    (circle,) = found.room_circles
+    assert circle.path == ("spec_runtime.text", "spec_runtime.trees", "spec_runtime.text")
+    assert str(circle) in structure.describe(found)
+    assert found.num_lines == {"spec_runtime.text": 2, "spec_runtime.trees": 1}
+    assert read(files | {"spec_runtime/trees/grow.py": ""}).room_circles == []
 
 
 def test_what_the_runtime_may_not_import_is_named(read: Read) -> None:

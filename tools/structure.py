@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints how both packages are built: import circles, the longest function, files at each root.
+"""Prints how both packages are built: rooms, import circles, the longest function.
 
     python tools/structure.py
 
@@ -7,8 +7,9 @@ Every import statement counts, at module level, inside a function and under TYPE
 modules named in strings (the tables of drafters and proposers) do not.
 `from package import name` imports the module `package.name` where there is one, and `package`
 otherwise. A package's `__init__.py` is a module of its own: importing a submodule of a package is
-not taken as importing the package. Exit code 1 if there is a circle, an import that
-`spec_runtime` must not have, a function or a root that is too long.
+not taken as importing the package. A room is a folder of a package, or a file at its root. The exit
+code is 1 if there is a circle of modules or of rooms, an import that `spec_runtime` must not have,
+a function or a root that is too long.
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ class Function:
 
 @dataclass(frozen=True)
 class Circle:
-    """A shortest circle of a group of modules that all import one another, directly or not.
+    """A shortest circle of a group of modules, or rooms, that all import one another, directly or
+    not.
 
     Example: where a imports b, and b imports c and a, the path is (a, b, a).
     """
 
     path: tuple[str, ...]
-    num_modules: int  # of the group
+    size: int  # of the group
 
     def __str__(self) -> str:
-        return f"{' -> '.join(self.path)} (in a group of {self.num_modules} modules)"
+        return f"{' -> '.join(self.path)} (in a group of {self.size})"
 
 
 @dataclass
@@ -65,6 +67,22 @@ class Structure:
     outside: dict[str, set[str]] = field(default_factory=dict)
     functions: list[Function] = field(default_factory=list)
     num_root_files: dict[str, int] = field(default_factory=dict)
+    num_lines: dict[str, int] = field(default_factory=dict)  # by room
+
+    @property
+    def rooms(self) -> dict[str, set[str]]:
+        """Maps each room to the other rooms that its modules import."""
+        rooms: dict[str, set[str]] = {room_of(module): set() for module in self.imports}
+        for module, names in self.imports.items():
+            room = room_of(module)
+            rooms[room] |= {room_of(name) for name in names} - {room}
+        return rooms
+
+    @property
+    def room_circles(self) -> list[Circle]:
+        """Returns one circle of every group of rooms that import one another."""
+        rooms = self.rooms
+        return [_shortest_circle(rooms, group) for group in _groups(rooms)]
 
     @property
     def circles(self) -> list[Circle]:
@@ -96,12 +114,23 @@ def read(root: Path = ROOT, packages: tuple[str, ...] = PACKAGES) -> Structure:
         package = module if file.name == "__init__.py" else module.rpartition(".")[0]
         names = set(_imported(tree, package, set(files)))
         structure.imports[module] = names & set(files)
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        structure.num_lines[room_of(module)] = structure.num_lines.get(room_of(module), 0) + lines
         structure.outside[module] = names - set(files)
         structure.functions += _functions(tree, file.relative_to(root))
     structure.functions.sort(key=lambda function: (-function.lines, function.place))
     for package in packages:
         structure.num_root_files[package] = len(list((root / package).glob("*.py")))
     return structure
+
+
+def room_of(module: str) -> str:
+    """Returns the room of a module: "a.b" for a.b and a.b.c; a package's own names are a room too.
+
+    >>> room_of("spec_runtime.trees.tree"), room_of("spec_runtime.kv"), room_of("spec_runtime")
+    ('spec_runtime.trees', 'spec_runtime.kv', 'spec_runtime')
+    """
+    return ".".join(module.split(".")[:2])
 
 
 def _module_name(root: Path, file: Path) -> str:
@@ -175,6 +204,8 @@ def describe(structure: Structure) -> str:
     """Returns the findings as lines of text, those that are too long or forbidden named."""
     lines = [f"import circles: {len(structure.circles)}"]
     lines += [f"  {circle}" for circle in structure.circles]
+    lines.append(f"circles of rooms: {len(structure.room_circles)} of {len(structure.rooms)} rooms")
+    lines += [f"  {circle}" for circle in structure.room_circles]
     lines.append(f"forbidden imports: {len(structure.forbidden)}")
     lines += [f"  {line}" for line in structure.forbidden]
     for package in structure.num_root_files:
@@ -191,8 +222,16 @@ def main() -> int:
     """Prints the findings; returns the exit code."""
     structure = read()
     print(describe(structure))
+    print("\nlines by room:")
+    for room, count in sorted(structure.num_lines.items(), key=lambda pair: -pair[1]):
+        print(f"{count:6} {room}")
     is_over = any(count > MAX_FILES for count in structure.num_root_files.values())
-    found = structure.circles or structure.forbidden or structure.long_functions
+    found = (
+        structure.circles
+        or structure.room_circles
+        or structure.forbidden
+        or structure.long_functions
+    )
     return int(bool(found) or is_over)
 
 

@@ -19,6 +19,7 @@ from spec_export.decoder_config import sliding_window
 from spec_export.training import recipe
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.errors import UserError
 
 console = Console(stderr=True)
 
@@ -63,11 +64,11 @@ def _checkpoints(
     given = [saved.name for saved in found]
     twice = [name for name in given if given.count(name) > 1]
     if twice:
-        raise ValueError(f"got two checkpoints of {twice[0]!r}, expected one of each drafter")
+        raise UserError(f"got two checkpoints of {twice[0]!r}, expected one of each drafter")
     names = [name for name in names if name not in given]
     if source.kind != "demo":
         if names:
-            raise ValueError(
+            raise UserError(
                 f"got drafter {names[0]!r} for {source.name} without weights: train it with "
                 "spec-export train, then pass --drafter-checkpoint"
             )
@@ -88,7 +89,7 @@ def _shipped_drafter(name: str) -> SavedDrafter:
     """Reads the demo's drafter of this name; raises ValueError if none is shipped."""
     folder = _shipped_folder(name)
     if folder is None:
-        raise ValueError(
+        raise UserError(
             f"no {name} drafter is shipped for the demo: train one, then pass --drafter-checkpoint"
         )
     return load_drafter(folder)
@@ -108,7 +109,7 @@ def _require_fusable(names: Sequence[str]) -> None:
     """Raises ValueError unless at least one of these drafters guesses in one pass."""
     one_pass = [n for n in drafter_files.trainable() if drafter_files.load(n).Drafter.is_one_pass]
     if not set(names) & set(one_pass):
-        raise ValueError(
+        raise UserError(
             f"got fuse with drafter {', '.join(names) or 'none'}, expected one of "
             f"{', '.join(one_pass)}: the fused step takes drafters that guess in one pass"
         )
@@ -119,7 +120,7 @@ def _require_own_cache(saved: Sequence[SavedDrafter], options: BuildOptions) -> 
     got = "the tensorrt backend" if options.backend == "tensorrt" else "the contiguous form"
     for drafter in saved:
         if drafter_files.load(drafter.name).Drafter.shares_target_cache:
-            raise ValueError(
+            raise UserError(
                 f"got drafter {drafter.name} with {got}, expected another one: it shares the "
                 "target's cache, which the contiguous form does not allow"
             )
@@ -166,7 +167,7 @@ def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
     ids = None if saved.draft_token_ids is None else torch.from_numpy(saved.draft_token_ids)
     vocab_size = backbone.config.vocab_size
     if ids is not None and int(ids.max()) >= vocab_size:
-        raise ValueError(
+        raise UserError(
             f"{saved.path} guesses token ids up to {int(ids.max())}, the target has {vocab_size}: "
             "it was trained for another target"
         )
@@ -197,7 +198,7 @@ def load_draft_model(model: str, tokenizer: Any, vocab_size: int, length: int) -
     window = sliding_window(hf_model.config)
     limit = min(hf_model.config.max_position_embeddings, window or length)
     if limit < length:
-        raise ValueError(
+        raise UserError(
             f"got a draft model with a context of {limit} tokens, expected the bundle's {length}: "
             f"pass --max-length {limit} or less"
         )

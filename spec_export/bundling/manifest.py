@@ -10,6 +10,7 @@ import numpy as np
 from spec_export.bundling.drafters import LoadedDrafter
 from spec_export.decoder_config import DecoderConfig
 from spec_runtime.bundle.manifest import Dims, DrafterInfo, Graph, TargetInfo, TokenizerInfo
+from spec_runtime.errors import UserError
 
 
 def target_info(config: DecoderConfig, precision: str, is_modified: bool) -> TargetInfo:
@@ -80,7 +81,7 @@ def write_tokenizer(tokenizer: Any, hf_model: Any, folder: Path) -> TokenizerInf
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError(
+        raise UserError(
             "the target has no fast tokenizer (tokenizer.json): convert it with transformers first"
         )
     # the tokenizer's own `save` raises a bare Exception when the disk is full

@@ -9,6 +9,7 @@ from typing import Any
 
 from spec_export import drafters as drafter_files
 from spec_export.graphs.quantize import PRECISIONS
+from spec_runtime.errors import UserError
 from spec_runtime.proposers import BUILT_IN
 
 BUILD_BACKENDS = ("onnxruntime", "tensorrt")
@@ -73,7 +74,7 @@ class BuildOptions:
         _require_one_of("precision", self.target_precision, PRECISIONS)
         _require_one_of("backend", self.backend, BUILD_BACKENDS)
         if self.compute_capabilities and self.backend != "tensorrt":
-            raise ValueError(
+            raise UserError(
                 "got a compute capability with onnxruntime, expected --backend tensorrt"
             )
         _require_one_of("device", self.device, DEVICES)
@@ -85,40 +86,40 @@ class BuildOptions:
             _require_one_of("drafter", name, [*drafter_files.trainable(), *BUILT_IN])
         alone = self.trained_drafters in ([], ["draft_model"]) and not self.drafter_checkpoints
         if self.draft_model is not None and not alone:
-            raise ValueError(
+            raise UserError(
                 "got --draft-model with another drafter or a checkpoint, expected it alone"
             )
         if self.fuse and self.graph_form != "slots":
-            raise ValueError(
+            raise UserError(
                 f"got fuse with the {self.graph_form} form, expected slots: leave out --fuse or "
                 "the form"
             )
 
     def _require_device_fits(self) -> None:
         if self.device == "cuda" and self.target_precision in CPU_PRECISIONS:
-            raise ValueError(
+            raise UserError(
                 f"got precision {self.target_precision} with device cuda, expected fp16, bf16 or "
                 "fp32: int8 and int4 are for CPUs"
             )
         if self.device == "cuda" and self.backend != "onnxruntime":
-            raise ValueError(
+            raise UserError(
                 f"got device cuda with backend {self.backend}, expected onnxruntime: "
                 f"{self.backend} is for GPUs anyway"
             )
         if self.device == "cuda" and self.form != "slots":
-            raise ValueError(
+            raise UserError(
                 f"got form {self.form} with device cuda, expected slots: leave out --form or build "
                 "for TensorRT (--backend tensorrt)"
             )
 
     def _require_precision_fits(self) -> None:
         if self.graph_form == "contiguous" and self.target_precision in CPU_PRECISIONS:
-            raise ValueError(
+            raise UserError(
                 f"got precision {self.target_precision} with the contiguous form, expected fp32, "
                 "fp16 or bf16: TensorRT reads those"
             )
         if self.reduce_range and self.target_precision != "int8":
-            raise ValueError(
+            raise UserError(
                 f"got reduce_range with precision {self.target_precision}, expected int8: "
                 "no other precision needs it"
             )
@@ -128,7 +129,7 @@ class BuildOptions:
             return
         _require_one_of("drafter precision", self.drafter_precision, DRAFTER_PRECISIONS)
         if not self.takes_quantised:
-            raise ValueError(
+            raise UserError(
                 f"got drafter precision {self.drafter_precision} with device {self.device} and the "
                 f"{self.graph_form} form, expected a CPU and slots: elsewhere drafters have the "
                 "target's precision"
@@ -203,4 +204,4 @@ class BuildOptions:
 def _require_one_of(what: str, got: str, known: Sequence[str]) -> None:
     """Raises ValueError, which lists the known names, if `got` is none of them."""
     if got not in known:
-        raise ValueError(f"got {what} {got!r}, expected one of {', '.join(known)}")
+        raise UserError(f"got {what} {got!r}, expected one of {', '.join(known)}")

@@ -28,6 +28,7 @@ from spec_export.progress import TenthLines
 from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import locked, sha256, write_atomically
 from spec_runtime.mapping import from_mapping, parse_json
 
@@ -67,7 +68,7 @@ class _Written:
 
     def __post_init__(self) -> None:
         if min(self.rows, self.answer_tokens, self.size) < 0:
-            raise ValueError(f"got {self.rows} rows in {self.size} bytes, expected 0 or more")
+            raise UserError(f"got {self.rows} rows in {self.size} bytes, expected 0 or more")
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class _Sidecar:
 
     def __post_init__(self) -> None:
         if self.next_batch < 0:
-            raise ValueError(f"got next_batch {self.next_batch}, expected 0 or more")
+            raise UserError(f"got next_batch {self.next_batch}, expected 0 or more")
         _Written(self.rows, self.answer_tokens, self.size)
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spec_export.distill.engines import ENGINES, PRECISIONS
+from spec_runtime.errors import UserError
 
 
-class DistillError(ValueError):
+class DistillError(UserError):
     """Prompts, settings or files that cannot be used."""
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from spec_export.loading import gguf_header
 from spec_export.target import Source
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
 ENGINES = ("auto", "transformers", "openvino", "vllm")
@@ -22,7 +23,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 _GGUF_FILES = {"F32": 0, "F16": 1, "Q8_0": 7}
 
 
-class EngineError(ValueError):
+class EngineError(UserError):
     """An engine is not installed, or cannot run this target."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from spec_runtime.errors import UserError
 from spec_runtime.proposers import BUILT_IN, PROPOSERS
 
 
@@ -19,5 +20,5 @@ def load(name: str) -> ModuleType:
     Raises ValueError if the name is unknown.
     """
     if name not in trainable():
-        raise ValueError(f"got drafter {name!r:.80}, expected one of {', '.join(trainable())}")
+        raise UserError(f"got drafter {name!r:.80}, expected one of {', '.join(trainable())}")
     return importlib.import_module(f"spec_export.drafters.{name}")

@@ -37,6 +37,7 @@ from spec_export.drafters.layers import (
 )
 from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export, step_inputs
+from spec_runtime.errors import UserError
 
 STAGES = {"none": 0, "one": 1, "two": 2}
 
@@ -72,20 +73,20 @@ class Config:
     def __post_init__(self) -> None:
         for name, known in (("heads", HEADS), ("staged", tuple(STAGES))):
             if getattr(self, name) not in known:
-                raise ValueError(
+                raise UserError(
                     f"got {name} {getattr(self, name)!r}, expected one of {', '.join(known)}"
                 )
         if self.taps and self.staged == "none":
-            raise ValueError(f"got taps {list(self.taps)} without a layer that reads them")
+            raise UserError(f"got taps {list(self.taps)} without a layer that reads them")
         if self.staged == "two" and self.num_heads == 1:
-            raise ValueError('got one head for two stages: set staged = "one"')
+            raise UserError('got one head for two stages: set staged = "one"')
         if min(self.num_heads, self.attention_layers, self.top_k) < 1:
-            raise ValueError(
+            raise UserError(
                 f"got num_heads {self.num_heads}, attention_layers {self.attention_layers}, "
                 f"top_k {self.top_k}, expected at least 1 of each"
             )
         if min(self.lambda_soft, self.lambda_hard) < 0 or self.lambda_soft + self.lambda_hard <= 0:
-            raise ValueError(
+            raise UserError(
                 f"got lambda_soft {self.lambda_soft} and lambda_hard {self.lambda_hard}, expected "
                 "none negative and one positive"
             )

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export.drafters.markov import conditioned_log_probs
+from spec_runtime.errors import UserError
 
 NO_KEY = -1  # fills up a bucket
 LOADS = (1, 2, 3, 4, 6, 8)  # mean keys of a bucket that are tried for the smallest table
@@ -50,7 +51,7 @@ class BigramPairs(nn.Module):
         row_V[ids] = np.arange(len(ids))
         previous_P, next_P, token_U = (row_V[table[x]] for x in ("previous", "next", "token"))
         if min(_least(previous_P), _least(next_P), _least(token_U)) < 0:
-            raise ValueError(
+            raise UserError(
                 "got a table of bigrams with tokens outside the draft vocabulary, expected one "
                 "that was counted for it: run tools/count_bigrams.py"
             )

@@ -35,6 +35,7 @@ from spec_export.drafters.layers import (
 )
 from spec_export.drafters.losses import IGNORED, head_cross_entropy
 from spec_export.graphs.trace import export, step_inputs
+from spec_runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -60,18 +61,18 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.taps:
-            raise ValueError("a draft model reads tokens alone: leave taps empty")
+            raise UserError("a draft model reads tokens alone: leave taps empty")
         sizes = ("hidden_size", "intermediate_size", "layers", "num_heads", "num_kv_heads")
         for name in (*sizes, "num_guesses", "max_width", "top_k"):
             if getattr(self, name) < 1:
-                raise ValueError(f"got {name} {getattr(self, name)}, expected at least 1")
+                raise UserError(f"got {name} {getattr(self, name)}, expected at least 1")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"got num_heads {self.num_heads}, expected a multiple of num_kv_heads, "
                 f"{self.num_kv_heads}"
             )
         if not 0 <= self.soft_weight <= 1 or self.prompt_weight < 0:
-            raise ValueError(
+            raise UserError(
                 f"got soft_weight {self.soft_weight} and prompt_weight {self.prompt_weight}, "
                 "expected 0 to 1, and 0 or more"
             )
@@ -272,12 +273,12 @@ def require_same_tokens(target_ids: dict[str, int], model_ids: dict[str, int], r
     expected, got = ({i: token for token, i in ids.items()} for ids in (target_ids, model_ids))
     for i in sorted(expected | got):
         if expected.get(i) != got.get(i):
-            raise ValueError(
+            raise UserError(
                 f"got a draft model whose token {i} is {got.get(i)!r:.80}, expected the target's "
                 f"{expected.get(i)!r:.80}: both need one vocabulary"
             )
     if max(expected) >= rows:
-        raise ValueError(
+        raise UserError(
             f"got a draft model with {rows} embeddings, expected the target's {max(expected) + 1}"
         )
 

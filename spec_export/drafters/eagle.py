@@ -41,6 +41,7 @@ from spec_export.drafters.layers import (
 )
 from spec_export.drafters.losses import IGNORED, feature_regression, head_cross_entropy
 from spec_export.graphs.trace import GraphInput, export, step_inputs
+from spec_runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.taps:
-            raise ValueError("eagle reads the final feature alone: leave taps empty")
+            raise UserError("eagle reads the final feature alone: leave taps empty")
         for name in ("layers", "num_guesses", "max_width", "top_k", "ttt_steps"):
             if getattr(self, name) < 1:
-                raise ValueError(f"got {name} {getattr(self, name)}, expected at least 1")
+                raise UserError(f"got {name} {getattr(self, name)}, expected at least 1")
         if not 0 <= self.soft_weight <= 1 or self.feature_noise < 0:
-            raise ValueError(
+            raise UserError(
                 f"got soft_weight {self.soft_weight} and feature_noise {self.feature_noise}, "
                 "expected 0 to 1, and 0 or more"
             )

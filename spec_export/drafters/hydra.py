@@ -32,6 +32,7 @@ from spec_export import decoder
 from spec_export.drafters.layers import Batch, DecoderLayer, TargetEnds, as_traceable
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
 from spec_export.graphs.trace import GraphInput, export, step_inputs
+from spec_runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Config(SequentialConfig):
         super().__post_init__()
         least = 1 if self.first_block == "residual" else 0
         if self.num_layers < least:
-            raise ValueError(f"got num_layers {self.num_layers}, expected {least} or more")
+            raise UserError(f"got num_layers {self.num_layers}, expected {least} or more")
 
 
 class _Head(nn.Module):

@@ -20,6 +20,7 @@ from spec_export import decoder
 from spec_export.drafters.bigram_pairs import BigramPairs
 from spec_export.drafters.losses import IGNORED, Shortlist, draw_shortlist
 from spec_export.drafters.markov import CandidateTables, MarkovBias
+from spec_runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class LayerDims:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise UserError(
                 f"got {self.num_heads} heads over {self.num_kv_heads} key/value heads, "
                 "expected a multiple: check the target's configuration"
             )
@@ -166,7 +167,7 @@ class DrafterBase(nn.Module):
         """Conditions the guesses by these arrays of bigrams.table. Raises ValueError if the drafter
         knows its own guesses already, or if the table is that of another draft vocabulary."""
         if not self.is_one_pass or self.markov is not None:
-            raise ValueError(
+            raise UserError(
                 "got a table of bigrams, expected a drafter that guesses in one pass and has no "
                 "markov_rank: others know what they guessed before"
             )

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
+from spec_runtime.errors import UserError
+
 IGNORED = -100  # label of a row that carries no loss
 CHUNK_ROWS = 256  # logits of a chunk stay in cache: 256 rows of an 8 k vocabulary are 8 MB
 LOSSES = ("ce", "tv", "lk")
@@ -43,9 +45,9 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
-            raise ValueError(f"got loss {self.loss!r}, expected one of {', '.join(LOSSES)}")
+            raise UserError(f"got loss {self.loss!r}, expected one of {', '.join(LOSSES)}")
         if not 0 <= self.tv_weight <= 1 or not 0 <= self.soft_weight <= 1:
-            raise ValueError(
+            raise UserError(
                 f"got tv_weight {self.tv_weight} and soft_weight {self.soft_weight}, expected "
                 "numbers in [0, 1]"
             )
@@ -236,7 +238,7 @@ def head_losses(
     if not objective.needs_target:
         target_ND = target_index_R = None
     elif target_ND is None or target_index_R is None:
-        raise ValueError(
+        raise UserError(
             f"got loss {objective.loss!r} with soft_weight {objective.soft_weight} without the "
             "target's features, expected features: losses tv and lk and soft labels need them"
         )

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export.drafters.losses import IGNORED
+from spec_runtime.errors import UserError
 
 MOST_AVERAGED = 8192  # tokens of the vocabulary, over which a bias is averaged
 
@@ -37,14 +38,14 @@ MOST_AVERAGED = 8192  # tokens of the vocabulary, over which a bias is averaged
 def require_rank(rank: int, reads_hidden: bool, num_guesses: int) -> None:
     """Raises ValueError unless a drafter of `num_guesses` guesses can have a bias of this rank."""
     if rank < 0:
-        raise ValueError(f"got markov_rank {rank}, expected 0 for no bias, or a rank such as 256")
+        raise UserError(f"got markov_rank {rank}, expected 0 for no bias, or a rank such as 256")
     if rank and num_guesses < 2:
-        raise ValueError(
+        raise UserError(
             f"got markov_rank {rank} with one guess, expected two or more: the bias leads from a "
             "guess to the next"
         )
     if reads_hidden and not rank:
-        raise ValueError("got markov_reads_hidden without a markov_rank: set a rank such as 256")
+        raise UserError("got markov_reads_hidden without a markov_rank: set a rank such as 256")
 
 
 class MarkovBias(nn.Module):

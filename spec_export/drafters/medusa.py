@@ -23,6 +23,7 @@ from spec_export.drafters.layers import Batch, TargetEnds
 from spec_export.drafters.losses import position_weights
 from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export
+from spec_runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,16 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.heads not in HEADS:
-            raise ValueError(f"got heads {self.heads!r}, expected one of {', '.join(HEADS)}")
+            raise UserError(f"got heads {self.heads!r}, expected one of {', '.join(HEADS)}")
         if self.taps:
-            raise ValueError(f"got taps {list(self.taps)}, expected none: heads read h_t alone")
+            raise UserError(f"got taps {list(self.taps)}, expected none: heads read h_t alone")
         if min(self.num_heads, self.num_layers, self.top_k) < 1:
-            raise ValueError(
+            raise UserError(
                 f"got num_heads {self.num_heads}, num_layers {self.num_layers}, "
                 f"top_k {self.top_k}, expected at least 1 of each"
             )
         if not 0 <= self.soft_weight <= 1:
-            raise ValueError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
+            raise UserError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
         require_rank(self.markov_rank, self.markov_reads_hidden, self.num_heads)
 
 

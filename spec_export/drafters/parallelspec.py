@@ -49,6 +49,7 @@ from spec_export.drafters.losses import (
 )
 from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export, step_inputs
+from spec_runtime.errors import UserError
 
 STYLES = ("medusa", "eagle")
 INPUTS = ("tokens", "features+tokens")
@@ -117,35 +118,35 @@ class Config:
             ("depth_weights", self.depth_weights, DEPTH_WEIGHTS),
         ):
             if value not in known:
-                raise ValueError(f"got {name} {value!r}, expected one of {', '.join(known)}")
+                raise UserError(f"got {name} {value!r}, expected one of {', '.join(known)}")
         if self.style == "eagle" and self.inputs == "tokens":
-            raise ValueError("style 'eagle' regresses features: set inputs = \"features+tokens\"")
+            raise UserError("style 'eagle' regresses features: set inputs = \"features+tokens\"")
         if self.inputs == "tokens" and self.taps:
-            raise ValueError('inputs = "tokens" reads no target layer: leave taps empty')
+            raise UserError('inputs = "tokens" reads no target layer: leave taps empty')
         if self.num_masks < 0 or self.layers < 1 or self.top_k < 1:
-            raise ValueError(
+            raise UserError(
                 f"got num_masks {self.num_masks}, layers {self.layers}, top_k {self.top_k}, "
                 "expected num_masks >= 0, layers >= 1, top_k >= 1"
             )
         if not 0 < self.anchor_fraction <= 1 or not 0 <= self.soft_weight <= 1:
-            raise ValueError("anchor_fraction must lie in (0, 1], soft_weight in [0, 1]")
+            raise UserError("anchor_fraction must lie in (0, 1], soft_weight in [0, 1]")
         if not 0 <= self.tv_weight <= 1 or not 0 < self.depth_keep <= 1:
-            raise ValueError(
+            raise UserError(
                 f"got tv_weight {self.tv_weight} and depth_keep {self.depth_keep}, expected "
                 "numbers in [0, 1] and in (0, 1]"
             )
         if self.prompt_weight < 0 or self.feature_noise < 0:
-            raise ValueError(
+            raise UserError(
                 f"got prompt_weight {self.prompt_weight} and feature_noise {self.feature_noise}, "
                 "expected neither negative"
             )
         if self.feature_noise and self.style != "eagle":
-            raise ValueError(
+            raise UserError(
                 f"got feature_noise {self.feature_noise} with style {self.style!r}, expected 0: "
                 "noise is a part of style 'eagle'"
             )
         if not 0 <= self.markov_drop < 1 or (self.markov_drop and not self.markov_rank):
-            raise ValueError(
+            raise UserError(
                 f"got markov_drop {self.markov_drop} with markov_rank {self.markov_rank}, expected "
                 "a share in [0, 1), and 0 without a bias"
             )

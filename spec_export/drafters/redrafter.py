@@ -28,6 +28,7 @@ from spec_export.drafters.heads import HEADS
 from spec_export.drafters.layers import TargetEnds
 from spec_export.drafters.losses import trained_head_cross_entropy
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
+from spec_runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Config(SequentialConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head not in HEADS:
-            raise ValueError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
+            raise UserError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
         if self.num_layers < 0:
-            raise ValueError(f"got num_layers {self.num_layers}, expected 0 or more")
+            raise UserError(f"got num_layers {self.num_layers}, expected 0 or more")
 
 
 class Drafter(SequentialDrafter):

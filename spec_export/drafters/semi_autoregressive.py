@@ -36,6 +36,7 @@ from spec_export.drafters.heads import HEADS
 from spec_export.drafters.layers import DecoderLayer, TargetEnds, rotate
 from spec_export.drafters.losses import is_top_token
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
+from spec_runtime.errors import UserError
 
 KINDS = ("fixed_attention", "lstm", "rnn", "transformer")
 CHUNK_ROWS = 1024  # rows whose logits are in memory at once
@@ -56,18 +57,18 @@ class Config(SequentialConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kind not in KINDS:
-            raise ValueError(f"got kind {self.kind!r}, expected one of {', '.join(KINDS)}")
+            raise UserError(f"got kind {self.kind!r}, expected one of {', '.join(KINDS)}")
         if self.head not in HEADS:
-            raise ValueError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
+            raise UserError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
         if not 0 <= self.layers <= 6 or self.head_width < 1:
-            raise ValueError(
+            raise UserError(
                 f"got layers {self.layers}, head_width {self.head_width}, expected 0 to 6 layers "
                 "and a head_width of 1 or more"
             )
         if self.alpha_rate <= 0:
-            raise ValueError(f"got alpha_rate {self.alpha_rate}, expected more than 0")
+            raise UserError(f"got alpha_rate {self.alpha_rate}, expected more than 0")
         if self.head == "own" and self.soft_weight:
-            raise ValueError("got a soft_weight, expected 0: a head of its own learns hard labels")
+            raise UserError("got a soft_weight, expected 0: a head of its own learns hard labels")
 
 
 def _weight(*shape: int) -> nn.Parameter:

@@ -22,6 +22,7 @@ from spec_export import decoder
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
 from spec_export.drafters.losses import IGNORED, head_cross_entropy
 from spec_export.graphs.trace import GraphInput, export
+from spec_runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,16 @@ class SequentialConfig:
 
     def __post_init__(self) -> None:
         if self.taps:
-            raise ValueError(
+            raise UserError(
                 f"got taps {list(self.taps)}, expected none: it reads the final feature"
             )
         if self.num_guesses < 1 or self.max_width < 1 or self.top_k < 1:
-            raise ValueError(
+            raise UserError(
                 f"got num_guesses {self.num_guesses}, max_width {self.max_width}, "
                 f"top_k {self.top_k}, expected at least 1 each"
             )
         if not 0 <= self.soft_weight <= 1:
-            raise ValueError(f"got soft_weight {self.soft_weight}, expected 0 to 1")
+            raise UserError(f"got soft_weight {self.soft_weight}, expected 0 to 1")
 
 
 class SequentialDrafter(DrafterBase):

@@ -35,6 +35,7 @@ from spec_export.drafters.heads import ResidualBlock
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
 from spec_export.drafters.losses import IGNORED, head_cross_entropy
 from spec_export.graphs.trace import export, step_inputs
+from spec_runtime.errors import UserError
 
 EXIT_HEADS = ("target", "trained")
 
@@ -60,21 +61,21 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.head not in EXIT_HEADS:
-            raise ValueError(f"got head {self.head!r}, expected one of {', '.join(EXIT_HEADS)}")
+            raise UserError(f"got head {self.head!r}, expected one of {', '.join(EXIT_HEADS)}")
         if min(self.layers, self.num_guesses, self.max_width, self.top_k) < 1:
-            raise ValueError(
+            raise UserError(
                 f"got layers {self.layers}, num_guesses {self.num_guesses}, max_width "
                 f"{self.max_width}, top_k {self.top_k}, expected at least 1 of each"
             )
         if not 0 <= self.soft_weight <= 1:
-            raise ValueError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
+            raise UserError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
         if self.exit_layers and (min(self.taps) < 2 or len(set(self.taps)) < len(self.taps)):
-            raise ValueError(
+            raise UserError(
                 f"got layers {self.layers} and exit_layers {list(self.exit_layers)}, expected "
                 "different layers from 2 on: the loss behind layer 1 has weight 0"
             )
         if not 1 <= self.exit_every <= max(1, len(self.exit_layers)):
-            raise ValueError(
+            raise UserError(
                 f"got exit_every {self.exit_every} of {len(self.exit_layers)} exit_layers, "
                 "expected at least 1 and at most as many"
             )
@@ -189,7 +190,7 @@ class Drafter(DrafterBase):
         target's number of layers.
         """
         if self.config.layers >= backbone.config.num_layers:
-            raise ValueError(
+            raise UserError(
                 f"got layers {self.config.layers}, expected fewer than the target's "
                 f"{backbone.config.num_layers}"
             )

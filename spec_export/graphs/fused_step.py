@@ -27,6 +27,7 @@ import onnx_ir as ir
 
 from spec_export.graphs.edit import GraphEditor, fixed_size, remove_dead
 from spec_runtime.bundle.manifest import BANK, DRAFT, FEATURE_ROWS
+from spec_runtime.errors import UserError
 
 BUFFERS = ("kv.", BANK)  # prefixes of inputs that are buffers on the device
 
@@ -70,7 +71,7 @@ def fuse(
     Raises ValueError for fewer than two nodes, or a drafter that does not guess in one pass.
     """
     if num_nodes < 2:
-        raise ValueError(f"got trees of {num_nodes} node to fuse, expected at least 2")
+        raise UserError(f"got trees of {num_nodes} node to fuse, expected at least 2")
     inputs = {str(value.name) for value in drafter.graph.inputs}
     outputs = {str(value.name): value for value in drafter.graph.outputs}
     extra = {name for name in inputs if not name.startswith(BUFFERS)} - {
@@ -78,7 +79,7 @@ def fuse(
         FEATURE_ROWS,
     }
     if extra or not {"guess_ids", "guess_log_probs"} <= set(outputs):
-        raise ValueError(
+        raise UserError(
             f"got a drafter with inputs {sorted(inputs)} and outputs {sorted(outputs)} to fuse, "
             "expected one that guesses in one pass"
         )

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.edit import MS, GraphEditor, remove_dead
+from spec_runtime.errors import UserError
 
 BLOCK = 32
 FULL, REDUCED = 127, 63  # the largest int8 weight in the full and in the reduced range
@@ -32,7 +33,7 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
     unknown.
     """
     if precision not in PRECISIONS:
-        raise ValueError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
+        raise UserError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
     if precision not in ("int8", "int4"):
         return model
     edit = GraphEditor(model, precision)

@@ -24,6 +24,7 @@ from spec_export.graphs.edit import (
     remove_dead,
 )
 from spec_runtime.bundle.manifest import ATTENTIONS as ATTENTIONS
+from spec_runtime.errors import UserError
 
 
 def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
@@ -46,7 +47,7 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     Raises ValueError for an unknown `attention`.
     """
     if attention not in ATTENTIONS:
-        raise ValueError(f"got attention {attention!r}, expected one of {', '.join(ATTENTIONS)}")
+        raise UserError(f"got attention {attention!r}, expected one of {', '.join(ATTENTIONS)}")
     graph, edit = model.graph, GraphEditor(model, "slots")
     model.opset_imports[MS] = 1
     inputs = {value.name: value for value in graph.inputs}

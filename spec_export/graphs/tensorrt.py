@@ -26,6 +26,7 @@ from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.bundle.manifest import Graph, Plan, TensorSpec
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import sha256, write_atomically
 from spec_runtime.machine import cache_folder
 from spec_runtime.proposers.rows import CHUNK_ROWS
@@ -186,19 +187,19 @@ def choose_capabilities(
     Example: wanted ["8.0,8.9", "8.9"] gives ("8.0", "8.9").
     """
     if not known:
-        raise ValueError(
+        raise UserError(
             f"{trt.flavour} {trt.version} builds for the GPU it runs on, and there is none: build "
             "there, or with specsplit[tensorrt-rtx] instead, which needs none"
         )
     found = [part.strip() for entry in wanted for part in entry.split(",")]
     for capability in found:
         if capability not in known:
-            raise ValueError(
+            raise UserError(
                 f"got compute capability {capability!r}, expected one of {', '.join(known)}: for "
                 f"these {trt.flavour} {trt.version} builds here"
             )
     if not found:
-        raise ValueError(
+        raise UserError(
             "got no --compute-capability and no GPU to take it from, expected one: name that of "
             "the GPU the bundle is for, as in --compute-capability 8.9"
         )
@@ -241,7 +242,7 @@ def build_plan(
     parser = module.OnnxParser(network, trt.logger)
     if not parser.parse_from_file(str(path)):  # by its path, since the weights lie beside it
         told = [" ".join(parser.get_error(i).desc().split()) for i in range(parser.num_errors)]
-        raise ValueError(f"{trt.flavour} does not parse {path.name}: {'; '.join(told)[:400]}")
+        raise UserError(f"{trt.flavour} does not parse {path.name}: {'; '.join(told)[:400]}")
     check_network(module, network, graph, path.name)
     for attention in _attentions(module, network):
         attention.decomposable = True  # for fp32, and for shapes without a fused kernel
@@ -272,7 +273,7 @@ def build_plan(
         load_timing(config, timing)
     plan = builder.build_serialized_network(network, config)
     if plan is None or plan.nbytes == 0:
-        raise ValueError(
+        raise UserError(
             f"{trt.flavour} {trt.version} does not build {path.name} for {compute_capability}: "
             f"{trt.reason}"
         )
@@ -313,7 +314,7 @@ def check_network(module: Any, network: Any, graph: Graph, file: str) -> None:
 def _require(file: str, what: str, got: Any, expected: Any) -> None:
     """Raises ValueError if TensorRT parsed something else than expected."""
     if got != expected:
-        raise ValueError(f"{file} as TensorRT parsed it: {what}: got {got}, expected {expected}")
+        raise UserError(f"{file} as TensorRT parsed it: {what}: got {got}, expected {expected}")
 
 
 def _open_shape(spec: TensorSpec) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from spec_export.decoder import Backbone
 from spec_export.decoder_config import DecoderConfig
+from spec_runtime.errors import UserError
 
 OPSET = 24
 # IR 11 is what TensorRT's parser reads; nothing newer is used.
@@ -43,7 +44,7 @@ class GraphInput:
 
     def __post_init__(self) -> None:
         if any(not 0 <= axis < self.example.dim() for axis in self.axes):
-            raise ValueError(
+            raise UserError(
                 f"got axes {sorted(self.axes)} for input {self.name}, "
                 f"expected axes of a {self.example.dim()}-D tensor"
             )
@@ -114,12 +115,12 @@ def _check_sizes(inputs: Sequence[GraphInput]) -> None:
         for axis, name in given.axes.items():
             size = given.example.shape[axis]
             if size < 2 or sizes.setdefault(name, size) != size:
-                raise ValueError(
+                raise UserError(
                     f"got size {size} for axis {name} of input {given.name}, "
                     f"expected {sizes.get(name, 'at least 2')}"
                 )
     if len(set(sizes.values())) != len(sizes):
-        raise ValueError(f"got axes of equal size among {sizes}, expected all sizes to differ")
+        raise UserError(f"got axes of equal size among {sizes}, expected all sizes to differ")
 
 
 def _name_axes(graph: ir.Graph, inputs: Sequence[GraphInput]) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from spec_runtime.errors import UserError
+
 MAX_DIMENSIONS = 4  # ggml has no tensors of more
 STRING, ARRAY = 8, 9
 # The types of metadata values that have one size, by their number: format for `struct`.
@@ -48,9 +50,9 @@ def read(path: Path) -> GGUFHeader:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Cursor(data).header()
     except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is no whole GGUF file: {error}; download or convert it again"
         ) from error
 
@@ -63,11 +65,11 @@ class _Cursor:
 
     def header(self) -> GGUFHeader:
         if self.data[:4] != b"GGUF":
-            raise ValueError("it does not begin with GGUF")
+            raise UserError("it does not begin with GGUF")
         self.position = 4
         version, num_tensors, num_values = self.number("I"), self.number("Q"), self.number("Q")
         if version not in (2, 3):
-            raise ValueError(f"it is of version {version}, expected 2 or 3")
+            raise UserError(f"it is of version {version}, expected 2 or 3")
         architecture, alignment = "", 32
         for _ in range(num_values):
             key, kind = self.text(), self.number("I")
@@ -78,19 +80,19 @@ class _Cursor:
             else:
                 self.skip_value(kind)
         if not architecture:
-            raise ValueError("it names no general.architecture")
+            raise UserError("it names no general.architecture")
         if alignment < 1 or alignment & (alignment - 1):
-            raise ValueError(f"it has alignment {alignment}, expected a power of two")
+            raise UserError(f"it has alignment {alignment}, expected a power of two")
         ends = dict[str, int]()  # where each tensor's bytes end, from the first tensor's start
         for _ in range(num_tensors):
             name, end = self.tensor()
             if name in ends:
-                raise ValueError(f"it holds tensor {name} twice")
+                raise UserError(f"it holds tensor {name} twice")
             ends[name] = end
         start = -(-self.position // alignment) * alignment
         for name, end in ends.items():
             if start + end > len(self.data):
-                raise ValueError(
+                raise UserError(
                     f"tensor {name} ends at byte {start + end}, the file at {len(self.data)}"
                 )
         return GGUFHeader(architecture, tuple(ends))
@@ -99,13 +101,13 @@ class _Cursor:
         try:
             (value,) = struct.unpack_from(f"<{kind}", self.data, self.position)
         except struct.error:
-            raise ValueError("it ends inside its header") from None
+            raise UserError("it ends inside its header") from None
         self.position += struct.calcsize(f"<{kind}")
         return int(value)
 
     def skip(self, num_bytes: int) -> None:
         if num_bytes > len(self.data) - self.position:
-            raise ValueError("it ends inside its header")
+            raise UserError("it ends inside its header")
         self.position += num_bytes
 
     def text(self) -> str:
@@ -128,9 +130,9 @@ class _Cursor:
                 for _ in range(count):
                     self.skip(self.number("Q"))
             else:
-                raise ValueError(f"it holds an array of kind {item}, expected numbers or strings")
+                raise UserError(f"it holds an array of kind {item}, expected numbers or strings")
         else:
-            raise ValueError(f"it holds a value of the unknown kind {kind}")
+            raise UserError(f"it holds a value of the unknown kind {kind}")
 
     def tensor(self) -> tuple[str, int]:
         """Returns a tensor's name, and where its bytes end."""
@@ -138,13 +140,13 @@ class _Cursor:
 
         name, num_dimensions = self.text(), self.number("I")
         if num_dimensions > MAX_DIMENSIONS:
-            raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
+            raise UserError(f"tensor {name} has {num_dimensions} dimensions")
         shape = [self.number("Q") for _ in range(num_dimensions)]
         kind, offset = self.number("I"), self.number("Q")
         try:
             block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
         except (ValueError, KeyError):
-            raise ValueError(f"tensor {name} is of the unknown type {kind}") from None
+            raise UserError(f"tensor {name} is of the unknown type {kind}") from None
         if not shape or shape[0] % block:
-            raise ValueError(f"tensor {name} has shape {shape}, expected whole blocks of {block}")
+            raise UserError(f"tensor {name} has shape {shape}, expected whole blocks of {block}")
         return name, offset + prod(shape) // block * block_bytes

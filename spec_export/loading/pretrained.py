@@ -21,6 +21,7 @@ import torch
 from spec_export import decoder
 from spec_export.loading import gguf_header
 from spec_runtime import mapping
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
 SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
@@ -39,7 +40,7 @@ def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
         return [folder / gguf_file]
     files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
     if not files:
-        raise ValueError(f"got {folder} without weights, expected {SAFETENSORS} or {PICKLED} in it")
+        raise UserError(f"got {folder} without weights, expected {SAFETENSORS} or {PICKLED} in it")
     return files
 
 
@@ -72,7 +73,7 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
         tokenizer.chat_template = template
     if template is not None and not isinstance(template, str):
         got = type(template).__name__
-        raise ValueError(f"{folder}: got a chat template that is {got}, expected a text")
+        raise UserError(f"{folder}: got a chat template that is {got}, expected a text")
     return tokenizer
 
 
@@ -93,7 +94,7 @@ def read_generation_config(folder: Path) -> Any | None:
         value = getattr(found, name)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(type(i) is int and i >= 0 for i in ids):
-            raise ValueError(f"{path}: got {name} {value!r:.80}, expected ids of 0 or more")
+            raise UserError(f"{path}: got {name} {value!r:.80}, expected ids of 0 or more")
     return found
 
 
@@ -149,12 +150,12 @@ def _require_whole(folder: Path, gguf_file: str | None) -> None:
     config = _read_object(folder / "config.json")
     family = config.get("model_type")
     if "auto_map" in config and family not in decoder.FAMILIES:
-        raise ValueError(
+        raise UserError(
             f"{folder} needs code of its own (auto_map in config.json), which is never run; "
             f"expected a model of type {', '.join(decoder.FAMILIES)}"
         )
     if (folder / "adapter_config.json").is_file():
-        raise ValueError(
+        raise UserError(
             f"{folder} holds an adapter (adapter_config.json), expected a whole model: merge it "
             "with its base model first"
         )
@@ -167,9 +168,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         value = mapping.parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}; restore the file") from error
+        raise UserError(f"cannot read {path}: {error}; restore the file") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: got {type(value).__name__}, expected an object")
+        raise UserError(f"{path}: got {type(value).__name__}, expected an object")
     return value
 
 
@@ -182,7 +183,7 @@ def _require_weights_for(config: Any, files: list[Path]) -> None:
     least = config.vocab_size * config.hidden_size + config.num_hidden_layers * layer
     size = sum(file.stat().st_size for file in files)
     if least * MIN_BITS > size * 8:
-        raise ValueError(
+        raise UserError(
             f"the config of {files[0].parent} describes {least:.2g} weights or more, the weights' "
             f"files hold {size:.2g} bytes: they are not of one model, or incomplete"
         )
@@ -216,7 +217,7 @@ def _require_none(where: Path, whose: str, what: str, names: set[str]) -> None:
         shown = sorted(names)[:SHOWN]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-        raise ValueError(
+        raise UserError(
             f"{where}: {whose} {tensors} {what}: {', '.join(shown)}{more}; check that config and "
             "weights are of one model, and whole"
         )
@@ -264,7 +265,7 @@ def _reading(path: Path, what: str = "") -> Iterator[None]:
     try:
         yield
     except pickle.UnpicklingError as error:
-        raise ValueError(
+        raise UserError(
             f"could not load {what}{path}: a .bin file of it is damaged or holds more than "
             "tensors, which could run code; convert it to safetensors where you trust it"
         ) from error
@@ -273,6 +274,6 @@ def _reading(path: Path, what: str = "") -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = brief(error)
-        raise ValueError(
+        raise UserError(
             f"could not load {what}{path} (check the files): {type(error).__name__}: {reason}"
         ) from error

@@ -23,6 +23,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import (
     remove_folder,
     replacing_folder,
@@ -46,7 +47,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that is missing, damaged or meant for another model."""
 
 
@@ -240,7 +241,7 @@ class _CheckpointHeader:
 
     def __post_init__(self) -> None:
         if self.step < 0:
-            raise ValueError(f"got step {self.step}, expected 0 or more")
+            raise UserError(f"got step {self.step}, expected 0 or more")
 
 
 @dataclass(frozen=True)
@@ -382,13 +383,13 @@ class _DrafterHeader:
     def __post_init__(self) -> None:
         taps = self.config.get("taps", [])
         if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
-            raise ValueError(f"got taps {taps!r:.80}, expected a list of layers")
+            raise UserError(f"got taps {taps!r:.80}, expected a list of layers")
         validation = self.provenance.get("validation")
         if validation is None:
             return
         length: Any = validation.get("accepted_length") if isinstance(validation, dict) else None
         if type(length) not in (int, float) or not math.isfinite(length):
-            raise ValueError(f"got validation {validation!r:.80}, expected its accepted_length")
+            raise UserError(f"got validation {validation!r:.80}, expected its accepted_length")
 
 
 def load_drafter(folder: str | Path) -> SavedDrafter:

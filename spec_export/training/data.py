@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief, parse_json
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ SCHEMAS = '{"prompt", "response"}, {"turns"}, {"tokens", "loss_mask"} or {"messa
 SENTINEL = "specsplit0user0text"
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Training data that cannot be used; the message starts with file:line where there is one."""
 
 

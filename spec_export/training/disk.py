@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from spec_runtime.errors import UserError
+
 
 @contextmanager
 def writing(what: str, folder: Path) -> Iterator[None]:
@@ -18,7 +20,7 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = " ".join((error.strerror or str(error)).split())
-        raise ValueError(
+        raise UserError(
             f"cannot write {what} to {folder} ({reason}), {free_space(folder)} are free there: "
             "make room and run it again, with --resume where a checkpoint was written"
         ) from error

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spec_runtime.errors import UserError
+
 
 def require_tensorboard() -> None:
     """Raises ValueError, which names the extra, if TensorBoard is not installed."""
@@ -21,7 +23,7 @@ def _writer_class() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             "got --tensorboard, but TensorBoard is not installed: pip install "
             "'specsplit[tensorboard]', or leave --tensorboard out"
         ) from error

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from spec_export.training import disk, tap_codes
 from spec_export.training.data import Example
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import locked, write_atomically
 from spec_runtime.machine import give_back_memory
 from spec_runtime.mapping import added_later, from_mapping, parse_json, to_json
@@ -91,7 +92,7 @@ class FeatureCache:
         about = _read_facts(folder)
         self.offset = _load(folder / "offset.npy", memory_map=False)
         if about.sequences_done < self.num_sequences:
-            raise ValueError(
+            raise UserError(
                 f"got feature cache {folder} with {about.sequences_done} of "
                 f"{self.num_sequences} sequences, expected all: run the same command "
                 "again, it goes on from there"
@@ -103,7 +104,7 @@ class FeatureCache:
         held = list(about.taps)
         wanted = held if taps is None else list(taps)
         if not set(wanted) <= set(held):
-            raise ValueError(f"got feature cache {folder} with taps {held}, expected {wanted}")
+            raise UserError(f"got feature cache {folder} with taps {held}, expected {wanted}")
         self._about = about
         self._taps = [held.index(tap) for tap in wanted]
         self._is_whole = wanted == held
@@ -239,7 +240,7 @@ def _matching(folder: Path, wanted: CacheFacts, width: int) -> CacheFacts:
         if getattr(found, name) != getattr(wanted, name)
     ]
     if differing:
-        raise ValueError(
+        raise UserError(
             f"got feature cache {folder} made from other data, target or taps "
             f"({'; '.join(differing)}): name another folder, or remove it to build it again"
         )
@@ -321,7 +322,7 @@ def _create(folder: Path, examples: Sequence[Example], about: CacheFacts) -> Non
     folder.mkdir(parents=True, exist_ok=True)
     need, free = _bytes(examples, about), shutil.disk_usage(folder).free
     if need > free:
-        raise ValueError(
+        raise UserError(
             f"the feature cache needs {need / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free: "
             "use less data, or fewer taps, or store them with data.tap_store = fp8"
         )
@@ -356,7 +357,7 @@ def _read_facts(folder: Path) -> CacheFacts:
     try:
         found = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}, expected a feature cache") from error
+        raise UserError(f"cannot read {path}: {error}, expected a feature cache") from error
     return from_mapping(CacheFacts, found, str(path))
 
 
@@ -384,8 +385,8 @@ def _load(path: Path, mode: Literal["r", "r+"] = "r", memory_map: bool = True) -
         raise _damaged(path.parent, f"{path.name}: {error}") from error
 
 
-def _damaged(folder: Path, reason: str) -> ValueError:
-    return ValueError(
+def _damaged(folder: Path, reason: str) -> UserError:
+    return UserError(
         f"got feature cache {folder}, which is damaged ({reason}): remove it to build it again"
     )
 

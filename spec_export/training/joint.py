@@ -43,6 +43,7 @@ from spec_export.training import recipe
 from spec_export.training.data import Example
 from spec_export.training.trainer import Trainer, TrainingJob
 from spec_export.training.validate import Validation
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import replacing_folder, require_replaceable
 
 MERGED = "the merged target of a run"
@@ -272,7 +273,7 @@ class JointTrainer(Trainer):
             with replacing_folder(folder, target_files.files_of_model, MERGED) as temporary:
                 target_files.save(merged, self.tokenizer, temporary)
         except (OSError, SafetensorError) as error:
-            raise ValueError(
+            raise UserError(
                 f"could not write the merged target {folder}: {error}; nothing is lost: make room "
                 "for it, then run again with --resume"
             ) from error

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import added_later, check_keys, from_mapping, parse_toml, to_json
 
 T = TypeVar("T")
@@ -20,7 +21,7 @@ MAX_SEED = 2**32 - 1
 MAX_EPOCHS = 1e6
 
 
-class RecipeError(ValueError):
+class RecipeError(UserError):
     """A recipe, an override or a drafter's config that cannot be used."""
 
 

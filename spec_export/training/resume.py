@@ -9,6 +9,7 @@ from typing import Any
 
 from spec_export.training.checkpoint import Checkpoint
 from spec_export.training.curves import TrainingSums
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import from_mapping
 
 # Keys of a recipe that a resumed run may change: when it ends, what it reports and keeps, and what
@@ -47,7 +48,7 @@ def require_checkpoint(out: Path, newest: Path | None) -> Path:
         return newest
     found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     held = f"it holds {', '.join(found[:5])}" if found else "it is empty or not there"
-    raise ValueError(
+    raise UserError(
         f"got --resume, but {out} holds no checkpoint ({held}): name the folder of the run with "
         "--out, or leave --resume out to start"
     )
@@ -70,7 +71,7 @@ def changed_keys(state: Checkpoint, recipe: Mapping[str, Any]) -> dict[str, list
         if key not in FREE_KEYS
     ]
     if fixed:
-        raise ValueError(
+        raise UserError(
             f"{state.path} was trained with another recipe ({'; '.join(fixed)}): name another "
             "--out, or set these keys back"
         )
@@ -80,7 +81,7 @@ def changed_keys(state: Checkpoint, recipe: Mapping[str, Any]) -> dict[str, list
 def require_same_processes(path: Path, processes: int | None, now: int) -> None:
     """Raises ValueError if the run had another number of processes, and so other batches."""
     if processes not in (None, now):
-        raise ValueError(
+        raise UserError(
             f"{path} was trained by {processes} processes, got {now}, which would make another "
             f"batch of each step: launch {processes} of them again"
         )
@@ -95,7 +96,7 @@ def require_same_init(state: Checkpoint, init: Mapping[str, Any] | None) -> None
     started = state.provenance.get("init")
     if started is not None and (init is None or init["weights"] != started["weights"]):
         got = "no --init" if init is None else f"--init of weights {init['weights'][:12]}"
-        raise ValueError(
+        raise UserError(
             f"{state.path} was started from a drafter of weights {started['weights'][:12]}, got "
             f"{got}: pass the same --init again"
         )

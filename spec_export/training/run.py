@@ -30,6 +30,7 @@ from spec_export.training.disk import free_space, shown
 from spec_export.training.events import require_tensorboard
 from spec_export.training.resume import require_checkpoint
 from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob, console
+from spec_runtime.errors import UserError
 from spec_runtime.files import writing as files
 
 MARKOV = "markov."  # begins the names of a Markov bias' tensors
@@ -69,7 +70,7 @@ def run(
         if resume:
             newest = require_checkpoint(out, newest)
         elif newest is not None:
-            raise ValueError(
+            raise UserError(
                 f"{out} already holds a training run: pass --resume to go on, or another --out"
             )
         cache = cache or out / "features"
@@ -195,14 +196,14 @@ def _started_from(
     run. Raises ValueError if the two drafters differ otherwise in kind or shape.
     """
     if saved.name != name:
-        raise ValueError(
+        raise UserError(
             f"got --init {saved.path} with the weights of {saved.name}, expected those of {name}"
         )
     new_ids = drafter.draft_token_ids.numpy()
     old_ids = new_ids if saved.draft_token_ids is None else saved.draft_token_ids
     if drafter.trains_output_head and not np.array_equal(new_ids, old_ids):
         if len(new_ids) != len(old_ids):
-            raise ValueError(
+            raise UserError(
                 f"got --init {saved.path} with a head over {len(old_ids)} tokens, expected one "
                 f"over {len(new_ids)}: set export.draft_vocab to {len(old_ids)}"
             )

@@ -33,6 +33,7 @@ from spec_export.training.validate import (
     validate,
 )
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import remove_folder
 from spec_runtime.machine import give_back_memory
 
@@ -237,13 +238,13 @@ class Trainer:
         if broken:
             raise self._diverged(f"NaN or infinity in {', '.join(broken[:3])}")
 
-    def _diverged(self, found: str) -> ValueError:
+    def _diverged(self, found: str) -> UserError:
         """Returns the error of a run that has diverged."""
         newest = checkpoint.latest(self.out / CHECKPOINTS)
         kept = "no checkpoint was written yet"
         if newest is not None:
             kept = f"the last good checkpoint is {newest}"
-        return ValueError(
+        return UserError(
             f"training diverged after step {self.step}: got {found}, expected finite numbers; "
             f"{kept}; train into another --out with train.lr below {self.settings.lr:g}"
         )
@@ -457,7 +458,7 @@ class Trainer:
         resume.require_same_processes(newest, progress.processes, self.accelerator.num_processes)
         resume.require_same_init(state, self.job.provenance.get("init"))
         if state.step > self.total_steps:
-            raise ValueError(
+            raise UserError(
                 f"{newest} has step {state.step}, the recipe ends at step {self.total_steps}: "
                 "raise train.max_steps or train.epochs"
             )

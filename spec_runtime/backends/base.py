@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from spec_runtime.bundle.manifest import Bundle, Graph
+from spec_runtime.errors import UserError
 from spec_runtime.machine import default_threads, require_threads
 
 
@@ -123,7 +124,7 @@ class Runtime:
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
             hint = "; --no-cuda-graphs leaves CUDA graphs out" if "eager" in self.backend else ""
-            raise ValueError(
+            raise UserError(
                 f"got backend {self.backend!r}, expected one of {', '.join(BACKENDS)}{hint}"
             )
         require_threads(self.threads)

@@ -28,6 +28,7 @@ from spec_runtime.backends.shapes import KV, is_cache, require_feeds, shape_of
 from spec_runtime.bundle.manifest import Bundle, Graph
 from spec_runtime.bundle.memory import require_memory
 from spec_runtime.bundle.operators import require_known_graph
+from spec_runtime.errors import UserError
 from spec_runtime.machine import default_threads
 
 
@@ -153,7 +154,7 @@ def require_exact_int8(probe: Backend) -> None:
     y = probe.run({"x": x}, ["y"])["y"]
     got, expected = int(y.flat[0]) if y.size else 0, (255 - 128) * 127 * 64
     if got != expected:
-        raise ValueError(
+        raise UserError(
             f"this CPU's int8 products saturate (got {got}, expected {expected}): build the "
             "bundle with --precision int8 --reduce-range, or with another precision"
         )

@@ -24,6 +24,7 @@ from spec_runtime.backends.shapes import KV
 from spec_runtime.backends.weights import DeviceWeights
 from spec_runtime.bundle.manifest import Bundle, Graph
 from spec_runtime.bundle.operators import require_known_graph
+from spec_runtime.errors import UserError
 from spec_runtime.machine import default_threads
 
 # Provider settings by a graph's attention. For Attention-24 with a mask, the memory-efficient
@@ -119,7 +120,7 @@ def _require_cuda_kernels(precision: str, graph: Graph) -> None:
         got, expected = f"{graph.file} in float32 with attention bias", "full_buffer"
     else:
         return
-    raise ValueError(
+    raise UserError(
         f"got {got} with backend cuda, expected {expected}: build the bundle again with "
         "spec-export build --device cuda"
     )

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from spec_runtime.backends.captures import free_later, no_capture
+from spec_runtime.errors import UserError
 
 
 class Cuda:
@@ -25,7 +26,7 @@ class Cuda:
         error, count = api.cudaGetDeviceCount()
         if int(error) or not count:
             reason = f" ({self._explain(error)})" if int(error) else ""
-            raise ValueError(
+            raise UserError(
                 f"got no CUDA device{reason}, expected an NVIDIA GPU and its driver: install "
                 "them, or choose --backend onnxruntime"
             )
@@ -58,7 +59,7 @@ class Cuda:
         try:
             from cuda.bindings import runtime
         except ImportError as error:
-            raise ValueError(
+            raise UserError(
                 f"CUDA's Python bindings are not installed ({error}): run "
                 "pip install 'specsplit[tensorrt]' or pip install cuda-bindings"
             ) from None

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+from spec_runtime.errors import UserError
+
 RUNTIME = "libcudart.so.13"
 # By the wheel that each is in; a library stands behind those that it links to itself.
 LIBRARIES = {
@@ -63,12 +65,12 @@ def require_gpu() -> None:
         return
     missing = load_libraries()
     if DRIVER in missing:
-        raise ValueError(
+        raise UserError(
             f"got no NVIDIA driver here ({missing[DRIVER]}), expected an NVIDIA GPU and its "
             "driver: install it, give the container the GPU, or choose --backend onnxruntime"
         )
     for name, fault in missing.items():
-        raise ValueError(
+        raise UserError(
             f"got no {name} ({fault}), expected CUDA 13's libraries for ONNX Runtime: run "
             f"pip install 'specsplit[gpu]' or pip install {LIBRARIES[name]}, or add its folder to "
             "LD_LIBRARY_PATH"
@@ -77,7 +79,7 @@ def require_gpu() -> None:
     runtime.cudaGetErrorString.restype = ctypes.c_char_p
     if error := runtime.cudaGetDeviceCount(ctypes.byref(count)):
         reason = runtime.cudaGetErrorString(error).decode()
-        raise ValueError(
+        raise UserError(
             f"got no usable GPU ({reason}), expected an NVIDIA GPU with a driver for CUDA 13: see "
             "what nvidia-smi and CUDA_VISIBLE_DEVICES say, or choose --backend onnxruntime"
         )

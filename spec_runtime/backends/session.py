@@ -25,6 +25,7 @@ from spec_runtime.backends.shapes import KV, is_cache
 from spec_runtime.backends.shared_sessions import shared_session
 from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec
 from spec_runtime.bundle.memory import buffer_shape
+from spec_runtime.errors import UserError
 from spec_runtime.files.onnx_file import read_outline
 from spec_runtime.machine import default_threads
 from spec_runtime.mapping import brief
@@ -36,7 +37,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 try:
     import onnxruntime as ort
 except ImportError as error:
-    raise ValueError("onnxruntime is not installed: pip install 'specsplit[cpu]'") from error
+    raise UserError("onnxruntime is not installed: pip install 'specsplit[cpu]'") from error
 
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -109,11 +110,11 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
         if is_refused and not options.must_capture:
             log.warning("%s runs without CUDA graphs: %s", path.name, brief(error))
             return open_session(path, graph, replace(options, has_cuda_graphs=False))
-        raise ValueError(
+        raise UserError(
             f"ONNX Runtime {ort.__version__} cannot load {path.name}: {brief(error)}"
         ) from error
     if session.get_providers()[0] != provider:  # it falls back on the CPU by itself
-        raise ValueError(
+        raise UserError(
             f"onnxruntime {ort.__version__} did not load its {provider}, though CUDA 13's "
             "libraries and a GPU are here: it may be built for another version of CUDA; install "
             "'specsplit[gpu]' into a fresh environment, or choose another --backend"
@@ -129,7 +130,7 @@ def prepare(device: str) -> None:
     the GPU is missing.
     """
     if PROVIDERS[device] not in ort.get_available_providers():
-        raise ValueError(
+        raise UserError(
             f"onnxruntime {ort.__version__} here has no {PROVIDERS[device]}: put onnxruntime-gpu "
             "in its place (pip uninstall onnxruntime; pip install 'specsplit[gpu]'), or choose "
             "another --backend"
@@ -234,7 +235,7 @@ def _check_signature(session: Any, graph: Graph, path: Path) -> None:
     ):
         names, specs = {value.name for value in got}, {spec.name: spec for spec in expected}
         if names != set(specs):
-            raise ValueError(
+            raise UserError(
                 f"{path.name} has {kind} {sorted(names)!r:.300}, the manifest says "
                 f"{sorted(specs)!r:.300}: build the bundle again"
             )
@@ -247,7 +248,7 @@ def _check_signature(session: Any, graph: Graph, path: Path) -> None:
                 for size, there in zip(spec.shape, value.shape, strict=True)
             )
             if value.type != ORT_TYPES.get(spec.dtype) or not fits:
-                raise ValueError(
+                raise UserError(
                     f"{path.name} has {value.name} as {value.type} of shape {value.shape}, the "
                     f"manifest says {spec.dtype} of shape {list(spec.shape)}: build the bundle "
                     "again"
@@ -269,7 +270,7 @@ class NamingGraph:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            raise ValueError(
+            raise UserError(
                 f"ONNX Runtime {ort.__version__} cannot run {self._file}: "
                 f"{brief(error)}; build the bundle again"
             ) from error
@@ -401,7 +402,7 @@ def open_buffers(
         value = lent[spec.name] if spec.name in lent else _zeros(shape, spec, device)
         is_alike = value.shape() == shape and value.data_type() == ORT_TYPES[spec.dtype]
         if not is_alike:
-            raise ValueError(
+            raise UserError(
                 f"{graph.file}: got buffer {spec.name} as {spec.dtype} of shape {shape}, expected "
                 f"{value.data_type()} of shape {value.shape()}, as it is shared; build the bundle "
                 "again"
@@ -415,7 +416,7 @@ def _zeros(shape: list[int], spec: TensorSpec, device: str) -> Any:
     try:
         return zero_value(shape, spec.dtype, device)
     except Exception as error:  # numpy's MemoryError and ValueError, ONNX Runtime's own kinds
-        raise ValueError(
+        raise UserError(
             f"got no memory for buffer {spec.name} of shape {shape}: "
             f"{brief(error, 200)}; build with a smaller --max-length"
         ) from error

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec
+from spec_runtime.errors import UserError
 
 KV = "kv."  # before the names of KV buffers
 MAX_SHAPES = 64  # shapes that a device keeps a context, a binding or a CUDA graph for
@@ -48,7 +49,7 @@ def axis_sizes(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, i
             for axis, size in zip(spec.shape, shape, strict=False)
         )
         if not fits:
-            raise ValueError(
+            raise UserError(
                 f"got {spec.name} of shape {list(shape)}, expected {list(spec.shape)} with {sizes}"
             )
     return sizes
@@ -66,13 +67,13 @@ def require_feeds(
     there = {spec.name for spec in graph.outputs}
     missing = sorted(wanted.keys() - feeds.keys()), sorted(set(outputs) - there)
     if any(missing):
-        raise ValueError(
+        raise UserError(
             f"{graph.file}: got a graph that wants inputs {missing[0]!r:.100} and has no outputs "
             f"{missing[1]!r:.100}, expected inputs {sorted(feeds)!r:.200}; build the bundle again"
         )
     for name, spec in wanted.items():
         if feeds[name].dtype != spec.dtype:
-            raise ValueError(
+            raise UserError(
                 f"{graph.file}: got input {name} of type {spec.dtype}, expected "
                 f"{feeds[name].dtype}; build the bundle again"
             )
@@ -80,7 +81,7 @@ def require_feeds(
     for spec in graph.outputs:
         open_axes = {axis for axis in spec.shape if isinstance(axis, str)} - sizes.keys()
         if spec.name in outputs and open_axes:
-            raise ValueError(
+            raise UserError(
                 f"{graph.file}: got output {spec.name} of shape {list(spec.shape)}, expected axes "
                 f"of the inputs, {', '.join(sizes)}; build the bundle again"
             )

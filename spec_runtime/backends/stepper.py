@@ -32,6 +32,7 @@ from spec_runtime.backends.session import (
 )
 from spec_runtime.backends.weights import DeviceWeights
 from spec_runtime.bundle.manifest import Graph, TensorSpec
+from spec_runtime.errors import UserError
 
 RESULT, STATE = "result", "state."
 
@@ -188,7 +189,7 @@ def _lent(name: str, graph: Graph, lenders: Mapping[str, OrtBackend]) -> Any:
     prefix = max((prefix for prefix in lenders if name.startswith(prefix)), key=len, default="")
     buffers = lenders[prefix].buffers
     if name.removeprefix(prefix) not in buffers:
-        raise ValueError(
+        raise UserError(
             f"{graph.file}: got a graph that wants inputs {[name]!r:.100}, expected buffers of the "
             "target and the drafter; build the bundle again"
         )
@@ -199,7 +200,7 @@ def _fixed(spec: TensorSpec) -> list[int]:
     """Returns the shape of an output without free axes; raises ValueError for another one."""
     sizes = [size for size in spec.shape if isinstance(size, int)]
     if len(sizes) < len(spec.shape):
-        raise ValueError(
+        raise UserError(
             f"got output {spec.name} of shape {list(spec.shape)!r:.80}, expected fixed sizes; "
             "build the bundle again"
         )

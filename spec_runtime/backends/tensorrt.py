@@ -35,6 +35,7 @@ from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.backends.tensorrt_contexts import ContextMaker, ShapedContext
 from spec_runtime.backends.tensorrt_memory import Layout, PinnedMemory
 from spec_runtime.bundle.manifest import Bundle, Graph, Plan, TensorSpec
+from spec_runtime.errors import UserError
 
 
 def choose_plan(plans: Sequence[Plan], flavour: str, version: str, compute_capability: str) -> Plan:
@@ -47,7 +48,7 @@ def choose_plan(plans: Sequence[Plan], flavour: str, version: str, compute_capab
         if (plan.flavour, plan.version, plan.compute_capability) == wanted:
             return plan
     there = ", ".join(f"{p.flavour} {p.version} for {p.compute_capability}" for p in plans)
-    raise ValueError(
+    raise UserError(
         f"no plan fits: got {flavour} {version} and a GPU of compute capability "
         f"{compute_capability}, the bundle has {there or 'none'}; run spec-export build --backend "
         f"tensorrt --compute-capability {compute_capability}, or choose --backend onnxruntime"
@@ -65,7 +66,7 @@ def choose_profile(
         if all(profile[axis][0] <= size <= profile[axis][2] for axis, size in sizes.items()):
             return i
     widest = {axis: f"{low} to {high}" for axis, (low, _, high) in profiles[-1].items()}
-    raise ValueError(
+    raise UserError(
         f"got rows {dict(sizes)}, the plan was built for {widest}: ask for smaller trees, or "
         "build the bundle again"
     )
@@ -289,7 +290,7 @@ def _check_engine(engine: Any, graph: Graph, plan: Plan, capacity: int) -> None:
 
     def require(name: str, got: Any, expected: Any) -> None:
         if got != expected:
-            raise ValueError(
+            raise UserError(
                 f"{plan.file}: {name}: got {got}, expected {expected}; build the bundle again"
             )
 
@@ -328,7 +329,7 @@ def open_graph(
     """
     assert share is None, "contiguous caches cannot be shared"
     if not graph.plans:
-        raise ValueError(
+        raise UserError(
             f"got a bundle without a TensorRT plan for {graph.file}, expected one: run spec-export "
             "build --backend tensorrt, or choose --backend onnxruntime"
         )
@@ -351,7 +352,7 @@ def _deserialise(trt: TensorRT, path: Path) -> Any:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         engine = _runtime(trt).deserialize_cuda_engine(data)
     if engine is None:
-        raise ValueError(
+        raise UserError(
             f"{trt.flavour} {trt.version} cannot load {path.name}: {trt.reason}; build the bundle "
             "again on this machine"
         )

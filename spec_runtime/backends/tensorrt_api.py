@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from spec_runtime.bundle.manifest import FLAVOURS
+from spec_runtime.errors import UserError
 
 # flavour -> its Python module, and our extra that installs it
 PACKAGES = {
@@ -57,7 +58,7 @@ def import_tensorrt(flavours: Sequence[str] = FLAVOURS) -> TensorRT:
             continue
         return TensorRT(module, flavour, version, _logger(module))
     extras = " or ".join(f"pip install 'specsplit[{PACKAGES[flavour][1]}]'" for flavour in flavours)
-    raise ValueError(f"TensorRT is not installed: got no {', no '.join(reasons)}; run {extras}")
+    raise UserError(f"TensorRT is not installed: got no {', no '.join(reasons)}; run {extras}")
 
 
 @cache

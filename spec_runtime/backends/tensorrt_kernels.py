@@ -13,6 +13,7 @@ from typing import Any
 
 from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.bundle.manifest import Plan
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_regular_file, write_atomically
 from spec_runtime.machine import cache_folder
 
@@ -74,7 +75,7 @@ class KernelStore:
         data = path.read_bytes()
         digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if hashlib.sha256(content).digest() != digest:
-            raise ValueError("it is damaged")
+            raise UserError("it is damaged")
         if not self._cache.deserialize(content):
-            raise ValueError(f"{trt.flavour} does not take it ({trt.reason})")
+            raise UserError(f"{trt.flavour} does not take it ({trt.reason})")
         self._saved = digest

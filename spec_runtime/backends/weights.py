@@ -19,6 +19,7 @@ import numpy as np
 from spec_runtime.backends.copies import Copies, StreamCopies
 from spec_runtime.backends.packed_feeds import ALIGNMENT
 from spec_runtime.backends.session import Viewer, empty_value
+from spec_runtime.errors import UserError
 from spec_runtime.files.onnx_file import ExternalWeight, read_outline
 from spec_runtime.mapping import brief
 
@@ -53,7 +54,7 @@ class _Block:
                 self._value = empty_value((num_bytes,), "uint8", device)
                 self.address = self._value.data_ptr()
         except Exception as error:  # CUDA's RuntimeError, ONNX Runtime's own kinds
-            raise ValueError(
+            raise UserError(
                 f"got no room on the GPU for {num_bytes / 1e6:.0f} MB of weights "
                 f"({brief(error, 200)}): end other programs there, or build with a lower precision"
             ) from error

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from spec_runtime.bundle.drafter_entry import config_fault, trees_fault
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import sha256, temporaries, write_atomically
 from spec_runtime.mapping import added_later, brief, from_mapping, parse_json, to_json
 
@@ -33,7 +34,7 @@ MAX_AXES = 8
 LARGEST_SCALE = 100.0  # of a log-probability's slope or offset
 
 
-class BundleError(ValueError):
+class BundleError(UserError):
     """Says why a bundle cannot be used: what was found, what was expected, what to do."""
 
 
@@ -487,7 +488,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         size = manifest_file.stat().st_size
         if size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it has {size} bytes, expected at most {MAX_MANIFEST_BYTES}")
+            raise UserError(f"it has {size} bytes, expected at most {MAX_MANIFEST_BYTES}")
         data = parse_json(manifest_file.read_bytes())
     except (OSError, ValueError) as error:  # ValueError: JSON and UTF-8 errors alike
         raise BundleError(f"{manifest_file}: not readable ({error}); build it again") from None

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
 JsonSchema = Annotated[
@@ -31,7 +32,7 @@ def response_format(
     given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     flags = [flag for flag, value in given.items() if value is not None]
     if len(flags) > 1:
-        raise ValueError(f"got {' and '.join(flags)}, expected one of them")
+        raise UserError(f"got {' and '.join(flags)}, expected one of them")
     if json_schema is not None:
         return {"type": "json_schema", "json_schema": {"schema": _json(json_schema)}}
     if regex is not None:
@@ -46,11 +47,11 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: got no JSON ({brief(error)}), expected a JSON schema") from None
+        raise UserError(f"{path}: got no JSON ({brief(error)}), expected a JSON schema") from None
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: got bytes that are not UTF-8 ({error}), expected text") from None
+        raise UserError(f"{path}: got bytes that are not UTF-8 ({error}), expected text") from None

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
 
 if TYPE_CHECKING:
@@ -118,18 +119,18 @@ def _open_reference(
 
 def _check(acceptance: str, temperature: float, strict: bool, reference: Path | None) -> None:
     if acceptance == "typical":
-        raise ValueError(
+        raise UserError(
             "got acceptance typical, expected target_sampling or rejection: typical acceptance "
             "does not preserve the distribution, so there is nothing to audit"
         )
     if acceptance not in ACCEPTANCES:
-        raise ValueError(f"got acceptance {acceptance}, expected one of {', '.join(ACCEPTANCES)}")
+        raise UserError(f"got acceptance {acceptance}, expected one of {', '.join(ACCEPTANCES)}")
     if acceptance == "rejection" and temperature == 0:
-        raise ValueError("got acceptance rejection without a temperature, expected --temperature")
+        raise UserError("got acceptance rejection without a temperature, expected --temperature")
     if acceptance == "rejection" and reference is not None:
-        raise ValueError("got a reference with acceptance rejection, expected target_sampling")
+        raise UserError("got a reference with acceptance rejection, expected target_sampling")
     if strict and temperature > 0:
-        raise ValueError(f"got --strict with temperature {temperature}, expected 0: it is greedy's")
+        raise UserError(f"got --strict with temperature {temperature}, expected 0: it is greedy's")
 
 
 def _audit(

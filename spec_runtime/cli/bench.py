@@ -9,6 +9,7 @@ from rich.table import Table
 
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def contenders(
     for spelled in drafters:
         name, plus, added = spelled.partition("+")
         if plus and added != "prompt_lookup":
-            raise ValueError(
+            raise UserError(
                 f"got drafter {spelled}, expected a name, or a name and +prompt_lookup: no other "
                 "drafter's candidates can be merged"
             )
@@ -177,7 +178,7 @@ def _check_different(engines: "list[Engine]") -> None:
     names = [engine.drafter for engine in engines]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(
+            raise UserError(
                 f"got drafter {name} twice, expected different ones; --no-lookup leaves a trained "
                 "drafter alone, NAME+prompt_lookup merges prompt lookup into its trees"
             )
@@ -190,12 +191,12 @@ def _fix_size(engines: "list[Engine]", nodes: int) -> "list[Engine]":
 
     for engine in engines:
         if engine.fused is not None:
-            raise ValueError(
+            raise UserError(
                 f"got --nodes {nodes} with the fused step, expected one of them: its trees have "
                 f"{engine.fused.num_nodes} nodes"
             )
         if nodes > engine.target.max_nodes:
-            raise ValueError(
+            raise UserError(
                 f"got --nodes {nodes}, expected at most the bundle's scratch of "
                 f"{engine.target.max_nodes}"
             )

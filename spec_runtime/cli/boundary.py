@@ -1,18 +1,11 @@
 """Ends a command: by what it raised, with one line or with a traceback, and with which exit code.
 
-Here a failure that is the user's to mend is told from a mistake of ours. It is the user's if
-
-- it is an OSError or a MemoryError: files, disks, networks and memory are outside of the program;
-  or
-- it is a ValueError that a `raise` statement of spec_runtime or spec_export raised. Each of those
-  was written for the user: it says what was got, what was expected and what to do.
-
-A ValueError that numpy, another library or a built-in such as int("x") raised says that we did not
-look at some data before using it. That is a mistake of ours like any other exception: it keeps its
-traceback, under which a line asks to report it.
+An error is the user's to mend if it is a UserError, which says in one line what was got, what was
+expected and what to do, or if it comes from outside of the program: OSError and MemoryError tell of
+files, disks, networks and memory. Any other exception is a bug. It keeps its traceback, under which
+a line asks to report it.
 """
 
-import dis
 import io
 import os
 import platform
@@ -29,6 +22,7 @@ from typing import NoReturn, TextIO, cast
 import typer
 
 from spec_runtime.cli.terminal import visible
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
 INTERRUPTED, TERMINATED, NO_READER = (
@@ -37,7 +31,6 @@ INTERRUPTED, TERMINATED, NO_READER = (
 REFUSED = 2
 RESEND_SECONDS = 0.01
 MAX_LINE = 1200  # characters of an error, of which most quote less
-PACKAGES = ("spec_runtime", "spec_export")
 
 # Names the extra of the distribution that brings a module which may be absent.
 EXTRAS = {
@@ -104,27 +97,9 @@ def _message(error: BaseException) -> str | None:
         return _usage(cast(typer.BadParameter, error))
     if isinstance(error, MemoryError):
         return f"not enough memory: {error}" if str(error) else "not enough memory"
-    if isinstance(error, OSError) or (isinstance(error, ValueError) and is_raised_by_us(error)):
+    if isinstance(error, OSError | UserError):
         return str(error)
     return None
-
-
-def is_raised_by_us(error: BaseException) -> bool:
-    """Returns whether a `raise` statement of this project raised the error.
-
-    The innermost frame of the traceback is then ours, and the instruction at which that frame
-    stopped is the one of a `raise` statement. A built-in or an extension module has no frame of its
-    own: there the innermost frame is ours too, but it stopped at a call.
-    """
-    innermost = error.__traceback__
-    if innermost is None:
-        return False
-    while innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    frame = innermost.tb_frame
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    instruction = dis.opname[frame.f_code.co_code[innermost.tb_lasti]]
-    return package in PACKAGES and instruction == "RAISE_VARARGS"
 
 
 def _usage(error: typer.BadParameter) -> str:

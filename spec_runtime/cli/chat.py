@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from spec_runtime.cli import line_input, messages, options
-from spec_runtime.cli.boundary import is_raised_by_us
 from spec_runtime.cli.terminal import Console, print_chunk, streamed, visible
+from spec_runtime.errors import UserError
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
@@ -163,11 +163,9 @@ class Chat:
                 self._run(found[1], (found[2] or "").strip())
             elif text:
                 self._answer(text[1:] if text.startswith("//") else text, is_stopped)
-        except (OSError, ValueError) as error:
-            if isinstance(error, BrokenPipeError):
-                raise
-            if isinstance(error, ValueError) and not is_raised_by_us(error):
-                raise
+        except BrokenPipeError:
+            raise
+        except (OSError, UserError) as error:
             # above all a conversation longer than the context
             hint = " (/reset starts anew)" if found is None and self.session.messages else ""
             _note(f"error: {error}{hint}")
@@ -176,13 +174,13 @@ class Chat:
         wanted = self.commands.get(name)
         if wanted is None:
             names = ", ".join(f"/{each}" for each in self.commands)
-            raise ValueError(
+            raise UserError(
                 f"got command /{name}, expected one of {names}; begin with // to send it as text"
             )
         if not wanted.argument and argument:
-            raise ValueError(f"got /{name} {argument!r:.60}, expected nothing behind it")
+            raise UserError(f"got /{name} {argument!r:.60}, expected nothing behind it")
         if wanted.argument and not wanted.argument.startswith("[") and not argument:
-            raise ValueError(f"got /{name} alone, expected /{name} {wanted.argument}")
+            raise UserError(f"got /{name} alone, expected /{name} {wanted.argument}")
         wanted.run(argument)
 
     # ---- answers ----
@@ -221,7 +219,7 @@ class Chat:
 
     def _save(self, argument: str) -> None:
         if not self.session.messages:
-            raise ValueError("got nothing to save, expected a message before /save")
+            raise UserError("got nothing to save, expected a message before /save")
         path = _path(argument)
         messages.write(path, [dict(each) for each in self.session.all_messages])
         _note(f"saved {len(self.session.messages)} messages in {path}")
@@ -232,7 +230,7 @@ class Chat:
         has_system = found[0]["role"] == "system"
         content = found[0].get("content") if has_system else None
         if has_system and not isinstance(content, str):
-            raise ValueError(f"{path}: got system prompt {content!r:.60}, expected a string")
+            raise UserError(f"{path}: got system prompt {content!r:.60}, expected a string")
         session = self.session
         # refuses what it cannot do
         session.engine.encode([*found, {"role": "user", "content": ""}])
@@ -290,9 +288,9 @@ def _path(argument: str) -> Path:
     try:
         path = Path(argument).expanduser()
     except RuntimeError as error:  # "~name" of nobody
-        raise ValueError(f"got path {argument!r:.80}, expected one that exists: {error}") from None
+        raise UserError(f"got path {argument!r:.80}, expected one that exists: {error}") from None
     if "\0" in argument:
-        raise ValueError(f"got path {argument!r:.80}, expected one without a null character")
+        raise UserError(f"got path {argument!r:.80}, expected one without a null character")
     return path
 
 

@@ -10,6 +10,7 @@ import typer
 from spec_runtime.cli import answer_format, options
 from spec_runtime.cli import messages as message_files
 from spec_runtime.cli.terminal import Console, print_chunk, streamed
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def command(
     if trace is not None:
         _require_traceable(trace, show_accepted, fused)
     if logprobs is not None and not as_json:
-        raise ValueError("got --logprobs without --json, where they are printed; add --json")
+        raise UserError("got --logprobs without --json, where they are printed; add --json")
     wanted = answer_format.response_format(json_schema, regex, grammar)
     asked = _read_prompt(prompt, messages)
     engine = options.open_engine(
@@ -100,7 +101,7 @@ def _require_traceable(trace: Path, show_accepted: bool, fused: bool | None) -> 
     written."""
     if show_accepted or fused:
         other = "--show-accepted" if show_accepted else "--fused"
-        raise ValueError(f"got --trace with {other}, expected one of them")
+        raise UserError(f"got --trace with {other}, expected one of them")
     require_writable(trace)
 
 
@@ -131,7 +132,7 @@ def _read_prompt(prompt: str | None, messages: Path | None) -> "str | list[dict[
     """
     if messages is not None:
         if prompt is not None:
-            raise ValueError("got a prompt and --messages, expected one of them")
+            raise UserError("got a prompt and --messages, expected one of them")
         if str(messages) == "-":
             return message_files.parse(_standard_input("--messages -"), "standard input")
         return message_files.read(messages)
@@ -139,7 +140,7 @@ def _read_prompt(prompt: str | None, messages: Path | None) -> "str | list[dict[
         # The line end a shell adds is not part of the prompt.
         prompt = _standard_input("prompt").removesuffix("\n")
     if not prompt.strip():
-        raise ValueError("got an empty prompt, expected some text as an argument or on stdin")
+        raise UserError("got an empty prompt, expected some text as an argument or on stdin")
     return options.whole(prompt, "a prompt")
 
 
@@ -147,7 +148,7 @@ def _standard_input(what: str) -> str:
     """Reads standard input. Raises ValueError if that is a terminal."""
     stdin = options.standard_input()
     if stdin.isatty():
-        raise ValueError(f"got no {what}; give it as an argument or on standard input")
+        raise UserError(f"got no {what}; give it as an argument or on standard input")
     return stdin.read()
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.errors import UserError
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -105,7 +106,7 @@ def state_folder() -> Path:
     try:
         return Path.home() / ".local" / "state" / "specsplit"
     except RuntimeError:
-        raise ValueError(
+        raise UserError(
             "got neither XDG_STATE_HOME nor a home folder, expected one of them to keep the "
             "history in; set XDG_STATE_HOME to a folder"
         ) from None

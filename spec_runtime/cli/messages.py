@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.mapping import brief, parse_json
 
@@ -25,14 +26,14 @@ def parse(text: str | bytes, where: str) -> list[dict[str, Any]]:
     try:
         found = parse_json(text)
     except ValueError as error:
-        raise ValueError(f"{where}: got no JSON ({error}), expected {EXAMPLE}") from None
+        raise UserError(f"{where}: got no JSON ({error}), expected {EXAMPLE}") from None
     if not isinstance(found, list) or not found:
-        raise ValueError(
+        raise UserError(
             f"{where}: got {brief(json.dumps(found), 60)}, expected a list of messages: {EXAMPLE}"
         )
     for message in found:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(
+            raise UserError(
                 f"{where}: got message {brief(json.dumps(message), 60)}, expected one with a role "
                 f"and a content, as in {EXAMPLE}"
             )
@@ -49,7 +50,7 @@ def write(path: Path, messages: Sequence[dict[str, Any]]) -> None:
         try:
             read(path)
         except ValueError:
-            raise ValueError(
+            raise UserError(
                 f"{path} is there and holds no messages, expected a new file or one that /save "
                 "wrote; choose another name"
             ) from None

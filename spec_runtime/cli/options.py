@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import write_atomically
 from spec_runtime.mapping import brief
 
@@ -164,7 +165,7 @@ def open_engine(
 def standard_input() -> TextIO:
     """Returns standard input. Raises ValueError if the caller closed it (`<&-`)."""
     if sys.stdin is None:
-        raise ValueError("got no standard input (it is closed), expected text there; open it")
+        raise UserError("got no standard input (it is closed), expected text there; open it")
     return sys.stdin
 
 
@@ -176,7 +177,7 @@ def whole(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"got {what} whose character {error.start + 1} is not UTF-8, expected text in UTF-8; "
             "convert it"
         ) from None
@@ -337,7 +338,7 @@ def _bias(entry: str) -> tuple[int, float]:
     try:
         return int(token), float(value)
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"got --logit-bias {brief(entry, 80)}, expected ID=VALUE, as in 42=-5"
         ) from None
 
@@ -347,7 +348,7 @@ def _widths(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(width) for width in text.split(","))
     except ValueError:
-        raise ValueError(
+        raise UserError(
             f"got --draw-widths {brief(text, 80)}, expected numbers, as in 3,2,1"
         ) from None
 

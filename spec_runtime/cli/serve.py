@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from spec_runtime.cli import options
+from spec_runtime.errors import UserError
 
 BundleArgument = Annotated[
     Path | None, typer.Argument(help="Bundle folder", show_default="the newest under ./bundles")
@@ -111,7 +112,7 @@ def command(
     from spec_runtime.serving.settings import LOOPBACK, Settings, key_from, plain_host
 
     if not math.isfinite(grace):
-        raise ValueError(f"got --grace {grace}, expected a number of seconds; 86400 are a day")
+        raise UserError(f"got --grace {grace}, expected a number of seconds; 86400 are a day")
     folder = bundle or bundles.find()
     manifest = bundles.read(folder).manifest
     is_loopback = plain_host(host) in LOOPBACK

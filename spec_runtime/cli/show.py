@@ -18,6 +18,7 @@ from rich.text import Text
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.mapping import to_json
 from spec_runtime.proposers import BUILT_IN
@@ -75,7 +76,7 @@ def command(
         _show_tree(entry, accuracy, name, paths, svg, png, as_json)
         return
     if any(option is not None for option in (template, drafter, nodes, svg, png)):
-        raise ValueError("got options of a tree, expected --tree with them")
+        raise UserError("got options of a tree, expected --tree with them")
     sizes = {name: opened.file(name).stat().st_size for name in opened.manifest.files}
     if as_json:
         manifest = to_json(opened.manifest)
@@ -94,7 +95,7 @@ def _drafter_with_accuracy(
     """
     drafters = opened.manifest.drafters
     if drafter is None and not drafters:
-        raise ValueError(f"{opened.path} has no trained drafter, expected one whose tree to draw")
+        raise UserError(f"{opened.path} has no trained drafter, expected one whose tree to draw")
     entry = opened.manifest.drafter(drafters[0].name if drafter is None else drafter)
     if entry.calibration is not None:
         return entry, entry.calibration["accuracy"]
@@ -103,7 +104,7 @@ def _drafter_with_accuracy(
     validation = trained.get("validation") if isinstance(trained, dict) else None
     accuracy = templates.estimate_accuracy(validation)
     if accuracy is None:
-        raise ValueError(
+        raise UserError(
             f"drafter {entry.name} has no calibration, which says how often a node is accepted: "
             f"run spec-export calibrate --bundle {opened.path}"
         )
@@ -122,7 +123,7 @@ def _named_tree(
     static tree of their size stands for them.
     """
     if nodes is not None and template not in (None, "searched"):
-        raise ValueError(f"got --nodes with tree {template}, expected it with searched alone")
+        raise UserError(f"got --nodes with tree {template}, expected it with searched alone")
     if nodes is None and template is None:
         own = templates.paths_of(entry)
         if own is not None:

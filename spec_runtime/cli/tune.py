@@ -11,6 +11,7 @@ from rich.table import Table
 
 from spec_runtime.cli import options
 from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import replacing, require_writable
 
 if TYPE_CHECKING:
@@ -110,9 +111,7 @@ def _prepare(out: Path | None, figure: Path | None) -> None:
     """Raises before the measurement what would fail after it."""
     if figure is not None:
         if figure.suffix not in (".svg", ".png", ".pdf"):
-            raise ValueError(
-                f"got figure {figure}, expected a name that ends in .svg, .png or .pdf"
-            )
+            raise UserError(f"got figure {figure}, expected a name that ends in .svg, .png or .pdf")
         importlib.import_module("matplotlib")
     for file in filter(None, (out, figure)):
         require_writable(file)
@@ -128,7 +127,7 @@ def _encode(engine: "Engine", contents: Iterable[Any]) -> list[list[int]]:
         except ValueError as error:
             console.print(f"prompt skipped: {visible(error)}")
     if not found:
-        raise ValueError("got no prompt that fits the context; give shorter ones with --prompts")
+        raise UserError("got no prompt that fits the context; give shorter ones with --prompts")
     return found
 
 

@@ -13,7 +13,7 @@ class Matcher(Protocol):
 
     A matcher begins before the first token of the answer. What it says depends on the tokens read
     alone, and not on how it came there. The end of the answer is an EOS token, which is allowed
-    where the grammar is complete. All methods raise ValueError if the grammar turns out to be too
+    where the grammar is complete. All methods raise UserError if the grammar turns out to be too
     complex to be followed.
     """
 

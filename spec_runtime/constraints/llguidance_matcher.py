@@ -14,6 +14,7 @@ import numpy as np
 
 from spec_runtime.constraints.base import read
 from spec_runtime.constraints.formats import Grammar
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
 # JSON is written as Python's json.dumps writes it. Free whitespace would leave little determined,
@@ -34,12 +35,12 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError:
-            raise ValueError(
+            raise UserError(
                 "llguidance is not installed, which response_format needs: pip install "
                 "'specsplit[grammar]'"
             ) from None
         if not eos:
-            raise ValueError(
+            raise UserError(
                 "got response_format for a tokenizer without EOS, expected one with EOS, which "
                 "ends what a grammar allows; build the bundle again"
             )
@@ -52,7 +53,7 @@ class GrammarCompiler:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of its Rust code is no Exception
-            raise ValueError(
+            raise UserError(
                 f"llguidance cannot read this bundle's tokenizer ({brief(error)}); generate "
                 "without response_format"
             ) from None
@@ -96,10 +97,10 @@ class GrammarCompiler:
         return either
 
 
-def _invalid(grammar: Grammar, why: object) -> ValueError:
+def _invalid(grammar: Grammar, why: object) -> UserError:
     what = {"json_schema": "JSON schema", "regex": "regex", "ebnf": "grammar"}[grammar.kind]
     reason = brief(why, 200)
-    return ValueError(f"got {what} {brief(grammar.text, 60)}: {reason}; expected a valid one")
+    return UserError(f"got {what} {brief(grammar.text, 60)}: {reason}; expected a valid one")
 
 
 class LlguidanceMatcher:
@@ -165,7 +166,7 @@ class LlguidanceMatcher:
     def _require_health(self) -> None:
         """Raises ValueError if the library has given up."""
         if self._matcher.is_error():
-            raise ValueError(
+            raise UserError(
                 f"the grammar cannot be followed here ({brief(self._matcher.stop_reason())}), "
                 "expected one of less complexity; simplify it"
             )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spec_runtime.constraints.tools import checked_tools
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
 Message = Mapping[str, Any]
@@ -100,7 +101,7 @@ def _with_calls_as_text(message: Message) -> Message:
 def _function_of(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(
+        raise UserError(
             f"got tool call {brief(repr(call), 80)}, expected a function with a name and arguments"
         )
     return {"name": function["name"], "arguments": function.get("arguments", {})}

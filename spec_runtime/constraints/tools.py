@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief, parse_json
 
 
@@ -88,10 +89,10 @@ def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, A
     if name is not None:
         known = [function["name"] for function in functions]
         if name not in known:
-            raise ValueError(f"got tool {name!r:.80}, expected one of {brief(', '.join(known))}")
+            raise UserError(f"got tool {name!r:.80}, expected one of {brief(', '.join(known))}")
         functions = [function for function in functions if function["name"] == name]
     if not functions:
-        raise ValueError("got no tools, expected at least one for an answer that calls one")
+        raise UserError("got no tools, expected at least one for an answer that calls one")
     _reader(family)
     key = "parameters" if family == "llama3" else "arguments"
     definitions: dict[str, Any] = {}
@@ -118,7 +119,7 @@ def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any
         return forced_call(tools, family)
     function = tool_choice.get("function") if isinstance(tool_choice, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError(
+        raise UserError(
             f"got tool_choice {brief(repr(tool_choice), 80)}, expected none, auto, required, or a "
             "function with its name"
         )
@@ -128,7 +129,7 @@ def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
     """Returns tools in OpenAI's form as plain dictionaries; raises ValueError for others."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise ValueError(f"got tools {brief(repr(tools), 80)}, expected a list of functions")
+        raise UserError(f"got tools {brief(repr(tools), 80)}, expected a list of functions")
     return [_checked_tool(tool) for tool in tools]
 
 
@@ -137,20 +138,20 @@ def _checked_tool(tool: Any) -> dict[str, Any]:
     name = function.get("name") if isinstance(function, Mapping) else None
     is_tool = isinstance(tool, Mapping) and tool.get("type", "function") == "function"
     if not is_tool or not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
+        raise UserError(
             f"got tool {brief(repr(tool), 80)}, expected type 'function' and a function with a "
             "name of letters, digits, '_', '.' and '-'"
         )
     assert isinstance(function, Mapping)
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise ValueError(
+        raise UserError(
             f"got parameters {brief(repr(parameters), 80)} of tool {name}, expected a JSON schema"
         )
     try:
         copied: dict[str, Any] = parse_json(json.dumps({"type": "function", "function": function}))
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"got tool {name} that cannot be written as JSON ({brief(error, 80)}), expected "
             "objects, arrays, strings, numbers, booleans and null"
         ) from None
@@ -326,5 +327,5 @@ _MARKS = (
 
 def _reader(family: str) -> Callable[[str], list[_Found]]:
     if family not in _READERS:
-        raise ValueError(f"got tool family {family!r:.60}, expected one of {', '.join(FAMILIES)}")
+        raise UserError(f"got tool family {family!r:.60}, expected one of {', '.join(FAMILIES)}")
     return _READERS[family]

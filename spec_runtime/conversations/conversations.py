@@ -9,6 +9,7 @@ import numpy as np
 
 from spec_runtime.conversations.kept_rows import KeptRows, Restored, RowStore, common_length
 from spec_runtime.conversations.rows_file import RowsOwner, read_rows, write_rows
+from spec_runtime.errors import UserError
 from spec_runtime.requests.call import Call
 from spec_runtime.step import Step
 from spec_runtime.target import Target
@@ -84,7 +85,7 @@ class Conversations:
         is_ours = self._is_ours and bool(self._held)
         if tokens is None:
             if not is_ours:
-                raise ValueError("got no conversation to save, expected an answer before")
+                raise UserError("got no conversation to save, expected an answer before")
             rows = self._copy(len(self._held))
         else:
             kept, length = self._store.find(tokens)
@@ -102,9 +103,9 @@ class Conversations:
         are_ours = len(rows.tokens) <= target.max_length
         are_ours = are_ours and 0 <= min(rows.tokens) <= max(rows.tokens) < target.vocab_size
         if not are_ours or (rows.features_TF is not None) != self._has_features:
-            raise ValueError(f"{path} holds tokens that this bundle has not; begin anew")
+            raise UserError(f"{path} holds tokens that this bundle has not; begin anew")
         if rows.num_bytes > self.max_bytes:
-            raise ValueError(
+            raise UserError(
                 f"{path} takes {rows.num_bytes / 1e6:.0f} MB, expected at most the "
                 f"{self.max_bytes / 1e6:.0f} MB of kept_mb; load with more"
             )

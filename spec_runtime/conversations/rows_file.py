@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.conversations.kept_rows import KeptRows
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import replacing
 from spec_runtime.mapping import brief
 from spec_runtime.text.tokenizer import Message
@@ -61,7 +62,7 @@ def write_rows(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(
+        raise UserError(
             f"got messages of {len(text)} bytes, expected at most {MAX_HEADER_BYTES}; save them "
             "elsewhere"
         )
@@ -75,7 +76,7 @@ def _as_json(messages: Sequence[Message]) -> str:
     try:
         return json.dumps([dict(message) for message in messages])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"got messages that have no JSON: {brief(error, 120)}") from None
+        raise UserError(f"got messages that have no JSON: {brief(error, 120)}") from None
 
 
 def read_rows(
@@ -90,7 +91,7 @@ def read_rows(
     try:
         header, data = _read(path)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} is not a file of a conversation ({brief(error, 120)}), expected one that "
             "save_conversation wrote"
         ) from None
@@ -98,7 +99,7 @@ def read_rows(
     found = metadata if isinstance(metadata, dict) else {}
     for name, expected in (("bundle", owner.bundle), ("drafter", owner.drafter)):
         if found.get(name) != expected:
-            raise ValueError(
+            raise UserError(
                 f"{path} holds a conversation of {name} {brief(str(found.get(name)), 80)}, expected"
                 f" {expected}: load that {name}, or begin anew"
             )
@@ -113,7 +114,7 @@ def read_rows(
         fits = fits and features.dtype == DTYPES["F32"] and features.shape[:1] == (T,)
         fits = fits and features.ndim == 2
     if not fits:
-        raise ValueError(
+        raise UserError(
             f"{path} holds rows of other sizes, expected those of this bundle's target: it is "
             "damaged; begin anew"
         )
@@ -121,11 +122,9 @@ def read_rows(
         messages = json.loads(found.get(MESSAGES, "[]"))
         is_list = isinstance(messages, list)
         if not (is_list and all(isinstance(each, dict) and "role" in each for each in messages)):
-            raise ValueError
+            raise UserError
     except (TypeError, ValueError, RecursionError):
-        raise ValueError(
-            f"{path} holds messages that are none: it is damaged; begin anew"
-        ) from None
+        raise UserError(f"{path} holds messages that are none: it is damaged; begin anew") from None
     return KeptRows(tokens.tolist(), data, features), messages
 
 
@@ -134,10 +133,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
         if not 2 <= size <= MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {size} bytes")
+            raise UserError(f"a header of {size} bytes")
         header = json.loads(file.read(size))
         if not isinstance(header, dict):
-            raise ValueError("a header that is no object")
+            raise UserError("a header that is no object")
         content = np.frombuffer(file.read(), np.uint8)
     arrays = {}
     for name, entry in header.items():
@@ -146,8 +145,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
         sizes = [begin, end, *shape]
         if not all(type(number) is int and number >= 0 for number in sizes):
-            raise ValueError(f"{name} of shape {shape} at {begin} to {end}")
+            raise UserError(f"{name} of shape {shape} at {begin} to {end}")
         if end > len(content) or end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} of shape {shape} at {begin} to {end}")
+            raise UserError(f"{name} of shape {shape} at {begin} to {end}")
         arrays[name] = content[begin:end].view(dtype).reshape(shape)
     return header, arrays

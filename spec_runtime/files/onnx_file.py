@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from spec_runtime.errors import UserError
+
 # Field numbers of onnx.proto: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 _MODEL_GRAPH, _MODEL_FUNCTIONS = 7, 25
 _GRAPH_NODE, _GRAPH_INITIALIZER, _GRAPH_SPARSE = 1, 5, 15
@@ -27,7 +29,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 
 
-class NotOnnxError(ValueError):
+class NotOnnxError(UserError):
     """Says why a file is no ONNX model."""
 
 

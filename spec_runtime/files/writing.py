@@ -23,6 +23,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from spec_runtime.errors import UserError
+
 # Mark what is being written or removed, which is of no use to anyone, and a whole folder that was
 # renamed aside to be replaced.
 TEMPORARY, REPLACED = ".tmp", ".old"
@@ -43,13 +45,13 @@ def require_regular_file(path: str | Path) -> None:
     with suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if stat.S_ISLNK(mode):
-            raise ValueError(
+            raise UserError(
                 f"{path} is a symbolic link, expected a file or a new name; name the file that it "
                 "leads to"
             )
         if not stat.S_ISREG(mode):
             what = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
-            raise ValueError(f"{path} is {what}, expected a file or a new name; name another")
+            raise UserError(f"{path} is {what}, expected a file or a new name; name another")
 
 
 @contextmanager
@@ -160,21 +162,21 @@ def require_replaceable(out: Path, own_files: OwnFiles, what: str) -> None:
     Raises OSError if a folder in `out` cannot be read.
     """
     if out.is_symlink():
-        raise ValueError(
+        raise UserError(
             f"{out} is a symbolic link, expected {what} or a new folder; name the "
             "folder that it leads to"
         )
     if not out.exists():
         return
     if not out.is_dir():
-        raise ValueError(f"{out} is a file, expected {what} or a new folder; name another")
+        raise UserError(f"{out} is a file, expected {what} or a new folder; name another")
     if Path.cwd().is_relative_to(os.path.realpath(out)):
-        raise ValueError(
+        raise UserError(
             f"{out} is the working folder or above it, which cannot be replaced; name "
             "a folder inside it"
         )
     if os.path.ismount(out):
-        raise ValueError(
+        raise UserError(
             f"{out} is a mount point, which cannot be replaced; name a folder inside it"
         )
     found = _files_in(out)
@@ -183,7 +185,7 @@ def require_replaceable(out: Path, own_files: OwnFiles, what: str) -> None:
     own = own_files(out)
     if foreign := sorted(found.difference(own or ())):
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
-        raise ValueError(
+        raise UserError(
             f"{out} holds other files ({foreign[0]}{more}), expected {what} or a new "
             "folder; name another folder, or remove it yourself"
         )
@@ -259,7 +261,7 @@ def _require_movable(out: Path, temporary: Path) -> None:
         out.rename(temporary)
     except OSError as error:
         if error.errno == errno.EXDEV:
-            raise ValueError(
+            raise UserError(
                 f"{out} cannot be renamed on this file system, as a part of a container's image, "
                 "which replacing it needs; name another folder, or remove it yourself"
             ) from None
@@ -341,7 +343,7 @@ def _parents_of(folder: Path) -> Iterator[None]:
 # ---- locks ----
 
 
-class LockedError(ValueError):
+class LockedError(UserError):
     """Says that another process is writing to a place, and which."""
 
 

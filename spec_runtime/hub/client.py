@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from spec_runtime.bundle.manifest import BundleError
+from spec_runtime.errors import UserError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -28,7 +29,7 @@ _CLIENTS = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requ
 _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 
 
-class HubError(ValueError):
+class HubError(UserError):
     """Says why a bundle could not be fetched from or sent to a hub."""
 
 

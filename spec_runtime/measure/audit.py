@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from spec_runtime.errors import UserError
 from spec_runtime.measure import limits, quality
 from spec_runtime.measure.limits import ChainRow, Limits
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
@@ -227,7 +228,7 @@ def run(
         try:
             prompt_ids = engine.encode(prompt.content)
             if len(prompt_ids) == engine.target.max_length:
-                raise ValueError(f"{len(prompt_ids)} tokens leave no room in the context")
+                raise UserError(f"{len(prompt_ids)} tokens leave no room in the context")
         except ValueError as error:
             report.skipped.append({"prompt": prompt.id, "reason": str(error)})
             on_skip(f"prompt {prompt.id} skipped: {error}")
@@ -237,24 +238,24 @@ def run(
             )
         on_prompt()
     if precision != "fp32" and report.answers and not report.chain_rows:
-        raise ValueError("got no answer of 3 tokens, expected one to measure the rounding with")
+        raise UserError("got no answer of 3 tokens, expected one to measure the rounding with")
     return report
 
 
 def _check_options(engine: Engine, params: SamplingParams) -> None:
     if engine.fused is not None:
-        raise ValueError(
+        raise UserError(
             "got a fused step, expected an engine without: it leaves no logits to judge"
         )
     if params.rule not in ("greedy", "target_sampling"):
-        raise ValueError(
+        raise UserError(
             f"got acceptance {params.rule}, expected target_sampling: only its tokens can be "
             "compared one by one with those of plain decoding"
         )
     if params.temperature > 0 and params.seed is None:
-        raise ValueError(f"got temperature {params.temperature} without a seed, expected one")
+        raise UserError(f"got temperature {params.temperature} without a seed, expected one")
     if params.has_penalties or params.logit_bias:
-        raise ValueError("got penalties or a logit bias, expected none: gaps are of the raw logits")
+        raise UserError("got penalties or a logit bias, expected none: gaps are of the raw logits")
 
 
 class _Emitted(NamedTuple):

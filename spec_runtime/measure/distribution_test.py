@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from spec_runtime.errors import UserError
 from spec_runtime.measure.audit import replay
 from spec_runtime.sampling import Sampler, SamplingOptions, SamplingParams
 
@@ -65,7 +66,7 @@ def check_second_token(
     """
     most = engine.target.max_length - 2
     if len(prompt_ids) > most:
-        raise ValueError(
+        raise UserError(
             f"got a prompt of {len(prompt_ids)} tokens, expected at most {most}, so that two more "
             "fit into the context"
         )
@@ -90,12 +91,12 @@ def check_second_token(
         on_draw()
     common = {first: counts for first, counts in second_ids.items() if counts.total() >= MIN_COUNT}
     if not common:
-        raise ValueError(
+        raise UserError(
             f"got no first token {MIN_COUNT} times in {draws} draws, expected one; take more "
             "draws, a lower temperature or another prompt"
         )
     if not any(drafted[first] for first in common):
-        raise ValueError(
+        raise UserError(
             f"got no draft after the first token in {draws} draws, expected some; take another "
             "prompt or drafter"
         )

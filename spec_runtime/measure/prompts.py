@@ -6,6 +6,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief, parse_json
 
 # Spec-Bench reports these eight categories of MT-Bench as one subset.
@@ -71,7 +72,7 @@ def read_prompts(
         prompt for members in kept for prompt in sorted(members, key=lambda each: order[id(each)])
     ]
     if not result:
-        raise ValueError(f"{path}: got no prompt, expected at least one line of JSON")
+        raise UserError(f"{path}: got no prompt, expected at least one line of JSON")
     return result
 
 
@@ -89,21 +90,21 @@ def _prompt(line: bytes, number: int, path: Path) -> tuple[BenchPrompt, str]:
     except UnicodeError:
         raise
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error}); expected one object a line") from None
+        raise UserError(f"{where}: not JSON ({error}); expected one object a line") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: got {type(row).__name__}, expected an object")
+        raise UserError(f"{where}: got {type(row).__name__}, expected an object")
     content: Any = row["prompt"] if row.get("prompt") is not None else row.get("messages")
     later: list[Any] = []
     if content is None and isinstance(row.get("turns"), list) and row["turns"]:
         content, *later = row["turns"]
     if not _is_content(content) or not all(isinstance(turn, str) for turn in later):
-        raise ValueError(
+        raise UserError(
             f"{where}: got keys {brief(', '.join(row) or 'none')}, expected turns (a list of "
             "texts), prompt (a text) or messages (role and content each, both texts)"
         )
     identity: Any = row.get("question_id", row.get("id", number))
     if type(identity) not in (int, str):
-        raise ValueError(f"{where}: got id {identity!r:.40}, expected a number or a text")
+        raise UserError(f"{where}: got id {identity!r:.40}, expected a number or a text")
     kind = str(row.get("category", NO_CATEGORY))
     category = "mt_bench" if kind in MT_BENCH else kind
     return BenchPrompt(identity, category, content, tuple(later)), kind

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from spec_runtime.errors import UserError
 from spec_runtime.target import Target
 from spec_runtime.trees.tree import TokenTree
 
@@ -24,14 +25,14 @@ def check_reference(audited: Manifest, reference: Manifest) -> None:
     """Raises ValueError unless ``reference`` can judge the answers of ``audited``: it is fp32, has
     the same tokenizer and no shorter context."""
     if reference.target.precision != "fp32":
-        raise ValueError(f"got a reference of {reference.target.precision}, expected an fp32 one")
+        raise UserError(f"got a reference of {reference.target.precision}, expected an fp32 one")
     if reference.tokenizer.sha256 != audited.tokenizer.sha256:
-        raise ValueError(
+        raise UserError(
             f"got reference {reference.name} with another tokenizer than {audited.name}, expected "
             "the same target in fp32"
         )
     if reference.target.max_length < audited.target.max_length:
-        raise ValueError(
+        raise UserError(
             f"got a reference with a context of {reference.target.max_length}, expected "
             f"{audited.target.max_length} or more, as {audited.name} has"
         )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
 from spec_runtime.measure.curve import (
     Curve,
     Point,
@@ -227,7 +228,7 @@ def tune(
     recording, recorder = _recording(alone, Budget(min(num_nodes, limit)))
     run = race({"run": recording}, prompts, max_new_tokens, num_rounds=1)["run"]
     if not run.steps:
-        raise ValueError("got prompts that the target answers with nothing; give others")
+        raise UserError("got prompts that the target answers with nothing; give others")
     if calibration is None:
         curve = Curve.observed(recorder.seen)
     else:
@@ -309,7 +310,7 @@ def _trusting(candidate: Candidate, trust: float) -> Candidate:
 def require_trees(engine: Engine) -> None:
     """Raises ValueError if the engine has no trees to tune."""
     if engine.drafter == "none":
-        raise ValueError("got drafter none, expected one whose trees can be tuned")
+        raise UserError("got drafter none, expected one whose trees can be tuned")
 
 
 def _costs(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from spec_runtime.errors import UserError
 from spec_runtime.sampling import SamplingOptions, SamplingParams, checked_flag
 from spec_runtime.text.tokenizer import Tools
 from spec_runtime.waiting.interruption import Interruption
@@ -56,14 +57,14 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
-            raise ValueError(f"got params {self.params!r:.60}, expected SamplingParams, or None")
+            raise UserError(f"got params {self.params!r:.60}, expected SamplingParams, or None")
         for name in ("raw", "reuse", "continue_final"):
             object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
         if self.control_tokens is not None:
             allowed = checked_flag("control_tokens", self.control_tokens)
             object.__setattr__(self, "control_tokens", allowed)
         if self.system is not None and not isinstance(self.system, str):
-            raise ValueError(f"got system {self.system!r:.60}, expected a string, or None for none")
+            raise UserError(f"got system {self.system!r:.60}, expected a string, or None for none")
 
     def interruption(self) -> Interruption:
         """Returns what may end the call early; its time runs from now on."""
@@ -83,7 +84,7 @@ def read_options(options: Mapping[str, Any]) -> Request:
         own["params"] = SamplingParams(**sampling)
     elif sampling:
         SamplingParams(**sampling)  # an unknown name is a TypeError, here as elsewhere
-        raise ValueError(
+        raise UserError(
             f"got params and {', '.join(sampling)}, expected one of them: dataclasses.replace "
             "copies params with other fields"
         )

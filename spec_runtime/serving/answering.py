@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from spec_runtime import AsyncEngine, Chunk, GenerationResult, QueueFull, SamplingParams
+from spec_runtime.errors import UserError
 from spec_runtime.sampling import SamplingOptions
 from spec_runtime.serving.errors import (
     ApiError,
@@ -122,13 +123,13 @@ class Answering:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Returns what the client is told of an error: the one line of a ValueError, which was written
-    for it, and of a mistake of ours nothing."""
+    """Returns what the client is told of an error: the one line of a UserError, which was written
+    for it, and of a bug nothing."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
         return too_many(str(error), 1)
-    if isinstance(error, ValueError):
+    if isinstance(error, UserError):
         return ApiError(400, str(error), param=_param(str(error)), code="invalid_value")
     log.error("a request failed", exc_info=error)
     return internal_error()

@@ -22,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.supervisors import Multiprocess
 
+from spec_runtime.errors import UserError
 from spec_runtime.load import load
 from spec_runtime.serving.settings import Settings
 
@@ -92,11 +93,11 @@ def bind(host: str, port: int) -> socket.socket:
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALL_SECONDS * 1000)
         bound.bind(address)
     except UnicodeError:  # of getaddrinfo
-        raise ValueError(
+        raise UserError(
             f"got --host {host}, expected an address or a name; choose another --host"
         ) from None
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"got --host {host} --port {port}, expected an address that is free here: "
             f"{error.strerror}; choose another --port, or 0 for any"
         ) from None
@@ -147,7 +148,7 @@ def serve_by_workers(
         finally:
             del os.environ[SHARED_FOLDER]
     if any(process.exitcode == FAILED for process in pool.processes):
-        raise ValueError("a worker process could not start, see above; serve with --workers 1")
+        raise UserError("a worker process could not start, see above; serve with --workers 1")
 
 
 def make_config(app: Any, grace: float, **more: Any) -> uvicorn.Config:

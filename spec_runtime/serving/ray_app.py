@@ -15,6 +15,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+from spec_runtime.errors import UserError
+
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # for a cluster that begins here
 try:
     from ray import serve
@@ -101,7 +103,7 @@ class Arguments(BaseModel):
     @model_validator(mode="after")
     def _check_scale(self) -> Self:
         if self.autoscaling_config is not None and "num_replicas" in self.model_fields_set:
-            raise ValueError("num_replicas and autoscaling_config exclude each other")
+            raise UserError("num_replicas and autoscaling_config exclude each other")
         return self
 
     @property

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from spec_runtime.errors import UserError
 from spec_runtime.sampling import SamplingOptions
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
@@ -64,7 +65,7 @@ class _Sampled(BaseModel):
     @model_validator(mode="after")
     def _check_stream_options(self) -> _Sampled:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("'stream_options' is only allowed when 'stream' is true")
+            raise UserError("'stream_options' is only allowed when 'stream' is true")
         return self
 
     @property
@@ -146,14 +147,14 @@ class ChatRequest(_Sampled):
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("'top_logprobs' is only allowed when 'logprobs' is true")
+            raise UserError("'top_logprobs' is only allowed when 'logprobs' is true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("'max_tokens' and 'max_completion_tokens' exclude each other")
+            raise UserError("'max_tokens' and 'max_completion_tokens' exclude each other")
         if self.tool_choice is not None and not self.tools:
-            raise ValueError("'tool_choice' is only allowed when 'tools' are specified")
+            raise UserError("'tool_choice' is only allowed when 'tools' are specified")
         is_free = (self.response_format or {"type": "text"}).get("type") == "text"
         if self.tool_choice not in (None, "none", "auto") and not is_free:
-            raise ValueError("a 'tool_choice' that asks for a call excludes 'response_format'")
+            raise UserError("a 'tool_choice' that asks for a call excludes 'response_format'")
         return self
 
     @property
@@ -181,11 +182,11 @@ class CompletionRequest(_Sampled):
     @model_validator(mode="after")
     def _check_together(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.num_choices:
-            raise ValueError("'best_of' has to equal 'n': this server drops no answer")
+            raise UserError("'best_of' has to equal 'n': this server drops no answer")
         if self.echo and self.logprobs is not None:
-            raise ValueError("'echo' is not allowed together with 'logprobs'")
+            raise UserError("'echo' is not allowed together with 'logprobs'")
         if not self.prompts:
-            raise ValueError("'prompt' has to hold at least one prompt")
+            raise UserError("'prompt' has to hold at least one prompt")
         return self
 
     @property

@@ -6,6 +6,8 @@ import math
 import os
 from dataclasses import dataclass
 
+from spec_runtime.errors import UserError
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -36,15 +38,15 @@ class Settings:
     def __post_init__(self) -> None:
         for name, least in (("max_waiting", 0), ("max_streams", 1), ("max_body", 1)):
             if getattr(self, name) < least:
-                raise ValueError(f"got {name} {getattr(self, name)}, expected {least} or more")
+                raise UserError(f"got {name} {getattr(self, name)}, expected {least} or more")
         if self.max_prompt is not None and self.max_prompt < 1:
-            raise ValueError(f"got max_prompt {self.max_prompt}, expected 1 or more, or None")
+            raise UserError(f"got max_prompt {self.max_prompt}, expected 1 or more, or None")
         if self.hosts is not None:
             object.__setattr__(self, "hosts", tuple(plain_host(host) for host in self.hosts))
         if not 0 < self.timeout < math.inf:
-            raise ValueError(f"got timeout {self.timeout}, expected seconds above 0")
+            raise UserError(f"got timeout {self.timeout}, expected seconds above 0")
         if self.api_key is not None and not self.api_key:
-            raise ValueError("got an empty API key, expected some characters, or None for none")
+            raise UserError("got an empty API key, expected some characters, or None for none")
 
 
 def plain_host(name: str) -> str:
@@ -56,7 +58,7 @@ def key_from(variable: str) -> str:
     """Returns the API key in an environment variable. Raises ValueError if there is none."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(
+        raise UserError(
             f"got --api-key-env {variable}, expected an environment variable with a key; set it"
         )
     return key

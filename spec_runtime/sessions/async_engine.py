@@ -12,6 +12,7 @@ from contextlib import closing
 from typing import Self, Unpack
 
 from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
 from spec_runtime.requests.call import Call
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult
@@ -41,7 +42,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, max_waiting: int = 64) -> None:
         if max_waiting < 0:
-            raise ValueError(f"got max_waiting {max_waiting}, expected 0 or more")
+            raise UserError(f"got max_waiting {max_waiting}, expected 0 or more")
         self.engine = engine
         self._max_waiting = max_waiting
         self._preparer = ThreadPoolExecutor(1, "spec_runtime.prepare")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult
 from spec_runtime.text.tokenizer import Message
@@ -46,9 +47,9 @@ class Transcript:
     def exchange(self, text: str | None, options: CallOptions) -> Iterator[Exchange]:
         """Gives what to call the engine with, and adds the answer when the block ends."""
         if found := [name for name in OWN if name in options]:
-            raise ValueError(f"got {found[0]}, expected none in a call of a session, which sets it")
+            raise UserError(f"got {found[0]}, expected none in a call of a session, which sets it")
         if text is None and not _has_text(self.messages[-1:], "assistant"):
-            raise ValueError("got no text, expected one where there is no answer to go on with")
+            raise UserError("got no text, expected one where there is no answer to go on with")
         if self._is_answering:
             raise RuntimeError("this session is being answered; wait for the end, or close it")
         self._is_answering = True

@@ -35,6 +35,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
 Message = Mapping[str, Any]
@@ -63,11 +64,11 @@ _WIDE_FIELD = re.compile(r"[%{][^%{}]{0,100}\d{6}|%[^%a-zA-Z]{0,100}\*|\{[^{}]{0
 _CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
-class TemplateLimitError(ValueError):
+class TemplateLimitError(UserError):
     """Says which limit a chat template has gone beyond."""
 
 
-class _MessageRefusedError(ValueError):
+class _MessageRefusedError(UserError):
     """Holds what the template says against the messages."""
 
 
@@ -83,7 +84,7 @@ class MeteredTemplate:
         self._name = name
         self._names = {"bos_token": bos_token, "eos_token": eos_token}
         if len(source) > MAX_SOURCE:
-            raise ValueError(
+            raise UserError(
                 f"{name} is not valid: got {len(source)} characters, expected at most {MAX_SOURCE}"
             )
         self._meter = _Meter()
@@ -94,7 +95,7 @@ class MeteredTemplate:
             tree.set_environment(environment)
             self._template = environment.from_string(tree)
         except Exception as error:  # parsing and compiling what a stranger wrote raises anything
-            raise ValueError(f"{name} is not valid: {_reason(error)}") from None
+            raise UserError(f"{name} is not valid: {_reason(error)}") from None
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -114,9 +115,9 @@ class MeteredTemplate:
                 **self._names,
             )
         except _MessageRefusedError as error:
-            raise ValueError(f"{self._name} refuses these messages: {error}") from None
+            raise UserError(f"{self._name} refuses these messages: {error}") from None
         except Exception as error:  # the program of a stranger raises anything
-            raise ValueError(
+            raise UserError(
                 f"{self._name} cannot render these messages: {_reason(error)}"
             ) from None
         finally:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from spec_runtime.errors import UserError
 from spec_runtime.text.tokenizer_file import no_panics
 
 # Noncharacters of Unicode, which are for a program's own use: texts do not have them.
@@ -62,7 +63,7 @@ class ControlTokens:
             names = self._special if by_assistant else self._any
             return names.sub(rf"\g<0>{MARK}", value.translate(_REPLACED))
         if depth > MAX_DEPTH:
-            raise ValueError(
+            raise UserError(
                 f"got a message or tool with values nested deeper than {MAX_DEPTH}, expected fewer"
             )
         if isinstance(value, Mapping):
@@ -89,7 +90,7 @@ class ControlTokens:
             encoding = tokenizer.encode(fenced.replace(MARK, ""), add_special_tokens=False)
         found = [id_of.get(number, number) for number in encoding.ids]
         if sum(number in self._control_ids for number in found) != num_names:
-            raise ValueError(
+            raise UserError(
                 "got the name of a control token in a message, which this tokenizer takes for that "
                 "token in any case; take it out, or allow control tokens"
             )

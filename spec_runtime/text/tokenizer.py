@@ -18,6 +18,7 @@ from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
 from spec_runtime.constraints.tool_prompts import ToolPrompter
 from spec_runtime.constraints.tools import checked_tools, family_of
+from spec_runtime.errors import UserError
 from spec_runtime.text import tokenizer_file
 from spec_runtime.text.control_tokens import MARK, ControlTokens
 
@@ -130,7 +131,7 @@ class Tokenizer:
         require_characters(text, "the prompt")
         most = MAX_TOKEN_BYTES * self._max_length + FREE_BYTES
         if len(text) > most:
-            raise ValueError(
+            raise UserError(
                 f"got a prompt of {len(text)} characters, expected at most {most} for the bundle's "
                 f"context of {self._max_length} tokens; shorten it or build with a larger "
                 "--max-length"
@@ -167,7 +168,7 @@ def require_characters(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
+        raise UserError(
             f"got half a surrogate pair at character {error.start} of {what}, expected text that "
             "can be written as UTF-8"
         ) from None
@@ -199,11 +200,11 @@ def encode_prompt(
     `tools` need a chat template. Raises ValueError for what cannot be a prompt.
     """
     if continue_final and not (not isinstance(prompt, str) and _is_begun(prompt)):
-        raise ValueError(
+        raise UserError(
             "got continue_final, expected messages of which the last is the assistant's and a text"
         )
     if tools and (raw or codec.template is None or not _is_chat(prompt)):
-        raise ValueError(
+        raise UserError(
             "got tools, expected them with messages or a string for a bundle's chat template, "
             "which shows them to the model"
         )
@@ -215,22 +216,22 @@ def encode_prompt(
             ids = _encode_messages(codec, codec.template, messages, system, tools, is_marked)
             return _some(codec, ids)
         if system is not None:
-            raise ValueError("got a system prompt, expected none without a chat template")
+            raise UserError("got a system prompt, expected none without a chat template")
         text = codec.marked(prompt) if is_marked else prompt
         return _some(codec, codec.encode(text, special_tokens=True, is_marked=is_marked))
     items = _items(prompt)
     if len(items) == 0:
-        raise ValueError("got prompt [], expected at least one message or one token id")
+        raise UserError("got prompt [], expected at least one message or one token id")
     if all(isinstance(item, Mapping) for item in items):
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
-            raise ValueError(f"got messages, expected a string or token ids: {why}")
+            raise UserError(f"got messages, expected a string or token ids: {why}")
         ids = _encode_messages(
             codec, codec.template, items, system, tools, is_marked, continue_final
         )
         return _some(codec, ids)
     if system is not None:
-        raise ValueError("got a system prompt with token ids, expected it among the ids")
+        raise UserError("got a system prompt with token ids, expected it among the ids")
     return [_token_id(item) for item in items]
 
 
@@ -239,7 +240,7 @@ def _some(codec: Codec, ids: list[int]) -> list[int]:
     if ids:
         return ids
     if codec.bos is None:
-        raise ValueError("got an empty prompt, expected some text: this tokenizer has no BOS")
+        raise UserError("got an empty prompt, expected some text: this tokenizer has no BOS")
     return [codec.bos]
 
 
@@ -253,7 +254,7 @@ def _items(prompt: Any) -> Sequence[Any]:
         return prompt
     else:
         got = f"{type(prompt).__name__} {prompt!r:.40}"
-    raise ValueError(
+    raise UserError(
         f"got prompt {got}, expected a string, a list of messages, or a list or 1-D array of token "
         "ids"
     )
@@ -261,7 +262,7 @@ def _items(prompt: Any) -> Sequence[Any]:
 
 def _token_id(item: Any) -> int:
     if not isinstance(item, int | np.integer) or isinstance(item, bool):
-        raise ValueError(f"got {item!r:.80} in the prompt, expected all token ids or all messages")
+        raise UserError(f"got {item!r:.80} in the prompt, expected all token ids or all messages")
     return int(item)
 
 
@@ -298,10 +299,10 @@ def _encode_messages(
     messages = [_plain_message(message) for message in messages]
     if system is not None:
         if not isinstance(system, str):
-            raise ValueError(f"got system prompt {system!r:.40}, expected a string")
+            raise UserError(f"got system prompt {system!r:.40}, expected a string")
         require_characters(system, "the system prompt")
         if messages[0]["role"] == "system":
-            raise ValueError("got two system prompts, expected one: in the messages or apart")
+            raise UserError("got two system prompts, expected one: in the messages or apart")
         messages = [{"role": "system", "content": system}, *messages]
     if is_marked:
         messages = [codec.marked(each, each["role"] == "assistant") for each in messages]
@@ -322,18 +323,18 @@ def _plain_message(message: Message) -> Message:
     without role and content, for other kinds of content, and for half surrogate pairs.
     """
     if not isinstance(message.get("role"), str) or "content" not in message:
-        raise ValueError(f"got message {dict(message)!r:.200}, expected a role and its content")
+        raise UserError(f"got message {dict(message)!r:.200}, expected a role and its content")
     role, content = message["role"], message["content"]
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
         for part in content:
             if part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(
+                raise UserError(
                     f"got content part {dict(part)!r:.80} in a message of {role!r:.40}, expected "
                     "parts of type 'text' with a text"
                 )
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-        raise ValueError(
+        raise UserError(
             f"got content {content!r:.80} in a message of {role!r:.40}, expected a string or a "
             "list of text parts"
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from spec_runtime.errors import UserError
 from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.tree import Draws
 
@@ -40,17 +41,17 @@ class Grown:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.min_probability <= 1.0:
-            raise ValueError(f"got min_probability {self.min_probability}, expected 0 to 1")
+            raise UserError(f"got min_probability {self.min_probability}, expected 0 to 1")
         if self.step_ms and (min(self.step_ms) <= 0 or self.level_ms < 0):
-            raise ValueError(
+            raise UserError(
                 f"got step times from {min(self.step_ms)} ms and level_ms {self.level_ms}, "
                 "expected positive ones"
             )
         if self.sampled_trust <= 0:
-            raise ValueError(f"got sampled_trust {self.sampled_trust}, expected more than 0")
+            raise UserError(f"got sampled_trust {self.sampled_trust}, expected more than 0")
         for (x, y), (next_x, next_y) in itertools.pairwise(((0.0, 0.0), *self.reliability)):
             if not (x < next_x <= 1 and y <= next_y <= 1):
-                raise ValueError(
+                raise UserError(
                     f"got reliability {self.reliability!r:.80}, expected pairs (predicted, "
                     "observed) from 0 to 1, ascending in both"
                 )
@@ -87,12 +88,12 @@ class Static:
         known = {(), *self.paths}
         for path in self.paths:
             if not path or min(path) < 0 or path[:-1] not in known:
-                raise ValueError(
+                raise UserError(
                     f"got path {list(path)}, expected ranks from 0 on, and the path to its parent "
                     "among the others"
                 )
         if len(known) <= len(self.paths):
-            raise ValueError(f"got {len(self.paths)} paths, expected different ones")
+            raise UserError(f"got {len(self.paths)} paths, expected different ones")
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +113,9 @@ class Drawn:
 
     def __post_init__(self) -> None:
         if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"got widths {self.widths}, expected 1 or more at each depth")
+            raise UserError(f"got widths {self.widths}, expected 1 or more at each depth")
         if not self.temperature > 0:
-            raise ValueError(f"got temperature {self.temperature}, expected above 0")
+            raise UserError(f"got temperature {self.temperature}, expected above 0")
 
     def draw(self, id_C: np.ndarray, log_prob_C: np.ndarray, num_draws: int) -> Draws | None:
         """Draws `num_draws` of the candidates `id_C` i64[C] with log-probabilities `log_prob_C`
@@ -163,16 +164,16 @@ class Budget:
 
     def __post_init__(self) -> None:
         if self.max_nodes < 1:
-            raise ValueError(f"got max_nodes {self.max_nodes}, expected at least 1 (the root)")
+            raise UserError(f"got max_nodes {self.max_nodes}, expected at least 1 (the root)")
         if self.max_depth is not None and self.max_depth < 0:
-            raise ValueError(f"got max_depth {self.max_depth}, expected 0 or more")
+            raise UserError(f"got max_depth {self.max_depth}, expected 0 or more")
         match self.growth:
             case Grown(step_ms=step_ms) if 0 < len(step_ms) < self.max_nodes:
-                raise ValueError(
+                raise UserError(
                     f"got {len(step_ms)} step times, expected those for 1 to {self.max_nodes} nodes"
                 )
             case Static(paths) if len(paths) >= self.max_nodes:
-                raise ValueError(
+                raise UserError(
                     f"got {len(paths)} paths, expected different ones, fewer than max_nodes, "
                     f"{self.max_nodes}"
                 )

@@ -15,6 +15,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from rich.tree import Tree
 
+from spec_runtime.errors import UserError
 from spec_runtime.trees.budget import RankPath
 from spec_runtime.trees.templates import Accuracy, path_probabilities
 from spec_runtime.trees.tree import TokenTree
@@ -221,7 +222,7 @@ def accepted_tree(
     Raises ValueError as that does.
     """
     if len(texts) != tree.num_nodes or list(path) != tree.path(path[-1] if path else 0):
-        raise ValueError(
+        raise UserError(
             f"got path {list(path)} and {len(texts)} texts for {tree.num_nodes} nodes, expected a "
             "path from the root and one text a node"
         )

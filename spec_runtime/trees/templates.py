@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.bundle.manifest import BundleError, DrafterInfo
+from spec_runtime.errors import UserError
 from spec_runtime.trees.budget import Budget, RankPath
 from spec_runtime.trees.grow import grow
 from spec_runtime.trees.guesses import Guesses
@@ -110,7 +111,7 @@ def path_probabilities(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[Ra
     depth = max((len(path) for path in paths), default=0)
     width = 1 + max((max(path) for path in paths), default=-1)
     if depth > len(accuracy) or width > len(accuracy[0]):
-        raise ValueError(
+        raise UserError(
             f"got a tree of {depth} levels and {width} candidates, expected at most "
             f"{len(accuracy)} and {len(accuracy[0])}, as calibrated"
         )
@@ -135,7 +136,7 @@ def parse_tree(
     """
     name, colon, numbers = text.partition(":")
     if colon and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", numbers):
-        raise ValueError(f"got tree {text!r:.80}, expected one of {TEMPLATES}")
+        raise UserError(f"got tree {text!r:.80}, expected one of {TEMPLATES}")
     match name, [int(number) for number in numbers.split(",") if number]:
         case "chain", [depth] if depth < MAX_NODES:
             return chain(depth)
@@ -147,13 +148,13 @@ def parse_tree(
             return from_counts(EAGLE26)
         case "searched", [] | [_] as number:
             if accuracy is None:
-                raise ValueError(
+                raise UserError(
                     "got tree searched for a drafter without calibration: run spec-export "
                     "calibrate first"
                 )
             return searched(accuracy, min(*number, MAX_NODES) if number else num_nodes)
         case _:
-            raise ValueError(
+            raise UserError(
                 f"got tree {text!r:.80}, expected one of {TEMPLATES}, of {MAX_NODES} nodes at most"
             )
 

@@ -7,6 +7,8 @@ import threading
 import time
 from numbers import Real
 
+from spec_runtime.errors import UserError
+
 CANCELLED, TIMEOUT = "cancelled", "timeout"
 # Seconds after which a call that waits for its turn looks at the caller's event again: an event
 # wakes only those who wait for it alone.
@@ -29,12 +31,12 @@ class Interruption:
         if timeout is not None:
             is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
             if not (is_number and timeout > 0):
-                raise ValueError(
+                raise UserError(
                     f"got timeout {timeout!r:.60}, expected seconds above 0, or None for no limit"
                 )
             self._deadline = time.monotonic() + float(timeout)
         if event is not None and not isinstance(event, threading.Event):
-            raise ValueError(
+            raise UserError(
                 f"got cancel {event!r:.60}, expected a threading.Event, or None for none"
             )
         self._event = event
