@@ -11,7 +11,7 @@ import pytest
 from spec_runtime.mapping import added_later, brief, from_mapping, parse_json, parse_toml, to_json
 
 
-class Refused(ValueError):
+class Refused(UserError):
     """The error class of a caller."""
 
 
