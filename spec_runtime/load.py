@@ -288,7 +288,7 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
         return plain._replace(taps=opened.taps, is_tuned=True)
     scaled = scale_probabilities(opened.proposer)
-    pauser = DraftPauser(scaled, profile.costs, choice.pace, choice.sampled_pace)
+    pauser = DraftPauser(scaled, profile.costs, choice.gain, choice.sampled_gain)
     # Short accepted lengths cause no warning here: where they do not pay, the drafter pauses.
     return opened._replace(
         proposer=pauser, budget=choice.budget, expected_accepted_length=None, is_tuned=True

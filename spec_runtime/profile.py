@@ -83,7 +83,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Gain:
     """Tokens committed a step, and how many times as fast as plain decoding they come."""
 
     accepted_length: float
@@ -99,7 +99,7 @@ class Candidate:
     """One way to decode; its `budget` is None for plain decoding.
 
     expected_speedup is predicted from the costs and the accuracies known; tokens_per_second,
-    speedup and accepted_length are measured in the race; sampled_pace, that of texts drawn at
+    speedup and accepted_length are measured in the race; sampled_gain, that of texts drawn at
     temperature 1, is measured for the winner alone. A value that was not determined is None.
     """
 
@@ -110,12 +110,12 @@ class Candidate:
     tokens_per_second: float | None = None
     speedup: float | None = None
     accepted_length: float | None = None
-    sampled_pace: Pace | None = mapping.added_later(None)
+    sampled_gain: Gain | None = mapping.added_later(None)
 
     @property
-    def pace(self) -> Pace:
-        """The pace at temperature 0: measured, or else predicted, or else 1 and 1."""
-        return Pace(self.accepted_length or 1.0, self.speedup or self.expected_speedup or 1.0)
+    def gain(self) -> Gain:
+        """The gain at temperature 0: measured, or else predicted, or else 1 and 1."""
+        return Gain(self.accepted_length or 1.0, self.speedup or self.expected_speedup or 1.0)
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,8 @@ def from_json(data: Any) -> Profile:
     rows = data.get("candidates") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError("got no list of candidates, expected a profile")
+    old_names = {"sampled_pace": "sampled_gain"}  # of profiles that older versions wrote
+    rows = [{old_names.get(key, key): value for key, value in row.items()} for row in rows]
     plain = [row | {"budget": None} if "budget" in row else row for row in rows]
     profile = mapping.from_mapping(Profile, data | {"candidates": plain}, "profile")
     candidates = [

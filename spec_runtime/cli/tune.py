@@ -167,7 +167,7 @@ def _print(profile: "Profile", name: str) -> None:
     wins = "plain decoding: the drafter will not be used" if profile.plain_wins else profile.chosen
     from_run = "a run on the prompts" if profile.curve == "run" else "the bundle's calibration"
     console.print(f"Chosen: {wins}. Predicted from {from_run}.", soft_wrap=True)
-    if (sampled := profile.choice.sampled_pace) is not None:
+    if (sampled := profile.choice.sampled_gain) is not None:
         console.print(
             f"At temperature 1: speedup {sampled.speedup:.2f}, "
             f"accepted length {sampled.accepted_length:.2f}.",

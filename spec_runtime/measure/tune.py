@@ -25,7 +25,7 @@ from spec_runtime.measure.curve import (
     paying_budget,
     static_points,
 )
-from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Pace, Profile
+from spec_runtime.profile import PLAIN, Candidate, Costs, Gain, Key, Profile
 from spec_runtime.proposers.adaptive import LARGEST_TRUST, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
@@ -266,8 +266,8 @@ def tune(
         on_stage("race at temperature 1")
         engines = {name: engines[name] for name in (PLAIN, chosen)}
         stats = race(engines, prompts, max_new_tokens, temperature=1.0)
-        pace = _sampled_pace(stats[chosen], stats[PLAIN])
-        candidates = [replace(c, sampled_pace=pace) if c.name == chosen else c for c in candidates]
+        gain = _sampled_gain(stats[chosen], stats[PLAIN])
+        candidates = [replace(c, sampled_gain=gain) if c.name == chosen else c for c in candidates]
     profile = Profile(key, costs, curve.source, tuple(candidates), chosen)
     if not sweep:
         return TuneReport(profile, [])
@@ -333,7 +333,7 @@ def choose(candidates: Sequence[Candidate]) -> str:
     """Returns the name of the fastest candidate, as measured or else predicted; plain decoding if
     none is clearly faster."""
     fastest = max(candidates, key=lambda c: c.speedup or c.expected_speedup or 0.0)
-    return fastest.name if fastest.pace.speedup >= CLEARLY_FASTER else PLAIN
+    return fastest.name if fastest.gain.speedup >= CLEARLY_FASTER else PLAIN
 
 
 def _candidates(
@@ -391,26 +391,26 @@ def _with_reliability(budget: Budget, curve: Curve) -> Budget:
     return replace(budget, growth=replace(growth, min_probability=least, reliability=reliability))
 
 
-def _pace(stats: Stats, plain: Stats) -> Pace:
+def _gain(stats: Stats, plain: Stats) -> Gain:
     speedup = stats.tokens_per_second / plain.tokens_per_second
-    return Pace(round(stats.accepted_length, 4), round(speedup, 4))
+    return Gain(round(stats.accepted_length, 4), round(speedup, 4))
 
 
-def _sampled_pace(stats: Stats, plain: Stats) -> Pace | None:
-    """Returns the pace of texts drawn at temperature 1, None if every draw ended its answer at
+def _sampled_gain(stats: Stats, plain: Stats) -> Gain | None:
+    """Returns the gain of texts drawn at temperature 1, None if every draw ended its answer at
     once."""
-    return _pace(stats, plain) if stats.steps and plain.steps else None
+    return _gain(stats, plain) if stats.steps and plain.steps else None
 
 
 def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:
     """Returns the candidate with what the race measured."""
-    pace = _pace(stats, plain)
+    gain = _gain(stats, plain)
     return replace(
         candidate,
         nodes=round(1 + stats.drafted_tokens / max(1, stats.steps), 2),
         tokens_per_second=round(stats.tokens_per_second, 2),
-        speedup=pace.speedup,
-        accepted_length=pace.accepted_length,
+        speedup=gain.speedup,
+        accepted_length=gain.accepted_length,
     )
 
 

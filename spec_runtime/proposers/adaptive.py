@@ -24,7 +24,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from spec_runtime.profile import Costs, Pace
+from spec_runtime.profile import Costs, Gain
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
@@ -43,18 +43,18 @@ LARGEST_TRUST = 4.0  # the smallest is its inverse
 class DraftPauser(ProposerWrapper):
     """Passes on the trees of `proposer`, or, while drafting does not pay, proposes roots alone.
 
-    `pace` is what `tune` saw at temperature 0 and `sampled_pace` at temperature 1; the averages
+    `gain` is what `tune` saw at temperature 0 and `sampled_gain` at temperature 1; the averages
     begin each generation there, in proportion to its temperature. Where that would not pay or is
     not known, and after a rest, they begin at the break-even point and are judged after
     PROBE_STEPS, so that what is seen alone decides.
     """
 
     def __init__(
-        self, proposer: Proposer, costs: Costs, pace: Pace, sampled_pace: Pace | None = None
+        self, proposer: Proposer, costs: Costs, gain: Gain, sampled_gain: Gain | None = None
     ) -> None:
         super().__init__(proposer)
         self._costs = costs
-        self._pace, self._sampled_pace = pace, sampled_pace
+        self._gain, self._sampled_gain = gain, sampled_gain
         self._is_first = True  # the next tree is the generation's first
         self._rest = 0  # plain steps still to come
         self._reset()
@@ -109,14 +109,14 @@ class DraftPauser(ProposerWrapper):
 
     def _begin_at(self, temperature: float) -> None:
         """Sets the averages to what `tune` saw; begins a probe where that does not pay."""
-        sampled = self._sampled_pace if temperature else self._pace
+        sampled = self._sampled_gain if temperature else self._gain
         if sampled is None:
             self._begin_probe()
             return
         share = min(1.0, temperature)
-        for pace, weight in ((self._pace, 1 - share), (sampled, share)):
-            self._tokens += weight * pace.accepted_length
-            self._ms += weight * pace.accepted_length * self._costs.plain / pace.speedup
+        for gain, weight in ((self._gain, 1 - share), (sampled, share)):
+            self._tokens += weight * gain.accepted_length
+            self._ms += weight * gain.accepted_length * self._costs.plain / gain.speedup
         if not self._pays():
             self._begin_probe()
 

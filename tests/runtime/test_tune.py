@@ -33,7 +33,7 @@ from spec_runtime.measure.curve import (
     paying_budget,
     static_points,
 )
-from spec_runtime.profile import PLAIN, Candidate, Costs, Key, Pace, Profile
+from spec_runtime.profile import PLAIN, Candidate, Costs, Gain, Key, Profile
 from spec_runtime.proposers.adaptive import (
     FIRST_REST,
     LARGEST_TRUST,
@@ -376,8 +376,8 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     stats = tune.race(engines, prompts, 40, num_rounds=1)
     speed = {name: each.tokens_per_second for name, each in stats.items()}
     assert choice.tokens_per_second is not None
-    assert choice.sampled_pace is not None
-    assert 1 <= choice.sampled_pace.accepted_length < choice.pace.accepted_length
+    assert choice.sampled_gain is not None
+    assert 1 <= choice.sampled_gain.accepted_length < choice.gain.accepted_length
     assert profile.from_json(profile.to_json(report.profile)) == report.profile
     assert choice.tokens_per_second >= 0.95 * max(speed.values()), speed
     assert max(speed.values()) > 1.1 * speed[PLAIN], "otherwise there is nothing to choose"
@@ -395,7 +395,7 @@ def test_draws_that_all_end_at_once_have_no_pace(
     monkeypatch.setattr(tune, "race", without_steps)
     choice = tune.tune(timed_engine(clock, convex), PROMPTS, KEY, max_new_tokens=20).profile.choice
     assert choice.speedup is not None
-    assert choice.sampled_pace is None
+    assert choice.sampled_gain is None
 
 
 def test_grown_trees_are_predicted_with_what_lookup_adds(clock: Clock) -> None:
@@ -529,7 +529,7 @@ def runs_of(sizes: list[int]) -> list[tuple[int, int]]:
 
 def test_collapse_rest_probe_and_recovery() -> None:
     script = Script()
-    controller = DraftPauser(script, COSTS, Pace(2.25, 1.5))
+    controller = DraftPauser(script, COSTS, Gain(2.25, 1.5))
     # averages begin at 2.25 tokens and 15 ms; w = 15 / 16: 1 + 1.25 w^n < 1.5 from n = 15 on
     play(controller, [1] * 15)
     assert runs_of(script.sizes) == [(4, 15)]
@@ -554,17 +554,17 @@ def test_collapse_rest_probe_and_recovery() -> None:
 
 def test_good_text_is_never_left_and_break_even_counts_as_paying() -> None:
     script = Script()
-    play(DraftPauser(script, COSTS, Pace(2.25, 1.5)), [3, 1, 1, 4, 2, 1] * 50)
+    play(DraftPauser(script, COSTS, Gain(2.25, 1.5)), [3, 1, 1, 4, 2, 1] * 50)
     assert set(script.sizes) == {4}
     script = Script()
-    play(DraftPauser(script, COSTS, Pace(1.5, 1.0)), [1, 2, 2, 1] * 2)
+    play(DraftPauser(script, COSTS, Gain(1.5, 1.0)), [1, 2, 2, 1] * 2)
     assert script.sizes[0] == 4
     assert runs_of(script.sizes) == [(4, 1), (1, 7)], "below break-even after the first step"
 
 
 def test_root_only_budgets_are_not_judged() -> None:
     script = Script()
-    controller = DraftPauser(script, COSTS, Pace(2.25, 1.5))
+    controller = DraftPauser(script, COSTS, Gain(2.25, 1.5))
     play(controller, [1] * 100, Budget(8, max_depth=0))
     assert not controller.is_resting
     play(controller, [1] * 15)
@@ -578,7 +578,7 @@ def test_a_collapse_on_the_toy_engine_changes_no_token(drafter: str, form: str) 
     plain = make_engine(max_length=300, form=form, num_successors=8)
     dear = replace(COSTS, verify=((1, 9.0), (2, 200.0), (4, 200.0)))
     engine = make_engine(drafter, max_length=300, form=form, num_successors=8)
-    engine = engine.observed(lambda proposer: DraftPauser(proposer, dear, Pace(2.0, 1.01)))
+    engine = engine.observed(lambda proposer: DraftPauser(proposer, dear, Gain(2.0, 1.01)))
     options: dict[str, Any] = {"max_new_tokens": 160, "temperature": 0.5, "seed": 1}
     for prompt in (random_prompt(1), random_prompt(2)):
         expected = plain.generate(prompt, ignore_eos=True, **options).token_ids
@@ -600,7 +600,7 @@ def test_wrong_guesses_are_given_up_in_exactly_these_steps() -> None:
     engine = make_engine("none", max_length=300, noise=0.0)
     other = ToyTarget(vocab_size=258, capacity=332, seed=5)
     script = make_proposer("parallelspec", other)
-    engine = engine.observed(lambda _: DraftPauser(script, COSTS, Pace(2.25, 1.5)), Budget(4))
+    engine = engine.observed(lambda _: DraftPauser(script, COSTS, Gain(2.25, 1.5)), Budget(4))
     sizes = [
         len(step.verified.argmax_N)
         for step in engine.steps(random_prompt(3), max_new_tokens=140, ignore_eos=True)
@@ -722,23 +722,23 @@ def sampled_at(temperature: float) -> Budget:
 @pytest.mark.parametrize(
     ("sampled", "temperature", "steps"),
     [
-        (Pace(2.0, 1.6), 0.0, 21),
-        (Pace(2.0, 1.6), 1.0, 15),
-        (Pace(2.0, 1.6), 2.0, 15),
-        (Pace(2.0, 1.6), 0.5, 18),
-        (Pace(1.2, 0.9), 1.0, PROBE_STEPS),
-        (Pace(1.2, 0.9), 0.01, 21),
+        (Gain(2.0, 1.6), 0.0, 21),
+        (Gain(2.0, 1.6), 1.0, 15),
+        (Gain(2.0, 1.6), 2.0, 15),
+        (Gain(2.0, 1.6), 0.5, 18),
+        (Gain(1.2, 0.9), 1.0, PROBE_STEPS),
+        (Gain(1.2, 0.9), 0.01, 21),
         (None, 0.5, PROBE_STEPS),
     ],
 )
 def test_averages_begin_with_what_tune_saw_at_the_temperature(
-    sampled: Pace | None, temperature: float, steps: int
+    sampled: Gain | None, temperature: float, steps: int
 ) -> None:
     """After n steps with one token each, of 15 ms, with w = 15 / 16 and plain decoding at 10 ms:
     from 3 tokens in 15.8 ms 1 + 2 w^n < (15 + 0.8 w^n) / 10; from 2 in 12.5 ms, and from the
     averages of both. What did not pay, and what is not known, is tried for as long as a probe."""
     script = Script()
-    pauser = DraftPauser(script, COSTS, Pace(3.0, 1.9), sampled)
+    pauser = DraftPauser(script, COSTS, Gain(3.0, 1.9), sampled)
     budget = sampled_at(temperature) if temperature else Budget(8)
     for _ in range(steps + 5):
         pauser.propose(0, budget)
@@ -748,7 +748,7 @@ def test_averages_begin_with_what_tune_saw_at_the_temperature(
 
 def test_a_pace_that_paid_at_no_temperature_is_tried_and_kept_where_it_pays() -> None:
     script = Script()
-    pauser = DraftPauser(script, COSTS, Pace(3.0, 1.9), Pace(1.2, 0.9))
+    pauser = DraftPauser(script, COSTS, Gain(3.0, 1.9), Gain(1.2, 0.9))
     play(pauser, [1, 1, 2, 2, 2, 2, 2, 2] * 5, sampled_at(1.0))
     assert runs_of(script.sizes) == [(4, 40)]
 
@@ -795,7 +795,7 @@ def test_the_drafter_is_corrected_inside_merged_trees() -> None:
 def some_profile(budget: Budget | None, key: Key = KEY) -> Profile:
     candidates = (
         Candidate(PLAIN, None, 1.0, 1.0, 50.0, 1.0, 1.0),
-        Candidate("paying", budget, 5.0, 1.4, 70.0, 1.4, 2.1),
+        Candidate("paying", budget, 5.0, 1.4, 70.0, 1.4, 2.1, Gain(1.6, 1.2)),
     )
     chosen = "paying" if budget is not None else PLAIN
     return Profile(key, COSTS, "run", candidates if budget else candidates[:1], chosen)
@@ -826,13 +826,14 @@ STATIC = Budget(5, max_depth=3, growth=Static(((0,), (0, 0))))
 
 
 def test_a_static_tree_is_kept_and_an_older_file_is_read(cache: Path) -> None:
-    """Files of older versions also have two keys that no budget in a profile ever filled."""
+    """Files of older versions have two keys that no budget ever filled, and one by another name."""
     for budget in (STATIC, PAYING):
         path = profile.write(some_profile(budget))
         assert profile.find(KEY) == some_profile(budget)
         data = json.loads(path.read_text())
         for candidate in data["candidates"]:
             if candidate["budget"] is not None:
+                candidate["sampled_pace"] = candidate.pop("sampled_gain")
                 candidate["budget"] |= {"truth": None, "draw": None}
         path.write_text(json.dumps(data))
         assert profile.find(KEY) == some_profile(budget)
