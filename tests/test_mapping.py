@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import added_later, brief, from_mapping, parse_json, parse_toml, to_json
 
 
