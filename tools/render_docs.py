@@ -1143,6 +1143,11 @@ def source(name: str) -> str:
     return " · ".join(parts)
 
 
+def source_line(name: str) -> str:
+    """The line under a table as a paragraph of its own."""
+    return f"\n\nMeasured: {source(name)}\n\n"
+
+
 TABLES: dict[str, Callable[[str], str]] = {
     "readme": readme,
     "bench": bench,
@@ -1171,7 +1176,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "soak_requests": soak_requests,
     "soak_memory": soak_memory,
     "tests_by_kind": tests_by_kind,
-    "source": source,
+    "source": source_line,
 }
 
 

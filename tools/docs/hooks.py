@@ -6,7 +6,6 @@ Nothing that is drawn or generated here is committed. In a page's Markdown
     ```math … ```               becomes formulas (charts.formula)
     <!-- cli: spec_runtime -->  the command's verbs and options (reference.py)
     <!-- manifest -->           the manifest's schema
-    <!-- errors: … -->          error lines, see reference.grouped
     <!-- include: FILE -->      a Markdown file of the repository instead of the whole page
 
 and README.md is the site's first page.
@@ -48,8 +47,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = re.sub(r"<!-- cli: (\w+) -->", lambda m: reference.commands(m[1]), markdown)
         if "<!-- manifest -->" in markdown:
             markdown = markdown.replace("<!-- manifest -->", reference.manifest())
-        if reference.MARKER.search(markdown):
-            markdown = reference.with_error_lines(markdown)
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
     return markdown
