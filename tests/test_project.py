@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import structure
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "onnx", "onnxruntime"}
@@ -76,25 +77,19 @@ def test_every_tested_extra_is_pinned_by_the_constraints() -> None:
     assert not names(project()["dependencies"]) - pinned
 
 
-@pytest.mark.parametrize(
-    ("folder", "patterns"),
-    [
-        ("spec_runtime", ["**/*.py"]),
-        ("spec_export", ["**/*.py"]),
-        ("tools", ["**/*.py", "*.sh"]),
-    ],
-)
-def test_the_architecture_page_maps_every_file(folder: str, patterns: list[str]) -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    section = page.split(f"### `{folder}/`")[1].split("\n### ")[0]
-    listed = re.findall(r"^\| `([\w/.]+)` \| .*\w.* \|$", section, re.MULTILINE)
-    there = [
-        file.relative_to(ROOT / folder).as_posix()
-        for pattern in patterns
-        for file in (ROOT / folder).glob(pattern)
-    ]
-    assert len(listed) == len(set(listed)), "a file is listed twice"
-    assert set(listed) == set(there), "docs/architecture.md and the folder differ"
+@pytest.mark.parametrize("package", structure.PACKAGES)
+def test_the_architecture_page_lists_the_rooms_from_the_lowest_up(package: str) -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    section = page.split(f"### `{package}/`")[1].split("\n### ")[0]
+    listed = re.findall(r"^\| `(\w+)` \| .*\w.* \|$", section, re.MULTILINE)
+    rooms = {
+        room.removeprefix(f"{package}."): {name.removeprefix(f"{package}.") for name in imported}
+        for room, imported in structure.read(packages=(package,)).rooms.items()
+        if room not in (package, f"{package}.__main__")
+    }
+    assert sorted(listed) == sorted(rooms), "docs/architecture.md and the package differ"
+    for i, room in enumerate(listed):
+        assert not rooms[room] & set(listed[i:]), f"{room} imports a room that stands below it"
 
 
 @pytest.mark.parametrize("package", ["spec_runtime", "spec_export"])
