@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.engine import Engine
+from spec_runtime.errors import ContextLengthError, UnknownDrafterError, UserError
 from spec_runtime.load import load
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult, Piece, Usage
@@ -25,6 +26,7 @@ __all__ = [
     "BundleError",
     "CallOptions",
     "Chunk",
+    "ContextLengthError",
     "Engine",
     "GenerationResult",
     "Piece",
@@ -34,7 +36,9 @@ __all__ = [
     "Stats",
     "Step",
     "TokenLogprob",
+    "UnknownDrafterError",
     "Usage",
+    "UserError",
     "load",
 ]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, Self, Unpack
 from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.conversations.conversations import Conversations
 from spec_runtime.conversations.rows_file import RowsOwner
-from spec_runtime.errors import UserError
+from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.generate import generate
 from spec_runtime.machine import give_back_memory
 from spec_runtime.proposers.base import Proposer
@@ -106,7 +106,8 @@ class Engine:
         if kept_bytes and not (target.keeps_rows and drafter.fused is None):
             raise UserError(
                 "got kept_mb with a target or fused step whose rows stay on a device, expected "
-                "backend onnxruntime without fused"
+                "backend onnxruntime without fused",
+                param="kept_mb",
             )
         self.tokenizer = tokenizer
         self.last_result: GenerationResult | None = None
@@ -298,14 +299,12 @@ class Engine:
             self.tokenizer, prompt, raw, system, tools, continue_final, control_tokens
         )
         if len(ids) > self.target.max_length:
-            raise UserError(
-                f"got a prompt of {len(ids)} tokens, expected at most {self.target.max_length}, the"
-                " bundle's context; shorten it or build with a larger --max-length"
-            )
+            raise ContextLengthError(len(ids), self.target.max_length)
         if min(ids) < 0 or max(ids) >= self.target.vocab_size:
             raise UserError(
                 f"got token ids from {min(ids)} to {max(ids)}, expected 0 to "
-                f"{self.target.vocab_size - 1}"
+                f"{self.target.vocab_size - 1}",
+                param="prompt",
             )
         return ids
 
@@ -471,7 +470,8 @@ class Engine:
             raise UserError(
                 f"got temperature {params.temperature}, penalties, a logit bias, response_format or"
                 " logits_processor with strict, expected none: its near ties are those of the raw "
-                "logits"
+                "logits",
+                param="strict",
             )
 
     def _limits(self, target: Target, call: Call) -> Limits:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """Says in one line what was got, what was expected and what to do.
@@ -21,3 +23,28 @@ class UserError(ValueError):
     ) -> None:
         super().__init__(message)
         self.param, self.code, self.hint = param, code, hint
+
+
+class ContextLengthError(UserError):
+    """Says that a prompt is longer than the bundle's context; code "context_length_exceeded"."""
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__(
+            f"got a prompt of {num_tokens} tokens, expected at most {most}, the bundle's context; "
+            "shorten it or build with a larger --max-length",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+        self.num_tokens, self.most = num_tokens, most
+
+
+class UnknownDrafterError(UserError):
+    """Says that a bundle has no drafter of this name; `known` lists those that it has."""
+
+    def __init__(self, name: object, known: Sequence[str]) -> None:
+        super().__init__(
+            f"got drafter {name!r:.80}, expected one of {', '.join(known)}",
+            param="drafter",
+            code="unknown_drafter",
+        )
+        self.known = tuple(known)

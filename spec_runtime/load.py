@@ -15,7 +15,7 @@ from spec_runtime import profile as profiles
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine, OpenedDrafter
-from spec_runtime.errors import UserError
+from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.kv import open_cache
 from spec_runtime.mapping import from_mapping
@@ -55,9 +55,11 @@ class _Arguments:
 
     def __post_init__(self) -> None:
         if self.memory < 0:
-            raise UserError(f"got memory {self.memory}, expected 0 or more tokens")
+            raise UserError(f"got memory {self.memory}, expected 0 or more tokens", param="memory")
         if self.kept_mb < 0:
-            raise UserError(f"got kept_mb {self.kept_mb}, expected 0 or more megabytes")
+            raise UserError(
+                f"got kept_mb {self.kept_mb}, expected 0 or more megabytes", param="kept_mb"
+            )
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def load(
     bundle = bundles.read(_local(path), verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow
-        raise UserError(_unknown(drafter, known))
+        raise UnknownDrafterError(drafter, known)
     if strict:
         _require_strictness(bundle.manifest)
     tokenizer = Tokenizer(bundle)
@@ -147,7 +149,8 @@ def load(
     if memory and opened.name.rpartition("+")[2] != "prompt_lookup":
         raise UserError(
             f"got memory with drafter {opened.name}, expected prompt_lookup, or a trained drafter "
-            "with lookup"
+            "with lookup",
+            param="memory",
         )
     return Engine(target, tokenizer, opened, opener, kept_mb << 20)
 
@@ -212,7 +215,7 @@ class DrafterOpener:
     def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
         """Opens a drafter with the bundle's own trees."""
         if name not in (*self._known, *VARIANTS):
-            raise UserError(_unknown(name, self._known))
+            raise UnknownDrafterError(name, self._known)
         target = self._target
         factories = PROPOSERS | VARIANTS
         if name not in factories:
@@ -229,7 +232,9 @@ class DrafterOpener:
             proposer = factories[name](self._bundle, entry, self._options.runtime, target)
         if entry is None:
             if lookup:
-                raise UserError(f"got lookup with drafter {name}, expected a trained one")
+                raise UserError(
+                    f"got lookup with drafter {name}, expected a trained one", param="lookup"
+                )
             num_nodes = BUILT_IN_NODES.get(name, DEFAULT_BUDGET.max_nodes)
             return OpenedDrafter(name, proposer, Budget(min(num_nodes, target.max_nodes)))
         budget, lookup_nodes = _budget(entry)
@@ -260,12 +265,14 @@ class DrafterOpener:
             got = runtime.backend if graph is not None else f"a bundle without one for {name}"
             raise UserError(
                 f"got fused with {got}, expected onnxruntime or cuda and a bundle built with "
-                f"--fuse --drafter {name}"
+                f"--fuse --drafter {name}",
+                param="fused",
             )
         if lookup:
             raise UserError(
                 "got lookup with fused, expected one of them: the fused step's trees are the "
-                "drafter's alone"
+                "drafter's only",
+                param="lookup",
             )
         opened = self._open(name, lookup=False)
         proposer, must_capture = opened.proposer, not is_asked_for
@@ -301,7 +308,8 @@ def _require_strictness(manifest: bundles.Manifest) -> None:
     if precision not in STRICT_GAPS:
         raise UserError(
             f"got strict with {precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
-            "lower precisions moves more than near ties; leave it out or use another bundle"
+            "lower precisions moves more than near ties; leave it out or use another bundle",
+            param="strict",
         )
 
 
@@ -314,10 +322,6 @@ def _plain_int(value: Any) -> Any:
     """Returns NumPy's integers as Python's, everything else as it is."""
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     return int(value) if is_integer else value
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    return f"got drafter {name!r}, expected one of {', '.join(known)}"
 
 
 def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:

@@ -90,7 +90,7 @@ def _shown(value: Any) -> str:
 def checked_flag(name: str, value: Any) -> bool:
     """Returns the argument `name` as a bool; raises ValueError for anything else."""
     if not isinstance(value, bool | np.bool_):
-        raise UserError(f"got {name} {_shown(value)}, expected True or False")
+        raise UserError(f"got {name} {_shown(value)}, expected True or False", param=name)
     return bool(value)
 
 
@@ -101,7 +101,7 @@ def _checked_ids(name: str, value: Any, least: int, expected: str) -> tuple[int,
         ids = [_whole(item) for item in value]
     if ids is None or any(i is None or i < least for i in ids):
         value = tuple(value) if isinstance(value, list) else value
-        raise UserError(f"got {name} {_shown(value)}, expected {expected}")
+        raise UserError(f"got {name} {_shown(value)}, expected {expected}", param=name)
     return tuple(i for i in ids if i is not None)
 
 
@@ -191,19 +191,30 @@ class SamplingParams:
         ids = _checked_ids("stop_token_ids", self.stop_token_ids, 0, "token ids")
         object.__setattr__(self, "stop_token_ids", ids)
         if self.max_new_tokens < 1:
-            raise UserError(f"got max_new_tokens {self.max_new_tokens}, expected 1 or more")
+            raise UserError(
+                f"got max_new_tokens {self.max_new_tokens}, expected 1 or more",
+                param="max_new_tokens",
+            )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"got temperature {self.temperature}, expected 0 (greedy) or more")
+            raise UserError(
+                f"got temperature {self.temperature}, expected 0 (greedy) or more",
+                param="temperature",
+            )
         if self.temperature < MIN_TEMPERATURE:  # the one place that decides who is greedy
             object.__setattr__(self, "temperature", 0.0)
         if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"got top_k {self.top_k}, expected 1 or more, or None for off")
+            raise UserError(
+                f"got top_k {self.top_k}, expected 1 or more, or None for off", param="top_k"
+            )
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"got top_p {self.top_p}, expected above 0 and up to 1")
+            raise UserError(f"got top_p {self.top_p}, expected above 0 and up to 1", param="top_p")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise UserError(f"got min_p {self.min_p}, expected 0 (off) to 1")
+            raise UserError(f"got min_p {self.min_p}, expected 0 (off) to 1", param="min_p")
         if self.logprobs is not None and self.logprobs < 0:
-            raise UserError(f"got logprobs {self.logprobs}, expected 0 or more, or None for off")
+            raise UserError(
+                f"got logprobs {self.logprobs}, expected 0 or more, or None for off",
+                param="logprobs",
+            )
         self._check_penalties()
         self._check_acceptance()
         self._check_rows()
@@ -218,57 +229,71 @@ class SamplingParams:
             if number is None:
                 kind = "a whole number" if name in _WHOLE_FIELDS else "a number"
                 kind += ", or None" if name in _OPTIONAL_FIELDS else ""
-                raise UserError(f"got {name} {_shown(value)}, expected {kind}")
+                raise UserError(f"got {name} {_shown(value)}, expected {kind}", param=name)
             object.__setattr__(self, name, number)
 
     def _check_penalties(self) -> None:
         if not 1 / MAX_FACTOR <= self.repetition_penalty <= MAX_FACTOR:
             raise UserError(
                 f"got repetition_penalty {self.repetition_penalty}, expected "
-                f"{1 / MAX_FACTOR:g} to {MAX_FACTOR:g} (1 is off)"
+                f"{1 / MAX_FACTOR:g} to {MAX_FACTOR:g} (1 is off)",
+                param="repetition_penalty",
             )
         for name in ("presence_penalty", "frequency_penalty"):
             if not abs(value := getattr(self, name)) <= MAX_SHIFT:
                 raise UserError(
-                    f"got {name} {value}, expected -{MAX_SHIFT:g} to {MAX_SHIFT:g} (0 is off)"
+                    f"got {name} {value}, expected -{MAX_SHIFT:g} to {MAX_SHIFT:g} (0 is off)",
+                    param=name,
                 )
         object.__setattr__(self, "logit_bias", self._checked_bias())
 
     def _check_acceptance(self) -> None:
         if not isinstance(self.acceptance, str) or self.acceptance not in ACCEPTANCES:
             known = ", ".join(ACCEPTANCES)
-            raise UserError(f"got acceptance {_shown(self.acceptance)}, expected one of {known}")
+            raise UserError(
+                f"got acceptance {_shown(self.acceptance)}, expected one of {known}",
+                param="acceptance",
+            )
         if not 0 < self.typical_epsilon <= 1:
             raise UserError(
-                f"got typical_epsilon {self.typical_epsilon}, expected above 0 and up to 1"
+                f"got typical_epsilon {self.typical_epsilon}, expected above 0 and up to 1",
+                param="typical_epsilon",
             )
         delta = self.typical_delta
         if delta is not None and not 0 < delta < math.inf:
-            raise UserError(f"got typical_delta {delta}, expected above 0, or None for its default")
+            raise UserError(
+                f"got typical_delta {delta}, expected above 0, or None for its default",
+                param="typical_delta",
+            )
         if self.draw_widths is not None:
             expected = "how many to draw at depth 1, 2 …, 1 or more, or None for chains"
             widths = _checked_ids("draw_widths", self.draw_widths, 1, expected)
             if not widths:
-                raise UserError(f"got draw_widths {widths}, expected {expected}")
+                raise UserError(
+                    f"got draw_widths {widths}, expected {expected}", param="draw_widths"
+                )
             object.__setattr__(self, "draw_widths", widths)
 
     def _check_rows(self) -> None:
         if self.grammar is not None and self.ignore_eos:
             raise UserError(
                 "got ignore_eos with response_format, expected one of them: EOS ends what a "
-                "grammar allows"
+                "grammar allows",
+                param="ignore_eos",
             )
         if self.logits_processor is not None and not callable(self.logits_processor):
             raise UserError(
                 f"got logits_processor {_shown(self.logits_processor)}, expected a function of "
-                "tokens and logits, or None for none"
+                "tokens and logits, or None for none",
+                param="logits_processor",
             )
 
     def _checked_stop(self) -> tuple[str, ...]:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not isinstance(stop, Collection) or not all(isinstance(s, str) and s for s in stop):
             raise UserError(
-                f"got stop {_shown(stop)}, expected strings that are not empty, or () for none"
+                f"got stop {_shown(stop)}, expected strings that are not empty, or () for none",
+                param="stop",
             )
         return tuple(stop)
 
@@ -276,7 +301,8 @@ class SamplingParams:
         if not isinstance(self.logit_bias, Mapping):
             raise UserError(
                 f"got logit_bias {_shown(self.logit_bias)}, expected a mapping of token ids to "
-                "numbers"
+                "numbers",
+                param="logit_bias",
             )
         biases = {}
         for token, bias in self.logit_bias.items():
@@ -284,7 +310,8 @@ class SamplingParams:
             if whole is None or whole < 0 or number is None or not abs(number) <= MAX_SHIFT:
                 raise UserError(
                     f"got logit_bias {_shown(token)}: {_shown(bias)}, expected a token id and a "
-                    f"number of at most ±{MAX_SHIFT:g}"
+                    f"number of at most ±{MAX_SHIFT:g}",
+                    param="logit_bias",
                 )
             biases[whole] = number
         return biases
@@ -293,7 +320,8 @@ class SamplingParams:
         """Raises ValueError if a bias is for a token that the target does not have."""
         if self.logit_bias and max(self.logit_bias) >= vocab_size:
             raise UserError(
-                f"got logit_bias for token {max(self.logit_bias)}, expected 0 to {vocab_size - 1}"
+                f"got logit_bias for token {max(self.logit_bias)}, expected 0 to {vocab_size - 1}",
+                param="logit_bias",
             )
 
     @property

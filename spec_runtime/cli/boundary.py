@@ -97,9 +97,9 @@ def _message(error: BaseException) -> str | None:
         return _usage(cast(typer.BadParameter, error))
     if isinstance(error, MemoryError):
         return f"not enough memory: {error}" if str(error) else "not enough memory"
-    if isinstance(error, OSError | UserError):
-        return str(error)
-    return None
+    if isinstance(error, UserError):
+        return f"{error}; {error.hint}" if error.hint else str(error)
+    return str(error) if isinstance(error, OSError) else None
 
 
 def _usage(error: typer.BadParameter) -> str:

@@ -14,7 +14,7 @@ import typer
 
 from spec_runtime.cli import line_input, messages, options
 from spec_runtime.cli.terminal import Console, print_chunk, streamed, visible
-from spec_runtime.errors import UserError
+from spec_runtime.errors import ContextLengthError, UserError
 
 if TYPE_CHECKING:
     from spec_runtime import Engine, GenerationResult
@@ -166,9 +166,8 @@ class Chat:
         except BrokenPipeError:
             raise
         except (OSError, UserError) as error:
-            # above all a conversation longer than the context
-            hint = " (/reset starts anew)" if found is None and self.session.messages else ""
-            _note(f"error: {error}{hint}")
+            is_too_long = isinstance(error, ContextLengthError) and self.session.messages
+            _note(f"error: {error}{' (/reset starts anew)' if is_too_long else ''}")
 
     def _run(self, name: str, argument: str) -> None:
         wanted = self.commands.get(name)

@@ -57,14 +57,19 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.params, SamplingParams):
-            raise UserError(f"got params {self.params!r:.60}, expected SamplingParams, or None")
+            raise UserError(
+                f"got params {self.params!r:.60}, expected SamplingParams, or None", param="params"
+            )
         for name in ("raw", "reuse", "continue_final"):
             object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
         if self.control_tokens is not None:
             allowed = checked_flag("control_tokens", self.control_tokens)
             object.__setattr__(self, "control_tokens", allowed)
         if self.system is not None and not isinstance(self.system, str):
-            raise UserError(f"got system {self.system!r:.60}, expected a string, or None for none")
+            raise UserError(
+                f"got system {self.system!r:.60}, expected a string, or None for none",
+                param="system",
+            )
 
     def interruption(self) -> Interruption:
         """Returns what may end the call early; its time runs from now on."""
@@ -86,6 +91,7 @@ def read_options(options: Mapping[str, Any]) -> Request:
         SamplingParams(**sampling)  # an unknown name is a TypeError, here as elsewhere
         raise UserError(
             f"got params and {', '.join(sampling)}, expected one of them: dataclasses.replace "
-            "copies params with other fields"
+            "copies params with other fields",
+            param="params",
         )
     return Request(**own)

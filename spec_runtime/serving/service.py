@@ -178,7 +178,7 @@ class Service:
         try:
             ids = self.engine.encode(prompt, raw, tools=tools)
         except ValueError as error:
-            code = "context_length_exceeded" if "bundle's context" in str(error) else None
+            code = getattr(error, "code", None)
             param = "tools" if "tool" in str(error) else param
             raise ApiError(400, str(error), param=param, code=code) from error
         return self.check_prompt(ids, param)

@@ -32,12 +32,14 @@ class Interruption:
             is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
             if not (is_number and timeout > 0):
                 raise UserError(
-                    f"got timeout {timeout!r:.60}, expected seconds above 0, or None for no limit"
+                    f"got timeout {timeout!r:.60}, expected seconds above 0, or None for no limit",
+                    param="timeout",
                 )
             self._deadline = time.monotonic() + float(timeout)
         if event is not None and not isinstance(event, threading.Event):
             raise UserError(
-                f"got cancel {event!r:.60}, expected a threading.Event, or None for none"
+                f"got cancel {event!r:.60}, expected a threading.Event, or None for none",
+                param="cancel",
             )
         self._event = event
         self._is_ended = False

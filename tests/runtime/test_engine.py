@@ -12,6 +12,7 @@ from toy_backend import CHATML, ByteTokenizer
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime.engine import Engine
+from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.step import Step
 from spec_runtime.text.tokenizer import ChatTemplate
 from spec_runtime.trees.budget import Budget
@@ -259,9 +260,13 @@ def test_bad_prompts_fail_before_anything_runs() -> None:
         ([-1], "expected 0 to 257"),
     ):
         for call in (engine.generate, engine.stream, engine.steps):
-            with pytest.raises(ValueError, match=why) as caught:
+            with pytest.raises(UserError, match=why) as caught:
                 call(prompt)  # type: ignore[operator]
             assert "\n" not in str(caught.value)
+            assert caught.value.param == "prompt"
+            is_too_long = isinstance(caught.value, ContextLengthError)
+            assert is_too_long == (caught.value.code == "context_length_exceeded")
+            assert is_too_long == (len(prompt) == 21)
     assert engine.target._backend.num_runs == 0  # type: ignore[attr-defined]
 
 
@@ -273,9 +278,10 @@ def test_an_argument_of_a_wrong_type_is_one_clear_line(argument: str, value: Any
     engine = chat_engine("none")
     for call in (engine.generate, engine.stream, engine.steps):
         arguments: dict[str, Any] = {argument: value}
-        with pytest.raises(ValueError, match=f"got {argument} .*, expected") as caught:
+        with pytest.raises(UserError, match=f"got {argument} .*, expected") as caught:
             call("x", **arguments)  # type: ignore[operator]
         assert "\n" not in str(caught.value)
+        assert caught.value.param == argument
 
 
 def test_an_unknown_option_is_refused() -> None:

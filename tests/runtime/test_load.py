@@ -61,10 +61,13 @@ def test_an_unknown_drafter_is_refused_before_anything_slow(
 ) -> None:
     folder = write_bundle(tmp_path, ("parallelspec",))
     known = "parallelspec, prompt_lookup, lookahead, none"
-    with pytest.raises(ValueError, match=f"got drafter '{name}', expected one of {known}"):
-        spec_runtime.load(folder, name)
+    with pytest.raises(spec_runtime.UnknownDrafterError, match=f"got drafter '{name}'") as caught:
+        spec_runtime.load(folder, drafter=name)
     assert not toy_graphs
-    with pytest.raises(ValueError, match=known):
+    assert str(caught.value).endswith(f"expected one of {known}")
+    assert ", ".join(caught.value.known) == known
+    assert (caught.value.param, caught.value.code) == ("drafter", "unknown_drafter")
+    with pytest.raises(spec_runtime.UnknownDrafterError, match=known):
         spec_runtime.load(folder).with_drafter(name)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spec_runtime.accept import by_target_sampling
+from spec_runtime.errors import UserError
 from spec_runtime.sampling import (
     MAX_SHIFT,
     MIN_TEMPERATURE,
@@ -477,9 +478,10 @@ def test_a_tree_of_drawn_tokens_leaves_the_distribution_alone() -> None:
     ],
 )
 def test_params_are_validated(params: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"got {name} .*expected") as caught:
+    with pytest.raises(UserError, match=f"got {name} .*expected") as caught:
         SamplingParams(**params)
     assert "\n" not in str(caught.value)
+    assert caught.value.param == name
 
 
 def test_numpys_scalars_are_taken_as_pythons() -> None:
