@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rivals import report
-from rivals.field import OURS, PLAIN, Contender
-from rivals.race import Row
+from tools.measure.rivals import report
+from tools.measure.rivals.field import OURS, PLAIN, Contender
+from tools.measure.rivals.race import Row
 
 LOOKUP = f"{OURS}, lookup"
 RIVAL = "Other, plain"

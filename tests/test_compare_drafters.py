@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-import compare_drafters
 from workshop import Workshop
 
 from spec_runtime.measure import bench
+from tools.measure import compare_drafters
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ import pytest
 
 pytest.importorskip("torch")
 
-import compare_rivals
 import rival_rows
-from rivals import contexts, environments, fidelity, field, race, report
-from rivals.environments import Environment, RivalError
-from rivals.field import Form, Options, Rival
-from rivals.worker import Answer, Worker
 
 import spec_runtime
 from spec_runtime.measure.prompts import BenchPrompt
+from tools.measure import compare_rivals
+from tools.measure.rivals import contexts, environments, fidelity, field, race, report
+from tools.measure.rivals.environments import Environment, RivalError
+from tools.measure.rivals.field import Form, Options, Rival
+from tools.measure.rivals.worker import Answer, Worker
 
 if TYPE_CHECKING:
     from workshop import Workshop

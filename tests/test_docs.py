@@ -40,7 +40,7 @@ def tool(path: str) -> ModuleType:
     return module
 
 
-figures = tool("render_docs.py")
+figures = tool("docs/render.py")
 reference = tool("docs/reference.py")
 diagrams = tool("docs/diagrams.py")
 
@@ -62,7 +62,7 @@ def typed_numbers(text: str) -> list[str]:
 def test_figures_are_what_their_json_says(page: Path) -> None:
     """Markers stand on lines of their own, and results hold no number typed by hand."""
     text = page.read_text(encoding="utf-8")
-    assert figures.rendered(text) == text, "run python tools/render_docs.py"
+    assert figures.rendered(text) == text, "run python tools/docs/render.py"
     on_own_line = re.findall(r"^<!-- /?figures.*-->$", text, re.MULTILINE)
     assert text.count("<!-- figures: ") == text.count("<!-- /figures -->") == len(on_own_line) / 2
     if page in RESULT_PAGES:

@@ -14,7 +14,7 @@ import spec_runtime
 from spec_runtime.step import Step
 from spec_runtime.trees.tree import TokenTree
 
-FILE = Path(__file__).parents[1] / "tools" / "draw_accepted_tree.py"
+FILE = Path(__file__).parents[1] / "tools/docs/draw_accepted_tree.py"
 spec = importlib.util.spec_from_file_location("draw_accepted_tree", FILE)
 assert spec is not None
 assert spec.loader is not None

@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import measure_all
 import pytest
+
+from tools.measure import measure_all
 
 PLACE = ["--prompts", "p.jsonl", "--bundles", "b", "--results", "r"]
 
@@ -53,8 +54,7 @@ def test_every_command_is_understood(tmp_path: Path) -> None:
         command = measure_all.command_of(stage, tmp_path, tmp_path)
         first = stage.command[0]
         if first not in helped:
-            name = str(measure_all.TOOLS / first) if stage.is_tool else first
-            program = command[: command.index(name) + 1]
+            program = command[: command.index(first) + 1]
             done = subprocess.run(
                 [*program, "--help"],
                 capture_output=True,

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import soak
 
 from spec_runtime import Engine, GenerationResult
+from tools.ci import soak
 
 if TYPE_CHECKING:
     from workshop import FluentWorkshop
 
-TOOL = Path(__file__).parents[1] / "tools/soak.py"
+TOOL = ["-m", "tools.ci.soak"]
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_mixed_requests_of_several_threads_get_the_answers_of_plain_decoding(
 ) -> None:
     out = tmp_path / "soak.json"
     options = ["--minutes", "0.2", "--bundle", str(fluent.bundle("medusa")), "--json", str(out)]
-    done = subprocess.run([sys.executable, TOOL, *options], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, *TOOL, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(out.read_text())
     assert figures["failures"] == []

@@ -11,13 +11,13 @@ import pytest
 
 pytest.importorskip("torch")
 
-import spec_bench
 from workshop import Workshop
 
 from spec_runtime import Engine
 from spec_runtime.measure import bench
 from spec_runtime.measure.audit import Divergence
 from spec_runtime.measure.prompts import BenchPrompt
+from tools.measure import spec_bench
 
 ROWS: list[dict[str, Any]] = [
     {"question_id": 81, "category": "writing", "turns": ["say abc, abc", "say it again"]},

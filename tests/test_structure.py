@@ -6,8 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import structure
-from structure import MAX_FILES, Structure
+
+from tools import structure
+from tools.structure import MAX_FILES, Structure
 
 Read = Callable[[dict[str, str]], Structure]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sweep_budgets as sweep
 from small import toy_engine, write_small_bundle
 
 import spec_runtime
 from spec_runtime.stats import Stats
 from spec_runtime.trees.budget import Budget
+from tools.measure import sweep_budgets as sweep
 
 
 def decoded(num_tokens: int, seconds: float) -> Stats:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import thread_settings as tool
+
+from tools.measure import thread_settings as tool
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnx", reason="onnx is not installed")

@@ -12,8 +12,8 @@ stopped, as long as the machine keeps DIR. The stages are
 
 Before its minutes are over a call stops the training, which writes a checkpoint, and puts what has
 finished and was not sent before into --send: files of at most 15 MiB, as many as one call returns.
-Where they arrive, `cat NAME.tar.* | tar -x -C runs` brings back a run's drafter; ablations.py with
-the same --token-rows then finds it under --out runs/options and decodes with it.
+Where they arrive, `cat NAME.tar.* | tar -x -C runs` brings back a run's drafter; `spec-export
+build --drafter-checkpoint` then makes a bundle with it.
 
 --data takes several files, also .xz, and writes --sequences of their rows, drawn by a fixed seed,
 as one file: the features of a row's tokens take 7 KB each on disk. The target comes from the user's
@@ -38,8 +38,7 @@ from pathlib import Path
 
 from spec_runtime.files.writing import write_atomically
 
-TOOLS = Path(__file__).resolve().parent
-RECIPES = TOOLS.parent / "recipes" / "smollm2-135m"
+RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "smollm2-135m"
 OTHERS = (
     *("eagle", "hydra", "amphista", "medusa", "redrafter", "semi_autoregressive"),
     *("skip_layer", "draft_model"),
@@ -68,7 +67,13 @@ def stages(data: Path, work: Path, rows: float, more_rows: float) -> list[Stage]
     found = options / "results.json"
 
     def study(folder: Path, count: float, words: Sequence[str]) -> list[str]:
-        command = ["ablations.py", "parallelspec_options", *where(folder), f"{count:g}"]
+        command = [
+            "-m",
+            "tools.training.ablations",
+            "parallelspec_options",
+            *where(folder),
+            f"{count:g}",
+        ]
         return [*command, "--json", str(folder / "results.json"), *words]
 
     def where(folder: Path) -> list[str]:
@@ -82,7 +87,7 @@ def stages(data: Path, work: Path, rows: float, more_rows: float) -> list[Stage]
         Stage(
             "drafters",
             others,
-            lambda: ["train_drafters.py", *recipes, *where(others), f"{rows:g}"],
+            lambda: ["-m", "tools.training.train_drafters", *recipes, *where(others), f"{rows:g}"],
         ),
     ]
 
@@ -149,7 +154,7 @@ def run_until(command: Sequence[str], deadline: float) -> int | None:
     (of `time.monotonic`), by SIGTERM first, on which a training writes a checkpoint."""
     if deadline <= time.monotonic():
         return None
-    process = subprocess.Popen([sys.executable, str(TOOLS / command[0]), *command[1:]])
+    process = subprocess.Popen([sys.executable, *command])
     try:
         return process.wait(deadline - time.monotonic())
     except subprocess.TimeoutExpired:

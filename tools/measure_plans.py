@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Builds TensorRT-RTX plans of a few layers of large targets, and says what all layers would take.
 
-usage: measure_plans.py [--model NAME]... [--layers 1,2] [--context 2048] [--json OUT]
+usage: python tools/measure_plans.py [--model NAME]... [--layers 1,2] [--context 2048]
+       [--json OUT]
 
 The targets have the shapes of known models, random float16 weights, each layer and the LM head its
 own. Tracing and building are two processes; of the building one, the seconds and the largest

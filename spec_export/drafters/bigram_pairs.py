@@ -52,8 +52,8 @@ class BigramPairs(nn.Module):
         previous_P, next_P, token_U = (row_V[table[x]] for x in ("previous", "next", "token"))
         if min(_least(previous_P), _least(next_P), _least(token_U)) < 0:
             raise UserError(
-                "got a table of bigrams with tokens outside the draft vocabulary, expected one "
-                "that was counted for it: run tools/count_bigrams.py"
+                "got a table of bigrams with tokens outside the draft vocabulary, expected the one "
+                "that `spec-export train` counted for it"
             )
         unseen_V = np.zeros(len(ids), np.float32)
         unseen_V[token_U] = table["unseen"]

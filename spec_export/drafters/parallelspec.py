@@ -296,7 +296,7 @@ class Drafter(DrafterBase):
             q, k, v = layer.project_qkv(x)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             parts = [part.split((B * R, B * A * K)) for part in (q, k, v.to(q.dtype))]
-            with record_function("attention"):  # tools/profile_training.py reads the name
+            with record_function("attention"):  # tools/training/profile_training.py reads the name
                 q, k, v = (of_real.unflatten(0, (B, R)).transpose(1, 2) for of_real, _ in parts)
                 mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
                 attended = mixed.transpose(1, 2).flatten(2).flatten(0, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-import count_bigrams as tool
-
 import spec_runtime
 from spec_export import make_bundle
 from spec_export.bundling.options import BuildOptions
@@ -66,37 +63,18 @@ def test_answers_without_a_pair_that_comes_twice_have_no_table() -> None:
     assert bigrams.table([Example(token_T, token_T > 0)], DRAFTED, VOCAB) is None
 
 
-@pytest.fixture(scope="module")
-def answers(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a file of answers in which some words follow each other often."""
-    path = tmp_path_factory.mktemp("bigrams") / "answers.jsonl"
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "ab " * 9},
-            ]
-        }
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def test_a_counted_table_goes_into_the_bundle(workshop: Workshop, tmp_path: Path) -> None:
+    drafter = checkpoint.load_drafter(workshop.drafter(NAME))
+    ids = drafter.draft_token_ids
+    assert ids is not None
+    pair = np.tile(ids[:2], 9).astype(np.int32)
+    table = bigrams.table([Example(pair, np.ones(18, bool))], ids, int(ids.max()) + 1)
+    assert table is not None
+    folder, out = tmp_path / "drafter", tmp_path / "bundle"
+    about = drafter.config, drafter.provenance, ids
+    checkpoint.save_drafter(folder, drafter.state, drafter.name, *about, table)
 
-
-def test_a_counted_table_goes_into_the_bundle(
-    workshop: Workshop, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, drafter = workshop.llama(), workshop.drafter(NAME)
-    words = [drafter, "--data", answers, "--out", tmp_path / "drafter", "--model", model]
-    tool.main([str(word) for word in words])
-    assert "pairs, of " in capsys.readouterr().out
-    before, after = (checkpoint.load_drafter(each) for each in (drafter, tmp_path / "drafter"))
-    assert all(before.state[name].equal(after.state[name]) for name in before.state)
-    assert after.bigrams is not None
-    assert after.provenance["bigrams"]["pairs"] == len(after.bigrams["bias"]) > 0
-
-    out = tmp_path / "bundle"
-    options = BuildOptions(str(model), [], drafter_checkpoints=[tmp_path / "drafter"], out=out)
-    make_bundle.build(options)
+    make_bundle.build(BuildOptions(str(workshop.llama()), [], [folder], out=out))
     built = bundles.read(out)
     names = {spec.name for spec in built.manifest.drafters[0].graphs["drafter"].outputs}
     assert "pair_log_probs" in names
@@ -104,11 +82,3 @@ def test_a_counted_table_goes_into_the_bundle(
         plain = engine.with_drafter("none").generate("ab ab", max_new_tokens=20, ignore_eos=True)
         drafted = engine.generate("ab ab", max_new_tokens=20, ignore_eos=True)
     assert drafted.token_ids == plain.token_ids
-
-
-def test_a_drafter_that_knows_its_guesses_is_refused(
-    workshop: Workshop, answers: Path, tmp_path: Path
-) -> None:
-    words = [workshop.drafter("eagle"), "--data", answers, "--out", tmp_path / "drafter"]
-    with pytest.raises(ValueError, match="got drafter eagle, expected one that guesses in "):
-        tool.main([str(word) for word in words])

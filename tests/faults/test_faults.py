@@ -1,6 +1,6 @@
 """Kills commands, fills their disks, forbids them to write and runs them in pairs: a few of each.
 
-`tools/faults.py` makes any number of these trials; docs/reliability.md has its figures.
+`tools/ci/faults.py` makes any number of these trials; docs/reliability.md has its figures.
 """
 
 from __future__ import annotations

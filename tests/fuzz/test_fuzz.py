@@ -12,15 +12,16 @@ import pytest
 pytest.importorskip("hypothesis")
 pytest.importorskip("onnx")
 
-import fuzz
 import mutations
 import planted
 import runner
 from cases import ACCEPTED, FAILED, REFUSED, draw
 from kinds import KINDS
 
+from tools.ci import fuzz
+
 # So many cases take about half a minute of one core. The seed is fixed: a change of the code, not
-# chance, makes this fail. `tools/fuzz.py --seed` tries others.
+# chance, makes this fail. `tools/ci/fuzz.py --seed` tries others.
 NUM_CASES, SEED, MAX_SECONDS = 1500, 15, 600.0
 
 

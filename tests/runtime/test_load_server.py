@@ -1,4 +1,4 @@
-"""Tests tools/load_server.py on a toy: every kind of request ends as it should, and is counted."""
+"""Tests load_server.py on a toy: every kind of request ends as it should, and is counted."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 for module in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
 pytest.importorskip("httpx")
-import load_server  # noqa: E402
-from load_server import Load, Outcome  # noqa: E402
 from served import served, toy_engine  # noqa: E402
+
+from tools.measure import load_server  # noqa: E402
+from tools.measure.load_server import Load, Outcome  # noqa: E402
 
 
 def test_every_kind_of_request_ends_as_it_should() -> None:

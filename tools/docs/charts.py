@@ -170,7 +170,7 @@ def rivals() -> str:
 
 
 def rivals_of(figures: dict[str, Any]) -> str:
-    """Draws what `tools/compare_rivals.py` measured: a row a precision, a column a context."""
+    """Draws what compare_rivals.py measured: a row a precision, a column a context."""
     precisions, contexts = figures["precisions"], list(figures["contexts"])
     heights = [max(map(len, found.values()), default=1) for found in precisions.values()]
     style: Any = {**STYLE, "font.size": 8}

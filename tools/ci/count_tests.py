@@ -1,0 +1,60 @@
+#!/usr/bin/env python3
+"""Counts the tests by kind, parameters included, and writes the counts for docs/reliability.md.
+
+usage: python -m tools.ci.count_tests [--json OUT]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from spec_runtime.files.writing import write_atomically
+from spec_runtime.measure import provenance
+
+ROOT = Path(__file__).parents[2]
+# The first beginning that fits a test's file says its kind.
+KINDS = {
+    "tests/runtime/": "runtime",
+    "tests/export/": "training and export",
+    "tests/fuzz/": "fuzzing",
+    "tests/faults/": "faults and soak",
+    "tests/test_soak.py": "faults and soak",
+    "tests/": "whole project",
+}
+MARKERS = ("slow", "gpu", "model")
+
+
+def collect(marker: str) -> list[str]:
+    """Returns the ids of the tests that a marker expression selects; "" selects all."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marker]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode not in (0, 5):  # 5: there are none
+        raise RuntimeError(done.stdout[-2000:] + done.stderr)
+    return [line for line in done.stdout.splitlines() if line.startswith("tests/")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the counts here")
+    args = parser.parse_args()
+    ids = collect("")
+    kinds = Counter(next(k for start, k in KINDS.items() if i.startswith(start)) for i in ids)
+    figures = {
+        "provenance": provenance.collect(note="not recorded: prompts, bundle"),
+        "tests": len(ids),
+        "kinds": {kind: kinds[kind] for kind in dict.fromkeys(KINDS.values()) if kinds[kind]},
+        "markers": {marker: len(collect(marker)) for marker in MARKERS},
+    }
+    print(json.dumps({name: figures[name] for name in ("tests", "kinds", "markers")}, indent=2))
+    if args.json is not None:
+        write_atomically(args.json, json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,582 @@
+#!/usr/bin/env python3
+"""Sends mixed requests to one bundle from several threads for a while and compares every answer.
+
+usage: python -m tools.ci.soak [--minutes 10] [--seed 0] [--bundle DIR | --toy] [--workers 4]
+       [--json OUT]
+
+The requests are drawn from a pool made of the seed: texts, raw texts, token ids and chats that
+grow turn by turn; greedy and sampled, with penalties, biases, stop strings and log-probabilities;
+through every drafter of the bundle, those built in and plain decoding. They are generated whole,
+streamed, and streams are closed early, dropped and interrupted; some requests have arguments that
+must be refused. All threads share one target, so that most requests find the key/value rows of a
+quite different one.
+
+Each answer is compared with that of plain decoding without reuse, by a bundle of its own, for the
+same arguments: at fp32 it must be the same token for token, or a near tie must lie where they part.
+What streams give before they are closed must begin that answer. Acceptance by rejection and typical
+acceptance, whose answers need not be those of plain decoding, are run and not compared.
+
+Resident memory, threads and open files are sampled throughout. Exit code 1 if an answer differs,
+something else than ValueError is raised, a request hangs, threads or open files are never again as
+few in the last quarter as they were at most in the quarter before, or memory grows by more than 1
+MB a minute over the last half (16 MB in all in a run of under two minutes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spec_runtime import Engine, GenerationResult, load
+from spec_runtime.bundle import manifest as bundle
+from spec_runtime.files.writing import write_atomically
+from spec_runtime.measure import provenance
+from spec_runtime.measure.audit import first_difference, replay
+from spec_runtime.proposers import BUILT_IN
+from spec_runtime.sampling import Sampler, SamplingParams
+from spec_runtime.target import NEAR_TIE
+
+ROOT = Path(__file__).parents[2]
+NOTE = "a pool of requests of its own; not recorded: prompts"
+POOL = 48  # different requests, chats not counted
+CHATS, TURNS = 6, 3
+MAX_GROWTH = 1.0  # MB a minute
+MAX_SHORT_GROWTH = 16.0  # MB, in a run too short for a slope
+PATIENCE = 120.0  # seconds that a request may take at the end
+WARM_UP = 0.2  # of the time
+TEXTS = (
+    "say abc, 1",
+    "say one two. 2",
+    "say xyz3",
+    "say 0123 0",
+    "Why does the sea have tides?",
+    "Write three short sentences about a lighthouse, then repeat them.",
+    "def area(width, height):",
+    "one two. one two. one two.",
+    "",
+)
+LOGPROB_TOLERANCE = 1e-3  # two passes of fp32 differ by far less
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to ask for: a text, chat messages or token ids, and the options of `generate`."""
+
+    prompt: Any
+    options: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        return json.dumps([self.prompt, self.options])
+
+
+@dataclass
+class Findings:
+    """Counts what the workers did; `failures` says what went wrong."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    failures: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, kind: str, outcome: str, tokens: int = 0) -> None:
+        with self.lock:
+            self.requests[kind] += 1
+            self.outcomes[outcome] += 1
+            self.tokens += tokens
+
+    def fail(self, what: str) -> None:
+        with self.lock:
+            self.outcomes["failed"] += 1
+            if len(self.failures) < 50:
+                self.failures.append(what)
+
+
+# ---- what is asked ----
+
+
+def options(rng: random.Random) -> dict[str, Any]:
+    """Returns random options whose answer is that of plain decoding."""
+    found: dict[str, Any] = {"max_new_tokens": rng.randint(1, 40)}
+    if rng.random() < 0.5:
+        found |= {"temperature": rng.choice((0.2, 0.7, 1.0, 1.5)), "seed": rng.randrange(1000)}
+        found |= rng.choice(({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05}))
+    if rng.random() < 0.3:
+        found |= rng.choice(
+            (
+                {"repetition_penalty": 1.2},
+                {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+                {"logit_bias": {5: 2.0, 40: -3.0}},
+            )
+        )
+    if rng.random() < 0.2:
+        found["logprobs"] = rng.randint(0, 3)
+    if rng.random() < 0.2:
+        found["stop"] = rng.choice((["a"], ["the", "two."], ["\n"]))
+    if rng.random() < 0.3:
+        found["ignore_eos"] = True
+    return found
+
+
+def pool(rng: random.Random, encode: Callable[[str], list[int]]) -> list[Request]:
+    """Returns the requests of a run."""
+    requests = []
+    for _ in range(POOL):
+        text = rng.choice(TEXTS)
+        asked = options(rng)
+        prompt: Any = text
+        shape = rng.choice(("text", "raw", "ids", "system"))
+        if shape == "ids":
+            prompt = encode(text)
+        elif shape != "text":
+            asked |= {"raw": True} if shape == "raw" else {"system": "Be brief."}
+        requests.append(Request(prompt, asked))
+    return requests
+
+
+REFUSED: tuple[tuple[Any, dict[str, Any]], ...] = (
+    ("a b c " * 2_000, {}),
+    ([10**9], {}),
+    ([-1], {}),
+    ([], {}),
+    (b"hi", {}),
+    ([{"role": "user"}], {}),
+    ([{"role": "user", "content": None}], {}),
+    ("hi", {"temperature": -1.0}),
+    ("hi", {"temperature": float("nan")}),
+    ("hi", {"temperature": None}),
+    ("hi", {"top_p": 2.0}),
+    ("hi", {"max_new_tokens": 0}),
+    ("hi", {"max_new_tokens": "8"}),
+    ("hi", {"stop": None}),
+    ("hi", {"stop": [""]}),
+    ("hi", {"seed": "1"}),
+    ("hi", {"acceptance": "best"}),
+    ("hi", {"logit_bias": {10**9: 1.0}}),
+)
+
+
+# ---- what must come ----
+
+
+class Reference:
+    """Answers by plain decoding without reuse, each request once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._answers: dict[str, GenerationResult] = {}
+        self._lock = threading.Lock()
+
+    def answer(self, request: Request) -> GenerationResult:
+        with self._lock:
+            if request.key not in self._answers:
+                found = self._engine.generate(request.prompt, reuse=False, **request.options)
+                self._answers[request.key] = found
+            return self._answers[request.key]
+
+    def text_until(self, request: Request, position: int) -> str:
+        """Returns the text of the first `position` tokens of the answer."""
+        return self._engine.tokenizer.decode(self.answer(request).token_ids[:position])
+
+    def is_near_tie(self, request: Request, position: int) -> bool:
+        """Says whether the answer's token at `position` would be another one if its logit were
+        lower by what rounding may do at fp32."""
+        token_ids = self.answer(request).token_ids
+        if position >= len(token_ids):
+            return False
+        named = {k: v for k, v in request.options.items() if k not in ("raw", "system")}
+        asked = (request.options.get("raw", False), request.options.get("system"))
+        with self._lock:
+            prompt = self._engine.encode(request.prompt, *asked)
+            target = self._engine.target
+            logits_V = replay(target, [*prompt, *token_ids[:position]])
+            target.forget()
+        sampler = Sampler(SamplingParams(**named), target.vocab_size, prompt)
+        sampler.commit(token_ids[:position])
+        logits_V = logits_V.astype(np.float32)
+        logits_V[token_ids[position]] -= NEAR_TIE * float(np.ptp(logits_V))
+        return sampler(logits_V, len(prompt) + position) != token_ids[position]
+
+
+# ---- the requests ----
+
+
+class Worker:
+    """Sends requests until the time is over; several share the engines."""
+
+    def __init__(
+        self,
+        number: int,
+        seed: int,
+        engines: dict[str, Engine],
+        requests: list[Request],
+        reference: Reference,
+        findings: Findings,
+    ) -> None:
+        self.rng = random.Random(f"{seed} worker {number}")
+        self.engines, self.requests = engines, requests
+        self.reference, self.findings = reference, findings
+
+    def run(self, deadline: float) -> None:
+        kinds: dict[Callable[[Engine, Request], None], int] = {
+            self.generate: 6,
+            self.stream: 4,
+            self.steps: 2,
+            self.close_early: 2,
+            self.drop: 2,
+            self.interrupt: 2,
+            self.chat: 2,
+            self.open_another: 1,
+            self.other_rules: 1,
+            self.refuse: 2,
+        }
+        weights = list(kinds.values())
+        while time.monotonic() < deadline:
+            kind = self.rng.choices(list(kinds), weights)[0]
+            name = self.rng.choice(list(self.engines))
+            request = self.rng.choice(self.requests)
+            try:
+                kind(self.engines[name], request)
+            except Exception:
+                last = traceback.format_exc().strip().splitlines()[-1]
+                self.findings.fail(f"{kind.__name__} with {name}: {request.key[:200]}: {last}")
+
+    def generate(self, engine: Engine, request: Request, kind: str = "generate") -> None:
+        got = engine.generate(request.prompt, **request.options)
+        self._compare(kind, engine, request, got)
+
+    def stream(self, engine: Engine, request: Request) -> None:
+        text = "".join(engine.stream(request.prompt, **request.options))
+        self._compare_text("stream", engine, request, text, is_whole=True)
+
+    def steps(self, engine: Engine, request: Request) -> None:
+        steps = engine.steps(request.prompt, **request.options)
+        got = [token for step in steps for token in step.tokens]
+        expected = self.reference.answer(request)
+        position = first_difference(expected.token_ids, got)
+        self._judge("steps", engine, request, position, len(got), expected.token_ids, got)
+
+    def close_early(self, engine: Engine, request: Request) -> None:
+        pieces = engine.stream(request.prompt, **request.options)
+        text = "".join(_some(pieces, self.rng.randint(0, 4)))
+        pieces.close()
+        self._compare_text("closed early", engine, request, text, is_whole=False)
+
+    def drop(self, engine: Engine, request: Request) -> None:
+        pieces = engine.stream(request.prompt, **request.options)
+        text = "".join(_some(pieces, self.rng.randint(0, 4)))
+        del pieces
+        self._compare_text("dropped", engine, request, text, is_whole=False)
+
+    def interrupt(self, engine: Engine, request: Request) -> None:
+        pieces = engine.stream(request.prompt, **request.options)
+        text = "".join(_some(pieces, self.rng.randint(0, 4)))
+        with suppress(KeyboardInterrupt):
+            pieces.throw(KeyboardInterrupt())
+        self._compare_text("interrupted", engine, request, text, is_whole=False)
+
+    def chat(self, engine: Engine, request: Request) -> None:
+        """Asks turn after turn; each repeats all messages before it, as clients do."""
+        rng = random.Random(f"chat {self.rng.randrange(CHATS)}")
+        asked = options(rng) | {"max_new_tokens": 8}
+        messages: list[dict[str, str]] = []
+        for _ in range(TURNS):
+            messages.append({"role": "user", "content": rng.choice(TEXTS[:4])})
+            turn = Request(list(messages), asked)
+            self.generate(engine, turn, kind="chat turn")
+            messages.append({"role": "assistant", "content": self.reference.answer(turn).text})
+
+    def open_another(self, engine: Engine, request: Request) -> None:
+        """Opens a further engine on the same target, and lets it go again."""
+        name = self.rng.choice([*BUILT_IN, engine.drafter.partition("+")[0]])
+        self.generate(engine.with_drafter(name), request, kind="new engine")
+
+    def other_rules(self, engine: Engine, request: Request) -> None:
+        rule = self.rng.choice(("rejection", "typical"))
+        asked: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "seed": 1}
+        got = engine.generate("say abc, 1", acceptance=rule, **asked)
+        if not 1 <= len(got.token_ids) <= 12:
+            self.findings.fail(f"{rule}: {len(got.token_ids)} tokens, expected 1 to 12")
+        self.findings.add(rule, "not compared", len(got.token_ids))
+
+    def refuse(self, engine: Engine, request: Request) -> None:
+        prompt, asked = self.rng.choice(REFUSED)
+        try:
+            engine.generate(prompt, **asked)
+        except ValueError as error:
+            if "\n" in str(error):
+                self.findings.fail(f"refused in several lines: {error}")
+            self.findings.add("bad arguments", "refused")
+        except Exception as error:
+            self.findings.fail(f"{str(prompt)[:20]!r} {asked}: {type(error).__name__}: {error}")
+        else:
+            self.findings.fail(f"not refused: {str(prompt)[:20]!r} {asked}")
+
+    # ---- comparing ----
+
+    def _compare(self, kind: str, engine: Engine, request: Request, got: GenerationResult) -> None:
+        expected = self.reference.answer(request)
+        position = first_difference(expected.token_ids, got.token_ids)
+        self._judge(
+            kind, engine, request, position, len(got.token_ids), expected.token_ids, got.token_ids
+        )
+        if position is not None:
+            return
+        same = (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
+        if not same or not _logprobs_agree(got, expected):
+            self.findings.fail(
+                f"{kind} with {engine.drafter}: {request.key[:200]}: same tokens, other "
+                "text, reason or log-probabilities"
+            )
+
+    def _compare_text(
+        self, kind: str, engine: Engine, request: Request, text: str, is_whole: bool
+    ) -> None:
+        expected = self.reference.answer(request)
+        agrees = expected.text == text if is_whole else expected.text.startswith(text)
+        position = None
+        if not agrees:  # it parts at the first token whose text the stream does not have
+            count = len(expected.token_ids)
+            texts = (self.reference.text_until(request, i) for i in range(1, count + 1))
+            position = next((i for i, t in enumerate(texts) if not text.startswith(t)), count)
+        self._judge(kind, engine, request, position, 0, expected.text, text)
+
+    def _judge(
+        self,
+        kind: str,
+        engine: Engine,
+        request: Request,
+        position: int | None,
+        tokens: int,
+        expected: Any,
+        got: Any,
+    ) -> None:
+        """Counts an answer that parts from the reference at `position`, None if it does not."""
+        if position is None:
+            self.findings.add(kind, "equal", tokens)
+        elif self.reference.is_near_tie(request, position):
+            self.findings.add(kind, "near tie", tokens)
+        else:
+            self.findings.fail(
+                f"{kind} with {engine.drafter}: {request.key[:200]}: parts at token {position}: "
+                f"got {got!r:.200}, expected {expected!r:.200}"
+            )
+
+
+def _some(pieces: Iterator[str], count: int) -> Iterator[str]:
+    for _, piece in zip(range(count), pieces, strict=False):
+        yield piece
+
+
+def _logprobs_agree(got: GenerationResult, expected: GenerationResult) -> bool:
+    if got.logprobs is None or expected.logprobs is None:
+        return got.logprobs is expected.logprobs
+    pairs = zip(got.logprobs, expected.logprobs, strict=True)
+    return all(abs(a.logprob - b.logprob) < LOGPROB_TOLERANCE for a, b in pairs)
+
+
+# ---- memory, threads and files ----
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The size of this process at `seconds` after the start.
+
+    `memory_mb` is resident memory of its own. The rest of `rss_mb` are pages of mapped weights,
+    which become resident as tokens are first met, and which the system may take back.
+    """
+
+    seconds: float
+    rss_mb: float
+    memory_mb: float
+    threads: int
+    files: int
+
+
+def sample(started: float) -> Sample:
+    with open("/proc/self/status") as status:
+        kb = {name: int(rest[0]) for name, *rest in map(str.split, status) if rest[1:] == ["kB"]}
+    threads = len(os.listdir("/proc/self/task"))
+    files = len(os.listdir("/proc/self/fd"))
+    rss, own = (kb[name] * 1024 / 1e6 for name in ("VmRSS:", "RssAnon:"))
+    return Sample(time.monotonic() - started, rss, own, threads, files)
+
+
+def sizes(samples: list[Sample]) -> dict[str, Any]:
+    """Returns the figures of a run's samples, and in "failures" what grew.
+
+    "threads" and "files" are the most of the third quarter and the least of the last one.
+    """
+    seconds = samples[-1].seconds
+    warm = next(s for s in samples if s.seconds >= WARM_UP * seconds)
+    half = [s for s in samples if s.seconds >= seconds / 2]
+    slope = float(np.polyfit([s.seconds / 60 for s in half], [s.memory_mb for s in half], 1)[0])
+    grown, failures = half[-1].memory_mb - half[0].memory_mb, []
+    if (grown > MAX_SHORT_GROWTH) if seconds < 120 else (slope > MAX_GROWTH):
+        failures.append(f"memory grows by {slope:.1f} MB a minute")
+    # An engine that is opened meanwhile holds some for a moment, so that single samples vary.
+    quarters = [
+        [s for s in half if (s.seconds >= 0.75 * seconds) == is_last] for is_last in (False, True)
+    ]
+    counts = {
+        name: [
+            max(getattr(s, name) for s in quarters[0]),
+            min(getattr(s, name) for s in quarters[1]),
+        ]
+        for name in ("threads", "files")
+    }
+    failures += [
+        f"{name} grow from {before} to {after}"
+        for name, (before, after) in counts.items()
+        if after > before
+    ]
+    return {
+        "memory_mb": {
+            "warm": round(warm.memory_mb, 1),
+            "end": round(half[-1].memory_mb, 1),
+            "peak": round(max(s.memory_mb for s in samples), 1),
+            "mb_per_minute": round(slope, 2),
+        },
+        "rss_mb": {"warm": round(warm.rss_mb, 1), "end": round(half[-1].rss_mb, 1)},
+        **counts,
+        "failures": failures,
+    }
+
+
+# ---- the run ----
+
+
+def soak(folder: Path, seconds: float, seed: int, workers: int) -> tuple[Findings, list[Sample]]:
+    """Runs the workers for so many seconds; returns what they found and the samples."""
+    engine = load(folder, profile=False)
+    manifest = bundle.read(folder, verify=False).manifest
+    engines = {"first": engine}
+    for name in [*(info.name for info in manifest.drafters), *BUILT_IN, "none"]:
+        engines[name] = engine.with_drafter(
+            name, False if name not in (*BUILT_IN, "none") else None
+        )
+    reference = Reference(load(folder, drafter="none", profile=False))
+    requests = pool(random.Random(seed), lambda text: engine.encode(text))
+    findings, started = Findings(), time.monotonic()
+    deadline = started + seconds
+    threads = [
+        threading.Thread(
+            target=Worker(i, seed, engines, requests, reference, findings).run,
+            args=(deadline,),
+            daemon=True,
+        )
+        for i in range(workers)
+    ]
+    for thread in threads:
+        thread.start()
+    samples = [sample(started)]
+    while time.monotonic() < deadline:
+        time.sleep(min(1.0, seconds / 20))
+        if time.monotonic() < deadline:  # until then all workers are there
+            samples.append(sample(started))
+    for thread in threads:
+        thread.join(max(0.0, deadline + PATIENCE - time.monotonic()))
+        if thread.is_alive():
+            faulthandler.dump_traceback()
+            findings.fail(f"a request still runs {PATIENCE:.0f} s after the end")
+            break
+    return findings, samples
+
+
+@contextmanager
+def toy_bundle() -> Iterator[Path]:
+    """Gives a bundle of a tiny target that has learned to repeat words, and a drafter that often
+    guesses them; needs the extra `export`."""
+    sys.path.insert(0, str(ROOT / "tests/export"))
+    from workshop import FluentWorkshop
+
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        yield FluentWorkshop(Path(folder)).bundle("medusa")
+
+
+@contextmanager
+def chosen_bundle(folder: Path | None, is_toy: bool) -> Iterator[Path]:
+    """Gives the bundle to soak; raises ValueError if it is not fp32."""
+    if is_toy:
+        with toy_bundle() as made:
+            yield made
+        return
+    folder = folder or bundle.find()
+    precision = bundle.read(folder, verify=False).manifest.target.precision
+    if precision != "fp32":
+        raise ValueError(
+            f"got a bundle of {precision}, expected fp32: rounding of other precisions makes other "
+            "answers"
+        )
+    yield folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bundle", type=Path, help="default: the newest under ./bundles")
+    parser.add_argument("--toy", action="store_true", help="a tiny bundle made for this run")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    try:
+        with chosen_bundle(args.bundle, args.toy) as folder:
+            manifest = bundle.read(folder, verify=False).manifest
+            findings, samples = soak(folder, 60 * args.minutes, args.seed, args.workers)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    size = sizes(samples)
+    failures = [*findings.failures, *size.pop("failures")]
+    figures = {
+        "provenance": provenance.collect(manifest=manifest, note=NOTE),
+        "seed": args.seed,
+        "minutes": args.minutes,
+        "workers": args.workers,
+        "requests": sum(findings.requests.values()),
+        "by_kind": dict(sorted(findings.requests.items())),
+        "outcomes": dict(sorted(findings.outcomes.items())),
+        "tokens": findings.tokens,
+        **size,
+        "failed": len(failures),
+        "failures": failures,
+    }
+    for name in (
+        "requests",
+        "by_kind",
+        "outcomes",
+        "tokens",
+        "memory_mb",
+        "rss_mb",
+        "threads",
+        "files",
+    ):
+        print(f"{name:9} {figures[name]}")
+    for failure in failures:
+        print(f"FAILED {failure}")
+    print(f"{args.minutes} minutes, seed {args.seed}, failures: {len(failures)}")
+    if args.json is not None:
+        write_atomically(args.json, json.dumps(figures, indent=2) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+#!/usr/bin/env python3
+"""Measures specsplit beside other engines: same weights, prompts, tokens and threads, in one run.
+
+    python -m tools.measure.compare_rivals --prompts spec_bench.jsonl --bundles DIR --json OUT
+        [--figure OUT.svg] [--precision fp32 int8 int4] [--rival NAME …] [--limit 8]
+        [--long-limit 4] [--long-tokens 1500] [--max-new-tokens 128] [--rounds 3] [--threads N]
+        [--lookup-tokens 5] [--lookup-ngram 3] [--assistant DIR] [--no-profile] [--model M]
+        [--work runs/rivals]
+
+The rivals' versions stand in rivals/environments.py; environments and models are made once, under
+--work. DIR has a bundle of each precision (fp32, int8, int4: built if it is not there). Every
+engine and mode is one worker process; all of a precision are open together (at fp32 some 12 GB for
+the demo target), one decodes while the others wait, and whose turn comes first rotates. Decoding is
+greedy. Tokens a second are of decoding alone, without the first token, which the prompt's own pass
+gives; that pass is timed apart. Memory is the process's peak resident size, loading included, and
+its proportional share at the end.
+
+Texts are compared with the same engine's plain ones, between engines where the weights are equal,
+and with what DIR/fp32, if it is there, would choose at each place. Every answer is kept in OUT with
+.rows.jsonl in place of .json: the same command goes on where it was stopped. A rival that cannot be
+installed, built or run is named with its reason, and the others go on. The last lines are our best
+mode over the best rival's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spec_export import target
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.cli.options import write_figures
+from spec_runtime.files.writing import require_writable, write_atomically
+from spec_runtime.machine import default_threads
+from spec_runtime.measure import provenance
+from spec_runtime.measure.prompts import read_prompts
+from spec_runtime.text.tokenizer import Tokenizer, encode_prompt
+from tools.measure import measure_all
+from tools.measure.rivals import contexts, fidelity, field, race, report
+from tools.measure.rivals.environments import RivalError
+from tools.measure.rivals.field import PRECISIONS, RIVALS, Contender, Options
+from tools.measure.rivals.models import TargetFiles
+from tools.measure.rivals.worker import Worker
+
+NAMES = tuple(rival.name for rival in RIVALS)
+USUAL = tuple(rival.name for rival in RIVALS if rival.platform in (None, sys.platform))
+SHORT_TOKENS = 512  # of a short prompt, at most
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measures as the command line says."""
+    return run(parser().parse_args(words))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes --json after each precision and prints tables; returns the exit code."""
+    try:
+        for file in filter(None, (args.json, args.figure)):
+            require_writable(file)
+        figures = compare(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for precision, found in figures["precisions"].items():
+        print(report.table(precision, found) + "\n")
+    for each in (*figures["left_out"], *figures["failed"]):
+        print(f"not measured: {each['engine']}, {each['what']}: {each['reason']}")
+    shares = [
+        each["others_cpu_share"]
+        for contexts_of in figures["precisions"].values()
+        for found in contexts_of.values()
+        for each in found.values()
+    ]
+    print(f"\nwaiting workers used at most {max(shares, default=0.0):.0%} of a core during a job")
+    print("specsplit over the best rival, median and range over rounds:")
+    print("\n".join(report.aim_lines(figures["best"])))
+    if args.figure:
+        from tools.docs import charts
+
+        write_atomically(args.figure, charts.rivals_of(figures))
+    return 0
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the figures of all precisions, and what was not measured with the reason."""
+    files = TargetFiles(target.resolve(args.model), args.work)
+    race_contexts, options, manifests = _prepare(args)
+    used = {prompt for each in race_contexts for prompt in each.prompts}
+    settings = {
+        "prompts": {each.name: _digest(each) for each in race_contexts},
+        "max_new_tokens": args.max_new_tokens,
+        "threads": options.threads,
+        "lookup": [options.lookup_tokens, options.lookup_ngram],
+        "profile": options.profile,
+        "bundles": {name: manifest.files for name, manifest in manifests.items()},
+        "versions": {rival.name: rival.environment.steps for rival in RIVALS},
+    }
+    journal = race.Journal(args.json.with_suffix(".rows.jsonl"), settings)
+    figures: dict[str, Any] = {
+        "provenance": provenance.collect(
+            threads=options.threads,
+            prompts_file=args.prompts,
+            prompts=[each for each in read_prompts(args.prompts) if str(each.id) in used],
+            manifest=next(iter(manifests.values())),
+        ),
+        "load_average": os.getloadavg()[0],
+        "threads": options.threads,
+        "rounds": args.rounds,
+        "max_new_tokens": args.max_new_tokens,
+        "lookup_tokens": options.lookup_tokens,
+        "contexts": {
+            each.name: {
+                "prompts": len(each.prompts),
+                "tokens": sum(map(len, each.prompts.values())) / len(each.prompts),
+            }
+            for each in race_contexts
+        },
+        "versions": {},
+        "precisions": {},
+        "best": [],
+        "left_out": [
+            {"engine": engine, "what": what, "reason": reason}
+            for engine, what, reason in _left_out(args)
+        ],
+        "failed": [],
+    }
+    for precision in args.precision:
+        contest = race.Race(precision, race_contexts, args.rounds, args.max_new_tokens)
+        contenders, failed = _enter(args, precision, files, options)
+        failed += _run(contest, contenders, journal, args.work)
+        figures["failed"] += [{**each, "precision": precision} for each in failed]
+        lost = {each["name"] for each in failed}
+        finished = [each for each in contenders if each.name not in lost]
+        engines = {each.name: each.engine for each in finished}
+        rows = [row for row in journal.rows if row["precision"] == precision]
+        rows = [row for row in rows if row["round"] < args.rounds and row["contender"] in engines]
+        figures["versions"] |= {engines[row["contender"]]: row["version"] for row in rows}
+        choices = None
+        if (exact := args.bundles / "fp32").is_dir():
+            choices = fidelity.choices(exact, options.threads, race_contexts, rows)
+        figures["precisions"][precision] = report.summarise(rows, finished, choices)
+        figures["best"] += report.aims(precision, figures["precisions"][precision])
+        write_figures(args.json, figures)
+    return figures
+
+
+def _prepare(
+    args: argparse.Namespace,
+) -> tuple[list[race.Context], Options, dict[str, bundles.Manifest]]:
+    """Returns the prompts, what all contenders are given alike, and each precision's manifest."""
+    for precision in args.precision:
+        measure_all.build(precision, args.bundles)
+    manifests = {
+        precision: bundles.read(args.bundles / precision, verify=False).manifest
+        for precision in args.precision
+    }
+    tokenizer = Tokenizer(bundles.read(args.bundles / args.precision[0], verify=False))
+    encode = functools.partial(encode_prompt, tokenizer, raw=False, system=None)
+    prompts = read_prompts(args.prompts)
+    found = [contexts.short(prompts, encode, args.limit, SHORT_TOKENS)]
+    if args.long_limit:
+        found.append(contexts.long(prompts, encode, args.long_limit, args.long_tokens))
+    longest = max(len(ids) for each in found for ids in each.prompts.values())
+    room = min(manifest.target.max_length for manifest in manifests.values())
+    if longest + args.max_new_tokens > room:
+        raise ValueError(
+            f"got a prompt of {longest} tokens and {args.max_new_tokens} new ones, expected at "
+            f"most {room}, the bundles' context: take a smaller --long-tokens"
+        )
+    options = Options(
+        threads=args.threads or default_threads(),
+        end_ids=tokenizer.eos,
+        max_length=-(-(longest + args.max_new_tokens) // 256) * 256,
+        lookup_tokens=args.lookup_tokens,
+        lookup_ngram=args.lookup_ngram,
+        profile=not args.no_profile,
+        assistant=args.assistant,
+    )
+    return found, options, manifests
+
+
+def _enter(
+    args: argparse.Namespace, precision: str, files: TargetFiles, options: Options
+) -> tuple[list[Contender], list[dict[str, str]]]:
+    """Returns the contenders of a precision, and the rivals that could not be made ready."""
+    contenders = field.ours(args.bundles / precision, precision, options)
+    failed = []
+    for rival in RIVALS:
+        if rival.name in args.rival:
+            try:
+                contenders += field.of_rival(rival, precision, files, options)
+            except RivalError as error:
+                failed.append(_failure(rival.title, rival.title, precision, error))
+    return contenders, failed
+
+
+def _run(
+    contest: race.Race, contenders: Sequence[Contender], journal: race.Journal, work: Path
+) -> list[dict[str, str]]:
+    """Starts the workers and lets them race, if anything is left to do; returns who failed."""
+    if race.is_over(contest, [each.name for each in contenders], journal):
+        return []
+    failed = {}
+    with contextlib.ExitStack() as stack:
+        workers: dict[str, Worker] = {}
+        for each in contenders:
+            log = work / "logs" / f"{contest.precision}, {each.name}.log"
+            _say(f"{contest.precision}: opening {each.name}")
+            try:
+                workers[each.name] = Worker(each.command, each.settings, log)
+            except RivalError as error:
+                failed[each.name] = str(error)
+                _say(f"{each.name} is left out: {error}")
+                continue
+            stack.callback(workers[each.name].close)
+        failed |= race.run(contest, workers, journal, _say)
+    return [
+        _failure(each.name, each.engine, each.mode, failed[each.name])
+        for each in contenders
+        if each.name in failed
+    ]
+
+
+def _failure(name: str, engine: str, what: str, reason: object) -> dict[str, str]:
+    return {"name": name, "engine": engine, "what": what, "reason": str(reason)}
+
+
+def _left_out(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    found = [*field.LEFT_OUT]
+    if not args.assistant:
+        found.append(field.NO_ASSISTANT)
+    if "mlx" not in args.rival:
+        found.append(field.NO_MLX)
+    return found
+
+
+def _digest(context: race.Context) -> str:
+    return hashlib.sha256(repr(sorted(context.prompts.items())).encode()).hexdigest()[:16]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's questions")
+    found.add_argument("--bundles", type=Path, required=True, help="with fp32, int8 and int4")
+    found.add_argument("--json", type=Path, required=True)
+    found.add_argument("--figure", type=Path)
+    found.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    found.add_argument("--rival", nargs="*", choices=NAMES, default=USUAL)
+    found.add_argument("--limit", type=int, default=8, help="short prompts, over all categories")
+    found.add_argument("--long-limit", type=int, default=4, help="long prompts; 0 for none")
+    found.add_argument("--long-tokens", type=int, default=1500)
+    found.add_argument("--max-new-tokens", type=int, default=128)
+    found.add_argument("--rounds", type=int, default=3)
+    found.add_argument("--threads", type=int)
+    found.add_argument("--lookup-tokens", type=int, default=5, help="the rivals' lookups draft")
+    found.add_argument("--lookup-ngram", type=int, default=3, help="and match at most")
+    found.add_argument("--assistant", type=Path, help="a draft model for transformers, a folder")
+    found.add_argument("--no-profile", action="store_true", help="ours without what tune found")
+    found.add_argument("--model", help="what the bundles were built from; default: the demo")
+    found.add_argument("--work", type=Path, default=Path("runs/rivals"))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

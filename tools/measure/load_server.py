@@ -1,0 +1,394 @@
+#!/usr/bin/env python3
+"""Sends good and bad requests to a server from several clients at once, and says how it bore them.
+
+usage: python -m tools.measure.load_server --bundle DIR [--requests 200] [--clients 16] [--seed 0]
+       [--max-new-tokens 48] [--compare ROUNDS] [--drafter NAME] [--threads N] [--json OUT]
+
+Starts `spec-runtime serve` in a process of its own. Most requests are streams, some whole answers.
+About a third are unkind: readers that wait before each part, clients that leave in the midst of an
+answer, JSON that is none, bytes that are no UTF-8, bodies far too large. Every request has to end
+as its kind should: with a whole answer, or with the error that its fault deserves.
+
+Prints the requests by kind and outcome; the time to the first token and the tokens per second of
+streams (median and 99th percentile); how often a request was overtaken by one that was sent at
+least 50 ms after it; and the server's memory, threads and open files before and after. Exit code 1
+if a request ended as it should not, or the server keeps threads or files.
+
+`--compare` measures, for so many rounds in turn, the same streams by one client of the server and
+by the engine itself in this process, and prints the ratio of their tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import spec_runtime
+from spec_runtime.files.writing import require_writable, write_atomically
+from spec_runtime.measure import provenance
+
+NOTE = "requests of its own; not recorded: prompts"
+PATH = "/v1/chat/completions"
+PATIENCE = 300.0  # seconds that a request may take
+SLOW_SECONDS = 0.02  # that a slow reader waits before each part
+OVERTAKEN_SECONDS = 0.05
+TOO_LARGE = 2 << 20  # bytes
+# How many more there may be after the load: the pool of threads that encodes prompts grows as it is
+# needed, up to four more than CPUs, and stays.
+MORE = {"threads": 8, "files": 0}
+QUESTIONS = (
+    "Why is the sky blue?",
+    "Write two sentences about the sea.",
+    "List three uses of a wooden spoon.",
+    "Explain what a prime number is.",
+    "What should I pack for a day in the mountains?",
+    "Summarise the plot of a fairy tale that you know.",
+)
+# How many of a hundred requests are of each kind, and the outcomes that are right for it.
+SHARES = {
+    "stream": 50,
+    "whole": 15,
+    "slow reader": 10,
+    "disconnect": 10,
+    "malformed JSON": 5,
+    "bad UTF-8": 5,
+    "oversized body": 5,
+}
+RIGHT = {
+    "stream": {"answered"},
+    "whole": {"answered"},
+    "slow reader": {"answered"},
+    "disconnect": {"left"},
+    "malformed JSON": {"400"},
+    "bad UTF-8": {"400"},
+    "oversized body": {"413"},
+}
+
+
+@dataclass
+class Outcome:
+    """What became of one request; times are seconds of one clock."""
+
+    kind: str
+    sent: float
+    ended_as: str = "nothing"
+    first: float | None = None
+    last: float | None = None
+    tokens: int = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Returns the speed behind the first part; None for answers of one part."""
+        if self.first is None or self.last is None or self.last == self.first or self.tokens < 2:
+            return None
+        return (self.tokens - 1) / (self.last - self.first)
+
+
+@dataclass
+class Load:
+    """Holds the requests to send, and what became of those that were sent."""
+
+    url: str
+    max_new_tokens: int
+    kinds: list[str]
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    async def run(self, num_clients: int) -> None:
+        """Sends all requests; each client sends its next one when the last has ended."""
+        waiting = list(enumerate(self.kinds))[::-1]
+
+        async def client() -> None:
+            while waiting:
+                number, kind = waiting.pop()
+                outcome = Outcome(kind, time.perf_counter())
+                self.outcomes.append(outcome)
+                try:
+                    async with asyncio.timeout(PATIENCE):
+                        await ask(self.url, body_of(kind, number, self.max_new_tokens), outcome)
+                except TimeoutError:
+                    outcome.ended_as = "hung"
+                except (OSError, asyncio.IncompleteReadError) as error:
+                    outcome.ended_as = type(error).__name__
+
+        await asyncio.gather(*(client() for _ in range(num_clients)))
+
+
+def kinds(num_requests: int, seed: int) -> list[str]:
+    """Returns the kinds of so many requests, in a random order."""
+    names, shares = list(SHARES), list(SHARES.values())
+    drawn = random.Random(seed).choices(names, shares, k=num_requests)
+    return names[:num_requests] + drawn[len(names) :]  # each kind at least once
+
+
+def body_of(kind: str, number: int, max_new_tokens: int) -> bytes:
+    """Returns the body of a request."""
+    question = f"{QUESTIONS[number % len(QUESTIONS)]} (Request {number})"
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": max_new_tokens,
+        "temperature": 0,
+        "stream": kind != "whole",
+        "stream_options": {"include_usage": True},
+    }
+    if kind == "whole":
+        del body["stream_options"]
+    if kind == "oversized body":
+        body["messages"][0]["content"] = "x" * TOO_LARGE
+    data = json.dumps(body).encode()
+    if kind == "malformed JSON":
+        return data[:-2]
+    if kind == "bad UTF-8":
+        return data.replace(b"Request", b"\xff\xfe\xc3")
+    return data
+
+
+async def ask(url: str, body: bytes, outcome: Outcome) -> None:
+    """Sends one request over a connection of its own and notes how it ends."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    try:
+        head = (
+            f"POST {PATH} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        await writer.drain()
+        status = (await reader.readline()).split()[1].decode()
+        while (await reader.readline()).strip():
+            pass  # headers
+        if status != "200":
+            outcome.ended_as = status
+        elif outcome.kind == "whole":
+            reply = json.loads(await reader.read())
+            outcome.tokens = reply["usage"]["completion_tokens"]
+            outcome.ended_as = "answered"
+        else:
+            await read_stream(reader, outcome)
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+async def read_stream(reader: asyncio.StreamReader, outcome: Outcome) -> None:
+    """Reads events to the end, or leaves after a few, as the outcome's kind wants."""
+    num_parts = 0
+    outcome.ended_as = "cut off"
+    while line := await reader.readline():
+        if not line.startswith(b"data: "):
+            continue  # the sizes of chunks
+        if line == b"data: [DONE]\n":
+            outcome.ended_as = "answered"
+            continue
+        event = json.loads(line.removeprefix(b"data: "))
+        if "error" in event:
+            outcome.ended_as = str(event["error"]["code"])
+        elif event.get("usage"):
+            outcome.tokens = event["usage"]["completion_tokens"]
+        elif event["choices"] and event["choices"][0]["delta"].get("content"):
+            outcome.last = time.perf_counter()
+            outcome.first = outcome.first or outcome.last
+            num_parts += 1
+        if outcome.kind == "disconnect" and num_parts == 3:
+            outcome.ended_as = "left"
+            return
+        if outcome.kind == "slow reader":
+            await asyncio.sleep(SLOW_SECONDS)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Returns the figures of a load."""
+    by_kind = {
+        kind: dict(Counter(each.ended_as for each in outcomes if each.kind == kind))
+        for kind in SHARES
+    }
+    wrong = [each for each in outcomes if each.ended_as not in RIGHT[each.kind]]
+    # a slow reader sees its parts later than they came
+    timed = [each for each in outcomes if each.kind in ("stream", "disconnect")]
+    firsts = [each.first - each.sent for each in timed if each.first is not None]
+    rates = [rate for each in timed if (rate := each.tokens_per_second) is not None]
+    return {
+        "requests": len(outcomes),
+        "outcomes": by_kind,
+        "wrong": len(wrong),
+        "tokens": sum(each.tokens for each in outcomes),
+        "first_token_seconds": quantiles(firsts),
+        "tokens_per_second": quantiles(rates),
+        "overtaken": num_overtaken(timed),
+    }
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Returns the median and the 99th percentile; of speeds, the slow end is `p1`."""
+    if len(values) < 2:
+        return {}
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    return {"p1": cuts[0], "p50": cuts[49], "p99": cuts[98]}
+
+
+def num_overtaken(outcomes: Sequence[Outcome]) -> int:
+    """Counts the requests whose first token came after that of one sent well after them."""
+    timed = [(each.sent, each.first) for each in outcomes if each.first is not None]
+    return sum(
+        any(other > sent + OVERTAKEN_SECONDS and its_first < first for other, its_first in timed)
+        for sent, first in timed
+    )
+
+
+# ---- the server's process ----
+
+
+def resources(pid: int) -> dict[str, float]:
+    """Returns a process's memory in MB, its threads and its open files, by Linux's /proc."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    fields = dict(re.findall(r"^(\w+):\s+(\d+)", status, re.MULTILINE))
+    return {
+        "resident_mb": round(int(fields["VmRSS"]) / 1024, 1),
+        "peak_mb": round(int(fields["VmHWM"]) / 1024, 1),
+        "threads": int(fields["Threads"]),
+        "files": len(list(Path(f"/proc/{pid}/fd").iterdir())),
+    }
+
+
+def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], str]:
+    """Starts the server; returns its process and address once it answers."""
+    code = "from spec_runtime.cli import main; main()"
+    command = [sys.executable, "-c", code, "serve", str(arguments.bundle), "--port", "0"]
+    for name in ("drafter", "threads"):
+        if (value := getattr(arguments, name)) is not None:
+            command += [f"--{name}", str(value)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()  # comes once it listens
+    found = re.search(r"http://\S+", line)
+    if found is None:
+        process.kill()
+        raise ValueError(f"the server did not start: {line}{process.stderr.read()}")
+    return process, found[0]
+
+
+def kept(before: dict[str, float], after: dict[str, float]) -> list[str]:
+    """Names what the server has not given back."""
+    return [name for name, more in MORE.items() if after[name] > before[name] + more]
+
+
+def settle(pid: int, before: dict[str, float]) -> dict[str, float]:
+    """Returns the resources once threads and files are as few as before, at most 10 s later."""
+    until = time.monotonic() + 10
+    while True:
+        after = resources(pid)
+        if not kept(before, after) or time.monotonic() > until:
+            return after
+        time.sleep(0.1)
+
+
+# ---- against the bare engine ----
+
+
+def compare(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the tokens per second of one client and of the engine in this process, in turn."""
+    engine = spec_runtime.load(
+        arguments.bundle, drafter=arguments.drafter, threads=arguments.threads
+    )
+    served_rates, bare_rates = [], []
+    for number in range(arguments.compare + 1):
+        bodies = [
+            body_of("stream", 1000 * number + i, arguments.max_new_tokens)
+            for i in range(len(QUESTIONS))
+        ]
+        begun = time.perf_counter()
+        tokens = sum(num_streamed(url, body) for body in bodies)
+        served_seconds = time.perf_counter() - begun
+        begun, bare_tokens = time.perf_counter(), 0
+        for body in bodies:
+            messages = json.loads(body)["messages"]
+            for chunk in engine.chunks(messages, max_new_tokens=arguments.max_new_tokens):
+                bare_tokens += len(chunk.token_ids)
+        bare_seconds = time.perf_counter() - begun
+        if number > 0:  # the first round warms both up
+            served_rates.append(tokens / served_seconds)
+            bare_rates.append(bare_tokens / bare_seconds)
+    ratios = [mine / bare for mine, bare in zip(served_rates, bare_rates, strict=True)]
+    return {
+        "rounds": arguments.compare,
+        "served_tokens_per_second": statistics.median(served_rates),
+        "engine_tokens_per_second": statistics.median(bare_rates),
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+    }
+
+
+def num_streamed(url: str, body: bytes) -> int:
+    """Returns the number of tokens in a stream, by a client whose own work takes no time from the
+    engine: the events are read as they come, and looked at when all are there."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE)
+    with closing(connection):
+        connection.request("POST", PATH, body, {"Content-Type": "application/json"})
+        *_, last, done, _ = connection.getresponse().read().split(b"\n\n")
+    assert done == b"data: [DONE]", done
+    return int(json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--bundle", type=Path, required=True)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    parser.add_argument("--compare", type=int, default=0, metavar="ROUNDS")
+    parser.add_argument("--drafter", help="the bundle's first if not given")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
+    arguments = parser.parse_args(argv)
+    if arguments.json is not None:
+        require_writable(arguments.json)
+    process, url = start_server(arguments)
+    try:
+        warm_up = Load(url, arguments.max_new_tokens, 3 * list(SHARES))
+        asyncio.run(warm_up.run(arguments.clients))
+        before = resources(process.pid)
+        load = Load(url, arguments.max_new_tokens, kinds(arguments.requests, arguments.seed))
+        begun = time.perf_counter()
+        asyncio.run(load.run(arguments.clients))
+        figures = summary(load.outcomes)
+        figures["seconds"] = time.perf_counter() - begun
+        figures["clients"] = arguments.clients
+        figures["before"], figures["after"] = before, settle(process.pid, before)
+        if arguments.compare:
+            figures["one_client"] = compare(url, arguments)
+        process.send_signal(signal.SIGTERM)
+        figures["exit_code"] = process.wait(PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+    print(json.dumps(figures, indent=2))
+    if arguments.json is not None:
+        manifest = spec_runtime.bundle.manifest.read(arguments.bundle, verify=False).manifest
+        about = provenance.collect(threads=arguments.threads, manifest=manifest, note=NOTE)
+        whole = {"provenance": about, **figures}
+        write_atomically(arguments.json, json.dumps(whole, indent=2) + "\n")
+    is_bad = figures["wrong"] or kept(before, figures["after"]) or figures["exit_code"]
+    return 1 if is_bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+"""Measures all headline results in sequence, at one commit and on a quiet machine.
+
+usage: python -m tools.measure.measure_all --prompts SPEC_BENCH.jsonl --bundles DIR --results DIR
+       [--stages NAME ...] [--tiny] [--list]
+
+Missing bundles (DIR/fp32, DIR/int8 and DIR/int4: the demo target with its own drafter) are built
+first. Every stage is one command, writes one file of --results and can be run alone by its name;
+what it takes is printed after it and once more at the end. A stage that fails is reported, the
+others still run, and the exit code is 1.
+
+The stages follow each other so that `tune` comes before what uses its profile (sweep and
+acceptance); `bench`, `lookup` and `spec-bench` do without one. `rivals` installs other engines
+under runs/rivals; it and `spec-bench` take an hour or more and go on where they were stopped.
+Commit everything first, so that the provenance names a commit without "-dirty". --tiny takes a
+prompt or two and a few tokens of each, to see that everything runs; its figures are worth nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+PRECISIONS = ("fp32", "int8", "int4")
+# Six prompts at fp32 and twelve below keep a sweep of five repeats within six minutes.
+TUNED_PROMPTS = {"fp32": 6, "int8": 12, "int4": 12}
+LOOKUPS = ("parallelspec+prompt_lookup", "parallelspec", "prompt_lookup")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much each stage decodes: prompts of each subset, prompts in all, and new tokens."""
+
+    per_category: int = 10
+    prompts: int = 60
+    bench_tokens: int = 128
+    audit_tokens: int = 32
+    sweep_tokens: int = 64
+    repeats: int = 5
+    other_prompts: int = 20
+    rival_prompts: tuple[int, int] = (8, 4)  # short and long ones
+    rival_rounds: int = 3
+    tuned_prompts: int | None = None  # None: as TUNED_PROMPTS says
+    contexts: tuple[int, ...] = (200, 1500)  # tokens before a pass
+    questions: int | None = None  # of each subset of Spec-Bench; None: all
+    checked: tuple[str, ...] = PRECISIONS
+
+
+TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, 1, (8,), 1, ("int8",))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One command, the bundle it needs (None: all) and the file it writes. ``is_tool``: a module
+    of tools.measure, else a verb of ``package``; those of spec_export need no bundle. Exit codes up
+    to ``worst_code`` are results."""
+
+    name: str
+    command: tuple[str, ...]
+    precision: str | None
+    is_tool: bool = False
+    worst_code: int = 0
+    package: str = "spec_runtime"
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """Those of the bundles it needs."""
+        if self.package == "spec_export":
+            return ()
+        return PRECISIONS if self.precision is None else (self.precision,)
+
+
+def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
+    """Returns all stages in their order."""
+    given = ("--prompts", str(prompts))
+    sixty = (*given, "--per-category", str(sizes.per_category))
+    tokens = ("--max-new-tokens", str(sizes.bench_tokens))
+    found = [
+        Stage(f"bench-{precision}", ("bench", *sixty, *tokens, "--no-profile"), precision)
+        for precision in ("fp32", "int8")
+    ]
+    names = [word for name in LOOKUPS for word in ("--drafter", name)]
+    found += [
+        Stage(f"lookup-{precision}", ("bench", *sixty, *tokens, *names, "--no-profile"), precision)
+        for precision in ("fp32", "int8")
+    ]
+    limit = ("--limit", str(sizes.prompts))
+    audit = ("audit", *given, *limit, "--max-new-tokens", str(sizes.audit_tokens))
+    found += [Stage(f"audit-{each}", audit, each, worst_code=1) for each in PRECISIONS]
+    found.append(Stage("audit-fp32-strict", (*audit, "--strict"), "fp32", worst_code=1))
+    short = ("--max-new-tokens", str(sizes.sweep_tokens))
+    for precision in PRECISIONS:
+        found.append(Stage(f"tune-{precision}", ("tune", *short), precision))
+        few = ("--limit", str(sizes.tuned_prompts or TUNED_PROMPTS[precision]))
+        sweep = (
+            "tools.measure.sweep_budgets",
+            *given,
+            *few,
+            *short,
+            "--repeats",
+            str(sizes.repeats),
+        )
+        found.append(Stage(f"sweep-{precision}", sweep, precision, is_tool=True))
+    pools = ("tools.measure.thread_settings", *given, "--rounds", str(sizes.repeats))
+    found.append(Stage("threads-int8", pools, "int8", is_tool=True))
+    contexts = ("--contexts", *map(str, sizes.contexts))
+    steps = ("tools.measure.step_costs", "--operators", "--repeats", str(sizes.repeats), *contexts)
+    found.append(Stage("steps", steps, None, is_tool=True))
+    acceptance = ("tools.measure.compare_acceptance", *given, *limit, *short)
+    found.append(Stage("acceptance-int8", acceptance, "int8", is_tool=True))
+    memory = ("tools.measure.measure_memory", *short)
+    found.append(Stage("memory-fp32", memory, "fp32", is_tool=True))
+    other = (
+        "tools.measure.compare_with_transformers",
+        *given,
+        *tokens,
+        "--num",
+        str(sizes.other_prompts),
+    )
+    found.append(Stage("transformers-fp32", other, "fp32", is_tool=True, worst_code=1))
+    precisions = [word for each in sizes.checked for word in ("--precision", each)]
+    found.append(Stage("check", ("check", *precisions), None, worst_code=1, package="spec_export"))
+    questions: tuple[str, ...] = ("tools.measure.spec_bench", *given, *tokens, "--no-profile")
+    if sizes.questions is not None:
+        questions += ("--limit", str(sizes.questions))
+    found += [
+        Stage(f"spec-bench-{each}", questions, each, is_tool=True) for each in ("fp32", "int8")
+    ]
+    few_short, few_long = map(str, sizes.rival_prompts)
+    field = ("--limit", few_short, "--long-limit", few_long, "--rounds", str(sizes.rival_rounds))
+    rivals = ("tools.measure.compare_rivals", *given, *tokens, *field)
+    found.append(Stage("rivals", rivals, None, is_tool=True))
+    return found
+
+
+def command_of(stage: Stage, bundles: Path, results: Path) -> list[str]:
+    """Returns the whole command line of a stage, under this interpreter."""
+    first, *words = stage.command
+    program = ["-m", first] if stage.is_tool else [*entry(stage.package), first]
+    where = ["--bundles", str(bundles)] if stage.precisions else []
+    if stage.precision is not None:
+        where = ["--bundle", str(bundles / stage.precision)]
+    where += ["--json", str(results / f"{stage.name}.json")]
+    if stage.name.startswith("acceptance"):
+        where += ["--figure", str(results / f"{stage.name}.svg")]
+    return [sys.executable, *program, *words, *where]
+
+
+def entry(package: str) -> list[str]:
+    """Returns what runs a package's verbs; the command that provenance records is its name."""
+    name = package.replace("_", "-")
+    code = f"import sys; sys.argv[0] = {name!r}; from {package}.cli import main; main()"
+    return ["-c", code]
+
+
+def build(precision: str, bundles: Path) -> None:
+    """Builds the demo bundle of a precision unless it is there."""
+    out = bundles / precision
+    if (out / "manifest.json").is_file():
+        return
+    words = ["build", "--drafter", "parallelspec", "--precision", precision, "--out", str(out)]
+    begin = time.monotonic()
+    subprocess.run([sys.executable, *entry("spec_export"), *words], check=True)
+    print(f"== built {precision}: {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's questions")
+    parser.add_argument("--bundles", type=Path, required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--stages", nargs="+", metavar="NAME", help="these only; default: all")
+    parser.add_argument("--tiny", action="store_true", help="a few tokens: does everything run?")
+    parser.add_argument("--list", action="store_true", help="print the stages' names and end")
+    args = parser.parse_args(words)
+    every = stages(args.prompts, TINY if args.tiny else Sizes())
+    known = [stage.name for stage in every]
+    if args.list:
+        print("\n".join(known))
+        return 0
+    if unknown := set(args.stages or ()) - set(known):
+        parser.error(
+            f"got stages {', '.join(sorted(unknown))}, expected some of {', '.join(known)}"
+        )
+    if not args.prompts.is_file():
+        parser.error(f"got --prompts {args.prompts}, expected a file of JSON Lines")
+    chosen = [stage for stage in every if args.stages is None or stage.name in args.stages]
+    args.results.mkdir(parents=True, exist_ok=True)
+    for precision in dict.fromkeys(each for stage in chosen for each in stage.precisions):
+        build(precision, args.bundles)
+    lines = []
+    for stage in chosen:
+        print(f"== {stage.name}", flush=True)
+        begin = time.monotonic()
+        code = subprocess.run(command_of(stage, args.bundles, args.results)).returncode
+        verdict = "" if code == 0 else f", exit code {code}"
+        lines.append(f"{stage.name}: {time.monotonic() - begin:.0f} s{verdict}")
+        if not 0 <= code <= stage.worst_code:
+            lines[-1] += ", FAILED"
+        print(f"== {lines[-1]}", flush=True)
+    print("\n".join(["", *lines]))
+    return int(any(line.endswith("FAILED") for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,287 @@
+"""The field: who is measured at which precision, in which modes, on which weights, and who is not.
+
+Every mode here is lossless by its method: it writes what the same engine writes plainly, up to the
+rounding of its own products. Whether it does is counted (see report.py), not assumed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.measure.rivals.environments import (
+    GENAI,
+    LLAMA_CPP,
+    MLX,
+    OPENVINO,
+    OPTIMUM,
+    TRANSFORMERS,
+    Environment,
+)
+from tools.measure.rivals.models import TargetFiles
+
+PRECISIONS = ("fp32", "int8", "int4")
+OURS = "specsplit"
+PLAIN = "plain"
+WORKERS = Path(__file__).parent / "workers"
+
+
+@dataclass(frozen=True)
+class Form:
+    """The model that a rival reads at one precision.
+
+    Forms with the same `weights` hold the same values, so that greedy texts should be the same.
+    """
+
+    weights: str
+    write: Callable[[TargetFiles], Path]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """An engine beside ours: its environment, its worker, its modes, and a form by precision."""
+
+    name: str
+    title: str
+    environment: Environment
+    worker: str
+    modes: tuple[str, ...]
+    forms: Mapping[str, Form]
+    platform: str | None = None  # where it is measured unless it is asked for; None: everywhere
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One engine in one mode at one precision: what one worker process runs."""
+
+    name: str
+    engine: str
+    mode: str
+    weights: str
+    command: tuple[str, ...]  # without the settings, which the worker takes as one argument
+    settings: Mapping[str, Any]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.engine == OURS
+
+
+def _gguf(kind: str, weights: str | None = None) -> Form:
+    return Form(weights or kind, lambda files: files.gguf(kind))
+
+
+FLOAT32 = "float32"
+RIVALS = (
+    Rival(
+        "transformers",
+        "transformers",
+        TRANSFORMERS,
+        "transformers_worker.py",
+        (PLAIN, "lookup", "assisted"),
+        {"fp32": Form(FLOAT32, TargetFiles.hugging_face)},
+    ),
+    Rival(
+        "optimum",
+        "optimum-onnx",
+        OPTIMUM,
+        "transformers_worker.py",
+        (PLAIN,),
+        {"fp32": Form(FLOAT32, TargetFiles.optimum)},
+    ),
+    Rival(
+        "genai",
+        "onnxruntime-genai",
+        GENAI,
+        "genai_worker.py",
+        (PLAIN,),
+        {
+            "fp32": Form(FLOAT32, lambda files: files.genai("fp32")),
+            "int8": Form("its builder's int8", lambda files: files.genai("int8")),
+            "int4": Form("its builder's int4", lambda files: files.genai("int4")),
+        },
+    ),
+    Rival(
+        "openvino",
+        "OpenVINO GenAI",
+        OPENVINO,
+        "openvino_worker.py",
+        (PLAIN, "lookup"),
+        {
+            # It reads no GGUF file in F32; F16 keeps the dequantised weights to 11 bits.
+            "fp32": _gguf("F16", "float16, computed in float32"),
+            "int8": _gguf("Q8_0"),
+            "int4": _gguf("Q4_1", "Q4_1, offsets rounded by its reader"),
+        },
+    ),
+    Rival(
+        "openvino-nncf",
+        "OpenVINO GenAI with NNCF",
+        OPENVINO,
+        "openvino_worker.py",
+        (PLAIN, "lookup"),
+        {
+            "int8": Form("NNCF's int8, a scale a row", lambda files: files.openvino("int8")),
+            "int4": Form("NNCF's int4, groups of 32", lambda files: files.openvino("int4")),
+        },
+    ),
+    Rival(
+        "llama.cpp",
+        "llama.cpp",
+        LLAMA_CPP,
+        "llama_worker.mjs",
+        (PLAIN, "lookup"),
+        {"fp32": _gguf("F32", FLOAT32), "int8": _gguf("Q8_0"), "int4": _gguf("Q4_1")},
+    ),
+    Rival(
+        "mlx",
+        "mlx-lm",
+        MLX,
+        "mlx_worker.py",
+        (PLAIN,),
+        {
+            "fp32": Form(FLOAT32, TargetFiles.hugging_face),
+            "int8": Form("its converter's 8 bits", lambda files: files.mlx(8)),
+            "int4": Form("its converter's 4 bits", lambda files: files.mlx(4)),
+        },
+        "darwin",
+    ),
+)
+
+# Our modes: the drafter to load (None: the bundle's default), and whether lookup is merged into it.
+OUR_MODES: dict[str, tuple[str | None, bool | None]] = {
+    PLAIN: ("none", None),
+    "lookup": ("prompt_lookup", None),
+    "drafter": (None, False),
+    "drafter + lookup": (None, True),
+}
+# A bundle's int4 holds a Q4_1 file's values as they are; its int8 has one scale a row.
+OUR_WEIGHTS = {"fp32": FLOAT32, "int8": "int8, a scale a row", "int4": "Q4_1"}
+
+# What is measured by nobody, and why: engine, what of it, reason.
+LEFT_OUT = (
+    (
+        "transformers",
+        "int8 and int4",
+        "it has no products of 8-bit or 4-bit weights for a CPU without another library",
+    ),
+    (
+        "optimum-onnx",
+        "int8 and int4",
+        "it exports float32; what quantises its graphs is ONNX Runtime, see onnxruntime-genai",
+    ),
+    (
+        "optimum-onnx",
+        "prompt lookup",
+        "its key/value cache is a tuple, which transformers' assisted decoding cannot cut back",
+    ),
+    (
+        "onnxruntime-genai",
+        "speculative decoding",
+        "it needs a draft model with the target's vocabulary, or heads for several tokens that the "
+        "checkpoint has; the target has neither",
+    ),
+    (
+        "OpenVINO GenAI",
+        "EAGLE-3, chains and trees",
+        "they need an EAGLE-3 drafter of this target, in OpenVINO's form; there is none, and the "
+        "drafters of specsplit are graphs of other kinds",
+    ),
+    (
+        "OpenVINO GenAI and llama.cpp",
+        "a draft model",
+        "there is no smaller model with the target's vocabulary, and the target is small itself",
+    ),
+)
+NO_MLX = (
+    "mlx-lm",
+    "on other systems than macOS",
+    "its CPU backend gives the same tokens, but takes minutes for a prompt of 1,500: it is made "
+    "for Apple silicon (--rival mlx measures it all the same)",
+)
+NO_ASSISTANT = ("transformers", "assisted", "no draft model was given (--assistant)")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all contenders are given alike: `max_length` is the context that is set aside."""
+
+    threads: int
+    end_ids: tuple[int, ...]
+    max_length: int
+    lookup_tokens: int
+    lookup_ngram: int
+    profile: bool
+    assistant: Path | None
+
+
+def modes(rival: Rival, options: Options) -> tuple[str, ...]:
+    """Returns the modes that can be measured: without a draft model, not the assisted one."""
+    return tuple(m for m in rival.modes if m != "assisted" or options.assistant)
+
+
+def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options) -> list[Contender]:
+    """Returns a contender for each mode of a rival; makes its environment and model first.
+
+    Returns none for a precision that the rival has not. Raises RivalError if either fails.
+    """
+    if precision not in rival.forms:
+        return []
+    rival.environment.make(files.work)
+    form = rival.forms[precision]
+    program = str(rival.environment.program(files.work))
+    model = str(form.write(files).absolute())
+    settings = {
+        **_common(options),
+        "engine": rival.name,
+        "precision": precision,
+        "model": model,
+        "packages": str(rival.environment.folder(files.work).absolute()),
+        "version": rival.environment.version,
+        "assistant": str(options.assistant and options.assistant.absolute()),
+    }
+    return [
+        Contender(
+            f"{rival.title}, {mode}",
+            rival.name,
+            mode,
+            form.weights,
+            (program, str(WORKERS / rival.worker)),
+            {**settings, "mode": mode},
+        )
+        for mode in modes(rival, options)
+    ]
+
+
+def ours(bundle: Path, precision: str, options: Options) -> list[Contender]:
+    """Returns a contender for each of our modes; their workers run under this interpreter."""
+    command = (sys.executable, str(WORKERS / "ours_worker.py"))
+    return [
+        Contender(
+            f"{OURS}, {mode}",
+            OURS,
+            mode,
+            OUR_WEIGHTS[precision],
+            command,
+            {
+                **_common(options),
+                "model": str(bundle.absolute()),
+                "drafter": drafter,
+                "lookup": lookup,
+                "profile": options.profile,
+            },
+        )
+        for mode, (drafter, lookup) in OUR_MODES.items()
+    ]
+
+
+def _common(options: Options) -> dict[str, Any]:
+    return {
+        "threads": options.threads,
+        "end_ids": list(options.end_ids),
+        "max_length": options.max_length,
+        "lookup_tokens": options.lookup_tokens,
+        "lookup_ngram": options.lookup_ngram,
+    }

@@ -1,0 +1,182 @@
+"""Runs one contender's worker in a process of its own, which sleeps while it is not asked.
+
+The lines that go to and fro are described in workers/protocol.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.measure.rivals.environments import RivalError
+
+OPEN_SECONDS = 600  # to load a model, which some engines compile first
+JOB_SECONDS = 900
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker decoded: new tokens, of which `first` came with the prompt's own pass.
+
+    `seconds` are those of the whole job; `prefill_seconds` those until the first tokens were there.
+    """
+
+    tokens: list[int]
+    first: int
+    prefill_seconds: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        """Raises RivalError for what no job can have taken."""
+        if not self.tokens or not 0 < self.first <= len(self.tokens):
+            raise RivalError(f"got {self.first} first of {len(self.tokens)} tokens, expected some")
+        if not 0 < self.prefill_seconds <= self.seconds:
+            raise RivalError(
+                f"got prefill of {self.prefill_seconds} s in a job of {self.seconds} s, expected "
+                "the prefill to be a part of it"
+            )
+
+    @property
+    def decoded(self) -> int:
+        """Returns how many tokens decoding gave, without those of the prompt's own pass."""
+        return len(self.tokens) - self.first
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.seconds - self.prefill_seconds
+
+
+class Worker:
+    """Starts a worker and waits until it has opened its model; `version` is its engine's.
+
+    Raises RivalError, here and in `generate`, if the worker ends, stays silent or says something
+    else than the protocol. Its standard error goes to the file `log`.
+    """
+
+    def __init__(self, command: Sequence[str], settings: Mapping[str, Any], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        threads = str(settings["threads"])
+        limits = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+        # What is on this process's path belongs to another environment.
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        environment.setdefault("ORT_DISABLE_TELEMETRY", "1")
+        with open(log, "w", encoding="utf-8") as errors:
+            try:
+                self._process = subprocess.Popen(
+                    [*command, json.dumps(settings)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env={**environment, **dict.fromkeys(limits, threads)},
+                )
+            except OSError as error:
+                raise RivalError(f"{command[0]} cannot be run: {error.strerror}") from None
+        self._unread = b""
+        try:
+            self.version = str(self._reply(OPEN_SECONDS).get("version"))
+        except RivalError:
+            self.close()
+            raise
+
+    def generate(self, ids: Sequence[int], max_new_tokens: int) -> Answer:
+        """Returns what the worker decodes behind `ids`, greedily."""
+        assert self._process.stdin is not None
+        job = json.dumps({"ids": list(ids), "max_new_tokens": max_new_tokens})
+        try:
+            self._process.stdin.write(job.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise RivalError(f"the worker ended: {self._last_words()}") from None
+        reply = self._reply(JOB_SECONDS)
+        try:
+            return Answer(
+                [int(token) for token in reply["tokens"]],
+                int(reply["first"]),
+                float(reply["prefill_seconds"]),
+                float(reply["seconds"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise RivalError(f"got a reply with {', '.join(reply)}: {error!r}") from None
+
+    def memory(self) -> dict[str, int]:
+        """Returns the process's peak resident and present proportional size, in bytes.
+
+        Returns nothing where the system does not say (it is Linux that does).
+        """
+        sizes = {}
+        for file, line, name in (("status", "VmHWM", "peak_rss"), ("smaps_rollup", "Pss", "pss")):
+            try:
+                text = Path(f"/proc/{self._process.pid}/{file}").read_text()
+            except OSError:
+                continue
+            for each in text.splitlines():
+                if each.startswith(f"{line}:"):
+                    sizes[name] = int(each.split()[1]) * 1024
+        return sizes
+
+    def cpu_seconds(self) -> float:
+        """Returns the CPU time that the process has used; 0 where the system does not say."""
+        try:
+            text = Path(f"/proc/{self._process.pid}/stat").read_text()
+        except OSError:
+            return 0.0
+        fields = text.rpartition(")")[2].split()  # the name before may hold blanks
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """Ends the worker: it stops at the end of its input, and is killed if it does not."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _reply(self, seconds: float) -> dict[str, Any]:
+        line = self._line(time.monotonic() + seconds, seconds)
+        try:
+            reply = json.loads(line)
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict):
+            raise RivalError(f"got the line {line[:80]!r}, expected a JSON object")
+        if "error" in reply:
+            text = str(reply["error"]).strip()
+            raise RivalError(" ".join(text.split())[:300])
+        return reply
+
+    def _line(self, deadline: float, seconds: float) -> bytes:
+        """Returns the worker's next line."""
+        stdout = self._process.stdout
+        assert stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            while b"\n" not in self._unread:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    self._process.kill()
+                    raise RivalError(f"no answer within {seconds:.0f} s")
+                if not (part := os.read(stdout.fileno(), 1 << 16)):
+                    raise RivalError(f"the worker ended: {self._last_words()}")
+                self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
+
+    def _last_words(self) -> str:
+        """Returns the last line that the worker wrote to standard error."""
+        code = self._process.wait()
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return f"code {code}, {lines[-1][:300] if lines else 'it says nothing'}"

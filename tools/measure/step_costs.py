@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Measures what a pass of the target costs on this CPU: by precision, context and nodes.
+
+usage: python -m tools.measure.step_costs --bundles DIR [--precisions fp32 int8 int4] [--contexts
+       200 1500] [--nodes 1 4 8 12 16] [--repeats 5] [--runs 10] [--threads N] [--operators] [--json
+       OUT]
+
+DIR/fp32, DIR/int8 and DIR/int4 are bundles. A context is so many committed tokens, and a pass
+verifies a chain of so many nodes behind it. In every repeat each size has its turn; a repeat's time
+is the median of its runs. Prints the median of the repeats, their range, and how much longer a pass
+is than one over a single node of the same context, and of the first context.
+
+`--operators` adds, for one and for eight nodes, which kinds of operators the time goes to. That is
+measured apart, under ONNX Runtime's profiler, which slows short operators down: its times say what
+matters, and not what a pass costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import spec_runtime
+from spec_runtime.backends.session import ort
+from spec_runtime.cli.options import write_figures
+from spec_runtime.files.writing import require_writable
+from spec_runtime.machine import default_threads
+from spec_runtime.measure import provenance
+from spec_runtime.target import Target
+from spec_runtime.trees.tree import TokenTree
+
+NOTE = "random tokens; not recorded: prompts, bundle"
+PROFILED_NODES = (1, 8)
+FEW = 0.02  # an operator with a smaller share of a profile is counted among the others
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--bundles", type=Path, required=True)
+    parser.add_argument("--precisions", nargs="+", default=["fp32", "int8", "int4"])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[200, 1500])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 12, 16])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--operators", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(argv)
+    if arguments.json:
+        require_writable(arguments.json)
+    figures: dict[str, Any] = {
+        "provenance": provenance.collect(threads=arguments.threads, note=NOTE),
+        "threads": arguments.threads or default_threads(),
+        "repeats": arguments.repeats,
+        "runs": arguments.runs,
+        "passes": {},
+        "operators": {},
+    }
+    for precision in arguments.precisions:
+        folder = arguments.bundles / precision
+        passes = measured(folder, arguments)
+        figures["passes"][precision] = passes
+        show(precision, passes)
+        if arguments.operators:
+            figures["operators"][precision] = [
+                profiled(folder, context, nodes, arguments.threads, arguments.runs)
+                for context in arguments.contexts
+                for nodes in PROFILED_NODES
+            ]
+            show_operators(precision, figures["operators"][precision])
+    if arguments.json:
+        write_figures(arguments.json, figures)
+
+
+def measured(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row for each context and number of nodes, times in milliseconds."""
+    target = spec_runtime.load(
+        folder, drafter="none", threads=arguments.threads, profile=False
+    ).target
+    require_context(folder, target, arguments.contexts)
+    times: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for _ in range(arguments.repeats):
+        for context in arguments.contexts:
+            with holding(target, context):
+                for nodes in arguments.nodes:
+                    times[context, nodes].append(pass_ms(target, nodes, arguments.runs))
+    first = statistics.median(times[arguments.contexts[0], arguments.nodes[0]])
+    rows = []
+    for (context, nodes), found in times.items():
+        median = statistics.median(found)
+        rows.append(
+            {
+                "context": context,
+                "nodes": nodes,
+                "ms": {"median": median, "least": min(found), "greatest": max(found)},
+                "over_one_node": median / statistics.median(times[context, arguments.nodes[0]]),
+                "over_first": median / first,
+            }
+        )
+    return rows
+
+
+def require_context(folder: Path, target: Target, contexts: Sequence[int]) -> None:
+    """Raises ValueError unless the bundle has room for the contexts."""
+    if not 0 < min(contexts) <= max(contexts) < target.max_length:
+        raise ValueError(
+            f"got contexts {', '.join(map(str, contexts))}, expected 1 to {target.max_length - 1}, "
+            f"which {folder} has room for"
+        )
+
+
+@contextmanager
+def holding(target: Target, context: int) -> Iterator[None]:
+    """Has the target with so many committed tokens while the block runs."""
+    tokens = np.random.default_rng(context).integers(0, target.vocab_size, context)
+    with target.alone():
+        target.prefill(tokens.tolist())
+        yield
+
+
+def pass_ms(target: Target, nodes: int, runs: int) -> float:
+    """Returns the median time of a pass over so many nodes, none of which is committed."""
+    tree = TokenTree.chain(list(range(nodes)))
+    seconds = []
+    for _ in range(2 + runs):  # two to warm up
+        begin = time.perf_counter()
+        target.verify(tree)
+        seconds.append(time.perf_counter() - begin)
+    return 1000 * statistics.median(seconds[2:])
+
+
+def profiled(
+    folder: Path, context: int, nodes: int, threads: int | None, runs: int
+) -> dict[str, Any]:
+    """Returns the milliseconds of a pass by kind of operator, under the profiler."""
+    with tempfile.TemporaryDirectory() as scratch, profiling(Path(scratch)) as sessions:
+        target = spec_runtime.load(folder, drafter="none", threads=threads, profile=False).target
+        with holding(target, context):
+            pass_ms(target, nodes, runs)
+        events = [
+            event
+            for session in sessions
+            for event in json.loads(Path(session.end_profiling()).read_text())
+        ]
+    # Of the prompt's passes and others before them, no event is counted.
+    kernels = [each for each in events if each["name"].endswith("_kernel_time")]
+    runs_seen = [each for each in events if each["name"] == "model_run"][-runs:]
+    begin = min(each["ts"] for each in runs_seen)
+    totals: dict[str, float] = defaultdict(float)
+    for each in kernels:
+        if each["ts"] >= begin:
+            totals[each["args"]["op_name"]] += each["dur"] / 1000 / len(runs_seen)
+    whole = sum(totals.values())
+    largest = {name: ms for name, ms in totals.items() if ms >= FEW * whole}
+    others = {"others": whole - sum(largest.values())}
+    by_time = dict(sorted(largest.items(), key=lambda item: -item[1]))
+    return {"context": context, "nodes": nodes, "ms": by_time | others}
+
+
+@contextmanager
+def profiling(folder: Path) -> Iterator[list[Any]]:
+    """Lets sessions that open in the block be profiled; gives them."""
+    sessions: list[Any] = []
+    open_session = ort.InferenceSession
+
+    def open_profiled(path: str, options: Any, *others: Any, **more: Any) -> Any:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(folder / "profile")
+        sessions.append(open_session(path, options, *others, **more))
+        return sessions[-1]
+
+    ort.InferenceSession = open_profiled
+    try:
+        yield sessions
+    finally:
+        ort.InferenceSession = open_session
+
+
+def show(precision: str, rows: Sequence[dict[str, Any]]) -> None:
+    print(f"== {precision}")
+    for row in rows:
+        ms = row["ms"]
+        print(
+            f"context {row['context']:5d}, {row['nodes']:2d} nodes: {ms['median']:6.2f} ms "
+            f"({ms['least']:.2f} to {ms['greatest']:.2f}), {row['over_one_node']:.2f} of one node, "
+            f"{row['over_first']:.2f} of the first",
+            flush=True,
+        )
+
+
+def show_operators(precision: str, profiles: Sequence[dict[str, Any]]) -> None:
+    for each in profiles:
+        parts = ", ".join(f"{name} {ms:.2f}" for name, ms in each["ms"].items())
+        print(f"{precision}, context {each['context']}, {each['nodes']} nodes, profiled: {parts}")
+
+
+if __name__ == "__main__":
+    main()

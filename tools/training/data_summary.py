@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""Says where training rows come from: tokens by source, licence, temperature and turns.
+
+    python -m tools.training.data_summary DATA.jsonl … [--target MODEL] [--json OUT]
+
+Rows are those that `distill` writes. A source is looked up among the licences of
+broad_prompts.toml by what stands behind its "/"; rows without one are the target's own text
+("Magpie"). A row without a temperature has that of its file's sidecar. An answer is cut if it
+has no end token. Of each file the SHA-256 is printed, which a result can cite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_export import target
+from spec_export.training import data
+from spec_runtime.cli.options import write_figures
+from spec_runtime.files.writing import require_writable, sha256
+from spec_runtime.measure import provenance
+
+WORDING = Path(__file__).with_name("broad_prompts.toml")
+OWN = "(the target's own)"
+UNKNOWN = "unknown"
+
+
+@dataclass
+class Totals:
+    """Sums over some rows."""
+
+    rows: int = 0
+    prompt_tokens: int = 0
+    answers: int = 0
+    answer_tokens: int = 0
+    cut: int = 0
+
+    def add(self, turns: list[dict[str, Any]], ends: set[int]) -> None:
+        self.rows += 1
+        self.answers += len(turns)
+        self.prompt_tokens += sum(len(turn["prompt"]) for turn in turns)
+        self.answer_tokens += sum(len(turn["response"]) for turn in turns)
+        self.cut += sum(turn["response"][-1] not in ends for turn in turns)
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "rows": self.rows,
+            "prompt_tokens": self.prompt_tokens,
+            "answer_tokens": self.answer_tokens,
+            "mean_answer": round(self.answer_tokens / max(self.answers, 1), 1),
+            "cut": round(self.cut / max(self.answers, 1), 4),
+        }
+
+
+def summarize(paths: Iterable[Path], ends: set[int]) -> dict[str, dict[str, Totals]]:
+    """Returns the totals by "source", "licence", "temperature", "turns" and "all".
+
+    Raises DataError on a row that `distill` did not write.
+    """
+    licences = tomllib.loads(WORDING.read_text(encoding="utf-8"))["licences"]
+    tables: dict[str, dict[str, Totals]] = {
+        name: {} for name in ("source", "licence", "temperature", "turns", "all")
+    }
+    for path in paths:
+        usual = sidecar_temperature(path)
+        for where, row in data.read_rows(path):
+            turns = row.get("turns", [row])
+            if not all(turn.get("prompt") and turn.get("response") for turn in turns):
+                raise data.DataError(f"{where}: not a row of distill, expected its answers")
+            source = row.get("source") or OWN
+            origin = "answers" if source == OWN else source.split("/")[-1]
+            keys = {
+                "source": source,
+                "licence": licences[origin][0] if origin in licences else UNKNOWN,
+                "temperature": str(row.get("temperature", usual)),
+                "turns": str(len(turns)),
+                "all": "all",
+            }
+            for table, key in keys.items():
+                tables[table].setdefault(key, Totals()).add(turns, ends)
+    return tables
+
+
+def sidecar_temperature(path: Path) -> str:
+    """Returns the temperature of a file's rows that name none."""
+    sidecar = path.with_name(path.name + data.SIDECAR)
+    if not sidecar.is_file():
+        return UNKNOWN
+    return str(json.loads(sidecar.read_bytes())["settings"]["temperature"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path, nargs="+")
+    parser.add_argument("--target", help="whose tokenizer the rows have; default: the demo")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.json:
+        require_writable(arguments.json)
+    tokenizer = target.load_tokenizer(target.resolve(arguments.target))
+    tables = summarize(arguments.data, set(tokenizer.all_special_ids))
+    for name, table in tables.items():
+        print(
+            f"\n{'by ' + name:34} {'rows':>8} {'prompt':>10} {'answer':>10} {'mean':>7} {'cut':>7}"
+        )
+        for key, totals in sorted(table.items()):
+            f = totals.figures()
+            print(
+                f"{key:34} {f['rows']:8} {f['prompt_tokens']:10} {f['answer_tokens']:10} "
+                f"{f['mean_answer']:7} {f['cut']:7.2%}"
+            )
+    digests = {path.name: sha256(path) for path in arguments.data}
+    print("\nSHA-256")
+    for name, digest in digests.items():
+        print(f"{digest}  {name}")
+    if arguments.json:
+        figures = {
+            name: {key: totals.figures() for key, totals in sorted(table.items())}
+            for name, table in tables.items()
+        }
+        about = provenance.collect(
+            packages=("transformers",), note="nothing is decoded; not recorded: prompts"
+        )
+        write_figures(arguments.json, {"provenance": about, "sha256": digests, **figures})
+
+
+if __name__ == "__main__":
+    main()
