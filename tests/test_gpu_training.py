@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 import gpu_training as gpu
 
+from spec_runtime.errors import UserError
 from tools.training import ablations, train_drafters
 
 RESULTS = [("a", 1.5), ("b", 2.5), ("c", 2.0)]
@@ -43,12 +44,12 @@ def test_every_stage_is_a_command_that_its_tool_understands(
         _, program, *words = stage.command()
         assert program == "tools.training.ablations"
         assert words[words.index("--out") + 1] == str(stage.folder)
-        with pytest.raises(UserError, match="x.jsonl, expected a file of chat rows"):
+        with pytest.raises(UserError, match=r"x\.jsonl, expected a file of chat rows"):
             ablations.main(words)
     _, program, *words = drafters.command()
     assert program == "tools.training.train_drafters"
     assert all(Path(word).is_file() for word in words[: len(gpu.OTHERS)])
-    with pytest.raises(UserError, match="x.jsonl, expected a file of chat rows"):
+    with pytest.raises(UserError, match=r"x\.jsonl, expected a file of chat rows"):
         train_drafters.main(words)
 
 

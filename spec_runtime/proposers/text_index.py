@@ -30,8 +30,8 @@ class Estimates(NamedTuple):
 #
 # with a row (a, b, c, d) for matches from each length on. One table is for the longest match, the
 # other for a shorter suffix, where n and P are about tokens that did not follow a longer match.
-# Fitted by tools/training/fit_lookup.py on greedy answers of the demo target to 3,000 prompts (1,500 of the
-# training seeds, 1,500 that it sampled itself), none of them of an evaluation. On rows kept apart
+# Fitted by fit_lookup.py of tools on greedy answers of the demo target to 3,000 prompts: 1,500 of
+# the training seeds and 1,500 that it sampled itself, none of an evaluation. On rows kept apart
 # estimates of .24, .53, .86 and .97 came true .26, .54, .86 and .98 of the time. Behind drafted
 # tokens the same tables are taken, since the match is longer by them if they are right. There they
 # hold up to paths of about .8; likelier ones of several tokens came true less often than they say.

@@ -2,8 +2,8 @@
 """Sweeps the budgets that a drafter may have, and says how near the tuned one is to the best.
 
     spec-runtime tune --bundle DIR
-    python -m tools.measure.sweep_budgets --bundle DIR --prompts FILE.jsonl [--limit 12] [--repeats 5]
-        [--nodes N …] [--threshold P …] [--max-new-tokens 48] [--threads N] [--json OUT]
+    python -m tools.measure.sweep_budgets --bundle DIR --prompts FILE.jsonl [--limit 12]
+        [--repeats 5] [--nodes N …] [--threshold P …] [--max-new-tokens 48] [--threads N]
 
 Contenders: plain decoding; the bundle's own trees; the tuned engine; grown trees of each size in
 --nodes, whatever their probability; and trees of at most the largest size with nodes of at least
