@@ -8,7 +8,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import structure
+
+from tools import structure
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "transformers", "onnx", "onnxruntime"}

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import profile_training
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -47,6 +46,7 @@ from spec_export.training.events import EventWriter
 from spec_export.training.pace import Pace
 from spec_export.training.trainer import Trainer
 from spec_runtime.trees.budget import Budget
+from tools.training import profile_training
 
 NUM_ROWS = 14
 RECIPE = """

@@ -11,11 +11,11 @@ from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
-import page_screenshots
 import pytest
 
 from spec_runtime.step import Step
 from spec_runtime.trees.tree import TokenTree
+from tools.docs import page_screenshots
 
 for module in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
