@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 
 class UserError(ValueError):
@@ -23,6 +24,16 @@ class UserError(ValueError):
     ) -> None:
         super().__init__(message)
         self.param, self.code, self.hint = param, code, hint
+
+    def __reduce__(self) -> tuple[Callable[..., UserError], tuple[Any, ...]]:
+        """Pickles the error with its fields, whatever its constructor takes."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[UserError], args: tuple[Any, ...], fields: dict[str, Any]) -> UserError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class ContextLengthError(UserError):
