@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from spec_export import make_bundle, reference, target
 from spec_export.decoder_config import read_config
 from spec_export.make_bundle import BuildOptions
 from spec_export.replay import TransformersModel, make_scripts, play
+from spec_export.report import SILENT, Report
 from spec_runtime.backends import Backend, open_graph
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.cli.options import deliver
-from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
 from spec_runtime.kv import open_cache
@@ -33,8 +30,6 @@ from spec_runtime.stats import Stats
 from spec_runtime.text.tokenizer import Tokenizer, encode_prompt
 
 REFERENCE_TOKENS = 128  # generated per prompt to measure accepted length
-
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -91,47 +86,82 @@ class CheckRow:
         return self.value <= (np.inf if self.bound is None else self.bound)
 
 
+@dataclass(frozen=True)
+class CheckResult:
+    """Holds all rows, the name of the model, and the bundle if one was given.
+
+    `stores` is True where the bundle can be written.
+    """
+
+    model: str
+    opened: bundles.Bundle | None
+    rows: list[CheckRow]
+    stores: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """True if every row has passed."""
+        return all(row.passed for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the rows with their provenance, as plain JSON."""
+        packages = ("torch", "transformers", "onnx")
+        manifest = None if self.opened is None else self.opened.manifest
+        note = "the package's own texts; not recorded: prompts"
+        note += ", bundle" if manifest is None else ""
+        return {
+            "provenance": provenance.collect(manifest=manifest, packages=packages, note=note),
+            "model": self.model,
+            "rows": [dataclasses.asdict(row) | {"passed": row.passed} for row in self.rows],
+        }
+
+    def store_accepted_lengths(self) -> None:
+        """Writes the accepted lengths into the bundle's manifest, unless any check failed."""
+        if self.opened is None or not self.stores or not self.passed:
+            return
+        manifest = bundles.read(self.opened.path, verify=False).manifest  # may have changed since
+        measured = {row.name.removeprefix("accepted, "): row.value for row in self.rows}
+        drafters = tuple(
+            dataclasses.replace(drafter, expected_accepted_length=measured[drafter.name])
+            for drafter in manifest.drafters
+            if drafter.name in measured
+        )
+        if len(drafters) == len(manifest.drafters):
+            manifest = dataclasses.replace(manifest, drafters=drafters)
+            bundles.write_manifest(self.opened.path, manifest)
+
+
 def run(
-    model: str | None, bundle: Path | None, precisions: Sequence[str], out: Path | None = None
-) -> list[CheckRow]:
-    """Checks `bundle`, or a fresh export of `model` in each precision, and prints a table.
+    model: str | None, bundle: Path | None, precisions: Sequence[str], report: Report = SILENT
+) -> CheckResult:
+    """Checks `bundle`, or a fresh export of `model` in each precision.
 
     model: a folder, hub id or GGUF file; None means the demo. It must be the one that the bundle
     was built from. precisions: for fresh exports only; fp32 is checked in both forms of the graph.
-    out: where the rows go as JSON besides, with their provenance.
-    If every check passes, the drafters' accepted length on the reference prompts is written into
-    the bundle's manifest. Raises ValueError for a damaged bundle, or for one of another model.
+    Measures the drafters' accepted length on the reference prompts too. Raises ValueError for a
+    damaged bundle, or for one of another model.
     """
-    if out is not None:
-        require_writable(out)
     opened = None if bundle is None else bundles.read(bundle)
-    source = target.resolve(model)
+    source = target.resolve(model, report)
     if opened is not None:
         _require_origin(opened, source)
-    with console.status("loading the reference model"):
+    with report.status("loading the reference model"):
         hf_model, hf_tokenizer = target.load(source)
     rows: list[CheckRow] = []
-    stores = opened is not None and _is_writable(opened)
+    stores = opened is not None and _is_writable(opened, report)
     if opened is not None:
         _require_same_dims(opened, hf_model.config)
-        rows = _check_bundle(opened, TransformersModel(hf_model), hf_tokenizer)
+        rows = _check_bundle(opened, TransformersModel(hf_model), hf_tokenizer, report)
     else:
         with tempfile.TemporaryDirectory(prefix="specsplit-check-") as folder:
             for precision in dict.fromkeys(precisions):
                 for form in ("slots", "contiguous") if precision == "fp32" else ("slots",):
                     made = Path(folder) / f"{precision}-{form}"
-                    make_bundle.build(BuildOptions(model, precision=precision, out=made, form=form))
+                    options = BuildOptions(model, precision=precision, out=made, form=form)
+                    make_bundle.build(options, report)
                     fresh = bundles.read(made, verify=False)
-                    rows += _check_bundle(fresh, TransformersModel(hf_model), hf_tokenizer)
-    manifest = None if opened is None else opened.manifest
-    deliver(
-        out,
-        _figures(source.name, manifest, rows),
-        lambda: Console().print(_table(source.name, rows)),
-    )
-    if opened is not None and stores:
-        _store_accepted_lengths(opened, rows)
-    return rows
+                    rows += _check_bundle(fresh, TransformersModel(hf_model), hf_tokenizer, report)
+    return CheckResult(source.name, opened, rows, stores)
 
 
 def _require_origin(opened: bundles.Bundle, source: target.Source) -> None:
@@ -144,14 +174,14 @@ def _require_origin(opened: bundles.Bundle, source: target.Source) -> None:
         )
 
 
-def _is_writable(opened: bundles.Bundle) -> bool:
+def _is_writable(opened: bundles.Bundle, report: Report) -> bool:
     """Returns whether accepted lengths can be stored in the bundle; warns if they cannot."""
     if not opened.manifest.drafters:
         return False
     try:
         require_writable(opened.path / bundles.MANIFEST)
     except (OSError, ValueError) as error:
-        console.print(f"accepted lengths will not be stored in the bundle: {visible(error)}")
+        report.line(f"accepted lengths will not be stored in the bundle: {error}")
         return False
     return True
 
@@ -170,7 +200,7 @@ def _require_same_dims(opened: bundles.Bundle, raw: Any) -> None:
 
 
 def _check_bundle(
-    opened: bundles.Bundle, truth: TransformersModel, hf_tokenizer: Any
+    opened: bundles.Bundle, truth: TransformersModel, hf_tokenizer: Any, report: Report
 ) -> list[CheckRow]:
     """Returns all rows of one bundle; one row says why if its graphs cannot be compared."""
     info, graph = opened.manifest.target, opened.manifest.graphs["target"]
@@ -186,9 +216,9 @@ def _check_bundle(
         return [*rows, CheckRow("logits", name, None, note=str(error))]
     text = tokenizer.encode(reference.prose(), special_tokens=True)
     truth = TransformersModel(truth.model, info.taps)
-    rows += _graph_rows(name, opened, backend, truth, text)
+    rows += _graph_rows(name, opened, backend, truth, text, report)
     del backend  # frees its weights and buffers before the engine loads its own
-    return [*rows, *_accepted_length_rows(name, opened)]
+    return [*rows, *_accepted_length_rows(name, opened, report)]
 
 
 def _graph_rows(
@@ -197,6 +227,7 @@ def _graph_rows(
     backend: Backend,
     truth: TransformersModel,
     text: Sequence[int],
+    report: Report,
 ) -> list[CheckRow]:
     """Plays all scripts on this text and returns a row for each, and those over all of them."""
     info = opened.manifest.target
@@ -206,7 +237,7 @@ def _graph_rows(
     for script in make_scripts(text, info.max_length):
         if script.is_permuted and backend.form != "slots":
             continue
-        with console.status(Text(visible(f"{name}: {script.name}"))):
+        with report.status(f"{name}: {script.name}"):
             cache = open_cache(backend.form, backend.capacity)
             result = play(script, backend, cache, info, truth)
         results.append(result)
@@ -239,7 +270,7 @@ def _tokenizer_row(name: str, tokenizer: Tokenizer, hf_tokenizer: Any) -> CheckR
     return CheckRow("encoded otherwise", name, float(wrong), 0.0, note)
 
 
-def _accepted_length_rows(name: str, opened: bundles.Bundle) -> list[CheckRow]:
+def _accepted_length_rows(name: str, opened: bundles.Bundle, report: Report) -> list[CheckRow]:
     """Measures the accepted length of each drafter on the reference prompts."""
     from spec_runtime.load import load
 
@@ -251,7 +282,7 @@ def _accepted_length_rows(name: str, opened: bundles.Bundle) -> list[CheckRow]:
     short = [ids for ids in encoded if len(ids) < opened.manifest.target.max_length]
     for drafter, before in expected.items():
         engine = plain.with_drafter(drafter)
-        with console.status(Text(visible(f"{name}: accepted length of {drafter}"))):
+        with report.status(f"{name}: accepted length of {drafter}"):
             stats = Stats.total(
                 engine.generate(ids, max_new_tokens=REFERENCE_TOKENS, reuse=False).stats
                 for ids in short
@@ -262,61 +293,3 @@ def _accepted_length_rows(name: str, opened: bundles.Bundle) -> list[CheckRow]:
         value = stats.accepted_length if stats.steps else None
         rows.append(CheckRow(f"accepted, {drafter}", name, value, note=note))
     return rows
-
-
-def _store_accepted_lengths(opened: bundles.Bundle, rows: Sequence[CheckRow]) -> None:
-    """Writes the accepted lengths into the manifest, unless any check failed."""
-    if not opened.manifest.drafters or not all(row.passed for row in rows):
-        return
-    manifest = bundles.read(opened.path, verify=False).manifest  # calibrate may have written
-    measured = {row.name.removeprefix("accepted, "): row.value for row in rows}
-    drafters = tuple(
-        dataclasses.replace(drafter, expected_accepted_length=measured[drafter.name])
-        for drafter in manifest.drafters
-        if drafter.name in measured
-    )
-    if len(drafters) == len(manifest.drafters):
-        manifest = dataclasses.replace(manifest, drafters=drafters)
-        bundles.write_manifest(opened.path, manifest)
-
-
-def _figures(
-    model: str, manifest: bundles.Manifest | None, rows: Sequence[CheckRow]
-) -> dict[str, Any]:
-    """Returns the rows as JSON has them."""
-    packages = ("torch", "transformers", "onnx")
-    note = "the package's own texts; not recorded: prompts" + (
-        ", bundle" if manifest is None else ""
-    )
-    return {
-        "provenance": provenance.collect(manifest=manifest, packages=packages, note=note),
-        "model": model,
-        "rows": [dataclasses.asdict(row) | {"passed": row.passed} for row in rows],
-    }
-
-
-def _table(model: str, rows: Sequence[CheckRow]) -> Table:
-    """Returns the rows as a table with a verdict for each."""
-    table = Table(
-        title=f"{visible(model)}: exported graphs against transformers in float32",
-        caption="chunks to context: difference of logits over a row's range, of the worst row at "
-        "fp32, of the mean row elsewhere",
-    )
-    for head in ("check", "precision", "value", "bound", "", "note"):
-        table.add_column(head, justify="right" if head in ("value", "bound") else "left")
-    for row, after in zip(rows, [*rows[1:], None], strict=True):
-        verdict = Text("FAILED", "red")
-        if row.skipped:
-            verdict = Text("skipped", "yellow")
-        elif row.passed:
-            verdict = Text("" if row.bound is None else "ok", "green")
-        table.add_row(
-            row.name,
-            row.precision,
-            "" if row.value is None else f"{row.value:.4g}",
-            "" if row.bound is None else f"{row.bound:g}",
-            verdict,
-            row.note,
-            end_section=after is None or after.precision != row.precision,
-        )
-    return table

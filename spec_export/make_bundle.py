@@ -26,35 +26,33 @@ from spec_export.graphs.banks import add_argmax, keep_drafter, keep_target, samp
 from spec_export.graphs.edit import fixed_size
 from spec_export.graphs.quantize import saturation_probe
 from spec_export.graphs.smooth import smooth
-from spec_export.progress import StageReport
+from spec_export.report import SILENT, Report
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.files.writing import replacing_folder, require_replaceable
 
-console = Console(stderr=True)
 DEFAULT_MAX_LENGTH = 2048
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def build(options: BuildOptions) -> Path:
+def build(options: BuildOptions, report: Report = SILENT) -> Path:
     """Builds a bundle and returns its folder, bundles/<target> by default.
 
-    Says on the standard error what it is doing. Raises ValueError if a model or checkpoint cannot
+    Raises ValueError if a model or checkpoint cannot
     be loaded or does not fit the target, if the folder holds other files, or if another process is
     building there. Nothing is left half-written.
     """
     if options.out is not None:  # before a target is downloaded
         require_replaceable(options.out, bundles.own_files, "a bundle")
-    source = target.resolve(options.model)
+    source = target.resolve(options.model, report)
     out = options.out or Path("bundles") / source.name
     with replacing_folder(out, bundles.own_files, "a bundle") as folder:
         saved = drafters.choose(options, source)
         plan_builder = plans.open_builder(options, replaced=out)
         for drafter in saved:
-            drafters.warn_of_doubts(drafter, source)
+            drafters.warn_of_doubts(drafter, source, report)
         target.local_folder(source)  # a download has bars of its own
-        with StageReport(_num_stages(options, saved)) as report:
+        with report.stages(_num_stages(options, saved)):
             models = _load(options, source, saved, report)
             result = _write_graphs(models, options, folder, report)
             if plan_builder is not None:
@@ -63,9 +61,9 @@ def build(options: BuildOptions) -> Path:
                 bundles.write_manifest(folder, result)
 
     if not options.trained_drafters and not models.drafters:
-        console.print(
-            f"no drafter is trained for {visible(source.name)}: the bundle drafts by prompt "
-            "lookup. To train one: spec-export distill, then spec-export train RECIPE"
+        report.line(
+            f"no drafter is trained for {source.name}: the bundle drafts by prompt lookup. "
+            " To train one: spec-export distill, then spec-export train RECIPE"
         )
     return out
 
@@ -92,7 +90,7 @@ class _Models:
 
 
 def _load(
-    options: BuildOptions, source: target.Source, saved: list[SavedDrafter], report: StageReport
+    options: BuildOptions, source: target.Source, saved: list[SavedDrafter], report: Report
 ) -> _Models:
     """Loads the target and gives every drafter its weights.
 
@@ -116,9 +114,10 @@ def _load(
     if options.draft_model is not None:
         vocab_size = hf_model.config.vocab_size
         with report.stage("loading the draft model"):
-            loaded.append(
-                drafters.load_draft_model(options.draft_model, tokenizer, vocab_size, length)
+            draft_model = drafters.load_draft_model(
+                options.draft_model, tokenizer, vocab_size, length, report
             )
+            loaded.append(draft_model)
     hf_model = hf_model.to(DTYPES.get(options.target_precision, torch.float32))
     backbone = Backbone.from_transformers(hf_model, taps, length)
     return _Models(source, hf_model, tokenizer, backbone, loaded)
@@ -128,7 +127,7 @@ def _load(
 
 
 def _write_graphs(
-    models: _Models, options: BuildOptions, folder: Path, report: StageReport
+    models: _Models, options: BuildOptions, folder: Path, report: Report
 ) -> bundles.Manifest:
     """Writes all graphs and the tokenizer; returns the manifest without the files' hashes."""
     writer = GraphWriter(options, folder)

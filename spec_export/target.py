@@ -14,6 +14,7 @@ from spec_export.decoder import Backbone
 from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import pretrained
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
+from spec_export.report import SILENT, Report
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.mapping import brief
@@ -47,7 +48,7 @@ class Source:
     name: str
 
 
-def resolve(model: str | None) -> Source:
+def resolve(model: str | None, report: Report = SILENT) -> Source:
     """Returns what `--model` names: the demo (None), an existing folder or GGUF file, or a hub id.
 
     The demo is downloaded if it is not in the user's cache. Raises ValueError if a path was clearly
@@ -56,7 +57,7 @@ def resolve(model: str | None) -> Source:
     if model is None:
         from spec_export import demo
 
-        path = demo.fetch()
+        path = demo.fetch(report=report)
         return Source("demo", path.parent, path.name, DEMO_NAME)
     try:
         path = Path(model).expanduser()

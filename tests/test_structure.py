@@ -137,6 +137,18 @@ def test_what_the_runtime_may_not_import_is_named(read: Read) -> None:
     ]
 
 
+def test_only_the_commands_of_spec_export_may_print(read: Read) -> None:
+    printing = "from spec_runtime.cli.terminal import Console\n"
+    found = read(
+        {
+            "spec_export/training/run.py": printing,
+            "spec_export/cli/report.py": printing,
+            "spec_runtime/cli/terminal.py": "",
+        }
+    )
+    assert found.forbidden == ["spec_export.training.run imports spec_runtime.cli.terminal"]
+
+
 def test_functions_are_measured_from_their_def_to_their_end(read: Read) -> None:
     body = "".join(f"    x = {i}\n" for i in range(79))
     method = "class A:\n    @property\n    def g(self):\n        return 1\n"

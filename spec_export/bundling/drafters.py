@@ -16,12 +16,10 @@ from spec_export import target
 from spec_export.bundling.options import BuildOptions
 from spec_export.decoder import Backbone
 from spec_export.decoder_config import sliding_window
+from spec_export.report import Report
 from spec_export.training import recipe
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
-from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.errors import UserError
-
-console = Console(stderr=True)
 
 
 @dataclass(frozen=True)
@@ -126,8 +124,8 @@ def _require_own_cache(saved: Sequence[SavedDrafter], options: BuildOptions) -> 
             )
 
 
-def warn_of_doubts(saved: SavedDrafter, source: target.Source) -> None:
-    """Prints a warning if the drafter looks untrained, unvalidated or made for another target.
+def warn_of_doubts(saved: SavedDrafter, source: target.Source, report: Report) -> None:
+    """Reports a warning if the drafter looks untrained, unvalidated or made for another target.
 
     Such a drafter is built all the same: it changes no token, it only costs time.
     """
@@ -144,11 +142,9 @@ def warn_of_doubts(saved: SavedDrafter, source: target.Source) -> None:
     elif weights is None and origin != source.name:
         doubts.append(f"was trained for {origin or 'an unknown target'}, not for {source.name}")
     if doubts:
-        console.print(
-            visible(f"WARNING: drafter {saved.name} {', '.join(doubts)}: expect few accepted ")
-            + "tokens; measure them with spec-export check",
-            style="bold red",
-            soft_wrap=True,
+        report.warning(
+            f"WARNING: drafter {saved.name} {', '.join(doubts)}: expect few accepted tokens; "
+            "measure them with spec-export check"
         )
 
 
@@ -186,14 +182,16 @@ def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
     return module.eval()
 
 
-def load_draft_model(model: str, tokenizer: Any, vocab_size: int, length: int) -> LoadedDrafter:
+def load_draft_model(
+    model: str, tokenizer: Any, vocab_size: int, length: int, report: Report
+) -> LoadedDrafter:
     """Loads a causal LM as it is, to be the draft model of a target with this tokenizer.
 
     model: as `--model` takes it. vocab_size: the target's. length: the bundle's context in tokens.
     Raises ValueError if the vocabularies differ or the model's context is shorter than `length`.
     """
     definition = drafter_files.load("draft_model")
-    source = target.resolve(model)
+    source = target.resolve(model, report)
     hf_model, its_tokenizer = target.load(source)
     window = sliding_window(hf_model.config)
     limit = min(hf_model.config.max_position_embeddings, window or length)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from rich.table import Table
-
 from spec_export.bundling.options import BuildOptions
 from spec_export.graphs.tensorrt import PlanBuilder, profiles_for
-from spec_export.progress import StageReport
+from spec_export.report import Report
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.writing import sha256
 
@@ -40,26 +38,26 @@ def with_plans(
     builder: PlanBuilder,
     options: BuildOptions,
     folder: Path,
-    report: StageReport,
+    report: Report,
 ) -> bundles.Manifest:
     """Builds a plan of each graph for each GPU and returns the manifest with them.
 
-    Prints a table of the plans' sizes and build times.
+    Reports a table of the plans' sizes and build times.
     """
     num_nodes = int(options.tree["max_nodes"] + options.tree["lookup_nodes"])
     graphs = dict(manifest.graphs)
     for info in manifest.drafters:
         graphs |= {f"{info.name}-{role}": graph for role, graph in info.graphs.items()}
     report.expect(len(graphs))
-    table = Table("graph", "GPU", "plan MB", "build seconds")
+    rows = []
     for name, graph in graphs.items():
         with report.stage(f"building the plans of {name}"):
             profiles = profiles_for(graph, num_nodes, manifest.target.scratch)
             graphs[name], built = builder.add_plans(folder, name, graph, profiles)
         for each in built:
             size = f"{each.num_bytes / 1e6:.1f}"
-            table.add_row(name, each.plan.compute_capability, size, f"{each.seconds:.1f}")
-    report.print(table)
+            rows.append((name, each.plan.compute_capability, size, f"{each.seconds:.1f}"))
+    report.table(("graph", "GPU", "plan MB", "build seconds"), rows)
     infos = [
         replace(info, graphs={role: graphs[f"{info.name}-{role}"] for role in info.graphs})
         for info in manifest.drafters

@@ -140,6 +140,7 @@ def command(
 
     Without options it builds the demo's bundle with its best drafter.
     """
+    from spec_export.cli.report import TerminalReport
     from spec_export.make_bundle import BuildOptions, build
 
     path = build(
@@ -158,6 +159,7 @@ def command(
             compute_capabilities=compute_capability or (),
             device=device.value,
             fuse=fuse,
-        )
+        ),
+        TerminalReport(),
     )
     print(path)

@@ -1,12 +1,18 @@
 """Defines `spec-export check`, which compares exported graphs with the Hugging Face model."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from spec_export.cli.options import Model, Precision
-from spec_runtime.cli.options import Out
+from spec_runtime.cli.options import Out, deliver
+from spec_runtime.cli.terminal import Console, visible
+
+if TYPE_CHECKING:
+    from spec_export.check import CheckResult
 
 
 def command(
@@ -24,8 +30,42 @@ def command(
 ) -> None:
     """Check an export against the model it was made from; exits with 1 if a bound is missed."""
     from spec_export import check
+    from spec_export.cli.report import TerminalReport
+    from spec_runtime.files.writing import require_writable
 
+    if out is not None:
+        require_writable(out)
     precisions = [each.value for each in precision or [Precision.fp32]]
-    rows = check.run(model, bundle, precisions, out)
-    if not all(row.passed for row in rows):
+    result = check.run(model, bundle, precisions, TerminalReport())
+    deliver(out, result.as_json(), lambda: Console().print(_table(result)))
+    result.store_accepted_lengths()
+    if not result.passed:
         raise typer.Exit(1)
+
+
+def _table(result: "CheckResult") -> Table:
+    """Returns the rows as a table with a verdict for each."""
+    table = Table(
+        title=f"{visible(result.model)}: exported graphs against transformers in float32",
+        caption="chunks to context: difference of logits over a row's range, of the worst row at "
+        "fp32, of the mean row elsewhere",
+    )
+    for head in ("check", "precision", "value", "bound", "", "note"):
+        table.add_column(head, justify="right" if head in ("value", "bound") else "left")
+    rows = result.rows
+    for row, after in zip(rows, [*rows[1:], None], strict=True):
+        verdict = Text("FAILED", "red")
+        if row.skipped:
+            verdict = Text("skipped", "yellow")
+        elif row.passed:
+            verdict = Text("" if row.bound is None else "ok", "green")
+        table.add_row(
+            row.name,
+            row.precision,
+            "" if row.value is None else f"{row.value:.4g}",
+            "" if row.bound is None else f"{row.bound:g}",
+            verdict,
+            row.note,
+            end_section=after is None or after.precision != row.precision,
+        )
+    return table

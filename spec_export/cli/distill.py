@@ -58,6 +58,7 @@ def command(
     ] = True,
 ) -> None:
     """Let the target answer prompts and keep the answers as training data."""
+    from spec_export.cli.report import TerminalReport
     from spec_export.distill import answers as distill
 
     result = distill.run(
@@ -75,7 +76,8 @@ def command(
             engine=engine,
             precision=precision,
             resume=resume,
-        )
+        ),
+        TerminalReport(),
     )
     rate = f", {result.new_tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
     skipped = f", {result.skipped} prompts skipped" if result.skipped else ""

@@ -43,6 +43,7 @@ def command(
     ] = False,
 ) -> None:
     """Train a drafter and write its checkpoints, its curves and its accuracy per position."""
+    from spec_export.cli.report import TerminalReport
     from spec_export.training import run as train
 
-    train.run(recipe, set_ or [], out, resume, cache, init, tensorboard)
+    train.run(recipe, set_ or [], out, resume, cache, init, tensorboard, report=TerminalReport())

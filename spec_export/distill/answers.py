@@ -11,23 +11,18 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
 from spec_export import target
 from spec_export.distill.config import DistillConfig, DistillError
 from spec_export.distill.conversations import Distiller, PromptIds, num_answer_tokens
 from spec_export.distill.engines import choose, open_engine
-from spec_export.progress import TenthLines
+from spec_export.report import SILENT, Report
 from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
-from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import locked, sha256, write_atomically
 from spec_runtime.mapping import from_mapping, parse_json
@@ -94,21 +89,20 @@ class _Sidecar:
         _Written(self.rows, self.answer_tokens, self.size)
 
 
-def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
+def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
     """Writes `config.out`, or the rest of it; see the module docstring.
 
     Raises ValueError if the target, the prompts, the settings or the files cannot be used, and if
     another process writes to `config.out`.
     """
-    console = console or Console(stderr=True)
-    source = target.resolve(config.model)
+    source = target.resolve(config.model, report)
     tokenizer = target.load_tokenizer(source)
     affixes = data.chat_affixes(tokenizer)
     room = _room(target.context(source), affixes, config)
     given, num_skipped = None, 0
     if config.prompts is not None:
         every = _read_prompts(config.prompts, tokenizer)
-        given = _fitting(every, room, config, console)
+        given = _fitting(every, room, config, report)
         num_skipped = len(every) - len(given)
     goal = config.num_prompts or (1000 if given is None else len(given))
     if given is not None and goal > len(given):
@@ -120,24 +114,22 @@ def run(config: DistillConfig, console: Console | None = None) -> DistillResult:
     with locked(config.out):
         state = _open_sidecar(config, settings, given)
         if state.finished is not None and state.finished.rows == goal:
-            _say(console, f"{config.out} is complete: {goal} rows")
+            report.line(f"{config.out} is complete: {goal} rows")
             tokens = state.finished.answer_tokens
             return DistillResult(config.out, engine_name, goal, tokens, 0, 0.0, num_skipped)
         if state.rows > goal:
             raise DistillError(
                 f"{config.out} holds {state.rows} rows already, expected fewer: {goal}"
             )
-        with console.status(
-            Text(visible(f"loading {source.name} ({engine_name}, {config.precision})"))
-        ):
+        with report.status(f"loading {source.name} ({engine_name}, {config.precision})"):
             engine = open_engine(engine_name, source, config.precision, config.batch_size)
         distiller = Distiller(config, engine, tokenizer, source, room, given)
-        result = _write(config, console, distiller, state, goal)
+        result = _write(config, report, distiller, state, goal)
     return replace(result, skipped=num_skipped)
 
 
 def _write(
-    config: DistillConfig, console: Console, distiller: Distiller, state: _Sidecar, goal: int
+    config: DistillConfig, report: Report, distiller: Distiller, state: _Sidecar, goal: int
 ) -> DistillResult:
     """Appends batches to `config.out` until it has `goal` rows."""
     start = time.perf_counter()
@@ -148,7 +140,8 @@ def _write(
         _truncate(config.out, state.size)
     rows, answer_tokens = state.rows, state.answer_tokens
     prompts = _Digest(distiller.given, rows)
-    with _progress(console, goal, rows) as advance, open(config.out, "ab") as file:
+    with report.progress("answers") as advance, open(config.out, "ab") as file:
+        advance(rows, goal)
         while rows < goal:
             kept, whole = distiller.batch(state.next_batch, goal - rows)
             num_empty = 0 if kept else num_empty + 1
@@ -169,14 +162,9 @@ def _write(
                     state = replace(state, next_batch=state.next_batch + 1, **asdict(written))
                 state = replace(state, finished=written if rows == goal else None)
                 _write_sidecar(config.out, state)
-            advance(rows, num_new)
-    seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            advance(rows, goal, f"{num_new / max(seconds, 1e-9):.0f} tokens/s")
     return DistillResult(config.out, distiller.engine.name, rows, answer_tokens, num_new, seconds)
-
-
-def _say(console: Console, line: str) -> None:
-    """Prints a line that may hold names of files, in which brackets are no markup."""
-    console.print(visible(line), soft_wrap=True)
 
 
 def _read_prompts(path: Path, tokenizer: Any) -> list[PromptIds]:
@@ -212,7 +200,7 @@ def _message(message: Any, tokenizer: Any, where: str) -> list[int]:
 
 
 def _fitting(
-    prompts: list[PromptIds], room: int, config: DistillConfig, console: Console
+    prompts: list[PromptIds], room: int, config: DistillConfig, report: Report
 ) -> list[PromptIds]:
     """Returns the prompts of at most `room` tokens, and says how many are skipped.
 
@@ -226,11 +214,10 @@ def _fitting(
             f"context leaves beside {config.max_new_tokens} new ones: lower max_new_tokens"
         )
     if skipped:
-        _say(
-            console,
+        report.line(
             f"warning: skipping {len(skipped)} of {len(prompts)} prompts, longer than the {room} "
             f"tokens that the target's context leaves them: {skipped[0].where} has "
-            f"{len(skipped[0].ids)}",
+            f"{len(skipped[0].ids)}"
         )
     return fitting
 
@@ -362,30 +349,3 @@ def _truncate(path: Path, size: int) -> None:
     """Cuts the file behind its last whole batch: removes rows of an interrupted batch."""
     with open(path, "ab") as file:
         file.truncate(size)
-
-
-@contextmanager
-def _progress(console: Console, goal: int, rows: int) -> Iterator[Any]:
-    """Shows how far the rows are, with answer tokens a second; yields `advance(rows, new_tokens)`.
-
-    A terminal has a bar, a log has lines.
-    """
-    columns = (
-        TextColumn("distilling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-    )
-    start = time.perf_counter()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("distilling", total=goal, completed=rows, speed="")
-        lines = TenthLines(progress.console, "answers", rows)
-
-        def advance(rows: int, new_tokens: int) -> None:
-            rate = new_tokens / max(time.perf_counter() - start, 1e-9)
-            speed = f"{rate:.0f} tokens/s"
-            progress.update(task, completed=rows, speed=speed)
-            lines(rows, goal, f", {speed}")
-
-        yield advance

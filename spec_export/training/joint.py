@@ -199,7 +199,7 @@ class JointTrainer(Trainer):
             share = f"{held / whole:.0%} of the target's {whole / 1e6:.1f} M parameters"
         super().__init__(job, TokenStore(examples))
         if share is not None:
-            self.print_line(f"sharded: a process holds {share}")
+            job.report.line(f"sharded: a process holds {share}")
 
     def trained_module(self) -> nn.Module:
         return self.joint_model

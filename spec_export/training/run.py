@@ -18,18 +18,17 @@ import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import parse_flag_from_env
-from rich.progress import Progress
 
 from spec_export import drafters, target
 from spec_export.decoder import Backbone
 from spec_export.decoder_config import read_config
-from spec_export.progress import TenthLines
+from spec_export.report import SILENT, Report
 from spec_export.training import bigrams, checkpoint, data, features, recipe
 from spec_export.training.allocator import keep_big_blocks
 from spec_export.training.disk import free_space, shown
 from spec_export.training.events import require_tensorboard
 from spec_export.training.resume import require_checkpoint
-from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob, console
+from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob
 from spec_runtime.errors import UserError
 from spec_runtime.files import writing as files
 
@@ -44,6 +43,7 @@ def run(
     cache: Path | None = None,
     init: Path | None = None,
     tensorboard: bool = False,
+    report: Report = SILENT,
 ) -> Path:
     """Trains as the recipe says and returns the drafter's folder (`drafter.safetensors`,
     `config.json`); the curves lie beside it.
@@ -64,7 +64,7 @@ def run(
     out = out or Path("runs") / recipe_path.stem
     module = drafters.load(plan.drafter_name)
     config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
-    source = target.resolve(plan.model)
+    source = target.resolve(plan.model, report)
     with _writing_alone(out):
         newest = checkpoint.latest(out / CHECKPOINTS)
         if resume:
@@ -74,7 +74,7 @@ def run(
                 f"{out} already holds a training run: pass --resume to go on, or another --out"
             )
         cache = cache or out / "features"
-        trainer = _new_trainer(plan, module, config, source, out, cache, init, tensorboard)
+        trainer = _new_trainer(plan, module, config, source, out, cache, init, tensorboard, report)
         if newest is not None:
             trainer.resume(newest)
         trainer.train()
@@ -109,6 +109,7 @@ def _new_trainer(
     cache: Path,
     init: Path | None,
     tensorboard: bool,
+    report: Report,
 ) -> Trainer:
     """Returns the trainer that the recipe asks for, at its first step; builds the feature cache."""
     fingerprint = target.fingerprint(source)
@@ -139,8 +140,9 @@ def _new_trainer(
         if table is not None:
             drafter.add_bigrams(table)  # validation reads it
     accelerator, wants_shards = _accelerator(plan)
+    report = report if accelerator.is_main_process else SILENT
     job = TrainingJob(
-        plan, drafter, len(training), out, provenance, accelerator, tensorboard, table
+        plan, drafter, len(training), out, provenance, accelerator, tensorboard, table, report
     )
     if plan.joint is not None:
         from spec_export.training.joint import JointTrainer  # imports peft, which takes a while
@@ -151,9 +153,9 @@ def _new_trainer(
     if accelerator.is_main_process:
         model = model.to(accelerator.device, torch.bfloat16)
         store = plan.data.tap_store
-        _build_features(cache, training, held_out, model, fingerprint, taps, store)
+        _build_features(cache, training, held_out, model, fingerprint, taps, store, report)
         if wants_shards:
-            console.print("FSDP: nothing to shard, a frozen target is not there in training")
+            report.line("FSDP: nothing to shard, a frozen target is not there in training")
     else:
         width = model.config.hidden_size
         examples, store = training + held_out, plan.data.tap_store
@@ -233,31 +235,14 @@ def _build_features(
     fingerprint: str,
     taps: tuple[int, ...],
     store: features.TapStore,
+    report: Report,
 ) -> None:
     """Computes the features of all examples with the target `model` and stores them."""
     examples = training + held_out
     size = features.size_estimate(examples, model.config.hidden_size, len(taps), store)
-    console.print(
+    report.line(
         f"{len(training)} sequences to train on, {len(held_out)} held out; features take "
-        f"{shown(size)} in {folder}, where {free_space(folder)} are free",
-        soft_wrap=True,
+        f"{shown(size)} in {folder}, where {free_space(folder)} are free"
     )
-    with Progress(console=console) as bar:
-        progress = _FeatureProgress(bar)
-        features.build(folder, examples, model, fingerprint, taps, progress, store)
-
-
-class _FeatureProgress:
-    """Shows how far the features are: a bar on a terminal, and lines that a log keeps too."""
-
-    def __init__(self, bar: Progress) -> None:
-        self.bar, self.task = bar, bar.add_task("features")
-        self.lines: TenthLines | None = None
-
-    def __call__(self, done: int, total: int) -> None:
-        """Takes in that `done` of `total` tokens are stored, see `features.build`."""
-        self.bar.update(self.task, completed=done, total=total)
-        if self.lines is None:  # `done` by an earlier build
-            self.lines = TenthLines(self.bar.console, "features", done)
-        else:
-            self.lines(done, total)
+    with report.progress("features") as advance:
+        features.build(folder, examples, model, fingerprint, taps, advance, store)

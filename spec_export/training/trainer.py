@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from spec_export.drafters.layers import Batch
-from spec_export.progress import expected_end
+from spec_export.report import SILENT, Report, expected_end
 from spec_export.training import batches, checkpoint, curves, disk, interruption, recipe, resume
 from spec_export.training.average import WeightAverage
 from spec_export.training.bigrams import Table
@@ -32,12 +32,10 @@ from spec_export.training.validate import (
     held_out_sequences,
     validate,
 )
-from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import remove_folder
 from spec_runtime.machine import give_back_memory
 
-console = Console(stderr=True)
 CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run: the newest steps, the best one
 EVENTS = "tensorboard"  # the folder of a run's TensorBoard events
 # Steps after which freed memory goes back: batches have all sizes, and glibc keeps the gaps between
@@ -52,7 +50,7 @@ class TrainingJob:
     The first `num_training` sequences train, the rest validates. `out` is the folder for
     checkpoints, curves and the drafter, `provenance` the facts that are saved with it.
     `writes_events` asks for TensorBoard events beside them. `bigrams` is the table of a one-pass
-    drafter, see bigrams.py.
+    drafter, see bigrams.py. `report` is silent in all processes but the first.
     """
 
     plan: recipe.Recipe
@@ -63,6 +61,7 @@ class TrainingJob:
     accelerator: Accelerator
     writes_events: bool = False
     bigrams: Table | None = None
+    report: Report = SILENT
 
 
 class Trainer:
@@ -139,7 +138,7 @@ class Trainer:
         NaN or infinite.
         """
         share = batches.padding_share(self.sequences.length_N, self.epoch_batches(0))
-        self.print_line(f"batches: {share:.1%} padding")
+        self.job.report.line(f"batches: {share:.1%} padding")
         if self.job.writes_events and self.accelerator.is_main_process:
             self._events = EventWriter(self.out / EVENTS, self.step)
         try:
@@ -343,7 +342,7 @@ class Trainer:
             self._events.add("train", row | self._last_step | speed)
         shown = " ".join(f"{a:.3f}" for a in accuracy)
         of_all = "" if self.settings.ends_by_time_alone else f"/{self.total_steps}"
-        self.print_line(
+        self.job.report.line(
             f"step {self.step}{of_all} loss {loss:.3f} top-1 {shown} {tokens_per_second:.0f} tok/s"
             f"{'' if is_last else self._expected_end()}"
         )
@@ -370,18 +369,13 @@ class Trainer:
         row |= {f"ece_{k}": error for k, error in enumerate(result.ece_K)}
         self.curve.append(row)
         top1, top5 = (" ".join(f"{a:.3f}" for a in x) for x in (result.top1_K, result.top5_K))
-        self.print_line(
+        self.job.report.line(
             f"validation: top-1 {top1} | top-5 {top5} | accepted length "
             f"{result.accepted_length:.3f} ({VALIDATION_BUDGET.max_nodes} nodes)"
         )
         if self._events is not None:
             self._events.add("validation", row)
         self._write_curve()
-
-    def print_line(self, line: str) -> None:
-        """Prints a line on the standard error, once for all processes."""
-        if self.accelerator.is_main_process:
-            console.print(visible(line), soft_wrap=True)
 
     def _write_curve(self) -> None:
         if self.accelerator.is_main_process:
@@ -432,7 +426,7 @@ class Trainer:
         if not self.accelerator.is_main_process:
             return
         if not self.step:
-            self.print_line("interrupted before the first step: there is nothing to save")
+            self.job.report.line("interrupted before the first step: there is nothing to save")
             return
         path = self.out / CHECKPOINTS / checkpoint.folder_name(self.step)
         if checkpoint.latest(self.out / CHECKPOINTS) != path:
@@ -442,7 +436,7 @@ class Trainer:
                 self.average.put_back()
             self._require_finite_weights()
             self.save_checkpoint()
-        self.print_line(
+        self.job.report.line(
             f"interrupted: {path} holds step {self.step}; the same command with --resume goes on"
         )
 
@@ -514,15 +508,15 @@ class Trainer:
             return
         best, last = self._best_row(), self.step
         if best is None:
-            self.print_line(f"exporting step {last}, the last: nothing is held out")
+            self.job.report.line(f"exporting step {last}, the last: nothing is held out")
             return
         path = self.out / BEST / checkpoint.folder_name(int(best["step"]))
         if best["step"] != last:
             if not path.is_dir():
-                self.print_line(f"exporting step {last}, the last: {path} is not there")
+                self.job.report.line(f"exporting step {last}, the last: {path} is not there")
                 return
             self.step = self._load(path).step
-        self.print_line(
+        self.job.report.line(
             f"exporting step {self.step} of {last}, with the best validation: accepted length "
             f"{best['accepted_length']:.3f}"
         )

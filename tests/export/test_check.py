@@ -11,10 +11,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from said import Said
 from tiny_target import make_tokenizer, save_llama
 from workshop import Workshop
 
 from spec_export import check, make_bundle, reference, target
+from spec_export.cli import main
 from spec_export.decoder import Backbone
 from spec_export.graphs import slots, trace
 from spec_export.make_bundle import BuildOptions
@@ -48,11 +50,9 @@ def failed(rows: list[check.CheckRow]) -> set[str]:
     return {row.name for row in rows if not row.passed}
 
 
-def test_a_fresh_export_passes_in_both_forms(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "check.json"
-    rows = check.run(str(folder), None, ["fp32"], out)
+def test_a_fresh_export_passes_in_both_forms(folder: Path) -> None:
+    result = check.run(str(folder), None, ["fp32"])
+    rows = result.rows
     slots, contiguous = (
         by_name([row for row in rows if row.precision == name])
         for name in ("fp32", "fp32 contiguous")
@@ -62,10 +62,7 @@ def test_a_fresh_export_passes_in_both_forms(
     assert slots.keys() - contiguous.keys() == {"permuted slots"}
     assert SCRIPTS | {"context of 256", "features", "perplexity ratio"} <= contiguous.keys()
     assert slots["perplexity ratio"].value == pytest.approx(1, abs=1e-5)
-    shown = capsys.readouterr().out
-    assert "random trees" in shown
-    assert "FAILED" not in shown
-    written = json.loads(out.read_text())
+    written = json.loads(json.dumps(result.as_json()))
     assert [row.pop("passed") for row in written["rows"]] == [True] * len(rows)
     assert [check.CheckRow(**row) for row in written["rows"]] == rows
     assert set(provenance.KEYS) == set(written["provenance"])
@@ -87,7 +84,7 @@ def test_taps_are_compared_too(copy: Path, folder: Path, are_swapped: bool) -> N
     info = dataclasses.replace(manifest.target, taps=(0, 1))
     manifest = dataclasses.replace(manifest, target=info, graphs={"target": described})
     bundles.write_manifest(copy, manifest)
-    assert failed(check.run(str(folder), copy, [])) == (
+    assert failed(check.run(str(folder), copy, []).rows) == (
         {"features, taps 0, 1"} if are_swapped else set()
     )
 
@@ -102,7 +99,7 @@ def test_a_perturbed_weight_fails(copy: Path, folder: Path) -> None:
     values[3, 5] += 0.5
     weight.CopyFrom(onnx.numpy_helper.from_array(values, weight.name))
     _replace_graph(path, model)
-    rows = check.run(str(folder), copy, [])
+    rows = check.run(str(folder), copy, []).rows
     assert SCRIPTS | {"permuted slots", "context of 256", "features"} <= failed(rows)
 
 
@@ -115,7 +112,7 @@ def test_an_ignored_mask_fails(copy: Path, folder: Path) -> None:
     )
     where.input[2] = where.input[1]
     _replace_graph(path, model)
-    rows = check.run(str(folder), copy, [])
+    rows = check.run(str(folder), copy, []).rows
     assert {"random trees", "permuted slots", "chunks of 7"} <= failed(rows)
     assert "chunks of 1" not in failed(rows)
 
@@ -132,7 +129,7 @@ def test_slots_ignored_fail(copy: Path, folder: Path) -> None:
     nullify = onnx.helper.make_node("Mul", ["slots", "zero_slot"], ["first_slot"])
     model.graph.node.insert(0, nullify)
     _replace_graph(path, model)
-    assert "permuted slots" in failed(check.run(str(folder), copy, []))
+    assert "permuted slots" in failed(check.run(str(folder), copy, []).rows)
 
 
 def _replace_graph(path: Path, model: onnx.ModelProto) -> None:
@@ -145,7 +142,7 @@ def test_another_tokenizer_fails(copy: Path, folder: Path) -> None:
     template = copy / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     bundles.write_manifest(copy, bundles.read(copy, verify=False).manifest)
-    row = by_name(check.run(str(folder), copy, []))["encoded otherwise"]
+    row = by_name(check.run(str(folder), copy, []).rows)["encoded otherwise"]
     assert (row.value, row.passed) == (16, False)
 
 
@@ -166,7 +163,9 @@ def test_accepted_length_goes_into_the_manifest(
 ) -> None:
     monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)
     out = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
-    row = by_name(check.run(str(workshop.llama()), out, []))["accepted, parallelspec"]
+    result = check.run(str(workshop.llama()), out, [])
+    result.store_accepted_lengths()
+    row = by_name(result.rows)["accepted, parallelspec"]
     assert row.value is not None
     assert 1 <= row.value <= 8
     (trained,) = bundles.read(workshop.bundle("parallelspec")).manifest.drafters
@@ -177,7 +176,7 @@ def test_accepted_length_goes_into_the_manifest(
 
 def test_what_cannot_run_here_is_skipped_with_its_reason(folder: Path) -> None:
     """ONNX Runtime has no bfloat16 attention on a CPU."""
-    rows = by_name(check.run(str(folder), None, ["bf16"]))
+    rows = by_name(check.run(str(folder), None, ["bf16"]).rows)
     assert rows["logits"].skipped
     assert rows["logits"].passed
     assert "cannot load" in rows["logits"].note
@@ -211,7 +210,7 @@ def test_int8_of_the_demo_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> N
         demo.fetch()
     except demo.DemoError as error:
         pytest.skip(str(error))
-    rows = check.run(None, None, ["int8"])
+    rows = check.run(None, None, ["int8"]).rows
     assert failed(rows) == set()
     assert not any(row.skipped for row in rows)
 
@@ -223,25 +222,32 @@ def test_a_bundle_that_cannot_be_written_is_checked_and_the_table_comes_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)
-    model = str(workshop.llama())
+    model, json_file = str(workshop.llama()), tmp_path / "check.json"
     out = Path(shutil.copytree(workshop.bundle("parallelspec"), tmp_path / "bundle"))
     before = (out / bundles.MANIFEST).read_text()
+    said = Said()
 
     def refuse(*given: object) -> None:
         raise OSError(30, "Read-only file system")
 
     with monkeypatch.context() as patch:
         patch.setattr(check, "require_writable", refuse)
-        assert not failed(check.run(model, out, []))
+        result = check.run(model, out, [], said)
+    assert result.passed
+    assert (
+        said.text == "accepted lengths will not be stored in the bundle: [Errno 30] Read-only "
+        "file system"
+    )
+    result.store_accepted_lengths()
+    assert (out / bundles.MANIFEST).read_text() == before
+    monkeypatch.setattr(bundles, "write_manifest", refuse)
+    with pytest.raises(SystemExit):
+        main(["check", "--model", model, "--bundle", str(out), "--json", str(json_file)])
     shown = capsys.readouterr()
     assert "random trees" in shown.out
-    assert "will not be stored in the bundle: [Errno 30]" in " ".join(shown.err.split())
-    assert (out / bundles.MANIFEST).read_text() == before
-    with monkeypatch.context() as patch:
-        patch.setattr(bundles, "write_manifest", refuse)
-        with pytest.raises(OSError, match="Read-only"):
-            check.run(model, out, [])
-    assert "random trees" in capsys.readouterr().out
+    assert "FAILED" not in shown.out
+    assert "Read-only" in shown.err
+    assert len(json.loads(json_file.read_text())["rows"]) == len(result.rows)
 
 
 def test_a_model_of_other_sizes_is_refused(built: Path, tmp_path: Path) -> None:

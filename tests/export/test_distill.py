@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from said import Said
 from tiny_gguf import write_gguf
 from tiny_target import make_tokenizer, save_llama
 
@@ -369,20 +370,18 @@ def prompts_file(folder: Path, *prompts: str) -> Path:
     return path
 
 
-def test_a_prompt_that_does_not_fit_is_skipped_and_counted(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_that_does_not_fit_is_skipped_and_counted(model: str, tmp_path: Path) -> None:
     """A context of 256 less 12 new tokens and 48 of the template's leave 196."""
     texts = ["one", "x" * 300, "two", "three"]
     given = {"prompts": prompts_file(tmp_path, *texts), "num_prompts": None, "batch_size": 2}
-    result = distill.run(config(model, tmp_path / "out.jsonl", **given))
+    said = Said()
+    result = distill.run(config(model, tmp_path / "out.jsonl", **given), said)
     tokenizer = make_tokenizer()
     fitting = [tokenizer.encode(text) for text in ("one", "two", "three")]
     assert [row["prompt"] for row in read(result.out)] == fitting
     assert (result.rows, result.skipped) == (3, 1)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "warning: skipping 1 of 4 prompts" in said
-    assert "prompts.jsonl:2 has 300" in said
+    assert "warning: skipping 1 of 4 prompts" in said.text
+    assert "prompts.jsonl:2 has 300" in said.text
     with pytest.raises(DistillError, match=r"num_prompts is 4, .* holds 3, and 1 that do not fit"):
         distill.run(config(model, result.out, **given | {"num_prompts": 4}))
     given["prompts"] = prompts_file(tmp_path, "x" * 300)

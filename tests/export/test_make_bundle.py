@@ -20,6 +20,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from said import Said
 from small import write_small_bundle
 from tiny_target import save_llama
 from workshop import Workshop
@@ -28,6 +29,7 @@ import spec_runtime
 from spec_export import make_bundle, target
 from spec_export.bundling import options as build_options
 from spec_export.bundling.drafters import warn_of_doubts
+from spec_export.cli.report import TerminalReport
 from spec_export.drafters import draft_model, parallelspec, skip_layer
 from spec_export.graphs.quantize import REDUCED
 from spec_export.make_bundle import BuildOptions
@@ -164,13 +166,11 @@ def test_whole_models_and_the_targets_own_layers_are_as_the_target() -> None:
         assert options.precision_of(skip_layer.Drafter) == "fp32"
 
 
-def test_without_a_drafter_it_drafts_by_prompt_lookup(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "bundle"
-    assert make_bundle.build(BuildOptions(str(workshop.llama()), out=out, max_length=100)) == out
-    message = " ".join(capsys.readouterr().err.split())
-    assert "no drafter is trained for llama: the bundle drafts by prompt lookup" in message
+def test_without_a_drafter_it_drafts_by_prompt_lookup(workshop: Workshop, tmp_path: Path) -> None:
+    out, said = tmp_path / "bundle", Said()
+    options = BuildOptions(str(workshop.llama()), out=out, max_length=100)
+    assert make_bundle.build(options, said) == out
+    assert "no drafter is trained for llama: the bundle drafts by prompt lookup" in said.text
     manifest = bundles.read(out).manifest
     assert (manifest.drafters, manifest.target.taps) == ((), ())
     assert manifest.target.max_length == 100
@@ -286,23 +286,20 @@ def test_a_training_run_stands_for_its_drafter(workshop: Workshop, tmp_path: Pat
 
 
 def test_a_doubtful_drafter_is_built_with_a_loud_warning(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workshop: Workshop, tmp_path: Path
 ) -> None:
     trained = checkpoint.load_drafter(workshop.drafter(NAME)).provenance
     source = target.resolve(str(workshop.llama()))
-
-    def warning() -> str:
-        lines = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
-        assert len(lines) <= 1
-        return "".join(lines)
 
     def changed(**changes: Any) -> Path:
         about = {key: value for key, value in (trained | changes).items() if value is not None}
         return saved_drafter(workshop, tmp_path / "drafter", provenance=about)
 
     def warned(**changes: Any) -> str:
-        warn_of_doubts(checkpoint.load_drafter(changed(**changes)), source)
-        return warning()
+        said = Said()
+        warn_of_doubts(checkpoint.load_drafter(changed(**changes)), source, said)
+        assert len(said.lines) <= 1
+        return said.text
 
     assert warned() == ""
     untrained = "WARNING: drafter parallelspec is untrained (its provenance names no training steps"
@@ -314,9 +311,10 @@ def test_a_doubtful_drafter_is_built_with_a_loud_warning(
     everything = warned(steps=None, validation=None, target=None)
     assert "was never validated, was trained for an unknown target" in everything
 
-    out, folder = tmp_path / "bundle", changed(steps=None)
-    make_bundle.build(BuildOptions(str(workshop.llama()), drafter_checkpoints=[folder], out=out))
-    assert untrained in warning()
+    out, folder, said = tmp_path / "bundle", changed(steps=None), Said()
+    options = BuildOptions(str(workshop.llama()), drafter_checkpoints=[folder], out=out)
+    make_bundle.build(options, said)
+    assert untrained in said.text
     assert [drafter.name for drafter in bundles.read(out).manifest.drafters] == [NAME]
 
 
@@ -604,9 +602,10 @@ def test_a_log_file_shows_the_stages(
 ) -> None:
     folder = workshop.drafter(NAME)
     capsys.readouterr()
-    make_bundle.build(
-        BuildOptions(str(workshop.llama()), drafter_checkpoints=[folder], out=tmp_path / "bundle")
+    options = BuildOptions(
+        str(workshop.llama()), drafter_checkpoints=[folder], out=tmp_path / "bundle"
     )
+    make_bundle.build(options, TerminalReport())
     found = re.findall(r"^ *(\d+\.\d) s  (.*)$", capsys.readouterr().err, re.MULTILINE)
     stages = ["loading the target", "exporting the target", f"exporting {NAME}"]
     assert [what for _, what in found] == [*stages, "hashing the files"]

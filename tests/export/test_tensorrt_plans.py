@@ -26,11 +26,13 @@ import spec_runtime
 from spec_export import cli, drafters, make_bundle, target
 from spec_export.bundling.drafters import load_module
 from spec_export.bundling.writer import save_graph
+from spec_export.cli.report import TerminalReport
 from spec_export.decoder import Backbone
 from spec_export.graphs import tensorrt as build
 from spec_export.graphs import trace
 from spec_export.graphs.half import to_half
 from spec_export.make_bundle import BuildOptions
+from spec_export.report import SILENT, Report
 from spec_export.training import checkpoint
 from spec_runtime.backends.tensorrt_api import import_tensorrt
 from spec_runtime.bundle import manifest as bundles
@@ -314,7 +316,14 @@ def rtx() -> Any:
         pytest.skip(str(error))
 
 
-def built(workshop: Workshop, out: Path, precision: str, *names: str, **options: Any) -> Path:
+def built(
+    workshop: Workshop,
+    out: Path,
+    precision: str,
+    *names: str,
+    report: Report = SILENT,
+    **options: Any,
+) -> Path:
     options = {"compute_capabilities": ["8.9"]} | options
     return make_bundle.build(
         BuildOptions(
@@ -325,7 +334,8 @@ def built(workshop: Workshop, out: Path, precision: str, *names: str, **options:
             out=out,
             backend="tensorrt",
             **options,
-        )
+        ),
+        report,
     )
 
 
@@ -483,7 +493,12 @@ def test_target_and_all_drafters_are_built_for_three_gpus(
 ) -> None:
     names = [name for name in drafters.trainable() if name != SHARED_CACHE]
     out = built(
-        workshop, tmp_path / "bundle", "fp16", *names, compute_capabilities=[",".join(CAPABILITIES)]
+        workshop,
+        tmp_path / "bundle",
+        "fp16",
+        *names,
+        report=TerminalReport(),
+        compute_capabilities=[",".join(CAPABILITIES)],
     )
     plans = plans_of(bundles.read(out))
     assert {name.partition("-")[0] for name in plans} == {"target", *names}

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from said import Said
 from tiny_backbone import longrope
 from tiny_target import save_llama
 
@@ -342,16 +343,12 @@ def test_the_share_of_padding() -> None:
     assert batches.padding_share(np.array([2, 4, 4, 1]), groups[1:]) == 0
 
 
-def test_training_says_how_much_is_padding(
-    recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_says_how_much_is_padding(recipe: Path, finished: Path, tmp_path: Path) -> None:
     """One line, of the batches that it trains on."""
-    lines: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "print_line", lambda trainer, line: lines.append(line))
-        train.run(recipe, ["train.max_steps=1"], tmp_path, cache=finished / "features")
+    report = Said()
+    train.run(recipe, ["train.max_steps=1"], tmp_path, cache=finished / "features", report=report)
     held_out = features.FeatureCache(finished / "features").length_N
-    said = [line for line in lines if "padding" in line]
+    said = [line for line in report.lines if "padding" in line]
     assert len(said) == 1
     assert said[0].startswith("batches: ")
     assert 0 < float(said[0].split()[1].rstrip("%")) < 100 * (1 - held_out.mean() / held_out.max())
@@ -980,18 +977,18 @@ def test_ctrl_c_and_sigterm_save_a_checkpoint(
     step: int,
     error: BaseException,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The last whole step is kept, and the run ends as an uninterrupted one, bit for bit."""
+    said = Said()
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, name, stop_in(name, call, error))
         with pytest.raises(type(error)):
-            train.run(recipe, out=tmp_path, cache=finished / "features")
+            train.run(recipe, out=tmp_path, cache=finished / "features", report=said)
     newest = checkpoint.latest(tmp_path / "checkpoints")
     assert newest is not None
     assert int(newest.name.removeprefix("step-")) == step
-    said = f"interrupted: {newest} holds step {step}; the same command with --resume goes on"
-    assert said in capsys.readouterr().err
+    line = f"interrupted: {newest} holds step {step}; the same command with --resume goes on"
+    assert line in said.lines
     train.run(recipe, out=tmp_path, resume=True, cache=finished / "features")
     assert curve(tmp_path) == curve(finished)
     weights = Path("drafter", "drafter.safetensors")
@@ -1138,7 +1135,6 @@ def test_the_best_step_is_kept_and_exported(
     tmp_path: Path,
     ema: float,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Validated at 3, 6 and 7: the first was the best, and all checkpoints are younger."""
     weights: list[dict[str, Any]] = []
@@ -1149,23 +1145,21 @@ def test_the_best_step_is_kept_and_exported(
         return validate.Validation((0.5,), (0.5,), next(lengths), (0.1,))
 
     monkeypatch.setattr(Trainer, "validate", measured)
-    folder = train.run(recipe, [f"train.ema={ema}"], tmp_path, cache=finished / "features")
+    said, options = Said(), [f"train.ema={ema}"]
+    folder = train.run(recipe, options, tmp_path, cache=finished / "features", report=said)
     saved = checkpoint.load_drafter(folder)
     assert saved.provenance["steps"] == 3
     assert saved.provenance["validation"]["accepted_length"] == 2.5
     assert all(torch.equal(t, weights[0][n].bfloat16().float()) for n, t in saved.state.items())
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-00000003"]
-    said = " ".join(capsys.readouterr().err.split())
-    assert "exporting step 3 of 7, with the best validation: accepted length 2.500" in said
+    assert "exporting step 3 of 7, with the best validation: accepted length 2.500" in said.text
 
 
-def test_without_validation_the_last_step_is_exported(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = train.run(recipe, ["data.validation_fraction=0", "train.max_steps=2"], tmp_path)
+def test_without_validation_the_last_step_is_exported(recipe: Path, tmp_path: Path) -> None:
+    said, options = Said(), ["data.validation_fraction=0", "train.max_steps=2"]
+    folder = train.run(recipe, options, tmp_path, report=said)
     assert checkpoint.load_drafter(folder).provenance["steps"] == 2
-    said = capsys.readouterr().err
-    assert "exporting step 2, the last: nothing is held out" in said
+    assert "exporting step 2, the last: nothing is held out" in said.lines
     assert not (tmp_path / "best").exists()
 
 
@@ -1178,12 +1172,11 @@ def test_a_run_by_time_names_no_number_of_steps(
     text = recipe.read_text().replace("max_steps = 7", "max_minutes = 5\nwarmup = 0")
     by_time = recipe.with_name("by_time.toml")
     by_time.write_text(text)
-    lines: list[str] = []
+    report = Said()
     shares = iter([0.0, 1.0])
     monkeypatch.setattr(Trainer, "time_share", lambda trainer, started: next(shares))
-    monkeypatch.setattr(Trainer, "print_line", lambda trainer, line: lines.append(line))
-    train.run(by_time, ["train.log_every=1"], tmp_path, cache=finished / "features")
-    steps = [line.split(" loss")[0] for line in lines if line.startswith("step ")]
+    train.run(by_time, ["train.log_every=1"], tmp_path, cache=finished / "features", report=report)
+    steps = [line.split(" loss")[0] for line in report.lines if line.startswith("step ")]
     assert steps == ["step 1", "step 2"]
 
 
@@ -1205,7 +1198,7 @@ def test_each_line_but_the_last_says_when_the_run_ends(
     recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the steps 1 and 2 of 3; both validate, and so does the last."""
-    lines: list[str] = []
+    report = Said()
     asked: list[tuple[int, int, float | None]] = []
 
     def seconds_left(self: Pace, *given: Any) -> float:
@@ -1213,10 +1206,9 @@ def test_each_line_but_the_last_says_when_the_run_ends(
         return 60.0 * given[0]
 
     monkeypatch.setattr(Pace, "seconds_left", seconds_left)
-    monkeypatch.setattr(Trainer, "print_line", lambda trainer, line: lines.append(line))
     options = [f"train.{key}" for key in ("max_steps=3", "log_every=1", "validate_every=1")]
-    train.run(recipe, options, tmp_path, cache=finished / "features")
-    said = [line.split(" tok/s")[1] for line in lines if line.startswith("step ")]
+    train.run(recipe, options, tmp_path, cache=finished / "features", report=report)
+    said = [line.split(" tok/s")[1] for line in report.lines if line.startswith("step ")]
     assert [text.split(" ends ")[0] for text in said] == [", 2 min left,", ", 1 min left,", ""]
     assert asked == [(2, 3, None), (1, 2, None)]
 
@@ -1225,20 +1217,21 @@ def test_the_features_say_when_they_are_done(
     recipe: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """With blocks of two sequences, of which a build that was stopped has done one or two."""
     monkeypatch.setattr(features, "BLOCK", 2)
+    first, second = Said(), Said()
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(features, "_forward", fail_at_call(features._forward, 3))
         with pytest.raises(KeyboardInterrupt):
-            train.run(recipe, ["train.max_steps=1"], out)
-    said = capsys.readouterr().err
-    assert re.search(r"features take \d+\.\d .B in .*features, where \d.* are free\n", said)
-    assert len(re.findall(r"features: \d+%, under 1 min left, ends ", said)) >= 1
-    train.run(recipe, ["train.max_steps=1"], out)
-    shares = [int(x) for x in re.findall(r"features: (\d+)%", capsys.readouterr().err)]
+            train.run(recipe, ["train.max_steps=1"], out, report=first)
+    assert re.search(
+        r"features take \d+\.\d .B in .*features, where \d.* are free$", first.lines[0]
+    )
+    assert any(first.shares["features"])
+    train.run(recipe, ["train.max_steps=1"], out, report=second)
+    shares = second.shares["features"]
     assert len(shares) >= 2
     assert shares == sorted(set(shares))
     assert len(shares) <= 10

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_export import drafters
+from spec_export.cli.report import TerminalReport
 from spec_export.training import checkpoint, recipe
 from spec_export.training import run as train
 from spec_export.training.batches import epoch_batches
@@ -146,7 +147,8 @@ def trained(path: Path, overrides: Sequence[str], folder: Path, cache: Path) -> 
         (folder / EFFORT).unlink(missing_ok=True)
     resume = checkpoint.latest(folder / "checkpoints") is not None
     with _timed(folder):
-        return train.run(path, list(overrides), folder, resume=resume, cache=cache)
+        report = TerminalReport()
+        return train.run(path, list(overrides), folder, resume, cache, report=report)
 
 
 def _without_place(settings: Mapping[str, Any]) -> dict[str, Any]:

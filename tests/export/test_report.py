@@ -1,4 +1,4 @@
-"""A build's progress: one bar on a terminal, plain lines elsewhere, and none of a library's."""
+"""Tests what a command says: one bar on a terminal, plain lines elsewhere, and no library's."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ import re
 from pathlib import Path
 
 import pytest
+from said import Said
 from screen import screen
 from tiny_gguf import write_gguf
 
-from spec_export import progress, target
-from spec_export.progress import StageReport, TenthLines, expected_end
-from spec_runtime.cli.terminal import Console
+from spec_export import target
+from spec_export.cli import report as reports
+from spec_export.cli.report import TenthLines, TerminalReport
+from spec_export.report import expected_end
 
 PROGRAM = """
 import sys
-from spec_export.progress import StageReport
+from spec_export.cli.report import TerminalReport
 
-with StageReport(1) as report:
+report = TerminalReport()
+with report.stages(1):
     with report.stage("loading [red]the target"):
-        report.print("a table")
+        report.line("a line [bold]as it is")
         print("a warning", file=sys.stderr)
     report.expect(2)
     for name in ("a", "b"):
@@ -47,11 +50,12 @@ def test_a_terminal_shows_one_bar() -> None:
             lines.pop()  # nothing stands below it
         elif part != "\r":
             lines[-1] += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", part)
-    assert [line for line in lines if line] == ["a table", "a warning", "done"]
+    assert [line for line in lines if line] == ["a line [bold]as it is", "a warning", "done"]
 
 
 def test_elsewhere_each_stage_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with StageReport(2) as report:
+    report = TerminalReport()
+    with report.stages(2):
         for what in ("loading the target", "hashing the files"):
             with report.stage(what):
                 pass
@@ -71,20 +75,32 @@ def test_loading_a_target_draws_no_bar(tmp_path: Path, capfd: pytest.CaptureFixt
     assert logging.is_progress_bar_enabled(), "as it was"
 
 
-def test_a_log_has_a_line_for_each_tenth(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_has_a_line_for_each_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first part's speed tells the end, and what an earlier run has done is not counted."""
-    clock = iter([100.0, 110.0, 130.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(progress, "expected_end", lambda seconds: f"{seconds:.0f} s left")
-    lines = TenthLines(Console(stderr=True), "answers", done=20)
+    clock, said = iter([100.0, 110.0, 130.0]), Said()
+    monkeypatch.setattr(reports.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(reports, "expected_end", lambda seconds: f"{seconds:.0f} s left")
+    lines = TenthLines(said, "answers", done=20)
     for done in (20, 25, 29, 32, 100):  # nothing new; the first part; the same tenth; the end
-        lines(done, 100, ", 9 tokens/s")
-    assert capsys.readouterr().err.splitlines() == [
+        lines(done, 100, "9 tokens/s")
+    assert said.lines == [
         "answers: 25%, 150 s left, 9 tokens/s",
         "answers: 32%, 170 s left, 9 tokens/s",
     ]
+
+
+def test_progress_and_tables_reach_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    report = TerminalReport()
+    with report.progress("answers [i]") as advance:
+        for done in (0, 3, 6):
+            advance(done, 6, "9 tokens/s")
+    with report.download("a wheel") as advance:
+        advance(1, 2)
+    report.table(("graph", "MB"), [("target", "1.5")])
+    shown = capsys.readouterr().err
+    assert "answers [i]: 50%, under 1 min left, ends " in shown
+    assert re.search("answers \\[i\\] ━+ 6/6 9 tokens/s", shown)
+    assert re.search("│ target │ 1.5 │", shown)
 
 
 @pytest.mark.parametrize(
