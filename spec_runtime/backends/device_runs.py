@@ -1,16 +1,14 @@
 """Runs a session whose feeds, outputs and KV buffers are on a device.
 
-A run copies its feeds there in one piece and brings back what is asked for. Shapes that come again
-are captured as CUDA graphs and replayed.
+A run copies its feeds there in one piece and brings back what is asked for. Repeated shapes are
+captured as CUDA graphs and replayed.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,87 +16,68 @@ import numpy as np
 from spec_runtime.backends.bound_run import BoundRun
 from spec_runtime.backends.captures import no_capture
 from spec_runtime.backends.copies import Copies, Download
-from spec_runtime.backends.packed_feeds import PackedFeeds
+from spec_runtime.backends.device_rows import DeviceRows
+from spec_runtime.backends.graph_cache import GraphCache
+from spec_runtime.backends.layout import PackedFeeds
 from spec_runtime.backends.pad_rows import WIDTHS, PaddedRows, padded_sizes
 from spec_runtime.backends.session import (
     NamingGraph,
+    Viewer,
     bind_buffers,
     empty_value,
     takes_cuda_graphs,
 )
-from spec_runtime.backends.shapes import (
-    MAX_SHAPES,
-    LeastRecentlyUsed,
-    is_cache,
-    mask_width,
-    require_feeds,
-    shape_of,
-)
-from spec_runtime.bundle.manifest import Graph, TensorSpec
+from spec_runtime.backends.shapes import is_cache, mask_width, require_feeds, shape_of
+from spec_runtime.bundle.manifest import Graph
 
 MAX_PLANS = 1024  # a plan is small; there are several for each bound shape
-RUNS_BEFORE_CAPTURE = 1  # there are few shapes, so what comes twice comes often
 MAX_CAPTURED_ROWS = WIDTHS[-1]  # above, kernels take longer than their launches
 
 
-class DeviceRows:
-    """The first `num_rows` rows of an output [R, W] that stays on the device, see base.Rows."""
+@dataclass(frozen=True)
+class RunPlan:
+    """Says what a run does with feeds of certain shapes, worked out once.
 
-    def __init__(
-        self, value: Any, shape: tuple[int, ...], spec: TensorSpec, runs: DeviceRuns
-    ) -> None:
-        self.shape = shape
-        self._value, self._spec, self._runs = value, spec, runs
-        self._num_runs = runs.num_runs
-        self._row_W: dict[int, np.ndarray] = {}
+    Its free axes have `sizes`, those of the binding that serves it `wider` ones. `fetched` and
+    `kept` are the outputs it returns, with their numbers of rows.
+    """
 
-    @property
-    def value(self) -> Any:
-        """The OrtValue of all R rows on the device, padding included, for another graph to read."""
-        self._require_current()
-        return self._value
+    sizes: Mapping[str, int]
+    wider: Mapping[str, int]
+    fetched: tuple[tuple[str, int], ...]
+    kept: tuple[tuple[str, int], ...]
 
-    def __len__(self) -> int:
-        return int(self.shape[0])
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Names all outputs, each once."""
+        return tuple(dict.fromkeys(name for name, _ in (*self.fetched, *self.kept)))
 
-    def __getitem__(self, row: int) -> np.ndarray:
-        """Returns one row [W]."""
-        if row not in self._row_W:
-            self._require_current()
-            assert 0 <= row < len(self), (row, self.shape)
-            self._row_W[row] = self._runs.fetch_row(self._value, self._spec, int(row))
-        return self._row_W[row]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        self._require_current()
-        array = self._runs.fetch(self._value)[: len(self)]
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def _require_current(self) -> None:
-        assert self._num_runs == self._runs.num_runs, "read after the backend's next run"
+    @cached_property
+    def bound_key(self) -> Hashable:
+        """Names the binding: its outputs and the size of each axis."""
+        return self.outputs, *sorted(self.wider.items())
 
 
-class BoundShape:
+class BoundShape(BoundRun):
     """A binding with buffers of its own, for one choice of outputs and one size of each axis.
 
-    Its addresses and shapes never change, which a CUDA graph needs. `run` runs the binding, and
-    `num_rows` is the longest axis of rows.
+    Its addresses and shapes never change, which a CUDA graph needs.
     """
 
     def __init__(
         self,
-        key: Hashable,
-        num_rows: int,
+        session: Any,
         binding: Any,
+        naming: NamingGraph,
+        copies: Copies,
         feeds: PackedFeeds,
         outputs: dict[str, Any],
-        copies: Copies,
         device: str,
-        run: BoundRun,
     ) -> None:
-        self.key, self.num_rows, self.run = key, num_rows, run
+        super().__init__(session, binding, naming, copies)
         self.feeds, self.outputs = feeds, outputs
-        self.plans: list[Hashable] = []  # keys of the plans that run it
+        self.rows: dict[Hashable, PaddedRows] = {}  # by plan: writes its feeds
+        self.downloads: dict[tuple[str, ...], Download] = {}  # by outputs: brings them to the host
         value = empty_value(feeds.memory.shape, "uint8", device)
         self.upload = copies.upload(feeds.memory, value)
         base = value.data_ptr()
@@ -107,47 +86,6 @@ class BoundShape:
             binding.bind_input(name, device, 0, array.dtype, array.shape, address)
         for name, output in outputs.items():
             binding.bind_ortvalue_output(name, output)
-        self._copies = copies
-        self._downloads: dict[tuple[str, ...], Download] = {}
-
-    def download(self, names: tuple[str, ...]) -> Download:
-        """Returns what brings these outputs to the host."""
-        if names not in self._downloads:
-            values = [self.outputs[name] for name in names]
-            self._downloads[names] = self._copies.download(values)
-        return self._downloads[names]
-
-
-@dataclass(frozen=True)
-class RunPlan:
-    """Says what a run does with feeds of certain shapes, worked out once: which binding it runs,
-    how feeds are written there, and which outputs it returns, cut to which shapes."""
-
-    bound: BoundShape
-    rows: PaddedRows
-    download: Download
-    fetched: tuple[tuple[str, int], ...]  # names and numbers of rows, in the download's order
-    kept: tuple[tuple[str, tuple[int, ...], TensorSpec], ...]
-
-
-class _PerThread(threading.local):
-    """The shapes that one thread has bound: ONNX Runtime keeps CUDA graphs by thread."""
-
-    def __init__(self, copies: Copies) -> None:
-        self.plans: dict[Hashable, RunPlan] = {}  # by outputs and the feeds' shapes
-        # Nothing here refers back to this object: all of it goes with DeviceRuns.close.
-        self.eager: LeastRecentlyUsed[BoundShape] = LeastRecentlyUsed(
-            MAX_SHAPES, partial(_drop, copies, self.plans)
-        )
-        # None is dropped: ONNX Runtime cannot forget a graph.
-        self.captured: dict[Hashable, BoundShape] = {}
-
-
-def _drop(copies: Copies, plans: dict[Hashable, RunPlan], bound: BoundShape) -> None:
-    if not bound.run.is_captured:
-        copies.settle()  # memory may go only when nothing is on its way to it
-        for key in bound.plans:
-            plans.pop(key, None)
 
 
 class DeviceRuns:
@@ -156,9 +94,8 @@ class DeviceRuns:
     The mask of a graph in the slots form is cut to a width that holds all rows in use, because
     CUDA's GroupQueryAttention computes over the mask's width ("full_buffer" needs all of it).
 
-    With CUDA graphs, at most MAX_SHAPES shapes that come again are captured. The others run as they
-    are, in the same session and on the same stream, and share with the captured ones the KV buffers
-    alone. Padding (see pad_rows.py) makes shapes come again.
+    Captured and other runs are on the same stream and share only the KV buffers. Padding (see
+    pad_rows.py) lets few shapes serve many runs.
     """
 
     def __init__(
@@ -180,59 +117,58 @@ class DeviceRuns:
         self._outputs = {spec.name: spec for spec in graph.outputs}
         self._cuts_masks = graph.form == "slots" and graph.attention == "bias"
         self._copies = copies
-        self._shapes = _PerThread(copies)
-        self._ids = itertools.count(1)  # 0 is ONNX Runtime's own
-        self._num_graphs = 0
-        self._peek = session.io_binding()  # never run: it makes views of rows
+        self._plans: dict[Hashable, RunPlan] = {}  # by outputs and the feeds' shapes
+        self._bound: GraphCache[BoundShape] = GraphCache(self._has_cuda_graphs, by_thread=True)
+        self._viewer = Viewer(device)
 
     def run(
         self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
         """Returns `outputs`, copied to the host, and `kept`, left on the device."""
-        plan = self._plan(feeds, tuple(outputs), tuple(kept))
-        bound = plan.bound
+        names = tuple(outputs)
+        key, plan = self._plan(feeds, names, tuple(kept))
+        bound = self._bound.get(plan.bound_key, lambda: self._bind(plan))
+        if key not in bound.rows:
+            arrays = bound.feeds.arrays
+            bound.rows[key] = PaddedRows(self._graph, plan.sizes, plan.wider, arrays)
+        if names not in bound.downloads:
+            values = [bound.outputs[name] for name in names]
+            bound.downloads[names] = self._copies.download(values)
         self.num_runs += 1
         bound.upload.claim()
-        plan.rows.write(feeds)
+        bound.rows[key].write(feeds)
         bound.upload.start()
-        bound.run.run()
-        if not bound.run.is_captured:
-            self._maybe_capture(bound)
-        fetched = {}
-        for (name, num_rows), array in zip(plan.fetched, plan.download.read(), strict=True):
+        self._bound.run(plan.bound_key)
+        fetched, arrays = {}, bound.downloads[names].read()
+        for (name, num_rows), array in zip(plan.fetched, arrays, strict=True):
             self.bytes_to_host += array.nbytes
             fetched[name] = array[:num_rows]
-        values = bound.outputs
-        return fetched, {n: DeviceRows(values[n], shape, s, self) for n, shape, s in plan.kept}
+        return fetched, {
+            name: self._rows(name, bound.outputs[name], num_rows) for name, num_rows in plan.kept
+        }
 
     def close(self) -> None:
         """Lets the session and its memory go, once all work is done. Nothing runs afterwards."""
         self._copies.settle()
-        del self._shapes, self._peek, self._session
+        del self._bound, self._session
 
-    def fetch(self, value: Any) -> np.ndarray:
-        """Returns all of an OrtValue, on the host."""
+    def fetch(self, address: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """See device_rows.Memory."""
         self._copies.settle()
+        value = self._viewer.view(address, shape, dtype)
         with no_capture():
             array: np.ndarray = value.numpy()
         self.bytes_to_host += array.nbytes
         return array
 
-    def fetch_row(self, value: Any, spec: TensorSpec, row: int) -> np.ndarray:
-        """Returns one row [W] of an output [R, W], on the host."""
-        width, dtype = value.shape()[1], np.dtype(spec.dtype)
-        address = value.data_ptr() + row * width * dtype.itemsize
-        self._peek.bind_output(spec.name, self._device, 0, dtype, [1, width], address)
-        (view,) = self._peek.get_outputs()
-        return self.fetch(view)[0]
-
-    # ---- plans ----
+    def _rows(self, name: str, value: Any, num_rows: int) -> DeviceRows:
+        dtype = self._outputs[name].dtype
+        return DeviceRows(self, value.data_ptr(), value.shape(), num_rows, dtype)
 
     def _plan(
         self, feeds: Mapping[str, np.ndarray], outputs: tuple[str, ...], kept: tuple[str, ...]
-    ) -> RunPlan:
-        """Returns the plan for these outputs and the feeds' shapes, made when they first come."""
-        shapes = self._shapes
+    ) -> tuple[Hashable, RunPlan]:
+        """Returns the plan for these outputs and the feeds' shapes, and its key."""
         try:
             width = 0
             if self._cuts_masks:
@@ -241,15 +177,12 @@ class DeviceRuns:
         except KeyError:
             require_feeds(self._graph, feeds, (*outputs, *kept))
             raise
-        plan = shapes.plans.get(key)
+        plan = self._plans.get(key)
         if plan is None:
-            if len(shapes.plans) >= MAX_PLANS:
-                shapes.plans.clear()
-            plan = shapes.plans[key] = self._new_plan(feeds, outputs, kept, width)
-            plan.bound.plans.append(key)
-        elif not plan.bound.run.is_captured:
-            shapes.eager.touch(plan.bound.key)
-        return plan
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = self._new_plan(feeds, outputs, kept, width)
+        return key, plan
 
     def _new_plan(
         self,
@@ -263,46 +196,23 @@ class DeviceRuns:
             wider = padded_sizes(self._graph, sizes, self._capacity)
         if width:
             wider = wider | {"S": mask_width(max(width, wider["N"]), self._capacity)}
-        bound = self._bound(tuple(dict.fromkeys((*outputs, *kept))), wider)
-        specs = self._outputs
-        shapes = {name: shape_of(specs[name], sizes) for name in (*outputs, *kept)}
-        return RunPlan(
-            bound,
-            PaddedRows(self._graph, sizes, wider, bound.feeds.arrays),
-            bound.download(outputs),
-            tuple((name, shapes[name][0]) for name in outputs),
-            tuple((name, shapes[name], specs[name]) for name in kept),
+        fetched, left = (
+            tuple((name, shape_of(self._outputs[name], sizes)[0]) for name in names)
+            for names in (outputs, kept)
         )
+        return RunPlan(sizes, wider, fetched, left)
 
-    def _bound(self, names: tuple[str, ...], sizes: Mapping[str, int]) -> BoundShape:
-        key = (names, *sorted(sizes.items()))
-        if key in self._shapes.captured:
-            return self._shapes.captured[key]
-        return self._shapes.eager.get(key, lambda: self._bind(key, names, sizes))
-
-    def _bind(self, key: Hashable, names: Sequence[str], sizes: Mapping[str, int]) -> BoundShape:
-        specs = [self._outputs[name] for name in names]
-        binding = bind_buffers(self._session, self._buffers)
-        return BoundShape(
-            key,
-            max((size for axis, size in sizes.items() if axis != "S"), default=1),
-            binding,
-            PackedFeeds(self._inputs, sizes, self._copies.host),
-            {s.name: empty_value(shape_of(s, sizes), s.dtype, self._device) for s in specs},
+    def _bind(self, plan: RunPlan) -> BoundShape:
+        specs = [self._outputs[name] for name in plan.outputs]
+        bound = BoundShape(
+            self._session,
+            bind_buffers(self._session, self._buffers),
+            self._naming,
             self._copies,
+            PackedFeeds(self._inputs, plan.wider, self._copies.host),
+            {s.name: empty_value(shape_of(s, plan.wider), s.dtype, self._device) for s in specs},
             self._device,
-            BoundRun(self._session, binding, self._naming, self._copies.waits),
         )
-
-    def _maybe_capture(self, bound: BoundShape) -> None:
-        """Captures a shape that came often enough, by more runs with the same feeds: all of them
-        write the same rows to the same slots."""
-        if (
-            self._has_cuda_graphs
-            and bound.run.num_runs > RUNS_BEFORE_CAPTURE
-            and bound.num_rows <= MAX_CAPTURED_ROWS
-            and self._num_graphs < MAX_SHAPES
-        ):
-            bound.run.capture(next(self._ids))
-            self._shapes.captured[bound.key] = bound
-            self._num_graphs += 1
+        num_rows = max((size for axis, size in plan.wider.items() if axis != "S"), default=1)
+        bound.may_capture = num_rows <= MAX_CAPTURED_ROWS
+        return bound

@@ -329,10 +329,10 @@ class Viewer:
         self._device = device
         self._binding = ort.InferenceSession(_IDENTITY, providers=[PROVIDERS["cpu"]]).io_binding()
 
-    def view(self, address: int, shape: Sequence[int], element_type: int) -> Any:
+    def view(self, address: int, shape: Sequence[int], element_type: int | np.dtype) -> Any:
         """Returns a tensor of this shape at `address`.
 
-        element_type is a number of ONNX's enumeration TensorProto.DataType.
+        `element_type` is numpy's, or a number of ONNX's enumeration TensorProto.DataType.
         """
         self._binding.bind_output("y", self._device, 0, element_type, list(shape), address)
         (value,) = self._binding.get_outputs()

@@ -1,11 +1,9 @@
-"""Computes shapes, sizes and widths that all backends need, and keeps what was used last."""
+"""Computes shapes, sizes and widths that all backends need."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,10 +11,7 @@ from spec_runtime.bundle.manifest import BANK, Graph, TensorSpec
 from spec_runtime.errors import UserError
 
 KV = "kv."  # before the names of KV buffers
-MAX_SHAPES = 64  # shapes that a device keeps a context, a binding or a CUDA graph for
 MIN_MASK = 256  # the least width that masks are cut to; the next ones double
-
-_V = TypeVar("_V")
 
 
 def is_cache(spec: TensorSpec) -> bool:
@@ -109,33 +104,3 @@ def mask_width(num_slots: int, capacity: int) -> int:
     while width < num_slots:
         width *= 2
     return min(width, capacity)
-
-
-class LeastRecentlyUsed(Generic[_V]):
-    """At most `limit` values by key; a new one takes the place of the one unused for longest.
-
-    `close` is called with each value that goes.
-    """
-
-    def __init__(self, limit: int, close: Callable[[_V], None]) -> None:
-        self._limit, self._close = limit, close
-        self._values: OrderedDict[Hashable, _V] = OrderedDict()
-
-    def get(self, key: Hashable, make: Callable[[], _V]) -> _V:
-        """Returns the value of `key`, made if it is not there."""
-        if key in self._values:
-            self._values.move_to_end(key)
-            return self._values[key]
-        if len(self._values) >= self._limit:
-            self._close(self._values.popitem(last=False)[1])
-        self._values[key] = made = make()
-        return made
-
-    def touch(self, key: Hashable) -> None:
-        """Counts as a use of the value of `key`."""
-        self._values.move_to_end(key)
-
-    def clear(self) -> None:
-        """Closes all values."""
-        while self._values:
-            self._close(self._values.popitem()[1])

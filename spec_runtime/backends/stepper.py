@@ -7,9 +7,8 @@ writer. KV buffers are lent by other backends.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from spec_runtime.backends.bound_run import BoundRun
 from spec_runtime.backends.captures import free_later, no_capture
 from spec_runtime.backends.copies import Download
 from spec_runtime.backends.cuda import CUDA_SETTINGS
+from spec_runtime.backends.graph_cache import GraphCache
 from spec_runtime.backends.session import (
     NamingGraph,
     OrtBackend,
@@ -38,27 +38,20 @@ RESULT, STATE = "result", "state."
 
 
 class _Side(NamedTuple):
-    """A binding that reads `state` and writes the other side's; `graph_id` names its CUDA graph."""
+    """A binding that reads `state` and writes the other side's."""
 
+    key: Hashable
     binding: Any
     state: dict[str, Any]
     outputs: dict[str, Any]
     result: Download
-    graph_id: int
-
-
-class _PerThread(threading.local):
-    """The runs of one thread by graph id: ONNX Runtime keeps CUDA graphs by thread."""
-
-    def __init__(self) -> None:
-        self.runs: dict[int, BoundRun] = {}
 
 
 class OrtStepper:
     """A session that steps from state to state.
 
     `start` sets the state, `step` runs once and returns the output `result`, `fetch` returns
-    another output of the last run. Each shape of the state has two bindings; on CUDA each is one
+    another output of the last run. Each shape of the state has two bindings; on CUDA each becomes a
     captured graph. `lenders` are the backends whose KV buffers and banks the graph uses: by how
     their names begin here, before their names there. `bytes_to_host` counts what was copied from
     the device so far.
@@ -90,8 +83,9 @@ class OrtStepper:
             must_capture,
         )
         self._session = open_session(path, graph, options)
-        self._has_cuda_graphs = takes_cuda_graphs(self._session)
-        self._here = _PerThread()
+        self._runs: GraphCache[BoundRun] = GraphCache(
+            takes_cuda_graphs(self._session), by_thread=True
+        )
         self._inputs = [spec.name for spec in graph.inputs if spec.name.startswith(STATE)]
         self._results = [spec for spec in graph.outputs if not spec.name.endswith(".out")]
         self._buffers: dict[str, Any] = {}
@@ -125,7 +119,9 @@ class OrtStepper:
         assert self._next is not None, "step before start"
         self._last, other = self._next
         self._next = other, self._last
-        self._run(self._last)
+        key, binding = self._last.key, self._last.binding
+        self._runs.get(key, lambda: BoundRun(self._session, binding, self._naming, self._copies))
+        self._runs.run(key)
         (result,) = self._last.result.read()
         self.bytes_to_host += result.nbytes
         return result.copy()
@@ -141,18 +137,6 @@ class OrtStepper:
         values = self._next[0].state.items()
         return {name.removeprefix(STATE): self._copy(value) for name, value in values}
 
-    def _run(self, side: _Side) -> None:
-        runs = self._here.runs
-        if side.graph_id in runs:
-            runs[side.graph_id].run()
-            return
-        run = BoundRun(self._session, side.binding, self._naming, self._copies.waits)
-        if self._has_cuda_graphs:
-            run.capture(side.graph_id)
-        else:
-            run.run()
-        runs[side.graph_id] = run
-
     def _copy(self, value: Any) -> np.ndarray:
         self._copies.settle()
         with no_capture():
@@ -161,17 +145,17 @@ class OrtStepper:
         return array
 
     def _bind(self, given: Mapping[str, np.ndarray]) -> tuple[_Side, _Side]:
-        first = 2 * len(self._pairs) + 1
         shapes = {spec.name: _fixed(spec) for spec in self._results}
         sides = []
-        for graph_id in (first, first + 1):
+        for number in range(2):
             state = {name: self._zeros(a.shape, str(a.dtype)) for name, a in given.items()}
             outputs = {
                 spec.name: self._zeros(shapes[spec.name], spec.dtype) for spec in self._results
             }
             binding = bind_buffers(self._session, self._buffers)
             result = self._copies.download([outputs[RESULT]])
-            sides.append(_Side(binding, state, outputs, result, graph_id))
+            key = (number, *(array.shape for array in given.values()))
+            sides.append(_Side(key, binding, state, outputs, result))
         for side, other in (sides, sides[::-1]):
             for name in given:
                 side.binding.bind_ortvalue_input(name, side.state[name])

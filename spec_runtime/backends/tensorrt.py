@@ -14,17 +14,17 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from spec_runtime.backends.base import Backend, DeviceBackend, Runtime
 from spec_runtime.backends.cuda_api import Cuda, open_cuda
-from spec_runtime.backends.packed_feeds import PackedFeeds
+from spec_runtime.backends.device_rows import DeviceRows
+from spec_runtime.backends.graph_cache import GraphCache
+from spec_runtime.backends.layout import Layout, PackedFeeds
 from spec_runtime.backends.pad_rows import pad_rows
 from spec_runtime.backends.shapes import (
-    MAX_SHAPES,
-    LeastRecentlyUsed,
     axis_sizes,
     is_cache,
     item_bytes,
@@ -33,7 +33,6 @@ from spec_runtime.backends.shapes import (
 )
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.backends.tensorrt_contexts import ContextMaker, ShapedContext
-from spec_runtime.backends.tensorrt_memory import Layout, PinnedMemory
 from spec_runtime.bundle.manifest import Bundle, Graph, Plan, TensorSpec
 from spec_runtime.errors import UserError
 
@@ -75,46 +74,28 @@ def choose_profile(
 # ------------------------------------------------------------------------------- running
 
 
-class KeptRows:
-    """The first R rows of an output [R, W] that stays on the device, see base.Rows."""
+class BoundContext(ShapedContext):
+    """A context with its feeds in pinned memory, and where its results are on the device."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, device: int, backend: TensorRTBackend):
-        self.shape = shape
-        self._dtype, self._device, self._backend = np.dtype(dtype), device, backend
-        self._num_runs = backend.num_runs
-        self._row_W: dict[int, np.ndarray] = {}
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        """Returns one row [W]."""
-        if row not in self._row_W:
-            assert 0 <= row < len(self), (row, self.shape)
-            self._row_W[row] = self._fetch(int(row), 1)[0]
-        return self._row_W[row]
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self._fetch(0, len(self))
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def _fetch(self, first: int, num_rows: int) -> np.ndarray:
-        assert self._num_runs == self._backend.num_runs, "read after the backend's next run"
-        num_bytes = self.shape[1] * self._dtype.itemsize
-        data = self._backend.fetch(self._device + first * num_bytes, num_rows * num_bytes)
-        return data.view(self._dtype).reshape(num_rows, *self.shape[1:])
+    def __init__(
+        self, context: Any, trt: TensorRT, cuda: Cuda, feeds: PackedFeeds, results: Layout
+    ) -> None:
+        super().__init__(context, trt, cuda)
+        self.feeds, self.results = feeds, results
 
 
-class _Shape(NamedTuple):
-    """What runs with one set of shapes: its context, its feeds in pinned memory, and where its
-    results are."""
+class PinnedMemory:
+    """Pinned host memory that grows to the most that was asked for."""
 
-    context: ShapedContext
-    feeds: PackedFeeds
-    results: Layout
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._memory = np.empty(0, np.int8)
 
-    def close(self) -> None:
-        self.context.close()
+    def first(self, nbytes: int) -> np.ndarray:
+        """Returns its first bytes i8[nbytes]; arrays returned before stay valid."""
+        if nbytes > self._memory.size:
+            self._memory = self._cuda.pinned(max(nbytes, 2 * self._memory.size))
+        return self._memory[:nbytes]
 
 
 class TensorRTBackend(DeviceBackend):
@@ -136,13 +117,12 @@ class TensorRTBackend(DeviceBackend):
     ) -> None:
         self.form, self.capacity, self.num_runs = graph.form, capacity, 0
         self._trt, self._cuda, self._graph, self._profiles = trt, cuda, graph, plan.profiles
-        self._has_cuda_graphs = has_cuda_graphs
         _check_engine(engine, graph, plan, capacity)
         self._allocated: list[int] = []
         self._maker = ContextMaker(engine, trt, plan, cuda)
-        self._shapes: LeastRecentlyUsed[_Shape] = LeastRecentlyUsed(MAX_SHAPES, _Shape.close)
+        self._runs: GraphCache[BoundContext] = GraphCache(has_cuda_graphs)
         # Registered first: a later allocation may fail.
-        weakref.finalize(self, _release, cuda, self._shapes, self._maker, self._allocated)
+        weakref.finalize(self, _release, cuda, self._runs, self._maker, self._allocated)
         self._inputs = {s.name: s for s in graph.inputs if not is_cache(s)}
         self._outputs = {s.name: s for s in graph.outputs if not is_cache(s)}
         most_feeds, most_results = (
@@ -180,46 +160,41 @@ class TensorRTBackend(DeviceBackend):
 
     def run_keeping(
         self, feeds: dict[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
-    ) -> tuple[dict[str, np.ndarray], Mapping[str, KeptRows]]:
+    ) -> tuple[dict[str, np.ndarray], Mapping[str, DeviceRows]]:
         """See DeviceBackend.run_keeping, and `run`."""
         sizes = axis_sizes(self._graph, {name: feeds[name].shape for name in self._inputs})
         profile = choose_profile(self._profiles, sizes)
         most = {axis: three[-1] for axis, three in self._profiles[profile].items()}
         feeds, wider = pad_rows(self._graph, feeds, sizes, self.capacity, most)
-        shape = self._shapes.get(
-            (profile, *sorted(wider.items())), lambda: self._new_shape(profile, wider)
-        )
+        key = (profile, *sorted(wider.items()))
+        run = self._runs.get(key, lambda: self._bind(profile, wider))
         self.num_runs += 1
-        for name, place in shape.feeds.arrays.items():
+        for name, place in run.feeds.arrays.items():
             feed = feeds[name]
             assert feed.dtype == place.dtype, (name, feed.dtype, place.dtype)
             place[...] = feed
-        packed = shape.feeds.memory
+        packed = run.feeds.memory
         self._cuda.to_device(self._feeds, packed.ctypes.data, packed.nbytes)
-        shape.context.run()
-        # Rows behind these are those that pad_rows added.
+        self._runs.run(key)
+        # Rows after these are those that pad_rows added.
         shapes = {name: shape_of(self._outputs[name], sizes) for name in (*outputs, *kept)}
-        results = self._fetch_results(shape.results, {name: shapes[name] for name in outputs})
+        results = self._fetch_results(run.results, {name: shapes[name] for name in outputs})
         if self.num_runs == 1:
             self._maker.save()
-        rows = {
-            name: KeptRows(
-                shapes[name],
-                self._outputs[name].dtype,
-                self._results + shape.results.first[name],
-                self,
-            )
-            for name in kept
-        }
+        rows = {}
+        for name in kept:
+            spec, first = self._outputs[name], self._results + run.results.first[name]
+            padded = shape_of(spec, wider)
+            rows[name] = DeviceRows(self, first, padded, shapes[name][0], spec.dtype)
         return results, rows
 
-    def fetch(self, device: int, nbytes: int) -> np.ndarray:
-        """Returns a copy i8[nbytes] of memory on the device."""
-        landing = self._host_rows.first(nbytes)
-        self._cuda.to_host(landing.ctypes.data, device, nbytes)
+    def fetch(self, address: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+        """See device_rows.Memory."""
+        landing = self._host_rows.first(math.prod(shape) * dtype.itemsize)
+        self._cuda.to_host(landing.ctypes.data, address, landing.nbytes)
         self._cuda.wait()
-        self._bytes_to_host += nbytes
-        return landing.copy()
+        self._bytes_to_host += landing.nbytes
+        return landing.copy().view(dtype).reshape(shape)
 
     def _fetch_results(
         self, layout: Layout, shapes: Mapping[str, tuple[int, ...]]
@@ -240,7 +215,7 @@ class TensorRTBackend(DeviceBackend):
             for name, shape in shapes.items()
         }
 
-    def _new_shape(self, profile: int, sizes: Mapping[str, int]) -> _Shape:
+    def _bind(self, profile: int, sizes: Mapping[str, int]) -> BoundContext:
         context = self._maker.make()
         context.set_device_memory(self._scratch, self._scratch_bytes)
         # The stream is ours alone, so what follows on it comes after the switch.
@@ -263,8 +238,7 @@ class TensorRTBackend(DeviceBackend):
                 f"TensorRT does not take rows {dict(sizes)} of profile {profile}: "
                 f"{self._trt.reason}"
             )
-        shaped = ShapedContext(context, self._trt, self._cuda, self._has_cuda_graphs)
-        return _Shape(shaped, feeds, results)
+        return BoundContext(context, self._trt, self._cuda, feeds, results)
 
     def _malloc(self, nbytes: int) -> int:
         self._allocated.append(self._cuda.malloc(nbytes))
@@ -276,10 +250,10 @@ def _num_bytes(spec: TensorSpec, shape: Sequence[int]) -> int:
 
 
 def _release(
-    cuda: Cuda, shapes: LeastRecentlyUsed[_Shape], maker: ContextMaker, allocated: list[int]
+    cuda: Cuda, runs: GraphCache[BoundContext], maker: ContextMaker, allocated: list[int]
 ) -> None:
     maker.save()
-    shapes.clear()
+    runs.clear()
     for address in allocated:
         cuda.free(address)
 

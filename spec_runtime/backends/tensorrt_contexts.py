@@ -1,10 +1,11 @@
-"""Makes TensorRT's execution contexts, one for each set of shapes, and runs or replays them."""
+"""Makes TensorRT's execution contexts, one for each set of shapes, and runs them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from spec_runtime.backends.cuda_api import Cuda
+from spec_runtime.backends.graph_cache import GraphRun
 from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.backends.tensorrt_kernels import KernelStore, kernels_path
 from spec_runtime.bundle.manifest import Plan
@@ -58,38 +59,37 @@ class ContextMaker:
         self._config = config
 
 
-class ShapedContext:
+class ShapedContext(GraphRun):
     """One execution context, set up for one profile and one set of shapes.
 
     It is never changed again: a CUDA graph is valid only as long as the context that it was
     captured from stays as it was.
     """
 
-    def __init__(self, context: Any, trt: TensorRT, cuda: Cuda, may_capture: bool) -> None:
+    def __init__(self, context: Any, trt: TensorRT, cuda: Cuda) -> None:
         self._context, self._trt, self._cuda = context, trt, cuda
-        self._may_capture = may_capture
-        self._is_warm = False
         self._executable: Any = None
 
-    def run(self) -> None:
-        """Enqueues the first run, which finishes TensorRT's own preparations; then captures, and
-        replays from then on."""
-        if self._executable is None and self._is_warm and self._may_capture:
-            self._executable = self._cuda.capture(self._enqueue)
-        if self._executable is not None:
-            self._cuda.launch(self._executable)
-            return
-        self._enqueue()
-        if not self._is_warm:
-            self._is_warm = True
-            if self._trt.flavour == "tensorrt_rtx":  # TensorRT has no such method
-                capturable = self._context.is_stream_capturable(self._cuda.stream)
-                self._may_capture = self._may_capture and capturable
+    def enqueue(self) -> None:
+        """See GraphRun.enqueue. The first run also finishes TensorRT's own preparations."""
+        self._execute()
+        if not self.has_run and self._trt.flavour == "tensorrt_rtx":  # TensorRT has no such method
+            self.may_capture = bool(self._context.is_stream_capturable(self._cuda.stream))
+
+    def capture(self) -> None:
+        """See GraphRun.capture."""
+        self._executable = self._cuda.capture(self._execute)
+        self.replay()
+
+    def replay(self) -> None:
+        """See GraphRun.replay."""
+        self._cuda.launch(self._executable)
 
     def close(self) -> None:
+        """See GraphRun.close. CUDA itself waits for a graph's last launch."""
         if self._executable is not None:
             self._cuda.destroy(self._executable)
 
-    def _enqueue(self) -> None:
+    def _execute(self) -> None:
         if not self._context.execute_async_v3(self._cuda.stream):
             raise RuntimeError(f"TensorRT does not run: {self._trt.reason}")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.copies import Copies, StreamCopies
-from spec_runtime.backends.packed_feeds import ALIGNMENT
+from spec_runtime.backends.layout import ALIGNMENT
 from spec_runtime.backends.session import Viewer, empty_value
 from spec_runtime.errors import UserError
 from spec_runtime.files.onnx_file import ExternalWeight, read_outline

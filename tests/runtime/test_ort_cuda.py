@@ -22,11 +22,19 @@ import pytest
 from workshop import Workshop
 
 import spec_runtime
-from spec_runtime.backends import Runtime, cuda, device_runs, open_graph, pad_rows, session, shapes
-from spec_runtime.backends.bound_run import BoundRun
+from spec_runtime.backends import (
+    Runtime,
+    cuda,
+    device_runs,
+    graph_cache,
+    open_graph,
+    pad_rows,
+    session,
+    shapes,
+)
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.cpu import CpuBackend
-from spec_runtime.backends.packed_feeds import ALIGNMENT, PackedFeeds
+from spec_runtime.backends.layout import ALIGNMENT, PackedFeeds
 from spec_runtime.backends.session import NamingGraph, OrtBackend
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Graph, TensorSpec
@@ -45,7 +53,6 @@ PROMPTS = ("say abc, 3", "one two. one two. one")
 BUILDS = {"fp16": "bias", "fp32": "full_buffer"}  # the attention of each precision
 OPTIONS: Any = {"max_new_tokens": 40, "ignore_eos": True}
 SAMPLINGS: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5}, {"repetition_penalty": 1.3}, {})
-EAGER_RUNS = device_runs.RUNS_BEFORE_CAPTURE + 1  # of a shape, before its graph is replayed
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +212,7 @@ def test_the_host_waits_only_for_what_it_reads(
 ) -> None:
     """It also waits before it writes memory again that is still being read."""
     rng = np.random.default_rng(3)
-    chunks = [rng.integers(2, 90, 4).tolist() for _ in range(2 * EAGER_RUNS)]
+    chunks = [rng.integers(2, 90, 4).tolist() for _ in range(4)]
     logits = []
     for cuda_graphs in (True, False):
         backend, cache = open_target(folders["fp16"], cuda_graphs=cuda_graphs)
@@ -442,10 +449,9 @@ def test_a_shape_that_comes_again_is_captured_then_replayed(
         backend.run(step(cache, tokens, [0] * len(tokens)), ["logits"])
         cache.commit([0])
         counts.append((device.num_eager, device.num_captured, device.num_replayed))
-    assert device_runs.RUNS_BEFORE_CAPTURE == 1
     assert counts == [
-        *[(1, 0, 0), (2, 1, 0), (2, 1, 1), (3, 1, 1)],
-        *[(3, 1, 2), (3, 1, 3), (4, 2, 3), (4, 2, 4), (4, 2, 5)],
+        *[(1, 0, 0), (1, 1, 0), (1, 1, 1), (2, 1, 1)],
+        *[(2, 1, 2), (2, 1, 3), (2, 2, 3), (2, 2, 4), (2, 2, 5)],
     ]
 
 
@@ -458,7 +464,7 @@ def test_a_capture_leaves_all_rows_as_they_are(
     captured = open_target(folders[precision])
     eager = open_target(folders[precision], cuda_graphs=False)
     rng = np.random.default_rng(0)
-    for _ in range(3 * EAGER_RUNS):
+    for _ in range(6):
         tokens, path = rng.integers(2, 90, 6).tolist(), [0, 2, 3, 5]
         logits = []
         for backend, cache in (captured, eager):
@@ -499,12 +505,12 @@ def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_runs, "MAX_CAPTURED_ROWS", 4)
-    monkeypatch.setattr(device_runs, "MAX_SHAPES", 2)
+    monkeypatch.setattr(graph_cache, "MAX_RUNS", 2)
     monkeypatch.setattr(pad_rows, "WIDTHS", (1, 2, 3, 4))
     backend, cache = open_target(folders["fp16"])
     counts = []
     for width in (5, 1, 2, 3):
-        for _ in range(EAGER_RUNS + 1):
+        for _ in range(3):
             backend.run(step(cache, [5] * width, [0] * width), ["logits"])
         counts.append((device.num_captured, device.num_replayed))
     assert counts == [(0, 0), (1, 1), (2, 2), (2, 2)]
@@ -515,14 +521,14 @@ def test_every_thread_captures_its_own(folders: dict[str, Path], device: fake.De
     feeds, results = step(cache, [5, 6], [0, 0]), []
 
     def run() -> None:
-        for _ in range(EAGER_RUNS + 2):
+        for _ in range(4):
             results.append(backend.run(feeds, ["logits"])["logits"])
 
     for _ in range(2):
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    assert (device.num_eager, device.num_captured) == (2 * EAGER_RUNS, 2)
+    assert (device.num_eager, device.num_captured) == (2, 2)
     assert all(np.array_equal(result, results[0]) for result in results)
 
 
@@ -735,14 +741,14 @@ def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) ->
     packed = PackedFeeds(specs, {"M": 5}, Copies().host)
     assert packed.first == {"c": 0, "x": ALIGNMENT}
     binding = session.io_binding()
-    run = BoundRun(session, binding, NamingGraph("g.onnx"), True)
-    bound = device_runs.BoundShape("key", 5, binding, packed, {}, Copies(), "cpu", run)
+    naming = NamingGraph("g.onnx")
+    bound = device_runs.BoundShape(session, binding, naming, Copies(), packed, {}, "cpu")
     binding.bind_output("y", "cpu")
     for sign in (1, -1):
         packed.arrays["c"][...] = c_M
         packed.arrays["x"][...] = sign * x_M
         bound.upload.start()
-        bound.run.run()
+        bound.enqueue()
         assert binding.get_outputs()[0].numpy().tolist() == [sign * v for v in (1, -2, -3, 4, -5)]
 
 

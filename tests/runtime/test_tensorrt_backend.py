@@ -22,14 +22,21 @@ from workshop import Workshop
 
 import spec_runtime
 from spec_runtime import cli
-from spec_runtime.backends import BACKENDS, Runtime, open_graph, tensorrt_api, tensorrt_kernels
+from spec_runtime.backends import (
+    BACKENDS,
+    Runtime,
+    graph_cache,
+    open_graph,
+    tensorrt_api,
+    tensorrt_kernels,
+)
 from spec_runtime.backends import tensorrt as backend
 from spec_runtime.backends.cuda_api import Cuda
-from spec_runtime.backends.shapes import LeastRecentlyUsed, axis_sizes, num_bytes, shape_of
+from spec_runtime.backends.layout import Layout
+from spec_runtime.backends.shapes import axis_sizes, num_bytes, shape_of
 from spec_runtime.backends.tensorrt import TensorRTBackend
 from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.backends.tensorrt_kernels import kernels_path
-from spec_runtime.backends.tensorrt_memory import Layout
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError, Graph, Plan, TensorSpec
 from spec_runtime.kv import open_cache
@@ -116,23 +123,6 @@ def test_a_plan_must_be_of_this_flavour_version_and_gpu() -> None:
         )
         assert "the bundle has tensorrt_rtx 1.7.1.116 for 8.0, tensorrt_rtx" in str(error.value)
         assert f"--compute-capability {capability}" in str(error.value)
-
-
-def test_recent_values_are_kept_and_the_others_closed() -> None:
-    closed: list[str] = []
-    recent: LeastRecentlyUsed[str] = LeastRecentlyUsed(2, closed.append)
-    for key, expected in (
-        ("a", []),
-        ("b", []),
-        ("a", []),
-        ("c", ["B"]),
-        ("a", ["B"]),
-        ("b", ["B", "C"]),
-    ):
-        assert recent.get(key, key.upper) == key.upper()
-        assert closed == expected, key
-    recent.clear()
-    assert sorted(closed) == ["A", "B", "B", "C"]
 
 
 # ---- the manifest ----
@@ -292,7 +282,7 @@ def test_what_cannot_be_captured_is_enqueued(folder: Path, runtime: fake.Runtime
 def test_shapes_long_unused_give_up_their_contexts(
     folder: Path, runtime: fake.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "MAX_SHAPES", 2)
+    monkeypatch.setattr(graph_cache, "MAX_RUNS", 2)
     target, _, _ = open_target(folder)
     cache = open_cache("contiguous", target.capacity)
     for width in (1, 1, 3, 4, 5, 8, 1):  # filled up to 1, 4 and 8

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from spec_runtime.backends.copies import Copies, StreamCopies
-from spec_runtime.backends.packed_feeds import ALIGNMENT
+from spec_runtime.backends.layout import ALIGNMENT
 from spec_runtime.backends.session import SessionOptions, Viewer, open_session
 from spec_runtime.backends.weights import DeviceWeights
 from spec_runtime.bundle.manifest import Graph, TensorSpec

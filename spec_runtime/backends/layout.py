@@ -1,14 +1,17 @@
-"""Lays a run's results side by side in one buffer, so that one copy brings several to the host."""
+"""Lays arrays side by side in one piece of memory, so that one copy moves several of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from spec_runtime.backends.cuda_api import Cuda
-from spec_runtime.backends.packed_feeds import ALIGNMENT
+from spec_runtime.backends.shapes import shape_of
+from spec_runtime.bundle.manifest import TensorSpec
+
+ALIGNMENT = 256  # bytes; every array begins at a multiple, as an allocation of its own would
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Layout:
         of these arrays, without any other array.
 
         Example: of arrays "a", "b" and "c" at bytes 0, 256 and 512, 5 bytes of each are one piece
-        (0, 517); those of "a" and "c" alone are (0, 5) and (512, 517).
+        (0, 517); those of "a" and "c" only are (0, 5) and (512, 517).
         """
         pieces: list[tuple[int, int]] = []
         follows = False  # whether the array before is wanted, too
@@ -49,15 +52,26 @@ class Layout:
         return pieces
 
 
-class PinnedMemory:
-    """Pinned host memory that grows to the most that was asked for."""
+class PackedFeeds:
+    """Feeds of one shape each in `memory` u8[nbytes], which `allocate` made.
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
-        self._memory = np.empty(0, np.int8)
+    `first` says by name at which byte each begins, here and in a copy on a device, and `arrays` are
+    views to write them by.
+    """
 
-    def first(self, nbytes: int) -> np.ndarray:
-        """Returns its first bytes i8[nbytes]; arrays returned before stay valid."""
-        if nbytes > self._memory.size:
-            self._memory = self._cuda.pinned(max(nbytes, 2 * self._memory.size))
-        return self._memory[:nbytes]
+    def __init__(
+        self,
+        specs: Iterable[TensorSpec],
+        sizes: Mapping[str, int],
+        allocate: Callable[[int], np.ndarray],
+    ) -> None:
+        places = {spec.name: (shape_of(spec, sizes), np.dtype(spec.dtype)) for spec in specs}
+        num_bytes = {
+            name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in places.items()
+        }
+        layout = Layout.of(num_bytes)
+        self.first, self.memory = layout.first, allocate(layout.num_bytes)
+        self.arrays = {
+            name: self.memory[self.first[name] :][: num_bytes[name]].view(dtype).reshape(shape)
+            for name, (shape, dtype) in places.items()
+        }
