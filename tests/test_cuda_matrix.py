@@ -319,9 +319,8 @@ def test_shows_what_a_run_costs(
     ]
     heading = (
         "Calls of CUDA over a stand-in: of the first run, of the captured graph, and of a run "
-        "that replays it. ONNX Runtime runs a fused step twice before it captures it. Host time is "
-        "the median of replayed runs, the target's with placing its rows. Device memory is what "
-        "opening and these runs allocated."
+        "that replays it. Host time is the median of replayed runs, the target's with placing its "
+        "rows. Device memory is what opening and these runs allocated."
     )
     record_property("shown", "\n".join([heading, *lines]))
     assert len(rows) > 0

@@ -13,9 +13,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-import gpu_training as gpu
-
 from spec_runtime.errors import UserError
+from tools.gpu import training as gpu
 from tools.training import ablations, train_drafters
 
 RESULTS = [("a", 1.5), ("b", 2.5), ("c", 2.0)]

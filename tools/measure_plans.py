@@ -24,12 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_graphs import Shape, random_backbone
-
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.writing import write_atomically
 from spec_runtime.mapping import from_mapping, parse_json, to_json
 from spec_runtime.measure import provenance
+from tools.gpu.graphs import Shape, random_backbone
 
 PACKAGE = "tensorrt-rtx-cu13-libs"
 COMPUTE_CAPABILITY, NUM_NODES, NUM_LAYERS = "8.9", 24, 32

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from gpu_graphs import Feeder
 
 import spec_runtime
 from spec_runtime import backends
@@ -33,6 +32,7 @@ from spec_runtime.kv import SlotCache
 from spec_runtime.proposers import PROPOSERS
 from spec_runtime.target import ARGMAX, TOP, Target
 from spec_runtime.trees.tree import TokenTree
+from tools.gpu.graphs import Feeder
 
 # What a graph is run for. The first run of a shape is eager, the second captures it.
 PHASES = EAGER, CAPTURE, REPLAY = "eager", "capture", "replay"
@@ -171,8 +171,9 @@ class GraphRuns:
             assert isinstance(cache, SlotCache), cache
             slot_N, fresh = cache.free_slots(steps.num_nodes)
             width = steps._mask_width(fresh)
-            steps._stepper.start(steps._first_state(0, slot_N, fresh, width))
-            _run_phases(finding, steps._stepper.step)
+            state, stepper = steps._first_state(0, slot_N, fresh, width), steps._stepper
+            # Started anew, so that all phases run the same one of its two bindings.
+            _run_phases(finding, stepper.step, lambda: stepper.start(state))
 
     def _open(
         self, finding: Finding, graph: bundles.Graph, start: Backend | None = None
@@ -202,8 +203,12 @@ def _see_session(finding: Finding, lender: Backend) -> None:
     finding.smallest_buffer = min((value.tensor_size_in_bytes() for value in values), default=0)
 
 
-def _run_phases(finding: Finding, run: Callable[[], Any]) -> None:
+def _run_phases(
+    finding: Finding, run: Callable[[], Any], prepare: Callable[[], Any] = lambda: None
+) -> None:
     for phase in PHASES:
+        mark(finding.name, OPEN)
+        prepare()
         mark(finding.name, phase)
         run()
     cudart.standin_pause_log(1)

@@ -18,7 +18,6 @@ import fake_tensorrt as fake
 import numpy as np
 import onnx_ir as ir
 import pytest
-from gpu_graphs import Shape, random_backbone
 from graphs import Runner, graph_of
 from workshop import Workshop
 
@@ -38,6 +37,7 @@ from spec_runtime.backends.tensorrt_api import import_tensorrt
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import Bundle, Graph, TensorSpec
 from spec_runtime.target import ARGMAX, TOP
+from tools.gpu.graphs import Shape, random_backbone
 
 CAPABILITIES = ("8.0", "8.9", "12.0")
 SHARED_CACHE = "skip_layer"  # its runs would move rows of the target's cache

@@ -1,4 +1,4 @@
-"""Makes, feeds and times graphs for tools/gpu_check.py: random ones or those of a bundle.
+"""Makes, feeds and times graphs for tools/gpu/check.py: random ones or those of a bundle.
 
 A random target has one decoder layer's weights in all its layers. Its file stays small (a tensor is
 stored once), yet at the size of a 7B model every layer streams its weights from device memory: a
@@ -48,13 +48,6 @@ class Shape:
     num_kv_heads: int
     head_dim: int
     draft_vocab: int
-
-    @property
-    def dims(self) -> bundles.Dims:
-        return bundles.Dims(
-            *(self.vocab_size, self.hidden_size, self.num_layers),
-            *(self.num_heads, self.num_kv_heads, self.head_dim),
-        )
 
 
 # ---------------------------------------------------------------------------------------- feeds
@@ -272,29 +265,16 @@ def _write(model: Any, attention: str, path: Path) -> bundles.Graph:
     return dataclasses.replace(graph, attention=attention)
 
 
-def open_alone(
-    graph: bundles.Graph, folder: Path, shape: Shape, capacity: int, device: str
-) -> backends.Backend:
+def open_alone(graph: bundles.Graph, folder: Path, capacity: int, device: str) -> backends.Backend:
     """Opens a graph that belongs to no bundle, as a bundle's backend would open it."""
-    info = bundles.TargetInfo(
-        family="llama",
-        dims=shape.dims,
-        precision=PRECISION_FOR[device],
-        max_length=capacity,
-        scratch=SCRATCH,
-        rope={"type": "default"},
-        taps=(),
-        position_convention="absolute",
-        target_modified=False,
-    )
-    ids: dict[str, Any] = {"bos": None, "eos": [], "pad": None}
-    tokenizer = bundles.TokenizerInfo("tokenizer.json", "", shape.vocab_size, ids, None)
-    files = {file.name: "" for file in folder.iterdir()}  # nobody asks for their hashes
-    manifest = bundles.Manifest(
-        bundles.SCHEMA_VERSION, shape.name, info, {"target": graph}, (), tokenizer, {}, files
-    )
-    runtime = backends.Runtime(BACKEND_FOR[device])
-    return backends.open_graph(bundles.Bundle(folder, manifest), graph, capacity, runtime)
+    path = folder / graph.file
+    if device == "cpu":
+        from spec_runtime.backends.cpu import CpuBackend
+
+        return CpuBackend(path, graph, capacity)
+    from spec_runtime.backends.cuda import CudaBackend
+
+    return CudaBackend(path, graph, capacity, has_cuda_graphs=True)
 
 
 # -------------------------------------------------------------------------------------- a bundle

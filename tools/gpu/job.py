@@ -1,4 +1,4 @@
-"""What the parts of tools/gpu_check.py share: sizes, bundles, prompts, and opened engines."""
+"""What the parts of tools/gpu/check.py share: sizes, bundles, prompts, and opened engines."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import gpu_graphs
-from gpu_graphs import BACKEND_FOR, Shape
-
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure.prompts import NO_CATEGORY, BenchPrompt
+from tools.gpu.graphs import BACKEND_FOR, NUM_MASKS, Shape
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Sizes:
     repeats: int
     attention: Shape
     shapes: tuple[Shape, ...]
-    draft_rows: int = 3 + gpu_graphs.NUM_MASKS  # accepted tokens of a step, and the masks
+    draft_rows: int = 3 + NUM_MASKS  # accepted tokens of a step, and the masks
 
 
 REAL = Sizes(
@@ -73,8 +71,8 @@ class Check:
     """Holds what is checked, and what parts leave for later ones.
 
     `given` are the folders that the part "bundle" reads, and `opened` what it has read for the
-    others. `limits` are the rounding between forms of a row, by bundle; `lengths` accepted length
-    and number of nodes, by drafter; `attention` is the form that the 7B shapes take.
+    others. `limits` are the rounding between forms of a row, by bundle; `attention` is the form
+    that the 7B shapes take.
     """
 
     opened: list[bundles.Bundle]
@@ -84,7 +82,6 @@ class Check:
     work: Path
     given: list[Path] = field(default_factory=list)
     limits: dict[str, float] = field(default_factory=dict)
-    lengths: dict[str, tuple[float, float]] = field(default_factory=dict)
     attention: str = "bias"
     _plain: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)
     _drafting: dict[tuple[Any, ...], spec_runtime.Engine] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The parts of tools/gpu_check.py that ask whether results are the same: one step of each graph,
+"""The parts of tools/gpu/check.py that ask whether results are the same: one step of each graph,
 the texts of each drafter, CUDA graphs on and off, TensorRT."""
 
 from __future__ import annotations
@@ -7,11 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import gpu_graphs
 import numpy as np
-from gpu_graphs import BACKEND_FOR, Feeder
-from gpu_job import Check, contenders, graphs_of, is_fused, label
-from gpu_report import Findings, LeftOut, TableRow, finite
 
 import spec_runtime
 from spec_runtime import backends
@@ -21,6 +17,10 @@ from spec_runtime.bundle import manifest as bundles
 from spec_runtime.measure import audit, bench
 from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.target import ARGMAX, LOGSUMEXP, NEAR_TIE, TOP_IDS, TOP_LOGITS
+from tools.gpu import graphs
+from tools.gpu.graphs import BACKEND_FOR, Feeder
+from tools.gpu.job import Check, contenders, graphs_of, is_fused, label
+from tools.gpu.report import Findings, LeftOut, TableRow, finite
 
 # By precision, how far a row may differ, as the largest |difference| over the row's range: rows of
 # logits and log-probabilities first, then features and other hidden rows. At fp32 the bounds are
@@ -88,26 +88,26 @@ def _compare_graph(
     # LOGSUMEXP is no row, and it follows from the logits.
     outputs = [s.name for s in graph.outputs if not is_cache(s) and s.name != LOGSUMEXP]
     for backend in both:
-        gpu_graphs.fill_banks(backend, graph)
+        graphs.fill_banks(backend, graph)
     errors: dict[str, list[float]] = {"scores": [], "hidden": []}
     same: list[bool] = []
-    for parent_N, path in gpu_graphs.random_trees():
+    for parent_N, path in graphs.random_trees():
         feeds = feeder.feeds(parent_N)
         got, expected = (
             {name: array.copy() for name, array in backend.run(feeds, outputs).items()}
             for backend in both
         )
         feeder.keep(path)
-        kept = (gpu_graphs.written_rows(backend, graph, feeds) for backend in both)
+        kept = (graphs.written_rows(backend, graph, feeds) for backend in both)
         for pair in zip(*kept, strict=True):
-            errors["hidden"] += gpu_graphs.row_errors(*pair)
+            errors["hidden"] += graphs.row_errors(*pair)
         for name in outputs:
             if name in BEST:
                 pairs = (x.reshape(len(x), -1)[:, 0] for x in (got[name], expected[name]))
                 same += np.equal(*pairs).tolist()
             else:
                 kind = "scores" if name in SCORES else "hidden"
-                errors[kind] += gpu_graphs.row_errors(got[name], expected[name])
+                errors[kind] += graphs.row_errors(got[name], expected[name])
             if name == "logits":
                 same += (got[name].argmax(-1) == expected[name].argmax(-1)).tolist()
     return _judge_rows(errors, same, target.precision)
@@ -322,7 +322,7 @@ def tensorrt(check: Check, found: Findings) -> None:
         shape = check.sizes.bundle
         path = found.attempt(
             "building a random target's plans",
-            gpu_graphs.random_bundle,
+            graphs.random_bundle,
             folder,
             shape,
             "cuda",

@@ -1,15 +1,14 @@
-#!/usr/bin/env python3
 """Checks in the first ten minutes on a GPU machine that everything opens, computes the same as the
 CPU and loses nothing, and how fast it is.
 
-    python tools/gpu_check.py --out DIR --bundle DIR [DIR …] --prompts FILE.jsonl
+    python -m tools.gpu.check --out DIR --bundle DIR [DIR …] --prompts FILE.jsonl
         [--wheels DIR] [--minutes 10] [--parts NAME …]
-    python tools/gpu_check.py --out DIR                 a random target, built here
-    python tools/gpu_check.py --out DIR --toy --dry-run [--device cpu]
+    python -m tools.gpu.check --out DIR                 a random target, built here
+    python -m tools.gpu.check --out DIR --toy --dry-run [--device cpu]
 
 Parts, the most valuable first:
 
-environment    GPU, driver, versions, providers, where CUDA's libraries were found
+environment    GPU, driver, versions, providers, which of CUDA's libraries are missing
 bundle         reads the bundles and checks their hashes, or builds one of a random target
 opens          every graph on the device: CUDA graphs taken or not, with the reason
 parity         every graph, random but valid feeds, device against ONNX Runtime's CPU provider
@@ -19,8 +18,7 @@ bench          the shipped drafter and its fused step: accepted length, tokens/s
 drafters       the same for all other drafters and prompt lookup
 attention      milliseconds of four layers with each form of attention, by context and rows
 tensorrt       TensorRT's tokens against ONNX Runtime's, where TensorRT is installed
-shapes         Llama-2-7B and Llama-3-8B dimensions, random weights: verify(n) / verify(1), and the
-               speed-up *predicted* from it = accepted length / ((verify(n) + draft) / verify(1))
+shapes         Llama-2-7B and Llama-3-8B dimensions, random weights: verify(n) / verify(1), draft
 
 Each part is a process of its own under its own time limit: one that hangs is killed, and one that
 crashes takes no other with it. One line a part goes to stdout: verdict, seconds, key figure.
@@ -29,11 +27,14 @@ parts printed. The exit code is 1 if a part failed (something did not open, a nu
 crash, a time-out), 2 if the command line does not fit, else 0.
 
 --wheels DIR installs the wheels of a folder into a temporary place that comes first on Python's
-path; no network is needed. CUDA's libraries are also found beside an installed PyTorch.
+path; no network is needed.
 --dry-run judges no numbers: it is for a machine without a GPU, where CUDA's libraries are stood in
 for, and shows that each part runs to its end and writes its results. With --device cpu the CPU
 is compared with itself, and numbers are judged unless --dry-run is given, too. --toy takes tiny
 sizes.
+
+This file and report.py import only the standard library, so that results are written even where
+packages are broken.
 """
 
 from __future__ import annotations
@@ -47,16 +48,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import gpu_machine
-import gpu_report
-from gpu_report import FAILED, TableRow, left_out
+from tools.gpu import report
+from tools.gpu.report import FAILED, TableRow, left_out
 
-ROOT = Path(__file__).resolve().parents[1]
-PART_SCRIPT = Path(__file__).with_name("gpu_part.py")
+ROOT = Path(__file__).resolve().parents[2]
+PART = ["-m", "tools.gpu.part"]
 # What runs in which order, and the seconds after which a part is killed. A part begins no further
 # piece after two thirds of them.
 SECONDS = {
@@ -74,6 +74,7 @@ SECONDS = {
 }
 NEEDS_BUNDLE = ("opens", "parity", "losslessness", "capture", "bench", "drafters")
 MIN_SECONDS = 10.0  # with less, a part is not begun
+INSTALL_SECONDS = 300
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Job:
         asked.write_text(
             json.dumps({**self.options, "part": name, "seconds": seconds, "carried": self.carried})
         )
-        command = [sys.executable, str(PART_SCRIPT), str(asked), str(result)]
+        command = [sys.executable, *PART, str(asked), str(result)]
         with (self.out / "log.txt").open("ab") as log:
             log.write(f"\n==== {name} ====\n".encode())
             log.flush()
@@ -142,6 +143,38 @@ def run_limited(
     return f"the process ended with exit code {code}, see log.txt" if code else None
 
 
+def install_wheels(folder: Path, site: Path) -> list[str]:
+    """Installs every wheel of `folder` into `site`, without a network, and returns their names.
+
+    Raises ValueError, in one line, if there is none or pip refuses one.
+    """
+    wheels = sorted(folder.glob("*.whl"))
+    if not wheels:
+        raise ValueError(f"got no *.whl in {folder}, expected the wheels to install")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade"]
+    command += ["--target", str(site), *map(str, wheels)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"pip took more than {INSTALL_SECONDS} s for {folder}") from error
+    if done.returncode != 0:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason"]
+        raise ValueError(f"pip cannot install the wheels of {folder}: {said[-1][:300]}")
+    return [wheel.name for wheel in wheels]
+
+
+def part_environment(site: Path | None, given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a part's process.
+
+    Carried packages (`site`) come first on Python's path, then this checkout, then what the caller
+    had set. CUDA's libraries are found by spec_runtime itself, see backends/cuda_libraries.py.
+    """
+    places = [*filter(None, [site]), ROOT, *filter(None, [given.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(map(str, places))}
+    return {**given, **own, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+
+
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line; ends the process with exit code 2 if it does not fit."""
     parser = argparse.ArgumentParser(
@@ -181,7 +214,7 @@ def main(words: Sequence[str] | None = None) -> int:
         work, wheels = Path(folder), []
         if arguments.wheels is not None:
             try:
-                wheels = gpu_machine.install_wheels(arguments.wheels, work / "site")
+                wheels = install_wheels(arguments.wheels, work / "site")
             except ValueError as error:
                 print(f"Error: {error}", file=sys.stderr)
                 return 2
@@ -196,7 +229,7 @@ def main(words: Sequence[str] | None = None) -> int:
             "wheels": wheels,
             "work": str(work),
         }
-        environment = gpu_machine.environment(ROOT, site, os.environ)
+        environment = part_environment(site, os.environ)
         (arguments.out / "log.txt").write_bytes(b"")
         if arguments.dry_run:
             print("Dry run: no number below is judged, or says anything of a GPU.", flush=True)
@@ -234,9 +267,9 @@ def run_parts(job: Job, asked_for: Sequence[str], begin: float, seconds: float) 
             "exit_code": int(failed),
             "seconds": round(time.monotonic() - begin, 2),
         }
-        gpu_report.write(figures, job.out)
+        report.write(figures, job.out)
         if name in asked_for or entries[name]["status"] == FAILED:
-            print(gpu_report.verdict(name, entries[name]), flush=True)
+            print(report.verdict(name, entries[name]), flush=True)
     return int(figures["exit_code"])
 
 

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Trains the drafters of the comparison tables on a GPU that is lent for minutes at a time.
 
-    python tools/gpu_training.py --data A.jsonl.xz B.jsonl --work DIR --send $OUT --minutes 9
+    python tools/training.py --data A.jsonl.xz B.jsonl --work DIR --send $OUT --minutes 9
 
 Run the same command until it says that nothing is left. Each call goes on where the last one was
 stopped, as long as the machine keeps DIR. The stages are
@@ -38,7 +37,8 @@ from pathlib import Path
 
 from spec_runtime.files.writing import write_atomically
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "smollm2-135m"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes" / "smollm2-135m"
 OTHERS = (
     *("eagle", "hydra", "amphista", "medusa", "redrafter", "semi_autoregressive"),
     *("skip_layer", "draft_model"),

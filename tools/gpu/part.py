@@ -1,17 +1,14 @@
-"""Runs one part of tools/gpu_check.py, which starts this file as a process of its own.
+"""Runs one part of tools/gpu/check.py, which starts this file as a process of its own.
 
-    python gpu_part.py ASKED.json RESULT.json
+    python -m tools.gpu.part ASKED.json RESULT.json
 
 The result is written anew after every row, so that a part that is killed leaves what it had found.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
-import os
-import platform
 import signal
 import subprocess
 import sys
@@ -21,18 +18,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import gpu_graphs
-import gpu_report
-import gpu_same
-import gpu_speed
-from gpu_graphs import BACKEND_FOR
-from gpu_job import RANDOM_PROMPTS, REAL, TOY, Check, fused_names, graphs_of, label
-from gpu_report import Findings, LeftOut, TableRow
-
 from spec_runtime import backends
+from spec_runtime.backends.cuda_libraries import load_libraries
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.machine import cpu_model, default_threads
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
+from tools.gpu import graphs, same, speed
+from tools.gpu.graphs import BACKEND_FOR
+from tools.gpu.job import RANDOM_PROMPTS, REAL, TOY, Check, fused_names, graphs_of, label
+from tools.gpu.report import Findings, LeftOut, TableRow, as_json, one_line, write_whole
 
 GRACE = 30  # seconds after which a part that nobody has killed ends itself
 
@@ -41,13 +36,18 @@ GRACE = 30  # seconds after which a part that nobody has killed ends itself
 
 def environment(check: Check, found: Findings) -> None:
     """Reports what the rest is measured on."""
+    packages = ("torch", "cuda-bindings", "tensorrt-rtx-cu13-libs")
+    about = {"device asked for": check.device, "CPU": f"{cpu_model()}, {default_threads()} threads"}
+    about |= provenance.versions((*provenance.PACKAGES, *packages))
     for what, ask in MACHINE.items():
         value = found.attempt(what, ask)
         if value is not None:
-            found.add({"what": what, "value": value})
-    found.add({"what": "device asked for", "value": check.device})
-    about = {row["what"]: row["value"] for row in found.tables["measured"]}
-    found.figure = f"{about.get('GPU', 'no GPU named')}, {about.get('onnxruntime', '')}"
+            about[what] = value
+    for what, value in about.items():
+        found.add({"what": what, "value": value})
+    gpu = about.get("GPU", "no GPU that nvidia-smi names")
+    used = f"no GPU was used ({about['CPU']})" if check.device == "cpu" else gpu
+    found.figure = f"{used}; onnxruntime {about.get('onnxruntime', 'unknown')}"
 
 
 def _gpu() -> str:
@@ -56,63 +56,26 @@ def _gpu() -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise LeftOut(gpu_report.one_line(error)) from error
+        raise LeftOut(one_line(error)) from error
     return "; ".join(done.stdout.splitlines())
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _onnxruntime() -> str:
     from spec_runtime.backends.session import ort
 
-    return f"onnxruntime {ort.__version__}: {', '.join(ort.get_available_providers())}"
-
-
-def _torch() -> str:
-    try:
-        import torch
-    except ImportError as error:
-        raise LeftOut(gpu_report.one_line(error)) from error
-    return f"{torch.__version__}, CUDA {'usable' if torch.cuda.is_available() else 'not usable'}"
-
-
-def _bindings() -> str:
-    for name in ("cuda-bindings", "cuda-python"):
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    raise LeftOut("cuda-bindings is not installed: every run and copy is waited for")
+    return f"{ort.__version__}: {', '.join(ort.get_available_providers())}"
 
 
 def _libraries() -> str:
-    folders = [Path(each) for each in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
-    names = {file.name for folder in folders if folder.name for file in folder.glob("libcu*.so.*")}
-    return ", ".join(sorted(names)) or "none on LD_LIBRARY_PATH: the system's, if there are any"
+    missing = load_libraries()
+    return f"missing: {', '.join(missing)}" if missing else "all are here"
 
 
 MACHINE: dict[str, Callable[[], str]] = {
     "GPU": _gpu,
-    "CPU": _cpu,
-    "python": platform.python_version,
     "onnxruntime": _onnxruntime,
-    "CUDA's Python bindings": _bindings,
     "CUDA's libraries": _libraries,
-    "torch": _torch,
 }
-
-
-def measured_on(device: str, found: Findings) -> str:
-    """Returns the line that says what the figures were measured on."""
-    about = {row["what"]: row["value"] for row in found.tables.get("measured", [])}
-    engine = about.get("onnxruntime", "onnxruntime unknown").partition(":")[0]
-    if device == "cpu":
-        return f"No GPU was used ({about.get('CPU', 'unknown CPU')}; {engine})"
-    return f"{about.get('GPU', 'No GPU that nvidia-smi names')}; {engine}"
 
 
 # --------------------------------------------------------------------------------------- bundle
@@ -136,8 +99,8 @@ def bundle(check: Check, found: Findings) -> None:
 
 
 def _build(check: Check) -> Path:
-    gpu_speed.require_export()
-    return gpu_graphs.random_bundle(check.work, check.sizes.bundle, check.device)
+    speed.require_export()
+    return graphs.random_bundle(check.work, check.sizes.bundle, check.device)
 
 
 # ---------------------------------------------------------------------------------------- opens
@@ -219,14 +182,14 @@ PARTS: dict[str, Callable[[Check, Findings], None]] = {
     "environment": environment,
     "bundle": bundle,
     "opens": opens,
-    "parity": gpu_same.parity,
-    "losslessness": gpu_same.losslessness,
-    "capture": gpu_same.capture,
-    "bench": gpu_speed.bench_shipped,
-    "drafters": gpu_speed.bench_others,
-    "attention": gpu_speed.attention,
-    "tensorrt": gpu_same.tensorrt,
-    "shapes": gpu_speed.shapes,
+    "parity": same.parity,
+    "losslessness": same.losslessness,
+    "capture": same.capture,
+    "bench": speed.bench_shipped,
+    "drafters": speed.bench_others,
+    "attention": speed.attention,
+    "tensorrt": same.tensorrt,
+    "shapes": speed.shapes,
 }
 
 
@@ -238,7 +201,6 @@ def read_job(asked: TableRow) -> Check:
         prompts = read_prompts(Path(asked["prompts"]), sizes.num_prompts)
     check = Check([], prompts, asked["device"], sizes, Path(asked["work"]))
     check.limits |= carried.get("limits", {})
-    check.lengths |= {name: tuple(pair) for name, pair in carried.get("lengths", {}).items()}
     check.attention = carried.get("attention", check.attention)
     check.given = [Path(path) for path in asked["bundles"]]
     check.opened = [bundles.read(Path(path), False) for path in carried.get("bundles", [])]
@@ -253,20 +215,19 @@ def run_part(asked: TableRow, result: Path) -> None:
     def save(found: Findings) -> None:
         entry = found.as_dict(time.monotonic() - begin)
         answer = {"entry": entry, "doing": found.doing, "carried": carried}
-        gpu_report.write_whole(result, gpu_report.as_json(answer))
+        write_whole(result, as_json(answer))
 
     found = Findings(begin + asked["seconds"] * 2 / 3, asked["dry_run"], save)
     name = asked["part"]
     check = found.attempt(name, read_job, asked)
     if check is not None:
         found.attempt(name, PARTS[name], check, found)
-        carried["limits"], carried["lengths"] = check.limits, check.lengths
-        carried["attention"] = check.attention
+        carried["limits"], carried["attention"] = check.limits, check.attention
         if name == "bundle":
             carried["bundles"] = [str(opened.path) for opened in check.opened]
             carried["labels"] = [label(opened) for opened in check.opened]
         if name == "environment":
-            carried["measured_on"] = measured_on(asked["device"], found)
+            carried["measured_on"] = found.figure
             carried["provenance"] = _provenance(asked)
     save(found)
 

@@ -1,4 +1,4 @@
-"""Collects what the parts of tools/gpu_check.py find and writes it as JSON and Markdown.
+"""Collects what the parts of tools/gpu/check.py find and writes it as JSON and Markdown.
 
 This file imports the standard library alone, so that it also works where nothing else does.
 """

@@ -1,0 +1,204 @@
+"""The parts of tools/gpu/check.py that ask how fast it is: drafters, forms of attention, and
+targets of the size of real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import spec_runtime
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.bundle.manifest import ATTENTIONS
+from spec_runtime.measure import bench
+from spec_runtime.target import ARGMAX
+from spec_runtime.trees.tree import chain_parents
+from tools.gpu import graphs
+from tools.gpu.graphs import PRECISION_FOR, Feeder, Shape, milliseconds
+from tools.gpu.job import TINY, Check, contenders, label, shipped
+from tools.gpu.report import Findings, LeftOut, TableRow, finite
+from tools.gpu.same import TOLERANCES, race
+
+# ---------------------------------------------------------------------------------------- bench
+
+
+def bench_shipped(check: Check, found: Findings) -> None:
+    """Runs what a user gets without asking: the first drafter and its fused step."""
+    for opened in check.opened:
+        _bench(check, found, opened, shipped(opened))
+
+
+def bench_others(check: Check, found: Findings) -> None:
+    """Runs the other drafters, prompt lookup, and the other fused steps."""
+    for opened in check.opened:
+        names = [name for name in contenders(opened) if name not in shipped(opened)]
+        _bench(check, found, opened, names)
+
+
+def _bench(check: Check, found: Findings, opened: bundles.Bundle, names: Sequence[str]) -> None:
+    """Runs drafters in turns, against plain decoding on the same backend."""
+    ready: dict[str, spec_runtime.Engine] = {}
+    for name in ("none", *names):
+        engine = found.attempt(f"{label(opened)}, {name}", check.engine, opened, name)
+        if engine is not None:
+            ready[name] = engine
+    reports = found.attempt(
+        label(opened), race, [*ready.values()], check.prompts, check.sizes.bench_tokens
+    )
+    if reports is None:
+        return
+    for (name, engine), report in zip(ready.items(), reports, strict=True):
+        figures = bench.summarise(report)["overall"]
+        found.add(
+            {
+                "bundle": label(opened),
+                "drafter": name if engine.fused else engine.drafter,
+                "accepted length": figures["accepted_length"],
+                "nodes": 1 + figures["nodes_per_step"],
+                "tokens/s": figures["tokens_per_second"],
+                "speed-up": figures["speedup"],
+                "identical": figures["identical"],
+                "outside engines": figures["host_share"],
+            }
+        )
+    rows = [row for row in found.tables["measured"] if row["drafter"] != "none"]
+    best = max(rows, key=lambda row: row["speed-up"] or 0.0, default=None)
+    if best is not None:
+        found.figure = (
+            f"{best['drafter']} {best['speed-up']:.2f} times plain decoding, "
+            f"{best['tokens/s']:.0f} tokens/s, accepted length {best['accepted length']:.2f}"
+        )
+    found.note = (
+        "speed-up over plain decoding on the same backend, whose own row shows the noise; outside "
+        "engines: share of decoding."
+    )
+
+
+# ------------------------------------------------------------------------------------ attention
+
+
+def attention(check: Check, found: Findings) -> None:
+    """Times a few layers with wide heads, with each form of attention."""
+    require_export()
+    sizes, precision = check.sizes, PRECISION_FOR[check.device]
+    shape = sizes.attention
+    backbone = graphs.random_backbone(shape, max(sizes.contexts), precision)
+    traced = graphs.trace_target(backbone)
+    reference: dict[int, np.ndarray] = {}
+    totals: dict[str, float] = {}
+    for variant in ATTENTIONS:
+        folder = check.work / "attention" / variant
+        path = folder / "target.onnx"
+        graph = found.attempt(variant, graphs.write_target, traced, variant, path)
+        for capacity in sizes.contexts if graph is not None else ():
+            what = f"{variant}, S = {capacity}"
+            row = found.attempt(what, _attend, check, graph, folder, capacity, reference)
+            if row is None:
+                continue
+            found.add({"attention": variant, "S": capacity, **row})
+            bound = TOLERANCES[precision][0]
+            if row["Δ"] is None or row["Δ"] > bound:
+                found.fail_number(f"{what}: logits differ by {row['Δ']}, expected {bound:g}")
+            elif capacity == min(sizes.contexts):
+                totals[variant] = sum(row[f"n = {n}"] for n in sizes.widths)
+    if totals:
+        found.figure = ", ".join(f"{name} {ms:.3f} ms" for name, ms in totals.items())
+    check.attention = min(totals, key=lambda variant: totals[variant], default=check.attention)
+    found.note = (
+        f"ms of {shape.num_layers} layers ({shape.num_heads} heads of {shape.head_dim} over "
+        f"{shape.num_kv_heads}, {precision}) for a chain of n rows, in a cache of S slots that is "
+        "full but for the rows; Δ: mean |Δ| of n rows' logits against the first form, over their "
+        "range."
+    )
+
+
+def _attend(
+    check: Check,
+    graph: bundles.Graph,
+    folder: Path,
+    capacity: int,
+    reference: dict[int, np.ndarray],
+) -> TableRow:
+    shape, sizes = check.sizes.attention, check.sizes
+    backend = graphs.open_alone(graph, folder, capacity, check.device)
+    feeder = Feeder(graph, capacity, shape.vocab_size)
+    feeder.prefill(backend, capacity - max(sizes.widths) - 1)
+    row: TableRow = {}
+    for n in sizes.widths:
+        feeds = feeder.feeds(chain_parents(n))
+        row[f"n = {n}"] = milliseconds(backend, feeds, [ARGMAX], sizes.repeats)
+    logits_NV = backend.run(feeds, ["logits"])["logits"].copy()
+    errors = graphs.row_errors(logits_NV, reference.setdefault(capacity, logits_NV))
+    return row | {"Δ": finite(np.mean(errors))}
+
+
+# --------------------------------------------------------------------------------------- shapes
+
+
+def shapes(check: Check, found: Findings) -> None:
+    """Times steps at the size of real targets."""
+    require_export()
+    sizes = check.sizes
+    for shape in sizes.shapes:
+        found.attempt(shape.name, _shape, check, found, shape)
+    rows = [row for row in found.tables.get("measured", []) if row["n"] == 1]
+    found.figure = ", ".join(f"{row['shape']} {row['verify ms']:.2f} ms a row" for row in rows)
+    found.note = (
+        f"random weights, {PRECISION_FOR[check.device]}, attention {check.attention}, context "
+        f"{sizes.context}; the drafter is ParallelSpec's, {sizes.draft_rows} rows. A drafter with "
+        "this accepted length gains: accepted length / ((verify(n) + draft) / verify(1))."
+    )
+    if sizes.shapes == (TINY,):
+        found.note += " Toy dimensions: no figure here is one of a 7B target."
+
+
+def _shape(check: Check, found: Findings, shape: Shape) -> None:
+    sizes, folder, precision = check.sizes, check.work / shape.name, PRECISION_FOR[check.device]
+    backbone = graphs.random_backbone(shape, sizes.context, precision)
+    traced = graphs.trace_target(backbone)
+    target = graphs.write_target(traced, check.attention, folder / "target.onnx")
+    ms = _time_runs(check, target, folder, shape, sizes.verify_widths, [ARGMAX])
+
+    def time_drafter() -> float:
+        path = folder / "drafter.onnx"
+        drafter = graphs.write_drafter(backbone, traced, shape, precision, path)
+        outputs = ["guess_ids", "guess_log_probs"]
+        (draft_ms,) = _time_runs(check, drafter, folder, shape, [sizes.draft_rows], outputs)
+        return draft_ms
+
+    draft_ms = found.attempt(f"{shape.name}, drafter", time_drafter)
+    for n, verify_ms in zip(sizes.verify_widths, ms, strict=True):
+        row: TableRow = {"shape": shape.name, "n": n, "verify ms": verify_ms}
+        row["overhead"] = verify_ms / ms[0]
+        if draft_ms is not None:
+            row |= {"draft ms": draft_ms, "drafter's share": draft_ms / (draft_ms + verify_ms)}
+        found.add(row)
+
+
+def _time_runs(
+    check: Check,
+    graph: bundles.Graph,
+    folder: Path,
+    shape: Shape,
+    widths: Sequence[int],
+    outputs: list[str],
+) -> list[float]:
+    """Returns the milliseconds of a run with each number of rows, in a full context."""
+    capacity = check.sizes.context + graphs.SCRATCH
+    backend = graphs.open_alone(graph, folder, capacity, check.device)
+    feeder = Feeder(graph, capacity, shape.vocab_size)
+    feeder.prefill(backend, check.sizes.context)
+    feeds = (feeder.feeds(chain_parents(n)) for n in widths)
+    return [milliseconds(backend, each, outputs, check.sizes.repeats) for each in feeds]
+
+
+def require_export() -> None:
+    """Raises LeftOut, which says so, if the packages that make graphs are not installed."""
+    try:
+        import onnxscript  # noqa: F401
+        import torch  # noqa: F401
+
+        import spec_export  # noqa: F401
+    except ImportError as error:
+        raise LeftOut(f"making random graphs needs the extra export: {error}") from error
