@@ -1,8 +1,6 @@
-#!/usr/bin/env python3
 """Builds TensorRT-RTX plans of a few layers of large targets, and says what all layers would take.
 
-usage: python tools/measure_plans.py [--model NAME]... [--layers 1,2] [--context 2048]
-       [--json OUT]
+    python -m tools.gpu.plans [--model NAME]... [--layers 1,2] [--context 2048] [--json OUT]
 
 The targets have the shapes of known models, random float16 weights, each layer and the LM head its
 own. Tracing and building are two processes; of the building one, the seconds and the largest
@@ -97,8 +95,8 @@ def measure(name: str, layers: list[int], context: int) -> list[dict[str, Any]]:
     rows = []
     for num_layers in layers:
         with tempfile.TemporaryDirectory() as folder:
-            step = [sys.executable, __file__, "--model", name, "--context", str(context)]
-            step += ["--layers", str(num_layers), "--folder", folder]
+            step = [sys.executable, "-m", "tools.gpu.plans", "--model", name]
+            step += ["--context", str(context), "--layers", str(num_layers), "--folder", folder]
             subprocess.run([*step, "--step", "trace"], check=True)
             ran = subprocess.run([*step, "--step", "build"], check=True, stdout=subprocess.PIPE)
         rows.append({"layers": num_layers} | json.loads(ran.stdout.splitlines()[-1]))
