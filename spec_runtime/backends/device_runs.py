@@ -129,8 +129,8 @@ class DeviceRuns:
         key, plan = self._plan(feeds, names, tuple(kept))
         bound = self._bound.get(plan.bound_key, lambda: self._bind(plan))
         if key not in bound.rows:
-            arrays = bound.feeds.arrays
-            bound.rows[key] = PaddedRows(self._graph, plan.sizes, plan.wider, arrays)
+            places = bound.feeds.arrays
+            bound.rows[key] = PaddedRows(self._graph, plan.sizes, plan.wider, places)
         if names not in bound.downloads:
             values = [bound.outputs[name] for name in names]
             bound.downloads[names] = self._copies.download(values)
@@ -139,8 +139,8 @@ class DeviceRuns:
         bound.rows[key].write(feeds)
         bound.upload.start()
         self._bound.run(plan.bound_key)
-        fetched, arrays = {}, bound.downloads[names].read()
-        for (name, num_rows), array in zip(plan.fetched, arrays, strict=True):
+        results, fetched = bound.downloads[names].read(), {}
+        for (name, num_rows), array in zip(plan.fetched, results, strict=True):
             self.bytes_to_host += array.nbytes
             fetched[name] = array[:num_rows]
         return fetched, {
