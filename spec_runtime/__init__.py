@@ -15,9 +15,10 @@ from spec_runtime.sampling import SamplingParams, TokenLogprob
 from spec_runtime.sessions.session import Session
 from spec_runtime.stats import Stats
 from spec_runtime.step import Step
+from spec_runtime.waiting.admission import QueueFull
 
 if TYPE_CHECKING:
-    from spec_runtime.sessions.async_engine import AsyncEngine, QueueFull
+    from spec_runtime.sessions.async_engine import AsyncEngine
     from spec_runtime.sessions.async_session import AsyncSession
 
 __all__ = [
@@ -45,11 +46,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports what needs asyncio when it is first asked for: that costs 40 ms."""
-    homes = {
-        "AsyncEngine": "async_engine",
-        "QueueFull": "async_engine",
-        "AsyncSession": "async_session",
-    }
+    homes = {"AsyncEngine": "async_engine", "AsyncSession": "async_session"}
     if name not in homes:
         raise AttributeError(name)
     return getattr(import_module(f"spec_runtime.sessions.{homes[name]}"), name)

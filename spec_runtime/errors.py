@@ -39,14 +39,17 @@ def _restored(kind: type[UserError], args: tuple[Any, ...], fields: dict[str, An
 class ContextLengthError(UserError):
     """Says that a prompt is longer than the bundle's context; code "context_length_exceeded"."""
 
-    def __init__(self, num_tokens: int, most: int) -> None:
+    def __init__(self, size: int, most: int, unit: str = "tokens") -> None:
+        context = "the bundle's context"
+        if unit != "tokens":
+            context = f"as many as {context} can hold"
         super().__init__(
-            f"got a prompt of {num_tokens} tokens, expected at most {most}, the bundle's context; "
-            "shorten it or build with a larger --max-length",
+            f"got a prompt of {size} {unit}, expected at most {most}, {context}; shorten it or "
+            "build with a larger --max-length",
             param="prompt",
             code="context_length_exceeded",
         )
-        self.num_tokens, self.most = num_tokens, most
+        self.size, self.most, self.unit = size, most, unit
 
 
 class UnknownDrafterError(UserError):

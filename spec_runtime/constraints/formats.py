@@ -37,6 +37,11 @@ class Grammar:
     end: str = ""
 
 
+def format_error(message: str) -> UserError:
+    """Returns the error of a `response_format` that no answer can follow."""
+    return UserError(message, param="response_format")
+
+
 def read_format(response_format: Any) -> Grammar | None:
     """Returns the grammar that a `response_format` asks for, None for free text.
 
@@ -48,10 +53,10 @@ def read_format(response_format: Any) -> Grammar | None:
     if response_format is None:
         return None
     if not isinstance(response_format, Mapping):
-        raise UserError(f"got response_format {_shown(response_format)}, expected a mapping")
+        raise format_error(f"got response_format {_shown(response_format)}, expected a mapping")
     kind = response_format.get("type")
     if not isinstance(kind, str) or kind not in _KNOWN:
-        raise UserError(
+        raise format_error(
             f"got response_format of type {_shown(kind)}, expected one of {', '.join(_KNOWN)}"
         )
     _require_keys("response_format", response_format, ("type", *_KNOWN[kind]))
@@ -65,14 +70,14 @@ def read_format(response_format: Any) -> Grammar | None:
         return _tagged(response_format)
     value = response_format.get(_KNOWN[kind][0])
     if not isinstance(value, str):
-        raise UserError(f"got {_KNOWN[kind][0]} {_shown(value)}, expected a string")
+        raise format_error(f"got {_KNOWN[kind][0]} {_shown(value)}, expected a string")
     return Grammar("regex" if kind == "regex" else "ebnf", value)
 
 
 def _schema(entry: Any) -> str:
     """Returns the schema of OpenAI's "json_schema" as JSON."""
     if not isinstance(entry, Mapping):
-        raise UserError(
+        raise format_error(
             f"got json_schema {_shown(entry)}, expected a mapping with a name and a schema"
         )
     _require_keys("json_schema", entry, _SCHEMA_KEYS)
@@ -83,7 +88,7 @@ def _tagged(entry: Mapping[str, Any]) -> Grammar:
     """Returns the grammar of JSON between two texts, as tool calls have it."""
     begin, end = entry.get("begin"), entry.get("end")
     if not isinstance(begin, str) or not isinstance(end, str):
-        raise UserError(
+        raise format_error(
             f"got tagged_json from {_shown(begin)} to {_shown(end)}, expected two strings"
         )
     return Grammar("json_schema", schema_text(entry.get("schema")), begin, end)
@@ -92,11 +97,13 @@ def _tagged(entry: Mapping[str, Any]) -> Grammar:
 def schema_text(schema: Any) -> str:
     """Returns a JSON schema, an object or a boolean, as JSON; raises ValueError for others."""
     if not isinstance(schema, Mapping | bool):
-        raise UserError(f"got schema {_shown(schema)}, expected a JSON schema, which is an object")
+        raise format_error(
+            f"got schema {_shown(schema)}, expected a JSON schema, which is an object"
+        )
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(
+        raise format_error(
             f"got a schema that cannot be written as JSON ({brief(error)}), expected objects, "
             "arrays, strings, numbers, booleans and null"
         ) from None
@@ -105,7 +112,7 @@ def schema_text(schema: Any) -> str:
 def _require_keys(where: str, mapping: Mapping[Any, Any], known: tuple[str, ...]) -> None:
     unknown = [key for key in mapping if key not in known]
     if unknown:
-        raise UserError(f"got {where} with {_shown(unknown[0])}, expected {', '.join(known)}")
+        raise format_error(f"got {where} with {_shown(unknown[0])}, expected {', '.join(known)}")
 
 
 def _shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.constraints.base import read
-from spec_runtime.constraints.formats import Grammar
+from spec_runtime.constraints.formats import Grammar, format_error
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
@@ -35,12 +35,12 @@ class GrammarCompiler:
         try:
             import llguidance
         except ImportError:
-            raise UserError(
+            raise format_error(
                 "llguidance is not installed, which response_format needs: pip install "
                 "'specsplit[grammar]'"
             ) from None
         if not eos:
-            raise UserError(
+            raise format_error(
                 "got response_format for a tokenizer without EOS, expected one with EOS, which "
                 "ends what a grammar allows; build the bundle again"
             )
@@ -53,7 +53,7 @@ class GrammarCompiler:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of its Rust code is no Exception
-            raise UserError(
+            raise format_error(
                 f"llguidance cannot read this bundle's tokenizer ({brief(error)}); generate "
                 "without response_format"
             ) from None
@@ -100,7 +100,7 @@ class GrammarCompiler:
 def _invalid(grammar: Grammar, why: object) -> UserError:
     what = {"json_schema": "JSON schema", "regex": "regex", "ebnf": "grammar"}[grammar.kind]
     reason = brief(why, 200)
-    return UserError(f"got {what} {brief(grammar.text, 60)}: {reason}; expected a valid one")
+    return format_error(f"got {what} {brief(grammar.text, 60)}: {reason}; expected a valid one")
 
 
 class LlguidanceMatcher:
@@ -166,7 +166,7 @@ class LlguidanceMatcher:
     def _require_health(self) -> None:
         """Raises ValueError if the library has given up."""
         if self._matcher.is_error():
-            raise UserError(
+            raise format_error(
                 f"the grammar cannot be followed here ({brief(self._matcher.stop_reason())}), "
                 "expected one of less complexity; simplify it"
             )

@@ -89,10 +89,15 @@ def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, A
     if name is not None:
         known = [function["name"] for function in functions]
         if name not in known:
-            raise UserError(f"got tool {name!r:.80}, expected one of {brief(', '.join(known))}")
+            raise UserError(
+                f"got tool {name!r:.80}, expected one of {brief(', '.join(known))}",
+                param="tool_choice",
+            )
         functions = [function for function in functions if function["name"] == name]
     if not functions:
-        raise UserError("got no tools, expected at least one for an answer that calls one")
+        raise UserError(
+            "got no tools, expected at least one for an answer that calls one", param="tools"
+        )
     _reader(family)
     key = "parameters" if family == "llama3" else "arguments"
     definitions: dict[str, Any] = {}
@@ -121,7 +126,8 @@ def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(
             f"got tool_choice {brief(repr(tool_choice), 80)}, expected none, auto, required, or a "
-            "function with its name"
+            "function with its name",
+            param="tool_choice",
         )
     return forced_call(tools, family, function["name"])
 
@@ -129,7 +135,9 @@ def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
     """Returns tools in OpenAI's form as plain dictionaries; raises ValueError for others."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise UserError(f"got tools {brief(repr(tools), 80)}, expected a list of functions")
+        raise UserError(
+            f"got tools {brief(repr(tools), 80)}, expected a list of functions", param="tools"
+        )
     return [_checked_tool(tool) for tool in tools]
 
 
@@ -140,20 +148,23 @@ def _checked_tool(tool: Any) -> dict[str, Any]:
     if not is_tool or not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(
             f"got tool {brief(repr(tool), 80)}, expected type 'function' and a function with a "
-            "name of letters, digits, '_', '.' and '-'"
+            "name of letters, digits, '_', '.' and '-'",
+            param="tools",
         )
     assert isinstance(function, Mapping)
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise UserError(
-            f"got parameters {brief(repr(parameters), 80)} of tool {name}, expected a JSON schema"
+            f"got parameters {brief(repr(parameters), 80)} of tool {name}, expected a JSON schema",
+            param="tools",
         )
     try:
         copied: dict[str, Any] = parse_json(json.dumps({"type": "function", "function": function}))
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(
             f"got tool {name} that cannot be written as JSON ({brief(error, 80)}), expected "
-            "objects, arrays, strings, numbers, booleans and null"
+            "objects, arrays, strings, numbers, booleans and null",
+            param="tools",
         ) from None
     return copied
 

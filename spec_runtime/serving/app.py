@@ -14,8 +14,8 @@ from starlette.types import ASGIApp
 
 from spec_runtime import Engine
 from spec_runtime.serving.errors import ApiError, Json, add_handlers
-from spec_runtime.serving.guards import guarded
-from spec_runtime.serving.page import PAGE_HEADERS, Page, PageRequest, page_html
+from spec_runtime.serving.guards import Guards
+from spec_runtime.serving.page import PAGE_HEADERS, PageRequest, answer, page_html
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.settings import Settings
@@ -29,21 +29,20 @@ def make_app(engine: Engine, settings: Settings) -> ASGIApp:
     No header allows pages of other origins to read its answers (CORS is off).
     """
     service = Service(engine, settings)
-    return guarded(make_unguarded_app(service), settings, service.metrics)
+    return Guards(make_unguarded_app(service), settings, service.metrics)
 
 
 def make_unguarded_app(service: Service) -> FastAPI:
-    """Returns the app without what has to stand in front of it, see `guards.guarded`."""
+    """Returns the app without what has to stand in front of it, see guards.Guards."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with suppress(asyncio.CancelledError):  # by a stop that waits for nothing
             yield
-        await service.async_engine.close()
+        await service.close()
 
     app = FastAPI(title="specsplit", docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.service = service
-    app.state.page = Page(service)
     app.include_router(router)
     add_handlers(app)
     return app
@@ -99,7 +98,7 @@ async def health() -> Response:
 async def ready(request: Request) -> Response:
     """Says that a request would be taken now: 503 where all places are taken."""
     service = _service(request)
-    if not service.has_room:
+    if not service.admission.has_room:
         return Json({"status": "busy"}, 503, {"Retry-After": "1"})
     return Json({"status": "ready"})
 
@@ -116,4 +115,4 @@ async def page() -> Response:
 
 @router.post("/page/answer")
 async def page_answer(body: PageRequest, request: Request) -> Response:
-    return await cast(Page, request.app.state.page).answer(body, request)
+    return await answer(_service(request), body, request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
+from spec_runtime.waiting.admission import QueueFull
 
 MAX_MESSAGE = 1200  # characters
 GONE = 499  # what logs call a client that did not wait for its answer
+
+log = logging.getLogger("spec_runtime")
 
 
 class ApiError(HTTPException):
@@ -45,17 +50,6 @@ def internal_error() -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
-def too_many(message: str, seconds: int) -> ApiError:
-    """Returns the error 429, which asks the client to come back after so many seconds."""
-    return ApiError(
-        429,
-        f"{message}; try again in {seconds} s",
-        kind="rate_limit_error",
-        code="rate_limit_exceeded",
-        headers={"Retry-After": str(seconds)},
-    )
-
-
 def timed_out(seconds: float) -> ApiError:
     message = f"The answer was not complete after {seconds:g} s, the most that this server allows."
     return ApiError(504, message, kind="timeout_error", code="timeout")
@@ -65,6 +59,26 @@ def stopped() -> ApiError:
     """Returns the error of an answer that a stop of the server cuts off."""
     message = "The answer was cancelled: the server is stopping."
     return ApiError(503, message, kind="server_error", code="cancelled")
+
+
+def as_api_error(error: Exception, prompt_field: str | None = None) -> ApiError:
+    """Returns what the client is told of an error: of a UserError its line, of a bug nothing.
+
+    `prompt_field` is the request's field that holds the prompt, where the error is one of encoding
+    it.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if not isinstance(error, UserError):
+        log.error("a request failed", exc_info=error)
+        return internal_error()
+    message = f"{error}; {error.hint}" if error.hint else str(error)
+    if isinstance(error, QueueFull):
+        headers = {"Retry-After": str(error.seconds)}
+        return ApiError(429, message, kind="rate_limit_error", code=error.code, headers=headers)
+    is_of_prompt = prompt_field is not None and error.param in (None, "prompt")
+    param = prompt_field if is_of_prompt else error.param
+    return ApiError(400, message, param=param, code=error.code or "invalid_value")
 
 
 class Json(Response):
@@ -89,6 +103,7 @@ def response(error: ApiError) -> Json:
 def add_handlers(app: FastAPI) -> None:
     """Makes the app answer all of its errors in OpenAI's form."""
     app.add_exception_handler(HTTPException, _refused)
+    app.add_exception_handler(UserError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(Exception, _failed)
@@ -96,11 +111,11 @@ def add_handlers(app: FastAPI) -> None:
 
 async def _refused(request: Request, error: Exception) -> Response:
     """Answers our own errors, and FastAPI's: unknown addresses and methods, unreadable bodies."""
-    assert isinstance(error, HTTPException), error
-    if not isinstance(error, ApiError):
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         error = _reworded(request, error)
-    request.scope["log"]["error"] = error.code
-    return response(error)
+    told = as_api_error(error)
+    request.scope["log"]["error"] = told.code
+    return response(told)
 
 
 def _reworded(request: Request, error: HTTPException) -> ApiError:

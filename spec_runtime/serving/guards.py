@@ -1,7 +1,9 @@
 """Stands in front of the app: who may ask, how much they may send, what they hear when the server
-stops, and a line of log for each.
+stops, and a line of log for each request.
 
-All four are plain ASGI wrappers, so that the app behind them sees a client's disconnect.
+All of it is one plain ASGI wrapper, so that the app sees a client's disconnect. Starlette's
+TrustedHostMiddleware and RequestBodyLimitMiddleware answer in plain text, know neither "localhost."
+nor a limit of time, and break the connection of a client that still sends its body.
 """
 
 from __future__ import annotations
@@ -13,17 +15,15 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import MutableMapping
 from contextlib import suppress
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from spec_runtime.serving.answering import is_event_stream, last_event
 from spec_runtime.serving.errors import GONE, ApiError, ClientGone, response, stopped
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.settings import Settings, plain_host
+from spec_runtime.serving.streams import is_event_stream, last_event
 
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key: the page has no data, probes have no key
 BODY_SECONDS = 30.0  # in which a client has to send its body
@@ -36,26 +36,25 @@ access = logging.getLogger("spec_runtime.access")
 log = logging.getLogger("spec_runtime")
 
 
-def guarded(app: ASGIApp, settings: Settings, metrics: Metrics, has_ids: bool = False) -> ASGIApp:
-    """Returns the app with the guards of this file in front of it.
+class Guards:
+    """Admits requests to an app, reads their bodies, and logs and counts each.
 
-    Where `has_ids`, a further server is in front, see AccessLog. A request that it cancels has lost
-    its client, so that nobody is there to hear of a stop.
-    """
-    admitted = Admission(BodyLimit(app, settings.max_body), settings)
-    return AccessLog(admitted if has_ids else StopNotice(admitted), metrics, has_ids)
+    The log has one JSON line a request, without any of its text. Handlers may add to the line by
+    `scope["log"]`. Mistakes of ours leave a traceback. An ApiError that the app raises is answered,
+    in the midst of a stream as its last event.
 
-
-class AccessLog:
-    """Logs each request as one JSON line, without any of its text, and counts it.
-
-    Handlers may add to the line by `scope["log"]`. Mistakes of ours leave a traceback in the log.
-    Where `has_ids`, requests come with an id in the header X-Request-Id, which the server in front
-    of this app gave them and tells their clients.
+    Where `has_ids`, a further server is in front, which gave requests an id in X-Request-Id and
+    tells it to clients. A request that it cancels has lost its client, so that nobody is there to
+    hear of a stop.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, has_ids: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: Settings, metrics: Metrics, has_ids: bool = False
+    ) -> None:
         self._app = app
+        self._hosts = settings.hosts
+        self._key = None if settings.api_key is None else _digest(settings.api_key.encode())
+        self._max_body = settings.max_body
         self._metrics = metrics
         self._has_ids = has_ids
 
@@ -67,125 +66,151 @@ class AccessLog:
         request_id = f"req_{uuid.uuid4().hex}"
         if self._has_ids:
             request_id = Headers(scope=scope).get("x-request-id", "")[:MAX_ID]
-        more: dict[str, object] = {}
-        scope["log"] = more
-        status, is_complete = GONE, False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal status, is_complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                if not self._has_ids:
-                    header = (b"x-request-id", request_id.encode())
-                    message = {**message, "headers": [*message.get("headers", ()), header]}
-            is_complete = message["type"] == "http.response.body" and not message.get("more_body")
-            await send(message)
-
+        scope["log"] = {}
+        reply = _Reply(scope, send, None if self._has_ids else request_id)
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._answer(scope, receive, reply)
         except Exception:
             log.exception("a request failed")
-            if not is_complete:
+            if not reply.is_complete:
                 raise  # which breaks the connection, so that the client sees an error
         finally:
             seconds = time.perf_counter() - begun
             path = scope["path"] if scope["path"] in NAMED_PATHS else "other"
-            self._metrics.requests.labels(path, status).inc()
+            self._metrics.requests.labels(path, reply.status).inc()
             self._metrics.request_seconds.observe(seconds)
-            self._write(scope, request_id, status, seconds, more)
+            _write_line(scope, request_id, reply.status, seconds)
 
-    def _write(
-        self, scope: Scope, request_id: str, status: int, seconds: float, more: dict[str, object]
-    ) -> None:
-        client = scope.get("client")
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "id": request_id,
-            "client": client[0] if client else None,
-            "method": scope["method"],
-            "path": scope["path"],
-            "status": status,
-            "seconds": round(seconds, 4),
-            **more,
-        }
-        access.info("%s", json.dumps(line))
-
-
-class StopNotice:
-    """Tells clients whose answers a stop cuts off that the server is stopping.
-
-    uvicorn cancels their requests then. It cancels no others: the request of a client that leaves
-    ends by ClientGone.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start: Message | None = None
-        is_complete = False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal start, is_complete
-            await send(message)
-            if message["type"] == "http.response.start":
-                start = message
-            is_complete = message["type"] == "http.response.body" and not message.get("more_body")
-
+    async def _answer(self, scope: Scope, receive: Receive, reply: _Reply) -> None:
         try:
-            await self._app(scope, receive, send_and_note)
-        except asyncio.CancelledError:
-            if is_complete:
-                return
-            error = stopped()
-            scope["log"]["error"] = error.code
-            with suppress(TimeoutError, asyncio.CancelledError):  # of a client that reads nothing
-                async with asyncio.timeout(NOTICE_SECONDS):
-                    if start is None:
-                        await response(error)(scope, receive, send)
-                    elif is_event_stream(start):
-                        await send(last_event(error))
+            self._require_admission(scope)
+            if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+                receive = _replaying(await self._read_body(scope, receive), receive)
+            await self._app(scope, receive, reply)
+        except ApiError as error:
+            await reply.end_with(error)
+        except ClientGone:
+            scope["log"]["gone"] = True
+        except asyncio.CancelledError:  # uvicorn does so when it stops, and never else
+            if self._has_ids:
+                raise
+            if not reply.is_complete:
+                with suppress(TimeoutError, asyncio.CancelledError):  # of one who reads nothing
+                    async with asyncio.timeout(NOTICE_SECONDS):
+                        await reply.end_with(stopped())
 
+    def _require_admission(self, scope: Scope) -> None:
+        """Raises ApiError for an unknown name of the server, or a wrong key.
 
-class Admission:
-    """Refuses requests that address the server by an unknown name, or lack the API key.
-
-    The name is checked because a web page may make its own name point to this machine (DNS
-    rebinding): its scripts could then ask a server that listens on loopback only.
-    """
-
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app = app
-        self._hosts = settings.hosts
-        self._key = None if settings.api_key is None else _digest(settings.api_key.encode())
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
-            scope["log"]["error"] = error.code
-            await response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> ApiError | None:
+        The name is checked because a web page may make its own name point to this machine (DNS
+        rebinding): its scripts could then ask a server that listens on loopback only.
+        """
         headers = Headers(scope=scope)
         if self._hosts is not None and plain_host(_host(headers)) not in self._hosts:
             message = "The server is not known by this name; --allow-host adds one."
-            return ApiError(403, message, code="unknown_host")
+            raise ApiError(403, message, code="unknown_host")
         if self._key is None or scope["path"] in OPEN_PATHS:
-            return None
+            return
         kind, _, key = headers.get("authorization", "").partition(" ")
         is_bearer = kind.lower() == "bearer"
         # Digests have one length, and comparing them takes the same time wherever they differ.
         # Headers come as Latin-1, whatever the client meant.
-        if hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key) and is_bearer:
-            return None
-        message = "Incorrect API key provided." if key else "You didn't provide an API key."
-        return ApiError(
-            401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+        is_right = hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key)
+        if not (is_right and is_bearer):
+            message = "Incorrect API key provided." if key else "You didn't provide an API key."
+            headers_too = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers_too)
+
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
+        """Returns the body. Raises ApiError if it is too large or does not come in time, and
+        ClientGone if it ends early."""
+        message = (
+            f"The request's body is larger than {self._max_body} bytes, the most allowed here."
         )
+        too_large = ApiError(413, message, code="request_too_large")
+        body = bytearray()
+        size = 0
+        most_read = max(self._max_body, MOST_DISCARDED)
+        with suppress(ValueError):
+            if int(Headers(scope=scope).get("content-length", "0")) > most_read:
+                raise too_large
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                has_more = True
+                while has_more and size <= most_read:
+                    received = await receive()
+                    if received["type"] == "http.disconnect":
+                        raise ClientGone
+                    part = received.get("body", b"")
+                    size += len(part)
+                    if size <= self._max_body:
+                        body += part
+                    has_more = received.get("more_body", False)
+        except TimeoutError:
+            message = f"The request's body was not complete after {BODY_SECONDS:g} s."
+            raise ApiError(408, message, code="request_timeout") from None
+        if size > self._max_body:
+            raise too_large
+        return bytes(body)
+
+
+class _Reply:
+    """Passes a response on, and knows how far it has come. `request_id` is told to the client."""
+
+    def __init__(self, scope: Scope, send: Send, request_id: str | None) -> None:
+        self.status = GONE
+        self.is_complete = False
+        self._scope, self._send = scope, send
+        self._request_id = request_id
+        self._is_stream = False
+
+    async def __call__(self, message: Message) -> None:
+        is_start = message["type"] == "http.response.start"
+        if is_start and self._request_id is not None:
+            header = (b"x-request-id", self._request_id.encode())
+            message = {**message, "headers": [*message.get("headers", ()), header]}
+        await self._send(message)
+        if is_start:
+            self.status = message["status"]
+            self._is_stream = is_event_stream(message)
+        self.is_complete = not is_start and not message.get("more_body")
+
+    async def end_with(self, error: ApiError) -> None:
+        """Sends the error as the response, or as the last event of a stream that has begun."""
+        self._scope["log"]["error"] = error.code
+        if self.status == GONE:
+            await response(error)(self._scope, _nothing, self)
+        elif self._is_stream:
+            await self(last_event(error))
+
+
+async def _nothing() -> Message:
+    raise AssertionError("a response reads nothing")
+
+
+def _replaying(body: bytes, receive: Receive) -> Receive:
+    """Returns a function that gives a body that was read, and then what else comes."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+def _write_line(scope: Scope, request_id: str, status: int, seconds: float) -> None:
+    client = scope.get("client")
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "id": request_id,
+        "client": client[0] if client else None,
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "seconds": round(seconds, 4),
+        **scope["log"],
+    }
+    access.info("%s", json.dumps(line))
 
 
 def _digest(key: bytes) -> bytes:
@@ -198,64 +223,3 @@ def _host(headers: Headers) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.rpartition(":")[0] if ":" in host else host
-
-
-class BodyLimit:
-    """Reads a request's whole body before the app does, up to a number of bytes and of seconds."""
-
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app = app
-        self._most = most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            await self._app(scope, receive, send)
-            return
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(scope, receive)
-        except TimeoutError:
-            message = f"The request's body was not complete after {BODY_SECONDS:g} s."
-            await response(ApiError(408, message, code="request_timeout"))(scope, receive, send)
-            return
-        except ApiError as error:
-            scope["log"]["error"] = error.code
-            await response(error)(scope, receive, send)
-            return
-        except ClientGone:
-            return
-        messages: list[MutableMapping[str, Any]] = [
-            {"type": "http.request", "body": body, "more_body": False}
-        ]
-
-        async def replay() -> MutableMapping[str, Any]:
-            return messages.pop() if messages else await receive()
-
-        await self._app(scope, replay, send)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        """Returns the body. Raises ApiError if it is too large, ClientGone if it ends early."""
-        parts: list[bytes] = []
-        size = 0
-        declared = Headers(scope=scope).get("content-length", "0")
-        with suppress(ValueError):
-            if int(declared) > max(self._most, MOST_DISCARDED):
-                raise self._too_large()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            size += len(message.get("body", b""))
-            if size <= self._most:
-                parts.append(message.get("body", b""))
-            elif size > MOST_DISCARDED:
-                raise self._too_large()
-            if not message.get("more_body", False):
-                break
-        if size > self._most:
-            raise self._too_large()
-        return b"".join(parts)
-
-    def _too_large(self) -> ApiError:
-        message = f"The request's body is larger than {self._most} bytes, the most allowed here."
-        return ApiError(413, message, code="request_too_large")

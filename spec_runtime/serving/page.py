@@ -12,12 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import AsyncEngine, Engine, GenerationResult, SamplingParams, Step
+from spec_runtime import Engine, GenerationResult, SamplingParams, Step
 from spec_runtime.engine import OpenedDrafter
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.serving.answering import Answering, Job, event_of
+from spec_runtime.requests.call import Call
+from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.service import Service
+from spec_runtime.serving.streams import event_of
 from spec_runtime.text.tokenizer import Codec
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.drawing import accepted_tree_svg
@@ -70,55 +72,44 @@ class TreeRecorder(ProposerWrapper):
         super().commit(step)
 
 
-class Page:
-    """Answers the page's requests by engines of their own on the server's target.
+async def answer(service: Service, body: PageRequest, request: Request) -> Response:
+    """Returns a stream of events: pieces of text with their depths, then result and tree.
 
-    Each request has its own recorder, and none reuses rows of an earlier prompt: with and without
-    the drafter, the prompt is read in full.
+    Each request has an engine of its own on the server's target, so that none reuses rows of an
+    earlier prompt: with and without the drafter, the prompt is read in full.
     """
+    engine = service.engine
+    recorders: list[TreeRecorder] = []
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def record(proposer: Proposer) -> Proposer:
+        recorders.append(TreeRecorder(proposer))
+        return recorders[0]
 
-    async def answer(self, body: PageRequest, request: Request) -> Response:
-        """Returns a stream of events: pieces of text with their depths, then result and tree."""
-        service, engine = self._service, self._service.engine
-        recorders: list[TreeRecorder] = []
-
-        def record(proposer: Proposer) -> Proposer:
-            recorders.append(TreeRecorder(proposer))
-            return recorders[0]
-
-        def jobs() -> list[Job]:
-            params = SamplingParams(
-                max_new_tokens=body.max_tokens, temperature=body.temperature, seed=body.seed
-            )
-            prompt = service.check_prompt(engine.encode(body.prompt), "prompt")
-            return [Job(0, prompt, params)]
-
-        def events(answering: Answering) -> AsyncGenerator[str, None]:
-            return _events(answering, watched, recorders)
-
-        plain = OpenedDrafter("none", PlainProposer(), Budget(1))
-        watched = (
-            engine.observed(record)
-            if body.drafter
-            else Engine(engine.target, engine.tokenizer, plain)
+    def prepare() -> list[Call]:
+        params = SamplingParams(
+            max_new_tokens=body.max_tokens, temperature=body.temperature, seed=body.seed
         )
-        own = AsyncEngine(watched, max_waiting=0)
-        return await service.open_stream(request, own, jobs, events)
+        prompt = service.check_prompt(engine.encode(body.prompt), "prompt")
+        return [watched.prepare(prompt, params=params)]
+
+    plain = OpenedDrafter("none", PlainProposer(), Budget(1))
+    watched = (
+        engine.observed(record) if body.drafter else Engine(engine.target, engine.tokenizer, plain)
+    )
+    answers = service.begin(request, watched, prepare, is_stream=True)
+    return service.event_stream(request, answers, _events(answers, watched, recorders))
 
 
 async def _events(
-    answering: Answering, engine: Engine, recorders: list[TreeRecorder]
+    answers: Answers, engine: Engine, recorders: list[TreeRecorder]
 ) -> AsyncGenerator[str, None]:
-    async for _, chunk in answering:
+    async for _, chunk in answers:
         if chunk.token_ids or chunk.pieces:
             pieces = [[piece.text, piece.depth] for piece in chunk.pieces]
             yield event_of({"pieces": pieces, "tokens": len(chunk.token_ids)})
     tree = recorders[0].last if recorders else None
     svg = None if tree is None else drawn(engine.tokenizer, engine.drafter, *tree)
-    figures = _figures(answering.results[0], engine.drafter, engine.target.precision)
+    figures = _figures(answers.results[0], engine.drafter, engine.target.precision)
     yield event_of({"result": figures, "tree": svg})
 
 

@@ -28,17 +28,16 @@ except ModuleNotFoundError as error:
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Scope
 
 from spec_runtime import QueueFull, load
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.serving.app import make_unguarded_app
 from spec_runtime.serving.errors import ApiError, Json
-from spec_runtime.serving.guards import guarded
+from spec_runtime.serving.guards import Guards
 from spec_runtime.serving.metrics import CarriedMetrics, Metrics
 from spec_runtime.serving.processes import set_up_logs
 from spec_runtime.serving.relay import Messages, Relay, ReplicaDied, answers_of
@@ -162,7 +161,7 @@ class EngineReplica:
         """Raises RuntimeError where the engine is closed, or has hung: no step may take longer than
         a whole request. Ray then starts another replica in place of this one."""
         assert self._service.engine.target is not None, "it raises if the engine is closed"
-        seconds = self._service.async_engine.seconds_in_step
+        seconds = self._service.queue.seconds_in_step
         if seconds > self._service.settings.timeout:
             raise RuntimeError(f"the engine has been in one step for {seconds:.0f} s")
 
@@ -193,7 +192,7 @@ class Front:
             Route("/metrics", self._scrape),
             Mount("/", Relay(self._ask, self._settings.timeout, self._metrics)),
         ]
-        return guarded(Starlette(routes=routes), self._settings, self._metrics, has_ids=True)
+        return Guards(Router(routes), self._settings, self._metrics, has_ids=True)
 
     async def _ask(self, scope: Scope, body: bytes) -> Messages:
         """Yields the messages of one replica's answer. Raises what Relay expects."""
@@ -205,9 +204,7 @@ class Front:
         except RayActorError as error:
             raise ReplicaDied(str(error).partition("\n")[0]) from error
         except BackPressureError as error:
-            raise QueueFull(
-                f"{error.args[1]} requests are waiting, the most allowed here"
-            ) from error
+            raise QueueFull(f"{error.args[1]} requests are waiting") from error
         except DeploymentUnavailableError as error:
             raise ApiError(503, "No replica could start.", kind="server_error") from error
         except (asyncio.CancelledError, GeneratorExit, ApiError):  # nobody waits for it any more

@@ -15,17 +15,9 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spec_runtime import QueueFull
-from spec_runtime.serving.answering import is_event_stream, last_event
-from spec_runtime.serving.errors import (
-    ApiError,
-    ClientGone,
-    internal_error,
-    response,
-    timed_out,
-    too_many,
-)
-from spec_runtime.serving.gates import unless_gone
+from spec_runtime.serving.errors import ApiError, as_api_error, internal_error, timed_out
 from spec_runtime.serving.metrics import CarriedMetrics, Metrics, count_carried
+from spec_runtime.serving.streams import is_event_stream, unless_gone
 
 MOST_ASKED = 3  # replicas, so that a request that kills them does not kill them all
 WAIT_SECONDS = 0.1  # before a request that was accepted tries a full queue again
@@ -48,9 +40,10 @@ class Relay:
     `ask(scope, body)` yields the messages of one replica's answer, see `answers_of`, some at a
     time. It raises ReplicaDied, or QueueFull where too many requests wait. A request of which the
     client has got nothing is then asked again, of up to three replicas; once it was accepted, a
-    full queue does not refuse it any more. What is no stream is sent when it is complete. A stream
-    that is cut ends with an error as its last event. `timeout` are the seconds of a request, its
-    waiting included. `metrics` gets what replicas count.
+    full queue does not refuse it any more. What is no stream is sent when it is complete.
+    `timeout` are the seconds of a request, its waiting included. `metrics` gets what replicas
+    count. Raises ApiError for whatever goes wrong, also in the midst of a stream, and ClientGone;
+    `guards.Guards` tells the client.
     """
 
     def __init__(
@@ -64,16 +57,7 @@ class Relay:
         first = await receive()  # has the whole body, see guards.BodyLimit
         reply = _Reply(scope, send, self._metrics)
         body = first.get("body", b"")
-        try:
-            await unless_gone(receive, self._answer(carried_scope(scope), body, reply))
-        except ClientGone:
-            scope["log"]["gone"] = True
-        except ApiError as error:
-            scope["log"]["error"] = error.code
-            if reply.is_begun:
-                await reply.end_with(error)
-            else:
-                await response(error)(scope, receive, send)
+        await unless_gone(receive, self._answer(carried_scope(scope), body, reply))
 
     async def _answer(self, scope: Scope, body: bytes, reply: _Reply) -> None:
         """Asks replicas until one has answered. Raises ApiError if none does."""
@@ -84,11 +68,8 @@ class Relay:
                 await reply.finish()
         except TimeoutError:
             raise timed_out(self._timeout) from None
-        except ApiError:
-            raise
         except Exception as error:
-            log.exception("a request failed")
-            raise internal_error() from error
+            raise as_api_error(error) from error
         if not reply.is_complete:
             log.error("a replica's answer ended early: %s %s", scope["method"], scope["path"])
             raise internal_error()
@@ -100,9 +81,9 @@ class Relay:
                 async for messages in answer:
                     await reply.take(messages)
             return True
-        except QueueFull as error:
+        except QueueFull:
             if not reply.num_deaths:
-                raise too_many(str(error), 1) from error
+                raise
             await asyncio.sleep(WAIT_SECONDS)
         except ReplicaDied as error:
             if reply.is_whole:
@@ -165,10 +146,6 @@ class _Reply:
         self.num_deaths += 1
         self._log["replicas_died"] = self.num_deaths
         self._held = []
-
-    async def end_with(self, error: ApiError) -> None:
-        """Ends a stream with an error."""
-        await self._send(last_event(error))
 
     def _retries(self) -> list[tuple[bytes, bytes]]:
         return [(RETRIES_HEADER, b"%d" % self.num_deaths)] if self.num_deaths else []

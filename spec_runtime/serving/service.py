@@ -1,33 +1,38 @@
-"""Answers requests by one engine: admits them, prepares them, runs them, writes the replies."""
+"""Answers requests by one engine: puts them in its queue, and writes the replies."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from spec_runtime import AsyncEngine, Engine, GenerationResult, SamplingParams
-from spec_runtime.serving.answering import Answering, EventStream, Job, as_api_error, event_of
-from spec_runtime.serving.errors import ApiError, Json
-from spec_runtime.serving.gates import Gate, unless_gone
+from spec_runtime import Engine, SamplingParams
+from spec_runtime.constraints.tools import format_of_choice
+from spec_runtime.errors import UserError
+from spec_runtime.requests.call import Call
+from spec_runtime.serving.answers import Answers
+from spec_runtime.serving.errors import ApiError, Json, as_api_error
 from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.replies import TokenTexts, usage
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
 from spec_runtime.serving.settings import Settings
-from spec_runtime.serving.tool_calls import CallReader, required_format
+from spec_runtime.serving.streams import EventStream, event_of, unless_gone
+from spec_runtime.serving.tool_calls import CallReader
 from spec_runtime.serving.writers import ChatWriter, CompletionWriter, Writer
+from spec_runtime.sessions.engine_queue import EngineQueue, Prepare
 from spec_runtime.text.tokenizer import Prompt, Tools
+from spec_runtime.waiting.admission import Admission
 
 
 class Service:
-    """Answers chat and completion requests.
+    """Answers chat and completion requests, in the order of their coming.
 
-    At most 1 + max_waiting requests are with the engine, in the order of their coming. A stream
-    whose client reads slowly leaves the engine to others and counts among the open streams only.
+    At most 1 + max_waiting requests are in the queue. A stream whose client reads slowly leaves the
+    engine to others and counts among the open streams only.
     """
 
     def __init__(self, engine: Engine, settings: Settings, metrics: Metrics | None = None) -> None:
@@ -35,10 +40,13 @@ class Service:
         self.settings = settings
         self.metrics = metrics or Metrics()
         self.started = int(time.time())
-        self.async_engine = AsyncEngine(engine, max_waiting=settings.max_waiting)
-        waiting, streams = settings.max_waiting, settings.max_streams
-        self._places = Gate(1 + waiting, f"{waiting} requests are waiting, the most allowed here")
-        self._streams = Gate(streams, f"{streams} streams are open, the most allowed here")
+        self.admission = Admission(settings.max_waiting, settings.max_streams, self._note_counts)
+        self.queue = EngineQueue(self.admission)
+
+    async def close(self) -> None:
+        """Ends all requests, and closes the engine."""
+        await self.queue.close()
+        await asyncio.to_thread(self.engine.close)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answers /v1/chat/completions."""
@@ -48,142 +56,95 @@ class Service:
         family = "" if template is None else template.tool_family
         tools = body.usable_tools
 
-        def jobs() -> list[Job]:
+        def prepare() -> list[Call]:
             prompt = self._encoded(messages, "messages", tools=tools)
             options = body.options(self.engine.target.max_length - len(prompt))
-            if tools and (forced := required_format(tools, body.tool_choice, family)) is not None:
+            if tools and (forced := format_of_choice(tools, body.tool_choice, family)) is not None:
                 options["response_format"] = forced
-            params = SamplingParams(**options)
-            return [Job(i, prompt, _seeded(params, i)) for i in range(body.num_choices)]
+            return self._calls(prompt, SamplingParams(**options), body.num_choices)
 
         def make_reader() -> CallReader:
             return CallReader(family, at_most=1 if body.parallel_tool_calls is False else None)
 
         texts = self._texts(body)
         writer = ChatWriter(self.settings.name, texts, make_reader if tools else None)
-        return await self._answer(body, request, jobs, writer, 1)
+        return await self._answer(body, request, prepare, writer, 1)
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
         """Answers /v1/completions."""
         prompts, tokenizer = body.prompts, self.engine.tokenizer
-        echoes: list[str] | None = [] if body.echo else None  # which `jobs` fills
+        echoes: list[str] | None = [] if body.echo else None  # which `prepare` fills
         self._check(body.model, body.num_choices * len(prompts))
 
-        def jobs() -> list[Job]:
+        def prepare() -> list[Call]:
             params = SamplingParams(**body.options())
-            made: list[Job] = []
+            calls: list[Call] = []
             for prompt in prompts:
                 ids = self._encoded(prompt, "prompt", raw=True)
                 if echoes is not None:  # ids that are no tokens were refused above
                     text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
                     echoes.extend([text] * body.num_choices)
-                for i in range(body.num_choices):
-                    made.append(Job(len(made), ids, _seeded(params, i)))
-            return made
+                calls += self._calls(ids, params, body.num_choices)
+            return calls
 
         writer = CompletionWriter(self.settings.name, self._texts(body), echoes)
-        return await self._answer(body, request, jobs, writer, len(prompts))
+        return await self._answer(body, request, prepare, writer, len(prompts))
 
-    @property
-    def has_room(self) -> bool:
-        """Says whether a request would be taken now."""
-        return self._places.inside < self._places.most
+    def begin(self, request: Request, engine: Engine, prepare: Prepare, is_stream: bool) -> Answers:
+        """Puts a request in the queue. Raises QueueFull if there is no place."""
+        log = request.scope["log"]
 
-    async def run(
-        self,
-        request: Request,
-        engine: AsyncEngine,
-        jobs: Callable[[], list[Job]],
-    ) -> Answering:
-        """Takes a place at the engine, prepares the jobs in a worker thread and begins them.
+        def prepare_and_note() -> list[Call]:
+            calls = list(prepare())
+            log["prompt_tokens"] = sum(len(call.prompt) for call in calls)
+            return calls
 
-        Raises ApiError if there is no place, or the jobs are refused.
-        """
-        begun = time.monotonic()
-        self._places.enter()
-        self._note_places()
+        timeout, metrics = self.settings.timeout, self.metrics
+        return Answers(self.queue, engine, prepare_and_note, is_stream, timeout, metrics)
 
-        def leave() -> None:
-            self._places.leave(time.monotonic() - begun)
-            self._note_places()
-
-        try:
-            prepared = await asyncio.to_thread(jobs)
-        except BaseException as error:
-            leave()
-            if isinstance(error, Exception):
-                raise as_api_error(error) from error
-            raise
-        request.scope["log"]["prompt_tokens"] = sum(len(job.prompt) for job in prepared)
-        timeout = self.settings.timeout
-        return Answering(engine, prepared, timeout, self.metrics, leave)
-
-    async def open_stream(
-        self,
-        request: Request,
-        engine: AsyncEngine,
-        jobs: Callable[[], list[Job]],
-        events: Callable[[Answering], AsyncGenerator[str, None]],
+    def event_stream(
+        self, request: Request, answers: Answers, events: AsyncGenerator[str, None]
     ) -> Response:
-        """Begins the jobs as `run` does, and returns the stream of their events."""
-        begun = time.monotonic()
-        self._streams.enter()
-        self.metrics.streams.set(self._streams.inside)
+        """Returns the stream of the events made of these answers."""
 
-        def leave() -> None:
-            self._streams.leave(time.monotonic() - begun)
-            self.metrics.streams.set(self._streams.inside)
+        def close() -> None:
+            answers.close()
+            _note_results(request, answers)
 
-        try:
-            answering = await self.run(request, engine, jobs)
-        except BaseException:
-            leave()
-            raise
-
-        async def close() -> None:
-            await answering.aclose()
-            leave()
-            _note_results(request, answering.results)
-
-        return EventStream(events(answering), close)
+        return EventStream(events, close)
 
     async def _answer(
         self,
         body: ChatRequest | CompletionRequest,
         request: Request,
-        jobs: Callable[[], list[Job]],
+        prepare: Prepare,
         writer: Writer,
         num_prompts: int,
     ) -> Response:
+        answers = self.begin(request, self.engine, prepare, bool(body.stream))
         if body.stream:
             request.scope["log"]["stream"] = True
-
-            def events(answering: Answering) -> AsyncGenerator[str, None]:
-                return _events(answering, writer, body.includes_usage, num_prompts)
-
-            return await self.open_stream(request, self.async_engine, jobs, events)
-        answering = await self.run(request, self.async_engine, jobs)
+            events = _events(answers, writer, body.includes_usage, num_prompts)
+            return self.event_stream(request, answers, events)
         try:
-            results = await unless_gone(request.receive, _collected(answering))
+            results = await unless_gone(request.receive, answers.collect())
         finally:
-            await answering.aclose()
-            _note_results(request, answering.results)
+            answers.close()
+            _note_results(request, answers)
         choices = [writer.whole(index, result) for index, result in enumerate(results)]
         return Json(writer.heading.reply(choices, usage(results, num_prompts)))
 
     def _encoded(
-        self, prompt: Prompt, param: str, raw: bool = False, tools: Tools | None = None
+        self, prompt: Prompt, field: str, raw: bool = False, tools: Tools | None = None
     ) -> list[int]:
-        """Returns the ids of a prompt, within the server's limit."""
+        """Returns the ids of the prompt in this field of the request, within the server's limit."""
         try:
             ids = self.engine.encode(prompt, raw, tools=tools)
-        except ValueError as error:
-            code = getattr(error, "code", None)
-            param = "tools" if "tool" in str(error) else param
-            raise ApiError(400, str(error), param=param, code=code) from error
-        return self.check_prompt(ids, param)
+        except UserError as error:
+            raise as_api_error(error, field) from error
+        return self.check_prompt(ids, field)
 
-    def check_prompt(self, ids: list[int], param: str) -> list[int]:
+    def check_prompt(self, ids: list[int], field: str) -> list[int]:
         """Returns the ids of a prompt. Raises ApiError if they are more than the server takes, or
         leave no room for an answer."""
         most = self.engine.target.max_length - 1
@@ -194,10 +155,17 @@ class Service:
                 400,
                 f"This server takes prompts of at most {most} tokens. However, yours has "
                 f"{len(ids)} tokens.",
-                param=param,
+                param=field,
                 code="context_length_exceeded",
             )
         return ids
+
+    def _calls(self, prompt: list[int], params: SamplingParams, num_choices: int) -> list[Call]:
+        """Prepares the choices of one prompt: with a seed, each one gets a seed of its own."""
+        choices = [params] * num_choices
+        if params.seed is not None:
+            choices = [replace(params, seed=params.seed + i) for i in range(num_choices)]
+        return [self.engine.prepare(prompt, params=choice) for choice in choices]
 
     def _check(self, model: str | None, num_choices: int) -> None:
         if model is not None and model != self.settings.name:
@@ -213,40 +181,28 @@ class Service:
             ending |= frozenset(self.engine.tokenizer.eos)
         return TokenTexts(self.engine.tokenizer.decode, ending)
 
-    def _note_places(self) -> None:
-        inside = self._places.inside
-        self.metrics.running.set(min(1, inside))
-        self.metrics.waiting.set(max(0, inside - 1))
+    def _note_counts(self) -> None:
+        admission, metrics = self.admission, self.metrics
+        metrics.running.set(min(1, admission.requests.inside))
+        metrics.waiting.set(admission.num_waiting)
+        metrics.streams.set(admission.streams.inside)
 
 
-def _seeded(params: SamplingParams, index: int) -> SamplingParams:
-    """Returns the sampling of a choice: from a seed, each choice gets a seed of its own."""
-    if params.seed is None or index == 0:
-        return params
-    return replace(params, seed=params.seed + index)
-
-
-def _note_results(request: Request, results: list[GenerationResult]) -> None:
+def _note_results(request: Request, answers: Answers) -> None:
     """Adds to the access log's line what was answered."""
-    if results:
+    if results := answers.results:
         request.scope["log"]["completion_tokens"] = sum(len(each.token_ids) for each in results)
         request.scope["log"]["finish_reason"] = results[-1].finish_reason
 
 
-async def _collected(answering: Answering) -> list[GenerationResult]:
-    async for _ in answering:
-        pass
-    return answering.results
-
-
 async def _events(
-    answering: Answering, writer: Writer, includes_usage: bool, num_prompts: int
+    answers: Answers, writer: Writer, includes_usage: bool, num_prompts: int
 ) -> AsyncGenerator[str, None]:
     """Yields the server-sent events of a stream, up to OpenAI's last one, [DONE]."""
     more = {"usage": None} if includes_usage else {}
-    async for index, chunk in answering:
+    async for index, chunk in answers:
         for choice in writer.parts(index, chunk):
             yield event_of(writer.heading.chunk(choice, **more))
     if includes_usage:
-        yield event_of(writer.heading.chunk(usage=usage(answering.results, num_prompts)))
+        yield event_of(writer.heading.chunk(usage=usage(answers.results, num_prompts)))
     yield "data: [DONE]\n\n"

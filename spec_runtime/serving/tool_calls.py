@@ -5,8 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Any
 
-from spec_runtime.constraints.tools import ToolCall, forced_call, parse_calls
-from spec_runtime.serving.errors import ApiError
+from spec_runtime.constraints.tools import ToolCall, parse_calls
 
 Object = dict[str, Any]
 _TAG = "<tool_call>"
@@ -61,21 +60,3 @@ def written(calls: list[ToolCall]) -> list[Object]:
         }
         for call in calls
     ]
-
-
-def required_format(tools: list[Object], choice: str | Object | None, family: str) -> Object | None:
-    """Returns the `response_format` that forces the call which `tool_choice` asks for; None where
-    the model may choose. Raises ApiError for a choice of another form."""
-    if choice in (None, "auto"):
-        return None
-    if choice == "required":
-        return forced_call(tools, family)
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        message = (
-            "Invalid 'tool_choice': expected 'none', 'auto', 'required', or "
-            '{"type": "function", "function": {"name": …}}.'
-        )
-        raise ApiError(400, message, param="tool_choice", code="invalid_value")
-    return forced_call(tools, family, name)

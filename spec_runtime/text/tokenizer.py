@@ -18,7 +18,7 @@ from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
 from spec_runtime.constraints.tool_prompts import ToolPrompter
 from spec_runtime.constraints.tools import checked_tools, family_of
-from spec_runtime.errors import UserError
+from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.text import tokenizer_file
 from spec_runtime.text.control_tokens import MARK, ControlTokens
 
@@ -131,11 +131,7 @@ class Tokenizer:
         require_characters(text, "the prompt")
         most = MAX_TOKEN_BYTES * self._max_length + FREE_BYTES
         if len(text) > most:
-            raise UserError(
-                f"got a prompt of {len(text)} characters, expected at most {most} for the bundle's "
-                f"context of {self._max_length} tokens; shorten it or build with a larger "
-                "--max-length"
-            )
+            raise ContextLengthError(len(text), most, "characters")
         if is_marked and (MARK in text or self._controls.reads_unmarked):
             return self._controls.encode(text, special_tokens)
         with tokenizer_file.no_panics(self._file):
@@ -206,7 +202,8 @@ def encode_prompt(
     if tools and (raw or codec.template is None or not _is_chat(prompt)):
         raise UserError(
             "got tools, expected them with messages or a string for a bundle's chat template, "
-            "which shows them to the model"
+            "which shows them to the model",
+            param="tools",
         )
     is_marked = not (raw if control_tokens is None else control_tokens)
     if isinstance(prompt, str):

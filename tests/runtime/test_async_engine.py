@@ -235,7 +235,9 @@ def test_too_many_calls_are_refused() -> None:
                 for prompt in PROMPTS[:3]
             ]
             await wait_for_run(runs)
-            with pytest.raises(QueueFull, match="while 2 wait, expected at most 2") as caught:
+            with pytest.raises(
+                QueueFull, match="2 requests are waiting, the most allowed here"
+            ) as caught:
                 await engine.generate(PROMPTS[3])
             assert "\n" not in str(caught.value)
             with pytest.raises(QueueFull):

@@ -25,11 +25,12 @@ from served import (  # noqa: E402
     wait_until,
 )
 
-from spec_runtime import Chunk  # noqa: E402
+from spec_runtime import Chunk, QueueFull  # noqa: E402
 from spec_runtime.requests.call import Call  # noqa: E402
-from spec_runtime.serving.gates import Gate  # noqa: E402
+from spec_runtime.serving.errors import as_api_error  # noqa: E402
 from spec_runtime.serving.settings import Settings  # noqa: E402
 from spec_runtime.text.tokenizer import Prompt  # noqa: E402
+from spec_runtime.waiting.admission import Admission  # noqa: E402
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
@@ -301,18 +302,24 @@ def test_broken_http_is_refused_and_does_no_harm() -> None:
 # ---- gates and settings ----
 
 
-def test_a_gate_asks_for_patience_by_how_long_the_last_took() -> None:
-    gate = Gate(4, "full")
+def test_a_full_queue_asks_for_patience_by_how_long_the_last_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    admission = Admission(max_waiting=3)
     for _ in range(50):
-        gate.enter()
-        gate.leave(seconds=10)
-    for _ in range(4):
-        gate.enter()
-    with pytest.raises(Exception, match="full; try again in 20 s") as caught:
-        gate.enter()
-    assert caught.value.headers == {"Retry-After": "20"}  # type: ignore[attr-defined]
-    gate.leave(0)
-    gate.enter()
+        place = admission.enter()
+        now += 10
+        place.leave()
+    places = [admission.enter() for _ in range(4)]
+    with pytest.raises(QueueFull, match=r"3 requests are waiting, .* try again in 20 s") as caught:
+        admission.enter()
+    assert as_api_error(caught.value).headers == {"Retry-After": "20"}
+    places[0].leave()
+    places[0].leave()  # twice does no harm
+    admission.enter()
+    assert not admission.has_room
 
 
 @pytest.mark.parametrize(

@@ -236,16 +236,17 @@ def test_a_replica_whose_engine_hangs_or_is_closed_is_not_healthy(
 
     async def hang() -> None:
         replica.check_health()
-        task = asyncio.create_task(service.async_engine.generate("abc", max_new_tokens=9))
+        engine = service.engine
+        job = service.queue.ask(engine, lambda: [engine.prepare("abc", max_new_tokens=9)])
         await asyncio.to_thread(runs.wait_for_run)
-        while service.async_engine.seconds_in_step < 0.02:
+        while service.queue.seconds_in_step < 0.02:
             await asyncio.sleep(0.01)
         with pytest.raises(RuntimeError, match=r"the engine has been in one step for \d+ s"):
             replica.check_health()
         runs.let_through()
-        await task
+        assert [chunk async for _, chunk in job]
         replica.check_health()
-        await service.async_engine.close()
+        await service.close()
 
     asyncio.run(hang())
     with pytest.raises(RuntimeError, match="this engine is closed"):

@@ -18,7 +18,7 @@ from served import events, toy_engine  # noqa: E402
 
 from spec_runtime import QueueFull  # noqa: E402
 from spec_runtime.serving.app import make_unguarded_app  # noqa: E402
-from spec_runtime.serving.guards import guarded  # noqa: E402
+from spec_runtime.serving.guards import Guards  # noqa: E402
 from spec_runtime.serving.metrics import CarriedMetrics, Metrics  # noqa: E402
 from spec_runtime.serving.relay import Messages, Relay, ReplicaDied, answers_of  # noqa: E402
 from spec_runtime.serving.service import Service  # noqa: E402
@@ -123,7 +123,7 @@ def run(
 ) -> Client:
     metrics = Metrics()
     relay = Relay(replicas.ask, timeout, metrics)
-    app = guarded(relay, Settings("front"), metrics, has_ids=True)
+    app = Guards(relay, Settings("front"), metrics, has_ids=True)
 
     async def main() -> Client:
         client = Client()
@@ -227,7 +227,10 @@ def test_a_full_queue_refuses_new_requests_only() -> None:
     client = relayed(replicas, ASK)
     assert client.status == 429
     assert client.headers["retry-after"] == "1"
-    assert json.loads(client.text)["error"]["message"] == "9 requests are waiting; try again in 1 s"
+    assert (
+        json.loads(client.text)["error"]["message"]
+        == "9 requests are waiting, the most allowed here; try again in 1 s"
+    )
     accepted = Replicas("dies", "full", "full")
     assert choice_of(relayed(accepted, ASK))[0]["text"] == EXPECTED
     assert accepted.num_asked == 4

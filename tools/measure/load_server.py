@@ -49,9 +49,9 @@ PATIENCE = 300.0  # seconds that a request may take
 SLOW_SECONDS = 0.02  # that a slow reader waits before each part
 OVERTAKEN_SECONDS = 0.05
 TOO_LARGE = 2 << 20  # bytes
-# How many more there may be after the load: the pool of threads that encodes prompts grows as it is
-# needed, up to four more than CPUs, and stays.
-MORE = {"threads": 8, "files": 0}
+# How many more there may be after the load: the two threads of the queue begin with the first
+# request, and stay.
+MORE = {"threads": 2, "files": 0}
 QUESTIONS = (
     "Why is the sky blue?",
     "Write two sentences about the sea.",

@@ -1,0 +1,249 @@
+"""Queues requests in front of engines: one thread prepares them, another answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import closing
+from typing import Self
+
+from spec_runtime.engine import Engine
+from spec_runtime.requests.call import Call
+from spec_runtime.requests.result import Chunk
+from spec_runtime.waiting.admission import Admission, Place
+
+LOOP_SECONDS = 1.0  # until a thread that waits for a reader looks whether the loop is still open
+
+NEVER_BEGUN = "this engine was closed before the call's turn came; load the bundle again"
+
+Prepare = Callable[[], Sequence[Call]]
+OnChunk = Callable[[int, Chunk], None]
+
+
+class EngineQueue:
+    """Prepares and answers requests in the order asked; AsyncEngine and the server ask here.
+
+    One thread prepares the requests: it renders templates, tokenizes and compiles grammars. Another
+    one answers them. A scheduler that decodes several requests at a time belongs in the place of
+    that second thread, `Job.run`: it finds prepared calls in the order asked, and hands the chunks
+    of each to its job. Admission before it and reading after it do not know how many run at once.
+
+    Engines of one target may share a queue. Tasks of several event loops may ask.
+    """
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self._preparer = ThreadPoolExecutor(1, "spec_runtime.prepare")
+        self._runner = ThreadPoolExecutor(1, "spec_runtime.answer")
+        self._lock = threading.Lock()  # of what follows
+        self._jobs: set[Job] = set()  # that wait or run
+        self._is_closed = False
+        self._clock = _StepClock()
+
+    @property
+    def seconds_in_step(self) -> float:
+        """Returns for how long the step that is computed now has taken; 0 if none is.
+
+        A prompt counts as one step, and so does the wait for others who use the target.
+        """
+        return self._clock.seconds
+
+    def ask(
+        self,
+        engine: Engine,
+        prepare: Prepare,
+        *,
+        is_stream: bool = False,
+        max_unread: int | None = None,
+        on_chunk: OnChunk | None = None,
+    ) -> Job:
+        """Puts in a request whose calls `prepare` makes, to be answered one after the other.
+
+        The engine gets at most `max_unread` chunks ahead of the reader; None is no bound.
+        `on_chunk` gets every chunk as it comes, in the event loop. `is_stream` says that the
+        request counts among the open streams. Raises QueueFull, and RuntimeError after `close`.
+        """
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("this engine is closed; load the bundle again")
+            place = self.admission.enter(is_stream)
+            job = Job(engine, prepare, place, max_unread, on_chunk)
+            job.prepared = self._preparer.submit(job.prepare)
+            job.answered = self._runner.submit(job.run, self._clock)
+            self._jobs.add(job)
+        job.answered.add_done_callback(lambda _: self._forget(job))
+        return job
+
+    def _forget(self, job: Job) -> None:
+        with self._lock:
+            self._jobs.discard(job)
+
+    async def close(self) -> None:
+        """Ends the running request, refuses those that wait with a RuntimeError, and ends the
+        threads. Closing twice is fine."""
+        with self._lock:
+            self._is_closed = True
+            jobs = self._jobs.copy()
+        for job in jobs:
+            job.refuse(RuntimeError(NEVER_BEGUN))
+            job.end()
+        await asyncio.to_thread(self._preparer.shutdown)
+        await asyncio.to_thread(self._runner.shutdown)
+
+
+class Job:
+    """One request between the task that reads its answers and the queue's two threads.
+
+    Iterating gives (number of the call, chunk) as they come, and raises what went wrong. The reader
+    calls `leave` in the end. `is_over` says, in the event loop, that nothing more will come.
+    """
+
+    prepared: Future[None]
+    answered: Future[None]
+
+    def __init__(
+        self,
+        engine: Engine,
+        prepare: Prepare,
+        place: Place,
+        max_unread: int | None,
+        on_chunk: OnChunk | None,
+    ) -> None:
+        self.is_over = False
+        self._engine, self._prepare, self._place = engine, prepare, place
+        self._on_chunk = on_chunk
+        self._room = None if max_unread is None else threading.Semaphore(max_unread)
+        self._calls: Sequence[Call] = ()
+        self._is_ended = False
+        self._loop = asyncio.get_running_loop()
+        self._inbox: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, Chunk]:
+        found = await self._inbox.get()
+        if found is None:
+            raise StopAsyncIteration
+        if isinstance(found, BaseException):
+            raise found
+        if self._room is not None:
+            self._room.release()
+        return found
+
+    def leave(self) -> None:
+        """Ends the request for a reader that wants no more of it, and gives its place back."""
+        self.is_over = True
+        self.end()
+        self._place.leave()
+
+    def end(self) -> None:
+        """Ends the calls within a step, from any thread; does nothing once they are over."""
+        self._is_ended = True
+        self._place.leave_engine()
+        self.prepared.cancel()
+        self.answered.cancel()
+        self._end_calls()
+        if self._room is not None:
+            self._room.release()
+
+    def _end_calls(self) -> None:
+        for call in self._calls:
+            call.end()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request with an error for its reader, in the event loop."""
+        if not self.is_over:
+            self._receive(error)
+            self.end()
+
+    def refuse(self, error: Exception) -> None:
+        """Tells the reader why the request is not answered, unless it is being answered."""
+        if self.answered.cancel():
+            self._post(error)
+
+    def prepare(self) -> None:
+        """Makes the calls, in the preparing thread; tells the reader at once if that fails."""
+        try:
+            self._calls = self._prepare()
+        except BaseException as error:
+            self._is_ended = True
+            self._post(error)
+        if self._is_ended:
+            self._end_calls()
+
+    def run(self, clock: _StepClock) -> None:
+        """Answers the calls, in the answering thread."""
+        end: BaseException | None = None
+        try:
+            self.prepared.result()
+            for number, call in enumerate(self._calls):
+                if not self._is_ended:
+                    self._run_call(number, call, clock)
+        except CancelledError:  # ended before it was prepared
+            end = RuntimeError(NEVER_BEGUN)
+        except BaseException as error:
+            end = error
+        self._place.leave_engine()
+        self._post(end)
+
+    def _run_call(self, number: int, call: Call, clock: _StepClock) -> None:
+        with closing(self._engine.answer(call)) as chunks:
+            is_last = False
+            while not is_last:
+                self._wait_for_room(call)
+                with clock:
+                    chunk = next(chunks)
+                is_last = chunk.result is not None
+                self._post((number, chunk))
+
+    def _wait_for_room(self, call: Call) -> None:
+        """Waits until the reader has few chunks left, or the call has to end."""
+        if self._room is None:
+            return
+        interruption = call.interruption
+        while interruption.reason is None and not self._loop.is_closed():
+            seconds = interruption.seconds_to_wait
+            seconds = LOOP_SECONDS if seconds is None else min(seconds, LOOP_SECONDS)
+            if self._room.acquire(timeout=seconds):
+                return
+
+    def _post(self, found: tuple[int, Chunk] | BaseException | None) -> None:
+        """Hands a chunk, an error or the end to the reader; ends the calls if its loop is gone."""
+        try:
+            self._loop.call_soon_threadsafe(self._receive, found)
+        except RuntimeError:  # the loop is closed
+            self.end()
+
+    def _receive(self, found: tuple[int, Chunk] | BaseException | None) -> None:
+        if self.is_over:
+            return
+        if isinstance(found, tuple) and self._on_chunk is not None:
+            try:
+                self._on_chunk(*found)
+            except Exception as error:
+                found = error
+                self.end()
+        self.is_over = not isinstance(found, tuple)
+        self._inbox.put_nowait(found)
+
+
+class _StepClock:
+    """Knows since when a thread has been computing a step."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        begun = self._begun
+        return 0.0 if begun is None else time.monotonic() - begun
+
+    def __enter__(self) -> None:
+        self._begun = time.monotonic()
+
+    def __exit__(self, *error: object) -> None:
+        self._begun = None
