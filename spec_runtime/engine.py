@@ -16,7 +16,7 @@ from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.conversations.conversations import Conversations
 from spec_runtime.conversations.rows_file import RowsOwner
 from spec_runtime.errors import ContextLengthError, UserError
-from spec_runtime.generate import generate
+from spec_runtime.generate import Generation, generate
 from spec_runtime.machine import give_back_memory
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.constrained import ConstrainedProposer
@@ -25,7 +25,7 @@ from spec_runtime.requests.options import CallOptions, read_options
 from spec_runtime.requests.result import Chunk, GenerationResult
 from spec_runtime.sampling import SamplingParams, TokenLogprob, checked_flag
 from spec_runtime.stats import Stats
-from spec_runtime.step import Limits, Step, StepRunner
+from spec_runtime.step import Ending, Step
 from spec_runtime.target import Target, Wants
 from spec_runtime.text.tokenizer import Codec, Message, Prompt, TextStream, Tools, encode_prompt
 from spec_runtime.trees.budget import Budget
@@ -37,6 +37,18 @@ JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 FEW = 6
 
 log = logging.getLogger("spec_runtime")
+
+
+class StepRunner(Protocol):
+    """Takes steps over from the loop while it can: the fused step."""
+
+    num_nodes: int  # of its trees, root included
+
+    def around(
+        self, steps: Generator[Step, None, None], run: Generation
+    ) -> Generator[Step, None, None]:
+        """Yields the prompt's step of `steps`, then steps of its own, and then the rest of `steps`,
+        which go on where its own ended."""
 
 
 class OpenedDrafter(NamedTuple):
@@ -56,7 +68,7 @@ class OpenedDrafter(NamedTuple):
     is_tuned: bool = False
 
 
-class Opener(Protocol):
+class DrafterSource(Protocol):
     """Opens further drafters of the same bundle, see load.DrafterOpener; `bundle_hash` is the
     SHA-256 of its manifest."""
 
@@ -71,7 +83,7 @@ class _Parts(NamedTuple):
 
     target: Target
     drafter: OpenedDrafter
-    opener: Opener | None
+    opener: DrafterSource | None
     conversations: Conversations
 
 
@@ -95,7 +107,7 @@ class Engine:
         target: Target,
         tokenizer: Codec,
         drafter: OpenedDrafter,
-        opener: Opener | None = None,
+        opener: DrafterSource | None = None,
         kept_bytes: int = 0,
     ) -> None:
         if drafter.budget.max_nodes > target.max_nodes:
@@ -389,32 +401,30 @@ class Engine:
         if masks is not None and parts.drafter.name != "none":
             proposer = ConstrainedProposer(proposer, masks, target.max_nodes)
         reused, restored = conversations.begin(call)
-        limits = self._limits(target, call)
-        stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
-        out: list[int] = []
+        run = Generation(
+            target,
+            proposer,
+            parts.drafter.budget,
+            prompt,
+            params,
+            self._ending(target, call),
+            Stats(prompt_tokens=len(prompt), reused_tokens=reused),
+            reused,
+            parts.drafter.taps,
+            restored,
+            masks,
+        )
         logprobs: list[TokenLogprob] = []
         is_consistent = False
         try:
             target.truncate(reused)
             proposer.truncate(reused if restored is None else 0)
-            if limits.finish_reason is None:
-                steps = generate(
-                    target,
-                    proposer,
-                    prompt,
-                    reused,
-                    params,
-                    limits,
-                    parts.drafter.budget,
-                    stats,
-                    parts.drafter.taps,
-                    parts.drafter.fused,
-                    restored,
-                    masks,
-                )
+            if run.ending.finish_reason is None:
+                steps = generate(run)
+                if parts.drafter.fused is not None:
+                    steps = parts.drafter.fused.around(steps, run)
                 with closing(steps):  # a fused step hands its rows over before the turn ends
                     for step in steps:
-                        out += step.tokens
                         logprobs += step.logprobs
                         conversations.add(step)
                         is_consistent = True
@@ -422,7 +432,7 @@ class Engine:
                             call.leave()
                         yield step
                         call.enter()
-                        is_consistent = limits.finish_reason is not None
+                        is_consistent = run.ending.finish_reason is not None
             elif restored is not None:  # rows of which the proposer knows nothing
                 target.truncate(0)
             is_consistent = True
@@ -431,11 +441,14 @@ class Engine:
             is_consistent = True
         finally:
             if is_consistent:  # not interrupted inside a step
-                conversations.end(call.turn, prompt + out)
-            result = self._finish(call, out, logprobs, stats, limits.finish_reason or CANCELLED)
+                conversations.end(call.turn, prompt + run.tokens)
+            reason = run.ending.finish_reason or CANCELLED
+            result = self._finish(call, run.tokens, logprobs, run.stats, reason)
             # what a threshold or a grammar makes of the lengths says little about the drafter
             if params.rule != "typical" and not params.reads_text:
-                self._warn_of_doubts(parts.drafter.name, stats, is_greedy=params.temperature == 0)
+                self._warn_of_doubts(
+                    parts.drafter.name, run.stats, is_greedy=params.temperature == 0
+                )
         return result
 
     def _finish(
@@ -474,13 +487,13 @@ class Engine:
                 param="strict",
             )
 
-    def _limits(self, target: Target, call: Call) -> Limits:
+    def _ending(self, target: Target, call: Call) -> Ending:
         params = call.params
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= frozenset(self.tokenizer.eos)
         max_tokens = min(params.max_new_tokens, target.max_length - len(call.prompt))
-        return Limits(max_tokens, stop_ids, call.text.push, lambda: call.interruption.reason)
+        return Ending(max_tokens, stop_ids, call.text.push, lambda: call.interruption.reason)
 
     def _warn_of_doubts(self, drafter: str, stats: Stats, is_greedy: bool) -> None:
         """Warns, once, of the two signatures of wrong weights.

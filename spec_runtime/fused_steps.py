@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -18,10 +19,11 @@ from spec_runtime.backends.shapes import mask_width
 from spec_runtime.backends.stepper import OrtStepper, open_stepper
 from spec_runtime.bundle.manifest import DRAFT, Bundle, Graph
 from spec_runtime.bundle.operators import require_known_graph
+from spec_runtime.generate import Generation
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.proposers.base import Follower, Fusable, Proposer
-from spec_runtime.stats import Clock, Stats
-from spec_runtime.step import Limits, Step, count_step, end_step
+from spec_runtime.stats import Clock
+from spec_runtime.step import Step, count_step, end_step
 from spec_runtime.target import Target
 
 
@@ -43,18 +45,28 @@ class FusedSteps:
         self._stepper, self._cache, self._follower = stepper, cache, follower
         self._reads_whole_buffers = graph.attention == "full_buffer"
 
-    def run(
-        self, token: int, limits: Limits, stats: Stats, clock: Clock
-    ) -> Generator[Step, None, int]:
-        """Yields steps while they fit into the cache and `limits` allows; returns the last token.
+    def around(
+        self, steps: Generator[Step, None, None], run: Generation
+    ) -> Generator[Step, None, None]:
+        """Yields the prompt's step of the loop, fused steps while they can be taken, and then the
+        loop's again; see engine.StepRunner."""
+        with closing(steps):
+            yield next(steps)
+            if run.params.is_plainly_greedy and run.target.strict_gap is None:
+                yield from self._run(run)
+            yield from steps
 
-        The first step's tree is its root `token` alone.
+    def _run(self, run: Generation) -> Generator[Step, None, None]:
+        """Yields steps while they fit into the cache and the generation goes on.
+
+        The first step's tree is only its root, the last token committed.
         """
         cache, N, P = self._cache, self.num_nodes, self.depth + 1
         slot_N, fresh = cache.free_slots(N)
-        if self._need(fresh) > cache.capacity:
-            return token
-        clock.start()
+        if self._need(fresh) > cache.capacity or not run.ending.goes_on():
+            return
+        token, stats = run.tokens[-1], run.stats
+        clock = Clock(stats.timings)
         begin = time.perf_counter()
         self._follower.enter(token)
         stats.engine_seconds += time.perf_counter() - begin
@@ -63,7 +75,7 @@ class FusedSteps:
         clock.lap("draft")
         num_rows = 0  # of the last step
         try:
-            while limits.goes_on() and self._need(fresh) <= cache.capacity:
+            while run.ending.goes_on() and self._need(fresh) <= cache.capacity:
                 clock.start()
                 if self._need(fresh) > width:
                     width = self._mask_width(fresh)
@@ -82,21 +94,20 @@ class FusedSteps:
                 slot_N = slot_N.copy()
                 slot_N[path[:count]] = fresh + np.arange(count)
                 fresh += count
-                step = end_step(path[:count].tolist(), emitted[:count].tolist(), limits)
+                step = end_step(path[:count].tolist(), emitted[:count].tolist(), run.ending)
                 step = replace(step, num_drafted=int(result[2 * P + 1]))
                 num_rows = len(step.path)
                 cache.commit(step.path)
                 self._follower.follow(step.tokens)
                 clock.lap("commit")
                 count_step(stats, step, bool(result[2 * P]))
-                token = step.tokens[-1]
+                run.tokens += step.tokens
                 clock.lap("other")
                 yield step
         finally:
             if num_rows:
                 feature_1F = self._stepper.fetch("path_features")[num_rows - 1 : num_rows]
                 self._follower.leave(feature_1F)
-        return token
 
     def _need(self, fresh: int) -> int:
         """Returns how many cache rows a step can reach.

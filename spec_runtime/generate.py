@@ -1,13 +1,13 @@
 """Runs the loop: draft -> verify -> accept -> commit. Plain decoding is the one-node tree.
 
-The loop is a Python generator of committed tokens. Text stays outside: a hook of `Limits` says
+The loop is a Python generator of committed tokens. Text stays outside: a hook of `Ending` says
 which token ends a stop string.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from spec_runtime.conversations.kept_rows import Restored
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_logprob
 from spec_runtime.stats import Clock, Stats
-from spec_runtime.step import Limits, Step, StepRunner, count_step, end_step
+from spec_runtime.step import Ending, Step, count_step, end_step
 from spec_runtime.target import Target, Verified, Wants
 from spec_runtime.trees.budget import Budget, Drawn
 from spec_runtime.trees.coupling import Coupling
@@ -26,64 +26,59 @@ from spec_runtime.trees.tree import TokenTree
 CHAIN_LENGTH = 4  # of the chains drawn for acceptance by rejection, unless widths are given
 
 
-def generate(
-    target: Target,
-    proposer: Proposer,
-    prompt: list[int],
-    reused: int,
-    params: SamplingParams,
-    limits: Limits,
-    budget: Budget,
-    stats: Stats,
-    taps: tuple[int, ...] = (),
-    fused: StepRunner | None = None,
-    restored: Restored | None = None,
-    masks: PathMasks | None = None,
-) -> Generator[Step, None, None]:
-    """Yields the prompt's step, then one step per verify pass, until `limits` says stop.
+@dataclass
+class Generation:
+    """Holds one generation: what runs it, the prompt, how it samples, and the answer so far.
 
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.
-    `taps` are the layers whose states the proposer's features have besides the final one. `fused`
-    takes over, while it can, if the request is plainly greedy. `restored` says that the target's
-    rows were brought back from a copy, of which the proposer knows nothing. `masks` are those of
-    the request's grammar, which no accepted token is outside of, whatever the proposer drafts.
-    Whenever a step is out, target.length = prompt + tokens - 1: the last token has no row yet.
-    Raises Interrupted if `limits` says stop within the prompt.
+    `taps` are the layers whose states the proposer's features have as well as the final one.
+    `restored` says that the target's rows were brought back from a copy, of which the proposer
+    knows nothing. `masks` are those of the request's grammar, which no accepted token is outside
+    of, whatever the proposer drafts.
     """
-    sample = Sampler(params, target.vocab_size, prompt, masks)
-    wants = Wants(proposer.wants_features, taps, sample.reads_top)
-    accept, budget = _acceptance(params, sample, budget)
+
+    target: Target
+    proposer: Proposer
+    budget: Budget
+    prompt: list[int]
+    params: SamplingParams
+    ending: Ending
+    stats: Stats
+    reused: int = 0
+    taps: tuple[int, ...] = ()
+    restored: Restored | None = None
+    masks: PathMasks | None = None
+    tokens: list[int] = field(default_factory=list)
+
+
+def generate(run: Generation) -> Generator[Step, None, None]:
+    """Yields the prompt's step, then one step per verify pass, until `run.ending` says stop.
+
+    Whenever a step is out, target.length = prompt + tokens - 1: the last token has no row yet. The
+    loop goes on from the last of `run.tokens`, also where somebody else committed further steps
+    while it waited. Raises Interrupted if `run.ending` says stop within the prompt.
+    """
+    target, proposer, params, stats = run.target, run.proposer, run.params, run.stats
+    sample = Sampler(params, target.vocab_size, run.prompt, run.masks)
+    wants = Wants(proposer.wants_features, run.taps, sample.reads_top)
+    accept, budget = _acceptance(params, sample, run.budget)
     clock = Clock(stats.timings)
-    verified, features = target.prefill(prompt[reused:], wants, limits.goes_on)
-    tree = TokenTree.root(prompt[-1])
-    _, token = accept(tree, TargetView(sample, tree, verified, target.length - 1))
-    if restored is None:
-        proposer.start(prompt, features, reused)
-    else:
-        proposer.start(prompt, restored.features_before(features), 0)
-    logprobs = _logprobs(params, verified, [0], [token])
-    step = Step(
-        limits.cut([token]), num_accepted=0, logprobs=logprobs, features=features, stats=stats
-    )
-    sample.commit(step.tokens)
+    step = _read_prompt(run, sample, accept, wants)
     clock.lap("prefill")
     yield step
-    is_fusable = params.is_plainly_greedy and target.strict_gap is None
-    if fused is not None and is_fusable and limits.goes_on():
-        token = yield from fused.run(token, limits, stats, clock)
 
-    while limits.goes_on():
+    while run.ending.goes_on():
         clock.start()
         engine_seconds = target.run_seconds + proposer.run_seconds
 
-        limited = budget.within(limits.remaining - 1).behind(target.length)
-        tree = proposer.propose(token, limited)
+        limited = budget.within(run.ending.remaining - 1).behind(target.length)
+        tree = proposer.propose(run.tokens[-1], limited)
         clock.lap("draft")
         verified = target.verify(tree, wants)
         clock.lap("verify")
         path, token = accept(tree, TargetView(sample, tree, verified, target.length))
         clock.lap("accept")
-        step = end_step(path, [*tree.token_N[path[1:]].tolist(), token], limits)
+        step = end_step(path, [*tree.token_N[path[1:]].tolist(), token], run.ending)
         step = replace(
             step,
             features=verified.features(step.path) if wants.features else None,
@@ -97,12 +92,30 @@ def generate(
         target.commit(step.path)
         sample.commit(step.tokens)
         proposer.commit(step)
+        run.tokens += step.tokens
         clock.lap("commit")
 
         stats.engine_seconds += target.run_seconds + proposer.run_seconds - engine_seconds
         count_step(stats, step, bool(tree.children(step.path[-1])))
         clock.lap("other")
         yield step
+
+
+def _read_prompt(run: Generation, sample: Sampler, accept: Accept, wants: Wants) -> Step:
+    """Runs what is new of the prompt, starts the proposer, and returns the first token's step."""
+    target, prompt = run.target, run.prompt
+    verified, features = target.prefill(prompt[run.reused :], wants, run.ending.goes_on)
+    tree = TokenTree.root(prompt[-1])
+    _, token = accept(tree, TargetView(sample, tree, verified, target.length - 1))
+    if run.restored is None:
+        run.proposer.start(prompt, features, run.reused)
+    else:
+        run.proposer.start(prompt, run.restored.features_before(features), 0)
+    logprobs = _logprobs(run.params, verified, [0], [token])
+    tokens = run.ending.cut([token])
+    sample.commit(tokens)
+    run.tokens += tokens
+    return Step(tokens, num_accepted=0, logprobs=logprobs, features=features, stats=run.stats)
 
 
 class TargetView:

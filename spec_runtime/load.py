@@ -192,7 +192,7 @@ class DrafterOpener:
 
     @cached_property
     def bundle_hash(self) -> str:
-        """See engine.Opener."""
+        """See engine.DrafterSource."""
         return sha256(self._bundle.path / bundles.MANIFEST)
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from spec_runtime.sampling import TokenLogprob
-from spec_runtime.stats import Clock, Stats
+from spec_runtime.stats import Stats
 from spec_runtime.target import Verified
 from spec_runtime.trees.tree import TokenTree
 
@@ -48,7 +47,7 @@ class Step:
         return [i if i <= self.num_accepted else 0 for i in range(1, len(self.tokens) + 1)]
 
 
-class Limits:
+class Ending:
     """Decides where generation ends: at EOS and stop ids, stop strings, or a number of tokens.
 
     `finish_reason` is None until then, and "stop" or "length" from then on. Between two steps
@@ -88,18 +87,7 @@ class Limits:
         return tokens
 
 
-class StepRunner(Protocol):
-    """Runs steps in place of the loop (the fused step); the loop goes on where it stops."""
-
-    num_nodes: int  # of its trees, root included
-
-    def run(
-        self, token: int, limits: Limits, stats: Stats, clock: Clock
-    ) -> Generator[Step, None, int]:
-        """Yields steps, the first below the root `token`; returns the last token committed."""
-
-
-def end_step(path: list[int], tokens: list[int], limits: Limits) -> Step:
+def end_step(path: list[int], tokens: list[int], ending: Ending) -> Step:
     """Returns the step that accepted `path` and emitted `tokens`, cut where generation ends.
 
     `tokens` are those of the path's drafted nodes and the bonus. If the last token that remains was
@@ -108,7 +96,7 @@ def end_step(path: list[int], tokens: list[int], limits: Limits) -> Step:
     Example: path [0, 2, 5] with tokens [7, 8, 9] has two accepted tokens. If 8 is the EOS, the step
     has tokens [7, 8], two accepted, and path [0, 2].
     """
-    tokens = limits.cut(tokens)
+    tokens = ending.cut(tokens)
     return Step(tokens, min(len(tokens), len(path) - 1), path[: len(tokens)])
 
 

@@ -12,7 +12,7 @@ from spec_runtime.backends.base import (
     Backend,
     BackendKind,
     DeviceBackend,
-    Opener,
+    GraphOpener,
     RowBackend,
     Rows,
     RowsReader,
@@ -50,7 +50,7 @@ def open_graph(
     KV buffers are shared with `share`, and banks (see bundle.BANK) with `banks`, where the names
     agree. Raises ValueError for a file that this machine's runtime cannot load.
     """
-    opener: Opener = importlib.import_module(runtime.kind.module).open_graph
+    opener: GraphOpener = importlib.import_module(runtime.kind.module).open_graph
     return opener(bundle, graph, capacity, runtime, share, banks)
 
 

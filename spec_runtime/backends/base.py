@@ -89,7 +89,7 @@ class RowBackend(ABC):
 class BackendKind:
     """Says what a backend's name stands for.
 
-    `module` is imported when the first graph is opened; its function `open_graph` is an Opener.
+    `module` is imported when the first graph is opened; its function `open_graph` is a GraphOpener.
     `engine` names the library that runs the graphs, `device` is where buffers live, "cpu" or
     "cuda".
     """
@@ -153,7 +153,7 @@ class Runtime:
         return self.threads or default_threads()
 
 
-class Opener(Protocol):
+class GraphOpener(Protocol):
     """Opens a graph, see backends.open_graph; `share` and `banks` come from the same backend."""
 
     def __call__(

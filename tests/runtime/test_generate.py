@@ -15,7 +15,7 @@ from spec_runtime.engine import Engine
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.sampling import Sampler
 from spec_runtime.stats import Stats
-from spec_runtime.step import Limits, Step, count_step
+from spec_runtime.step import Ending, Step, count_step
 from spec_runtime.target import Verified, Wants
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
@@ -369,11 +369,13 @@ def test_long_prompts_are_prefilled_in_chunks() -> None:
         ([1, 2, 3, 4, 9, 6], [1, 2, 3, 4, 9], "stop", 0),  # EOS as the last one allowed
     ],
 )
-def test_limits(tokens: list[int], kept: list[int], reason: str | None, remaining: int) -> None:
-    limits = Limits(5, frozenset({9}))
-    assert limits.cut(tokens) == kept
-    assert (limits.finish_reason, limits.remaining) == (reason, remaining)
+def test_where_a_generation_ends(
+    tokens: list[int], kept: list[int], reason: str | None, remaining: int
+) -> None:
+    ending = Ending(5, frozenset({9}))
+    assert ending.cut(tokens) == kept
+    assert (ending.finish_reason, ending.remaining) == (reason, remaining)
 
 
-def test_limits_without_room() -> None:
-    assert Limits(0).finish_reason == "length"
+def test_an_ending_without_room() -> None:
+    assert Ending(0).finish_reason == "length"

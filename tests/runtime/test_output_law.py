@@ -19,7 +19,7 @@ from spec_runtime import generate
 from spec_runtime.accept import _pick
 from spec_runtime.sampling import ACCEPTANCES, MIN_TEMPERATURE, SamplingParams
 from spec_runtime.stats import Stats
-from spec_runtime.step import Limits, Step
+from spec_runtime.step import Ending, Step
 from spec_runtime.trees.budget import Budget, Drawn
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
 from spec_runtime.trees.guesses import Guesses
@@ -118,11 +118,11 @@ def tokens_of(
     toy: Toy, params: SamplingParams, budget: Budget, num_tokens: int = NUM_TOKENS
 ) -> list[int]:
     tokens: list[int] = []
-    limits, anything = Limits(num_tokens + 2), Stats()
     target: Any = toy
     toy.tree = None
-    steps = generate.generate(target, target, PROMPT, 0, params, limits, budget, anything)
-    for step in steps:
+    ending = Ending(num_tokens + 2)
+    run = generate.Generation(target, target, budget, PROMPT, params, ending, Stats())
+    for step in generate.generate(run):
         tokens += step.tokens
         if len(tokens) >= num_tokens:
             break
@@ -347,11 +347,10 @@ def test_steps_are_longer_with_more_draws() -> None:
         )
         target, stats = Toy(), Stats()
         any_target: Any = target
-        steps: list[Step] = list(
-            generate.generate(
-                any_target, any_target, PROMPT, 0, params, Limits(400), Budget(24), stats
-            )
+        run = generate.Generation(
+            any_target, any_target, Budget(24), PROMPT, params, Ending(400), stats
         )
+        steps: list[Step] = list(generate.generate(run))
         assert sum(len(step.tokens) for step in steps) == 400
         lengths.append(stats.accepted_length)
     assert 1.3 < lengths[0] < lengths[1]
