@@ -39,10 +39,10 @@ def make_app(engine: spec_runtime.Engine) -> FastAPI:
     async def ask(body: Question) -> StreamingResponse:
         chunks = shared.stream(body.question, max_new_tokens=body.max_new_tokens, timeout=60.0)
         try:
-            first = await anext(chunks)  # so that what is refused has a status of its own
+            first = await anext(chunks)  # a refusal comes here, while a status can be sent
         except spec_runtime.QueueFull as error:
             raise HTTPException(429, str(error), headers={"Retry-After": "2"}) from None
-        except ValueError as error:  # as a question that is longer than the context
+        except spec_runtime.UserError as error:  # as a question longer than the context
             raise HTTPException(400, str(error)) from None
 
         async def texts() -> AsyncIterator[str]:

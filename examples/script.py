@@ -33,7 +33,7 @@ def main() -> None:
     try:
         with spec_runtime.load(arguments.bundle) as engine:
             answer(engine, arguments.question, arguments.max_new_tokens)
-    except ValueError as error:  # BundleError too: every bad input is one line
+    except spec_runtime.UserError as error:  # every bad input is one line
         sys.exit(f"error: {error}")
 
 

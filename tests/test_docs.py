@@ -11,8 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import rival_rows
 
+from spec_runtime import errors
+from spec_runtime.errors import UserError
 from spec_runtime.measure import bench
 from spec_runtime.proposers import PROPOSERS
 
@@ -118,176 +119,8 @@ def test_what_bench_writes_today_can_be_rendered(
 def test_every_chart_is_drawn() -> None:
     pytest.importorskip("matplotlib")
     charts = tool("docs/charts.py")
-    assert "guesses-by-drafter.svg" in charts.drawable()
-    for name in charts.drawable():
+    for name in charts.CHARTS:
         assert ElementTree.fromstring(charts.draw(name)).tag.endswith("svg"), name
-
-
-DECODED = {
-    "accepted_length": 1.25,
-    "nodes": 7.5,
-    "draft_ms": 1.5,
-    "verify_ms": 12.5,
-    "plain_verify_ms": 10.0,
-    "speedup": 0.75,
-}
-VARIANT: dict[str, object] = {"variant": "two", "top1_K": [0.5, 0.25], "top5_K": [0.75, 0.5]}
-VARIANT |= {"accepted_length": 1.5, "parameters": 4_900_000, "ece_K": [0.011, 0.02]}
-VARIANT |= {"tokens_per_second": 1234.0, "hours": 2.5, "decoding": {"8 nodes": DECODED}}
-MORE_GUESSES = VARIANT | {"steps": 1200, "token_rows": 1e6, "top1_K": [0.5, 0.25, 0.125]}
-ROWS = [
-    {"drafter": name, "temperature": t, "size": size, **DECODED}
-    for name in ("parallelspec", "medusa")
-    for t, size in ((0.0, 8), (0.7, 64))
-]
-QUESTIONS = {"prompts": 4, "turns": 5, "plain_tokens_per_second": 10.0, "tokens_per_second": 20.0}
-QUESTIONS |= {"speedup": 2.0, "speedup_end_to_end": 1.5, "speedup_of_means": 1.75}
-QUESTIONS |= {"accepted_length": 2.5, "identical": 0.75}
-TOKENS = {"rows": 3, "prompt_tokens": 1000, "answer_tokens": 4000, "mean_answer": 200.0, "cut": 0.5}
-SECTIONS = {
-    "options": (
-        figures.OPTIONS,
-        {"nodes": 16, "token_rows": {"token_rows": 3e6}, "variants": [VARIANT, {"error": "x"}]},
-        "| two | 0.50 / 0.75 | 0.25 / 0.50 | 1.1% 2.0% | 1.50 | 1.25 | 4.9 M | 1,234 | 2.5 |",
-    ),
-    "masks": (
-        figures.BY_MASKS,
-        {"rows": [{"masks": 2, "size": 8, **DECODED}]},
-        "| 2 | 8 | 1.25 | 7.50 | 1.50 | 12.50 | 0.75 |",
-    ),
-    "alike": (
-        figures.ALIKE,
-        {"medusa": VARIANT | {"steps": 1200, "token_rows": 1e6}, "amphista": MORE_GUESSES},
-        "| [`medusa`](../drafters/medusa.md) | 4.9 M | 1,200 | 1.0 M | 1.50 | 0.50 | 0.25 |  |",
-    ),
-    "temperatures": (
-        figures.TEMPERATURES,
-        {"rows": ROWS},
-        "| [`medusa`](../drafters/medusa.md) | 1.25 | 0.75 | 1.25 | 0.75 |",
-    ),
-    "nodes": (figures.BY_NODES, {"rows": ROWS}, "| *verify, ms* | 12.5 |  |"),
-    "rivals": (
-        figures.RIVALS,
-        rival_rows.figures(),
-        "| Other, lookup | rounded | 2.0 (2.0 to 2.0) | 1000 | 3 | 0 of 2 |  | 25.0% |",
-    ),
-    "spec_bench": (
-        figures.SPEC_BENCH[0],
-        {
-            "precision": "fp32",
-            "max_new_tokens": 128,
-            "overall": QUESTIONS,
-            "categories": {"qa": QUESTIONS},
-            "divergences": [{"prompt": 81}],
-            "near_ties": 1,
-            "wider": 0,
-        },
-        "| `qa` | 4 | 10.0 | 20.0 | 2.00 | 1.50 | 1.75 | 2.50 | 75.0% |",
-    ),
-    "steps": (
-        "steps",
-        {
-            "threads": 2,
-            "repeats": 5,
-            "passes": {
-                "int8": [
-                    {
-                        "context": 200,
-                        "nodes": 8,
-                        "ms": {"median": 9.5, "least": 9.4, "greatest": 9.75},
-                        "over_one_node": 1.625,
-                        "over_first": 1.7,
-                    }
-                ]
-            },
-            "operators": {"int8": [{"context": 200, "nodes": 8, "ms": {"Mul": 1.25}}]},
-        },
-        "| 200 | 8 | 9.50 (9.40 to 9.75) | 1.62 | 1.70 |",
-    ),
-    "training_data": (
-        figures.TRAINING_DATA,
-        {
-            "source": {f"maths/{name}": TOKENS for name in ("own", "gsm8k")},
-            "licence": {"MIT": TOKENS},
-            "all": {"all": TOKENS},
-        },
-        "| maths | 6 | 2,000 | 8,000 |",
-    ),
-    "training_overlap": (
-        figures.OVERLAP,
-        {
-            "words": 13,
-            "evaluation": ["eval.jsonl"],
-            "files": {"a.jsonl": {s: {"rows": 5, "prompts": 1, "answers": 2} for s in "xy"}},
-        },
-        "| `a.jsonl` | 10 | 2 | 4 |",
-    ),
-    "training_steps": (
-        figures.TRAINING_STEPS,
-        {
-            "rows": [
-                {
-                    "variant": "the recipe",
-                    "tokens": 3000,
-                    "wall_seconds": 2.0,
-                    "cpu_seconds": 3.0,
-                    "part_seconds": {"loader": 1.0, "head": 3.0},
-                }
-            ]
-        },
-        "| the recipe | 1,500 | 1.00 | 25% | 75% |",
-    ),
-    "joint_runs": (
-        figures.JOINT[0],
-        {
-            "study": "medusa2",
-            "stages": {
-                "joint": {
-                    "target_modified": True,
-                    "steps": 900,
-                    "prose": {"perplexity": 27.25},
-                    "held_out": {"perplexity": 2.5},
-                    "drafting": {"overall": DECODED},
-                }
-            },
-        },
-        "| joint | merged | 900 | 27.25 | 2.50 | 1.25 | 0.75 |",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_a_section_is_there_once_it_is_measured(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without its figures it is left out, heading and all."""
-    file, data, line = SECTIONS[name]
-    monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    figures.load.cache_clear()
-    try:
-        assert figures.render(f"section {name}") == figures.LEFT_OUT
-        figures.load.cache_clear()
-        (tmp_path / f"{file}.json").write_text(json.dumps(data))
-        text = figures.render(f"section {name}")
-        assert text.startswith("\n\n## ")
-        assert line in text.splitlines()
-        assert f"Measured: `results/{file}.json`" in text
-    finally:
-        figures.load.cache_clear()
-
-
-def test_a_chart_is_drawn_once_it_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    charts = tool("docs/charts.py")
-    monkeypatch.setattr(charts, "RESULTS", tmp_path)
-    for name, file in charts.AWAITED.items():
-        assert name not in charts.drawable()
-        data = {"rows": ROWS, **rival_rows.figures()}
-        (tmp_path / f"{file}.json").write_text(json.dumps(data))
-        assert ElementTree.fromstring(charts.draw(name)).tag.endswith("svg")
-        assert name in charts.drawable()
 
 
 # ---- claims in sentences
@@ -390,19 +223,14 @@ def test_what_sentences_claim_is_what_the_json_says(page: str) -> None:
 # ---- README and pages
 
 
-def test_the_readme_is_short() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 160
-
-
-def test_the_readmes_links_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)", README.read_text(encoding="utf-8"))
+def test_the_readme_is_short_and_its_links_and_python_are_right() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 160
+    links = re.findall(r"\]\(([^)#]+)", text)
     assert len(links) > 8
     for link in links:
         assert link.startswith("https://") or (ROOT / link).is_file(), link
-
-
-def test_the_readmes_python_is_python() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     ast.parse(code)
     assert len(code.splitlines()) <= 10
 
@@ -415,13 +243,11 @@ def test_every_proposer_has_a_page_with_an_equation_and_a_figure() -> None:
         assert f"<!-- figures: drafter {name} -->" in page, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_diagram_is_drawn(page: Path) -> None:
-    for text in re.findall(r"^```diagram\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
-        assert ElementTree.fromstring(diagrams.svg(text)).tag.endswith("svg")
-
-
-def test_a_diagram_says_which_line_is_wrong() -> None:
+def test_every_diagram_is_drawn() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for diagram in re.findall(r"^```diagram\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            assert ElementTree.fromstring(diagrams.svg(diagram)).tag.endswith("svg"), page
     with pytest.raises(ValueError, match="got diagram line 'box: a', expected one of target"):
         diagrams.svg("box: a")
     with pytest.raises(ValueError, match="got arrow to 'b', expected a box: a"):
@@ -437,6 +263,13 @@ def test_the_recipe_of_the_walk_is_a_recipe() -> None:
 
 
 # ---- the reference, made from the code
+
+
+def test_every_kind_of_user_error_is_on_the_page_of_errors() -> None:
+    page = (ROOT / "docs/reference/errors.md").read_text(encoding="utf-8")
+    kinds = [each for each in vars(errors).values() if isinstance(each, type)]
+    for kind in kinds:
+        assert not issubclass(kind, UserError) or f"`{kind.__name__}`" in page
 
 
 def test_commands_and_manifest_are_written_from_the_code() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import json
 import re
 import runpy
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -125,31 +122,12 @@ def test_fastapi_app(bundle: Path) -> None:
         engine.generate("abcd")
 
 
-@contextlib.contextmanager
-def served(bundle: Path, name: str) -> Iterator[str]:
-    """Serves the bundle while the block runs; gives the URL of OpenAI's API."""
-    names = ("uvicorn", "spec_runtime.serving.app", "spec_runtime.serving.settings")
-    uvicorn, serving, settings = map(importlib.import_module, names)
-    app = serving.make_app(spec_runtime.load(bundle), settings.Settings(name=name))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 def test_langchain_chat(run: Run, bundle: Path) -> None:
     pytest.importorskip("langchain_openai", reason="LangChain's client is not installed")
     pytest.importorskip("spec_runtime.serving.app", reason="the extra `serve` is not installed")
-    with served(bundle, "tiny") as url:
-        out, _ = run("langchain_chat.py", url, "tiny", "--max-tokens", 20)
+    served = importlib.import_module("served").served
+    with spec_runtime.load(bundle) as engine, served(engine) as server:
+        out, _ = run("langchain_chat.py", f"{server.url}/v1", "toy", "--max-tokens", 20)
     with spec_runtime.load(bundle) as engine:
         messages = [
             {"role": "system", "content": "Answer in one sentence."},

@@ -214,19 +214,6 @@ CHARTS = {
 }
 
 
-# the file that a chart waits for
-AWAITED = {"accepted-by-nodes.svg": "drafters-nodes", "rivals.svg": "rivals"}
-
-
-def drawable() -> list[str]:
-    """Returns the names of the charts whose figures have been measured."""
-    return [
-        name
-        for name in CHARTS
-        if name not in AWAITED or (RESULTS / f"{AWAITED[name]}.json").is_file()
-    ]
-
-
 def draw(name: str) -> str:
     """Returns the SVG of the chart called `name`."""
     with rc_context(STYLE):

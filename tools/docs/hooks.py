@@ -33,7 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Adds the first page and the charts, which exist in no folder."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("(docs/", "(")
     files.append(File.generated(config, "index.md", content=readme))
-    for name in charts.drawable():
+    for name in charts.CHARTS:
         files.append(File.generated(config, f"images/{name}", content=charts.draw(name)))
     return files
 
