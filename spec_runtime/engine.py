@@ -280,7 +280,7 @@ class Engine:
         self._calls.add(call)
         call.enter()
         try:
-            with self.target.turns.take(call.turn, call.interruption):
+            with self.target.lock.hold(call.holder, call.interruption):
                 return (yield from self._run(self._open_parts(), call))
         except Interrupted:  # while it waited
             self._open_parts()
@@ -335,7 +335,7 @@ class Engine:
         """
         conversations, owner = self._open_parts().conversations, self._rows_owner()
         tokens = None if messages is None else self.encode(messages)
-        with self.target.turns.take():
+        with self.target.lock.hold():
             conversations.save(Path(path), owner, tokens, messages or ())
 
     def load_conversation(self, path: str | Path) -> list[Message]:
@@ -347,7 +347,7 @@ class Engine:
         file.
         """
         conversations, owner = self._open_parts().conversations, self._rows_owner()
-        with self.target.turns.take():
+        with self.target.lock.hold():
             return conversations.load(Path(path), owner)
 
     def _rows_owner(self) -> RowsOwner:
@@ -365,7 +365,7 @@ class Engine:
         finish reason "cancelled". Calls that wait go on waiting.
         """
         for call in self._calls.copy():
-            if call.turn.has_come:
+            if not call.holder.is_waiting:
                 call.end()
 
     def close(self) -> None:
@@ -423,7 +423,7 @@ class Engine:
                 steps = generate(run)
                 if parts.drafter.fused is not None:
                     steps = parts.drafter.fused.around(steps, run)
-                with closing(steps):  # a fused step hands its rows over before the turn ends
+                with closing(steps):  # a fused step hands its rows over while the lock is held
                     for step in steps:
                         logprobs += step.logprobs
                         conversations.add(step)
@@ -441,7 +441,7 @@ class Engine:
             is_consistent = True
         finally:
             if is_consistent:  # not interrupted inside a step
-                conversations.end(call.turn, prompt + run.tokens)
+                conversations.end(call.holder, prompt + run.tokens)
             reason = run.ending.finish_reason or CANCELLED
             result = self._finish(call, run.tokens, logprobs, run.stats, reason)
             # what a threshold or a grammar makes of the lengths says little about the drafter

@@ -14,8 +14,8 @@ from spec_runtime.backends import Backend, DeviceBackend, RowBackend, Rows, Rows
 from spec_runtime.kv import Cache, SlotCache
 from spec_runtime.sampling import TopLogits
 from spec_runtime.trees.tree import TokenTree
+from spec_runtime.waiting.fair_lock import FairLock, Holder
 from spec_runtime.waiting.interruption import Interrupted
-from spec_runtime.waiting.turns import Turn, Turns
 
 PREFILL_ROWS = 256
 ARGMAX = "argmax_ids"  # the output i64[M] of targets built for a device
@@ -149,8 +149,8 @@ class Target:
     behind the tree's; with None no row is. `num_judged` counts the rows looked at, `num_redone`
     those redone, and `redo_seconds` what that took.
 
-    Whoever runs the target takes one of its `turns` before, or has it `alone`. `rows_of` is the
-    turn whose generation wrote the rows, None if no later generation may rely on them. `precision`
+    Whoever runs the target holds its `lock`, or has it `alone`. `rows_of` is the holder whose
+    generation wrote the rows, None if no later generation may rely on them. `precision`
     is that of the weights and products. `sampling` finds the largest logits on a device; without it
     whole rows are fetched to draw from.
     """
@@ -176,8 +176,8 @@ class Target:
         self.num_judged = self.num_redone = 0
         self.redo_seconds = 0.0
         self.run_seconds = 0.0  # spent in the backend so far
-        self.turns = Turns()
-        self.rows_of: Turn | None = None
+        self.lock = FairLock()
+        self.rows_of: Holder | None = None
         self._backend = backend
         self._device = backend if isinstance(backend, DeviceBackend) else None
         self._sampling = sampling
@@ -195,7 +195,7 @@ class Target:
         Waits until other threads' generations are through; raises RuntimeError inside a stream of
         this thread.
         """
-        with self.turns.take():
+        with self.lock.hold():
             self.rows_of = None
             self.truncate(0)
             yield

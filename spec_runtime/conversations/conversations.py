@@ -14,7 +14,7 @@ from spec_runtime.requests.call import Call
 from spec_runtime.step import Step
 from spec_runtime.target import Target
 from spec_runtime.text.tokenizer import Message
-from spec_runtime.waiting.turns import Turn
+from spec_runtime.waiting.fair_lock import Holder
 
 KEPT_ROWS = 32  # fewer are read again sooner than copied, and are not worth their place
 
@@ -24,7 +24,7 @@ class Conversations:
 
     The last call's rows are in the target as long as no other engine has run it. Copies take up to
     `max_bytes` on the host, 0 for none; they hold the features of the rows too if `has_features`,
-    which says that the drafter reads some. All methods but `__init__` need the target's turn.
+    which says that the drafter reads some. All methods but `__init__` need the target's lock.
     """
 
     def __init__(self, target: Target, has_features: bool, max_bytes: int) -> None:
@@ -32,8 +32,8 @@ class Conversations:
         self._target = target
         self._has_features = has_features
         self._store = RowStore(max_bytes)
-        self._turn: Turn | None = None  # of our last run
-        self._held: list[int] = []  # tokens whose KV the target has while its rows are that turn's
+        self._holder: Holder | None = None  # of our last run
+        self._held: list[int] = []  # tokens whose KV the target has while its rows are that run's
         self._features: list[np.ndarray] = []  # of these, if copies are kept and have some
 
     def begin(self, call: Call) -> tuple[int, Restored | None]:
@@ -68,10 +68,10 @@ class Conversations:
         if self.max_bytes and step.features is not None:
             self._features.append(step.features)
 
-    def end(self, turn: Turn, tokens: list[int]) -> None:
+    def end(self, holder: Holder, tokens: list[int]) -> None:
         """Notes that the target's rows are those of the first of `tokens`, and may be relied on."""
         self._held = tokens[: self._target.length]
-        self._target.rows_of = self._turn = turn
+        self._target.rows_of = self._holder = holder
 
     def save(
         self,
@@ -114,7 +114,7 @@ class Conversations:
 
     @property
     def _is_ours(self) -> bool:
-        return self._turn is not None and self._target.rows_of is self._turn
+        return self._holder is not None and self._target.rows_of is self._holder
 
     def _copy(self, length: int) -> KeptRows:
         """Returns copies of the first so many rows that the target has of our last run."""

@@ -12,8 +12,8 @@ from spec_runtime.requests.result import Chunk, GenerationResult, Piece
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.step import Step
 from spec_runtime.text.tokenizer import TextStream
+from spec_runtime.waiting.fair_lock import Holder
 from spec_runtime.waiting.interruption import Interruption
-from spec_runtime.waiting.turns import Turn
 
 Steps = Generator[Step, None, GenerationResult]
 
@@ -37,7 +37,7 @@ class Call:
         self.text = text
         self.masks = masks  # of the grammar that the answer has to keep to
         self.interruption: Interruption = request.interruption()
-        self.turn = Turn()
+        self.holder = Holder()
         self.is_stream = True
         self._is_left = threading.Event()  # set while no thread is inside
         self._is_left.set()
@@ -45,7 +45,7 @@ class Call:
     def enter(self) -> None:
         """Notes that this thread begins or goes on with the call."""
         self._is_left.clear()
-        self.turn.resume()
+        self.holder.resume()
 
     def leave(self) -> None:
         """Notes that no thread is inside the call."""
@@ -54,11 +54,11 @@ class Call:
     def end(self) -> None:
         """Ends the call from any thread: at its next step, or at once if it waits for its turn."""
         self.interruption.end()
-        self.turn.wake()
+        self.holder.wake()
 
     def wait_until_left(self) -> None:
         """Waits until no other thread is inside the call."""
-        if self.turn.thread is not threading.current_thread():
+        if self.holder.thread is not threading.current_thread():
             self._is_left.wait()
 
 

@@ -10,7 +10,7 @@ from numbers import Real
 from spec_runtime.errors import UserError
 
 CANCELLED, TIMEOUT = "cancelled", "timeout"
-# Seconds after which a call that waits for its turn looks at the caller's event again: an event
+# Seconds after which a call that waits for the lock looks at the caller's event again: an event
 # wakes only those who wait for it alone.
 EVENT_SECONDS = 0.02
 

@@ -197,9 +197,9 @@ def test_closing_ends_what_runs_and_refuses_what_waits() -> None:
     runs = GatedRuns(engine)
     running = Answer(lambda: engine.generate(PROMPT, max_new_tokens=100))
     runs.wait_for_run()
-    turns = engine.target.turns
+    lock = engine.target.lock
     waiting = [Answer(lambda: engine.generate([1, 2, 3])) for _ in range(2)]
-    wait_until(lambda: len(turns._queue) == 3)
+    wait_until(lambda: len(lock._queue) == 3)
     closing = threading.Thread(target=engine.close)
     closing.start()
     for answer in waiting:
@@ -211,7 +211,7 @@ def test_closing_ends_what_runs_and_refuses_what_waits() -> None:
     assert not closing.is_alive()
     assert (result.finish_reason, len(result.token_ids)) == ("cancelled", 1)
     assert runs.num_runs == 1
-    assert turns._queue == []
+    assert lock._queue == []
 
 
 def test_a_closed_engine_says_so_in_one_line() -> None:

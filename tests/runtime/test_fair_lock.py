@@ -53,7 +53,7 @@ def test_a_mixture_of_calls_answers_as_each_call_alone(drafter: str) -> None:
 def test_the_mixture_needs_no_assertions() -> None:
     folder = Path(__file__).parent
     path = os.pathsep.join([str(folder), str(folder.parent), *sys.path])
-    code = "from test_turns import mixture; print(mixture('parallelspec'), __debug__)"
+    code = "from test_fair_lock import mixture; print(mixture('parallelspec'), __debug__)"
     found = subprocess.run(
         [sys.executable, "-O", "-c", code],
         capture_output=True,
@@ -109,7 +109,7 @@ class Call:
 
 
 def queued(engine: Engine) -> int:
-    return len(engine.target.turns._queue)
+    return len(engine.target.lock._queue)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
@@ -228,7 +228,7 @@ def test_an_interruption_between_two_steps_gives_the_target_back(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("spec_runtime.waiting.turns.Turn.resume", spy)
+        patched.setattr("spec_runtime.waiting.fair_lock.Holder.resume", spy)
         with pytest.raises(KeyboardInterrupt) as caught:
             engine.generate(random_prompt(2))
     assert caught.value.__traceback__ is not None
