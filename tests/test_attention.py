@@ -16,7 +16,6 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
-import fake_ort_cuda as fake  # noqa: E402
 from cuda_standin import StandIn  # noqa: E402
 from tiny_target import save_llama  # noqa: E402
 from workshop import Workshop  # noqa: E402
@@ -25,7 +24,6 @@ import spec_runtime  # noqa: E402
 from spec_export import check, drafters, make_bundle  # noqa: E402
 from spec_export import cli as export_cli  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
-from spec_runtime.backends import shapes  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
 from spec_runtime.trees.tree import is_chain  # noqa: E402
 
@@ -35,17 +33,9 @@ OPTIONS: Any = {"max_new_tokens": 60, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds an fp32 bundle for CUDA with every drafter."""
-    return make_bundle.build(
-        BuildOptions(
-            str(workshop.llama()),
-            drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-            precision="fp32",
-            device="cuda",
-            out=tmp_path_factory.mktemp("attention") / "fp32",
-        )
-    )
+def folder(workshop: Workshop) -> Path:
+    """Returns an fp32 bundle for CUDA with every drafter."""
+    return workshop.cuda_bundle("fp32")
 
 
 @pytest.mark.parametrize("name", [*DRAFTERS, "prompt_lookup", "lookahead", "none"])
@@ -91,21 +81,6 @@ def test_attention_follows_from_device_and_precision(workshop: Workshop, folder:
             assert (graph.form, graph.attention) == (form, attention), graph.file
 
 
-def test_the_cuda_backend_feeds_whole_masks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake device that computes on the CPU gives the same tokens, also for a drafter in the
-    target's cache."""
-    expected = spec_runtime.load(folder, "skip_layer", threads=1, lookup=False)
-    tokens = [expected.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS]
-    device = fake.install(monkeypatch)
-    monkeypatch.setattr(shapes, "MIN_MASK", 16)
-    engine = spec_runtime.load(folder, "skip_layer", threads=1, lookup=False, backend="cuda")
-    assert [engine.generate(prompt, **OPTIONS).token_ids for prompt in PROMPTS] == tokens
-    capacity = engine.target._cache.capacity
-    assert {each["mask"][3] for each in device.shapes} == {capacity}
-    assert {settings["sdpa_kernel"] for settings in device.settings} == {"16"}
-    assert device.num_replayed > device.num_captured > 0
-
-
 def test_check_passes(workshop: Workshop, folder: Path) -> None:
     rows = check.run(str(workshop.llama()), folder, []).rows
     assert [row.name for row in rows if not row.passed or row.skipped] == []
@@ -125,15 +100,6 @@ def test_the_contiguous_form_is_not_built_for_cuda(
     message = capsys.readouterr().err
     assert message.startswith("error: got form contiguous with device cuda, expected slots: leave")
     assert message.count("\n") == 1
-
-
-def test_there_is_no_attention_to_choose(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        export_cli.main(["build", "--model", str(workshop.llama()), "--attention", "bias"])
-    assert end.value.code == 2
-    assert "--attention" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

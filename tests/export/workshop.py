@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiny_target import save_llama, teach
 
-from spec_export import make_bundle
+from spec_export import drafters, make_bundle
 from spec_export.bundling.options import DRAFTER_PRECISIONS
 from spec_export.make_bundle import BuildOptions
 from spec_export.training import run as train
@@ -66,6 +66,7 @@ class Workshop:
         self.llama = cache(self._llama)
         self.drafter = cache(self._drafter)
         self.bundle = cache(self._bundle)
+        self.cuda_bundle = cache(self._cuda_bundle)
 
     def _llama(self) -> Path:
         """Returns a target large enough for every product but the last to be quantised."""
@@ -103,6 +104,19 @@ class Workshop:
                 precision,
                 drafter_precision=precision if precision in DRAFTER_PRECISIONS else None,
                 out=self.folder / "bundles" / f"{drafter}-{precision}",
+            )
+        )
+
+    def _cuda_bundle(self, precision: str) -> Path:
+        """Builds a bundle for CUDA with every trainable drafter, and the fused steps there are."""
+        return make_bundle.build(
+            BuildOptions(
+                str(self.llama()),
+                drafter_checkpoints=[self.drafter(name) for name in drafters.trainable()],
+                precision=precision,
+                device="cuda",
+                out=self.folder / "bundles" / f"cuda-{precision}",
+                fuse=True,
             )
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
+from onnx_text import model_of
 from small import small_manifest
 
 from spec_runtime import backends
@@ -23,43 +24,27 @@ onnx = pytest.importorskip("onnx")
 DH, S = 3, 8  # width and number of cache rows
 
 
-def write_graph(folder: Path) -> Path:
-    """Writes a graph with three outputs and returns its path.
+# `kv.0.k.out` is the cache with `rows` written at `slots` of its one head, `doubled` is 2 · rows,
+# and `total` the sum over the cache's slots, which needs the written cache.
+SMALL = """
+small (int64[N] slots, float[N, 3] rows, float[1, 1, S, 3] "kv.0.k")
+    => (float[N, 3] doubled, float total, float[1, 1, S, 3] "kv.0.k.out")
+    <int64[2] front = {0, 1}, int64[2] column = {-1, 1}, float two = {2.0}>
+{
+    flat = Squeeze("kv.0.k", front)
+    index = Reshape(slots, column)
+    written = ScatterND(flat, index, rows)
+    "kv.0.k.out" = Unsqueeze(written, front)
+    doubled = Mul(rows, two)
+    total = ReduceSum<keepdims = 0>("kv.0.k.out")
+}
+"""
 
-    `kv.0.k.out` is the cache with `rows` f32[N, 3] written at `slots` of its one head, `doubled` is
-    2 · rows, and `total` the sum over the cache's slots, which needs the written cache.
-    """
-    h = onnx.helper
-    f32, i64 = onnx.TensorProto.FLOAT, onnx.TensorProto.INT64
-    two = onnx.numpy_helper.from_array(np.array(2, np.float32), "two")
-    column = onnx.numpy_helper.from_array(np.array([-1, 1]), "column")
-    front = onnx.numpy_helper.from_array(np.array([0, 1]), "front")
-    cache = [1, 1, "S", DH]
-    graph = h.make_graph(
-        [
-            h.make_node("Squeeze", ["kv.0.k", "front"], ["flat"]),
-            h.make_node("Reshape", ["slots", "column"], ["index"]),
-            h.make_node("ScatterND", ["flat", "index", "rows"], ["written"]),
-            h.make_node("Unsqueeze", ["written", "front"], ["kv.0.k.out"]),
-            h.make_node("Mul", ["rows", "two"], ["doubled"]),
-            h.make_node("ReduceSum", ["kv.0.k.out"], ["total"], keepdims=0),
-        ],
-        "small",
-        [
-            h.make_tensor_value_info("slots", i64, ["N"]),
-            h.make_tensor_value_info("rows", f32, ["N", DH]),
-            h.make_tensor_value_info("kv.0.k", f32, cache),
-        ],
-        [
-            h.make_tensor_value_info("doubled", f32, ["N", DH]),
-            h.make_tensor_value_info("total", f32, []),
-            h.make_tensor_value_info("kv.0.k.out", f32, cache),
-        ],
-        [two, column, front],
-    )
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
+
+def write_graph(folder: Path) -> Path:
+    """Writes the graph SMALL and returns its path."""
     path = folder / "small.onnx"
-    onnx.save(model, path)
+    onnx.save(model_of(SMALL), path)
     return path
 
 

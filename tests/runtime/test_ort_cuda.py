@@ -10,7 +10,7 @@ import ctypes
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import fake_ort_cuda as fake
 import numpy as np
 import onnxruntime
 import pytest
+from onnx_text import model_of, session_of
 from workshop import Workshop
 
 import spec_runtime
@@ -49,6 +50,7 @@ onnx = pytest.importorskip("onnx")
 # a cache; a cache in one graph and none in the other; a cache and features of its own; no cache in
 # one graph, in two
 DRAFTERS = ("parallelspec", "hydra", "eagle", "medusa", "semi_autoregressive")
+IN_TARGETS_CACHE = "skip_layer"
 PROMPTS = ("say abc, 3", "one two. one two. one")
 BUILDS = {"fp16": "bias", "fp32": "full_buffer"}  # the attention of each precision
 OPTIONS: Any = {"max_new_tokens": 40, "ignore_eos": True}
@@ -56,23 +58,9 @@ SAMPLINGS: tuple[Any, ...] = ({}, {"temperature": 0.8, "seed": 5}, {"repetition_
 
 
 @pytest.fixture(scope="module")
-def folders(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Builds a bundle for CUDA in each precision."""
-    from spec_export import make_bundle
-    from spec_export.make_bundle import BuildOptions
-
-    return {
-        precision: make_bundle.build(
-            BuildOptions(
-                str(workshop.llama()),
-                drafter_checkpoints=[workshop.drafter(name) for name in DRAFTERS],
-                precision=precision,
-                device="cuda",
-                out=tmp_path_factory.mktemp("cuda") / precision,
-            )
-        )
-        for precision in BUILDS
-    }
+def folders(workshop: Workshop) -> dict[str, Path]:
+    """Returns a bundle for CUDA in each precision."""
+    return {precision: workshop.cuda_bundle(precision) for precision in BUILDS}
 
 
 both = pytest.mark.parametrize("device", ["stream", "no stream"], indirect=True)
@@ -96,7 +84,7 @@ def device(
 
 
 def load(folder: Path, backend: str = "cuda", **options: Any) -> spec_runtime.Engine:
-    return spec_runtime.load(folder, backend=backend, threads=1, **options)
+    return spec_runtime.load(folder, backend=backend, threads=1, fused=False, **options)
 
 
 def on_cpu(folder: Path, **options: Any) -> spec_runtime.Engine:
@@ -127,8 +115,13 @@ def step(cache: Cache, tokens: list[int], parents: list[int]) -> dict[str, np.nd
 
 
 @pytest.mark.parametrize("precision", BUILDS)
-@pytest.mark.parametrize("name", [*DRAFTERS, "none"])
-@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize(
+    ("name", "cuda_graphs"),
+    [
+        *((name, True) for name in (*DRAFTERS, IN_TARGETS_CACHE, "none")),
+        *((name, False) for name in ("hydra", "none")),
+    ],
+)
 def test_it_generates_what_the_cpu_generates(
     folders: dict[str, Path],
     device: fake.Device,
@@ -148,6 +141,8 @@ def test_it_generates_what_the_cpu_generates(
         assert result.stats.steps == right.stats.steps
     widths = {shapes["mask"][3] for shapes in device.shapes if "mask" in shapes}
     assert len(widths) > 1 if precision == "fp16" else widths == {256 + 128}
+    kernels = {settings.get("sdpa_kernel") for settings in device.settings}
+    assert ("16" in kernels) == (precision == "fp32"), "see CUDA_SETTINGS"
     if cuda_graphs:
         assert device.num_replayed > device.num_captured > 0
     else:
@@ -579,12 +574,15 @@ def test_a_narrow_mask_changes_nothing(workshop: Workshop, precision: str) -> No
 
 
 def test_all_graphs_are_in_the_form_and_type_that_cuda_has_kernels_for(
-    folders: dict[str, Path],
+    folders: dict[str, Path], workshop: Workshop
 ) -> None:
+    on_cpu = bundles.read(workshop.bundle("parallelspec", "fp16")).manifest.graphs["target"]
+    assert "argmax_ids" not in [spec.name for spec in on_cpu.outputs]
     for precision, attention in BUILDS.items():
         manifest = bundles.read(folders[precision]).manifest
         graphs = [manifest.graphs["target"]]
-        graphs += [graph for info in manifest.drafters for graph in info.graphs.values()]
+        for info in manifest.drafters:
+            graphs += info.graphs.values() if info.name in DRAFTERS else ()
         cached = [graph for graph in graphs if graph.form != "stateless"]
         assert {(graph.form, graph.attention) for graph in cached} == {("slots", attention)}
         types = {s.dtype for graph in cached for s in graph.inputs if s.name.startswith("kv.")}
@@ -597,30 +595,16 @@ def test_all_graphs_are_in_the_form_and_type_that_cuda_has_kernels_for(
         assert TensorSpec("logsumexp", "float32", ("M",)) in sampling.outputs
 
 
-def test_the_default_is_for_the_cpu(workshop: Workshop) -> None:
-    manifest = bundles.read(workshop.bundle("parallelspec", "fp16")).manifest
-    assert "argmax_ids" not in [spec.name for spec in manifest.graphs["target"].outputs]
-
-
-def negating(change: Callable[[Any], Any]) -> Any:
-    """Returns a session whose `logits` f32[M, 4] are `x` negated, after `change` to the graph."""
-    import onnx_ir as ir
-
-    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
-    x, logits = (h.make_tensor_value_info(name, f32, ["M", 4]) for name in ("x", "logits"))
-    graph = h.make_graph([h.make_node("Neg", ["x"], ["logits"])], "negated", [x], [logits])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
-    changed = ir.to_proto(change(ir.from_proto(model)))
-    return onnxruntime.InferenceSession(
-        changed.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
+NEGATED = "negated (float[M, 4] x) => (float[M, 4] logits) { logits = Neg(x) }"
 
 
 def test_the_graph_finds_the_first_largest(folders: dict[str, Path]) -> None:
     """It returns -1 where there is none."""
+    import onnx_ir as ir
+
     from spec_export.graphs.banks import add_argmax
 
-    session = negating(add_argmax)
+    session = session_of(ir.to_proto(add_argmax(ir.from_proto(model_of(NEGATED)))))
     inf, nan = np.inf, np.nan
     x = [[3, 1, 2, 1], [0, 0, 0, 0], [1, 2, -inf, 3], [inf] * 4, [1, 2, 3, -7], [nan] * 4]
     logits, ids = session.run(["logits", "argmax_ids"], {"x": np.array(x, np.float32)})
@@ -637,10 +621,7 @@ def test_the_graph_finds_the_largest_and_the_whole() -> None:
     rows = [[-3, 1, -2, 4], [-900, 900, 0, 0], [-inf, 2, -inf, 1]]
     broken = [[nan, 1, 2, 3], [1, 2, 3, nan], [inf, 1, 2, 3], [nan, inf, 1, 2], [-inf] * 4]
     for most in (2, 9):
-        model = ir.to_proto(sampling_graph(4, most))
-        session = onnxruntime.InferenceSession(
-            model.SerializeToString(), providers=["CPUExecutionProvider"]
-        )
+        session = session_of(ir.to_proto(sampling_graph(4, most)))
         ids, top, whole = session.run(TOP, {"logits": np.array(rows + broken, np.float32)})
         assert ids.shape == top.shape == (8, min(most, 4))
         assert ids[:3, :2].tolist() == [[3, 1], [1, 2], [1, 3]]
@@ -683,15 +664,9 @@ def test_what_cuda_does_not_run_is_not_built(
 
 def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
     """numpy has no such type, so the buffer is made in another way."""
-    h = onnx.helper
-    cache = h.make_tensor_value_info("kv.0.k", onnx.TensorProto.BFLOAT16, [1, 1, "S", 3])
-    out = h.make_tensor_value_info("kv.0.k.out", onnx.TensorProto.BFLOAT16, [1, 1, "S", 3])
-    nodes = [h.make_node("Identity", ["kv.0.k"], ["kv.0.k.out"])]
-    model = h.make_model(
-        h.make_graph(nodes, "g", [cache], [out]),
-        opset_imports=[h.make_opsetid("", 24)],
-        ir_version=11,
-    )
+    cache = "bfloat16[1, 1, S, 3]"
+    step = '{ "kv.0.k.out" = Identity("kv.0.k") }'
+    model = model_of(f'g ({cache} "kv.0.k") => ({cache} "kv.0.k.out") {step}')
     onnx.save(model, tmp_path / "g.onnx")
     specs = [TensorSpec(name, "bfloat16", (1, 1, "S", 3)) for name in ("kv.0.k", "kv.0.k.out")]
     graph = Graph("g.onnx", "slots", (specs[0],), (specs[1],))
@@ -702,24 +677,19 @@ def test_a_bfloat16_cache_starts_at_zero(tmp_path: Path) -> None:
 
 def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> None:
     """Makes the real calls that fetch one row, on the CPU."""
-    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
-    values = [h.make_tensor_value_info(name, f32, ["M", 3]) for name in ("x", "logits")]
-    graph = h.make_graph([h.make_node("Neg", ["x"], ["logits"])], "g", values[:1], values[1:])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
-    onnx.save(model, tmp_path / "g.onnx")
-    x, logits = (TensorSpec(name, "float32", ("M", 3)) for name in ("x", "logits"))
-    backend = CpuBackend(tmp_path / "g.onnx", Graph("g.onnx", "stateless", (x,), (logits,)), 1, 1)
-    runs = device_runs.DeviceRuns(
-        backend.session, Graph("g.onnx", "stateless", (x,), (logits,)), 1, {}, Copies(), "cpu"
-    )
-    array = np.arange(12, dtype=np.float32).reshape(4, 3)
+    onnx.save(model_of(NEGATED), tmp_path / "g.onnx")
+    x, logits = (TensorSpec(name, "float32", ("M", 4)) for name in ("x", "logits"))
+    graph = Graph("g.onnx", "stateless", (x,), (logits,))
+    session = CpuBackend(tmp_path / "g.onnx", graph, 1, 1).session
+    runs = device_runs.DeviceRuns(session, graph, 1, {}, Copies(), "cpu")
+    array = np.arange(16, dtype=np.float32).reshape(4, 4)
     outputs, kept = runs.run({"x": array.copy()}, [], ["logits"])
     rows = kept["logits"]
-    assert (outputs, rows.shape, len(rows)) == ({}, (4, 3), 4)
-    assert [rows[i].tolist() for i in (2, 0)] == [[-6, -7, -8], [0, -1, -2]]
-    assert runs.bytes_to_host == 2 * 12
+    assert (outputs, rows.shape, len(rows)) == ({}, (4, 4), 4)
+    assert [rows[i].tolist() for i in (2, 0)] == [[-8, -9, -10, -11], [0, -1, -2, -3]]
+    assert runs.bytes_to_host == 2 * 16
     assert np.array_equal(np.asarray(rows), -array)
-    assert runs.bytes_to_host == 2 * 12 + 48
+    assert runs.bytes_to_host == 2 * 16 + 64
     assert np.array_equal(runs.run({"x": 2 * array}, ["logits"], [])[0]["logits"], -2 * array)
     with pytest.raises(AssertionError, match="read after the backend's next run"):
         rows[1]
@@ -727,15 +697,8 @@ def test_a_row_is_a_view_of_memory_that_onnx_runtime_accepts(tmp_path: Path) -> 
 
 def test_packed_feeds_are_read_at_addresses_that_kernels_like(tmp_path: Path) -> None:
     """Makes the real calls again. The graph gives x where c, else -x; c is 5 bytes long."""
-    h, proto = onnx.helper, onnx.TensorProto
-    c = h.make_tensor_value_info("c", proto.BOOL, ["M"])
-    x, y = (h.make_tensor_value_info(name, proto.FLOAT16, ["M"]) for name in ("x", "y"))
-    nodes = [h.make_node("Neg", ["x"], ["n"]), h.make_node("Where", ["c", "x", "n"], ["y"])]
-    graph = h.make_graph(nodes, "g", [c, x], [y])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
-    session = onnxruntime.InferenceSession(
-        model.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
+    inputs = "g (bool[M] c, float16[M] x) => (float16[M] y)"
+    session = session_of(model_of(inputs + "{ n = Neg(x) y = Where(c, x, n) }"))
     c_M, x_M = np.array([1, 0, 0, 1, 0], np.bool_), np.arange(1, 6, dtype=np.float16)
     specs = [TensorSpec("c", "bool", ("M",)), TensorSpec("x", "float16", ("M",))]
     packed = PackedFeeds(specs, {"M": 5}, Copies().host)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from onnx_text import model_of
 
 from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.bundle.manifest import Graph, TensorSpec
@@ -34,16 +35,9 @@ GRAPH = graph_of(WIDTH)
 
 def write(folder: Path, factor: float, width: int = WIDTH) -> Path:
     """Writes a graph y = x · w, all of whose weights, in a file of their own, are `factor`."""
-    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
+    model = model_of(f"scale (float[N, {width}] x) => (float[N, 8] y) {{ y = MatMul(x, w) }}")
     weight = onnx.numpy_helper.from_array(np.full((width, 8), factor, np.float32), "w")
-    graph = h.make_graph(
-        [h.make_node("MatMul", ["x", "w"], ["y"])],
-        "scale",
-        [h.make_tensor_value_info("x", f32, ["N", width])],
-        [h.make_tensor_value_info("y", f32, ["N", 8])],
-        [weight],
-    )
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
+    model.graph.initializer.append(weight)
     path = folder / "scale.onnx"
     (folder / "scale.bin").unlink(missing_ok=True)
     onnx.save(model, path, save_as_external_data=True, location="scale.bin", size_threshold=0)

@@ -42,7 +42,6 @@ from spec_runtime.bundle.manifest import BundleError, Graph, Plan, TensorSpec
 from spec_runtime.kv import open_cache
 from spec_runtime.mapping import from_mapping, to_json
 from spec_runtime.target import ARGMAX
-from spec_runtime.trees.tree import TokenTree
 
 DRAFTERS = ("parallelspec", "hydra")  # a cache; a cache in one graph and none in the other
 PROMPTS = ("say abc, 3", "one two. one two. one")
@@ -398,31 +397,6 @@ def test_sampling_fetches_the_rows_it_visits(folder: Path, runtime: fake.Runtime
     assert runtime.bytes_to_host == (8 + row) * len(result.token_ids)
 
 
-def test_a_verified_tree_is_read_row_by_row(folder: Path, runtime: fake.Runtime) -> None:
-    tree = TokenTree(np.array([5, 6, 7, 8]), np.array([0, 0, 0, 1]))
-    right, got = (
-        spec_runtime.load(folder, "none", backend=how).target for how in ("onnxruntime", "tensorrt")
-    )
-    for target in (right, got):
-        target.prefill([2, 3, 4])
-    expected, verified = right.verify(tree), got.verify(tree)
-    row = 4 * got.vocab_size
-    before = runtime.bytes_to_host
-    for _ in range(2):
-        assert np.abs(verified.row(2) - expected.row(2)).max() <= 1e-5
-        assert runtime.bytes_to_host - before == row, "once"
-    assert verified.argmax_N.tolist() == expected.argmax_N.tolist()
-    assert [verified.best(node) for node in range(4)] == verified.argmax_N.tolist()
-    assert runtime.bytes_to_host - before == row, "the ids were there"
-    logits_MV = np.asarray(verified._logits_MV)
-    assert np.array_equal(logits_MV[2], verified.row(2))
-    assert runtime.bytes_to_host - before == 5 * row
-    got.verify(tree)
-    with pytest.raises(AssertionError, match="read after the backend's next run"):
-        verified.row(1)
-    assert np.array_equal(logits_MV[2], verified.row(2)), "a copy"
-
-
 def test_a_target_without_its_argmax_is_read_as_before(
     folder: Path, runtime: fake.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -566,54 +540,51 @@ def test_a_bundle_without_plans(workshop: Workshop, capsys: pytest.CaptureFixtur
     assert f"got backend 'cudnn', expected one of {', '.join(BACKENDS)}" in message
 
 
-def test_tensorrt_that_is_not_installed(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "open_cuda", "parts"),
+    [
+        (  # without specsplit[tensorrt], for the bundle's plans are of the other flavour
+            *("tensorrt_rtx_bindings", None),
+            ("got no tensorrt_rtx_bindings", "run pip install 'specsplit[tensorrt-rtx]'\n"),
+        ),
+        (
+            *("cuda.bindings", Cuda.open),
+            ("CUDA's Python bindings are not installed", "pip install cuda-bindings"),
+        ),
+        (
+            *("", lambda: fake.cuda(None)[0]),
+            (
+                "got no CUDA device (CUDA driver version is insufficient), expected an NVIDIA GPU",
+                "or choose --backend onnxruntime",
+            ),
+        ),
+        (
+            *("", lambda: fake.cuda("9.0")[0]),
+            ("compute capability 9.0, the bundle has tensorrt_rtx 1.7.1.116 for 8.9",),
+        ),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    module: str,
+    open_cuda: Any,
+    parts: tuple[str, ...],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tensorrt_rtx_bindings", None)
+    if module:
+        monkeypatch.setitem(sys.modules, module, None)
+    if open_cuda is not None:
+        monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: fake.tensorrt())
+        monkeypatch.setattr(backend, "open_cuda", open_cuda)
     message = refusal(["--bundle", str(folder), "--backend", "tensorrt"], capsys)
-    assert "TensorRT is not installed: got no tensorrt_rtx_bindings" in message
-    assert "run pip install 'specsplit[tensorrt-rtx]'" in message
-    assert "specsplit[tensorrt]" not in message, "the bundle's plans are of the other flavour"
+    assert all(part in message for part in parts), message
 
 
 def test_an_old_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.9.0"))  # type: ignore[misc]
     with pytest.raises(ValueError, match=r"tensorrt \(version 10\.9\.0, expected 11 or later\)"):
         tensorrt_api.import_tensorrt(["tensorrt"])
-
-
-def test_cuda_python_that_is_not_installed(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: fake.tensorrt())
-    monkeypatch.setattr(backend, "open_cuda", Cuda.open)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    message = refusal(["--bundle", str(folder), "--backend", "tensorrt"], capsys)
-    assert "CUDA's Python bindings are not installed" in message
-    assert "pip install cuda-bindings" in message
-
-
-def test_a_machine_without_a_gpu(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: fake.tensorrt())
-    monkeypatch.setattr(backend, "open_cuda", lambda: fake.cuda(None)[0])
-    message = refusal(["--bundle", str(folder), "--backend", "tensorrt"], capsys)
-    assert "got no CUDA device (CUDA driver version is insufficient), expected an NVIDIA GPU" in (
-        message
-    )
-    assert "or choose --backend onnxruntime" in message
-
-
-def test_a_gpu_the_bundle_has_no_plan_for(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "import_tensorrt", lambda flavours: fake.tensorrt())
-    monkeypatch.setattr(backend, "open_cuda", lambda: fake.cuda("9.0")[0])
-    message = refusal(["--bundle", str(folder), "--backend", "tensorrt"], capsys)
-    assert "a GPU of compute capability 9.0, the bundle has tensorrt_rtx 1.7.1.116 for 8.9" in (
-        message
-    )
 
 
 def test_a_plan_tensorrt_cannot_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
