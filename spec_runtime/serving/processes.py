@@ -26,12 +26,10 @@ from spec_runtime.errors import UserError
 from spec_runtime.load import load
 from spec_runtime.serving.settings import Settings
 
-FAILED = 3  # a worker's exit code when it cannot start; uvicorn then starts no other in its place
+FAILED = 3  # the exit code of a worker that cannot start; uvicorn then starts no other in its place
 HEALTH_SECONDS = 30  # in which a worker answers its parent: a large bundle may keep it busy
 STALL_SECONDS = 60  # after which a connection is dropped whose client takes nothing of its answer
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-
-log = logging.getLogger("spec_runtime")
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class ServedBundle:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which uvicorn handles by now
         try:
             return self.open()
-        except (ValueError, OSError) as error:
+        except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(FAILED) from None
 
@@ -82,7 +80,7 @@ def set_up_logs() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound, but does not listen yet. Raises ValueError if that fails."""
+    """Returns a socket that is bound, but does not listen yet. Raises UserError if that fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -110,36 +108,23 @@ def url(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, which says when it listens."""
-
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Opens the app and listens, then calls `ready`."""
-        await super().startup(sockets)
-        self._ready()
-
-
 def serve(
     bundle: ServedBundle, bound: socket.socket, grace: float, ready: Callable[[], None]
 ) -> None:
     """Serves in this process until it is told to stop; calls `ready` once it listens."""
-    server = Server(make_config(bundle.open(), grace), ready)
-    with _signals_left_alone():
+    server = uvicorn.Server(make_config(bundle.open(), grace))
+    with _signals_handled(server.handle_exit):
+        bound.listen(server.config.backlog)
+        ready()
         server.run([bound])
 
 
 def serve_by_workers(
     bundle: ServedBundle, bound: socket.socket, grace: float, workers: int
 ) -> None:
-    """Serves by so many processes, and starts another for one that dies.
-
-    Raises ValueError if they cannot start.
-    """
-    with tempfile.TemporaryDirectory(prefix="specsplit-metrics-") as folder, _signals_left_alone():
+    """Serves by several processes, and replaces one that dies. Raises UserError if they cannot
+    start."""
+    with tempfile.TemporaryDirectory(prefix="specsplit-metrics-") as folder, _signals_handled():
         os.environ[SHARED_FOLDER] = folder
         try:
             config = make_config(bundle, grace, factory=True, workers=workers)
@@ -202,14 +187,14 @@ class Workers(Multiprocess):
 
 
 @contextmanager
-def _signals_left_alone() -> Iterator[None]:
+def _signals_handled(handler: Callable[..., None] = lambda *_: None) -> Iterator[None]:
     """Lets a graceful stop end with exit code 0.
 
     uvicorn handles SIGTERM and SIGINT itself, and sends those that it got once more at its end, to
-    the handlers from before: here these do nothing.
+    the handlers from before. Here that is `handler`, which also gets those that come too early.
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
