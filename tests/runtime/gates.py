@@ -15,27 +15,29 @@ PATIENCE = 20.0  # seconds until a thread counts as stuck
 MANY = 10_000
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_so: Callable[[], object], patience: float = PATIENCE) -> None:
     """Waits for what no event tells."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + patience
     while not is_so():
-        assert time.monotonic() < end, "nothing changed"
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
 
 
 class GatedRuns:
     """Each run of the engine's target waits for `let_through`; `wait_for_run` waits for one that
-    waits. `num_runs` counts those let through."""
+    waits. `num_begun` counts those that came, `num_runs` those let through."""
 
     def __init__(self, engine: Engine) -> None:
         backend: Any = engine.target.lend()[0]
         self._run = backend.run
         self._arrived, self._permits = threading.Semaphore(0), threading.Semaphore(0)
-        self.num_runs = 0
+        self.num_begun = self.num_runs = 0
         backend.run = self._wait_and_run
 
     def _wait_and_run(
         self, feeds: dict[str, np.ndarray], outputs: Sequence[str]
     ) -> dict[str, np.ndarray]:
+        self.num_begun += 1
         self._arrived.release()
         assert self._permits.acquire(timeout=PATIENCE), "nobody let this run through"
         self.num_runs += 1

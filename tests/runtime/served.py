@@ -1,69 +1,42 @@
-"""Serves toy engines to tests: inside the process, or on a real port by a thread."""
+"""Serves toy engines to tests on a real port, by a thread; skips tests where the server's
+libraries are not installed."""
 
 from __future__ import annotations
 
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
-import uvicorn
-from toy_backend import CHATML, ByteTokenizer
-from toy_engine import make_engine
+import pytest
 
-from spec_runtime import Engine
-from spec_runtime.proposers.base import Proposer
-from spec_runtime.proposers.wrapper import ProposerWrapper
-from spec_runtime.serving.app import make_app
-from spec_runtime.serving.processes import bind, make_config
-from spec_runtime.serving.settings import Settings
-from spec_runtime.text.tokenizer import ChatTemplate
-from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.tree import TokenTree
+for module in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
+    pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
+import httpx  # noqa: E402
+import uvicorn  # noqa: E402
+from gates import PATIENCE, GatedRuns, wait_until  # noqa: E402
+from toy_backend import CHATML, ByteTokenizer  # noqa: E402
+from toy_engine import make_engine  # noqa: E402
 
-PATIENCE = 20.0  # seconds after which a test that waits has failed
+from spec_runtime import Engine  # noqa: E402
+from spec_runtime.serving.app import make_app  # noqa: E402
+from spec_runtime.serving.processes import bind, make_config  # noqa: E402
+from spec_runtime.serving.settings import Settings  # noqa: E402
+from spec_runtime.text.tokenizer import ChatTemplate  # noqa: E402
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
 SMALL_BUFFER = 4096  # bytes of a socket's
 
 
-def toy_engine(drafter: str = "parallelspec", max_length: int = 400) -> Engine:
+def toy_engine(max_length: int = 400) -> Engine:
     """Returns an engine with a chat template, whose drafter is often right."""
-    template = ChatTemplate(CHATML, "", "", "the toy template")
+    tokenizer = ByteTokenizer(ChatTemplate(CHATML, "", "", "the toy template"))
     return make_engine(
-        drafter, max_length=max_length, peak=9.0, noise=4.0, tokenizer=ByteTokenizer(template)
+        "parallelspec", max_length=max_length, peak=9.0, noise=4.0, tokenizer=tokenizer
     )
-
-
-class Holder(ProposerWrapper):
-    """Lets a step begin only when the test allows it; counts the steps that began."""
-
-    def __init__(self, proposer: Proposer) -> None:
-        super().__init__(proposer)
-        self.allowed = threading.Semaphore(0)
-        self.num_begun = 0
-
-    def propose(self, token: int, budget: Budget) -> TokenTree:
-        self.num_begun += 1
-        assert self.allowed.acquire(timeout=PATIENCE), "no test allowed this step"
-        return super().propose(token, budget)
-
-    def free(self) -> None:
-        """Allows all steps from now on."""
-        self.allowed.release(10_000)
-
-
-def held_engine() -> tuple[Engine, Holder]:
-    """Returns an engine whose steps wait for the holder."""
-    holders: list[Holder] = []
-
-    def hold(proposer: Proposer) -> Proposer:
-        holders.append(Holder(proposer))
-        return holders[0]
-
-    return toy_engine().observed(hold), holders[0]
 
 
 class Served:
@@ -97,11 +70,12 @@ def open_request(url: str, path: str, body: dict[str, Any]) -> socket.socket:
 
 
 @contextmanager
-def served(engine: Engine, **settings: Any) -> Iterator[Served]:
-    """Serves the engine while the block runs; the stop is a graceful one."""
+def served(engine: Engine | None = None, **settings: Any) -> Iterator[Served]:
+    """Serves an engine, a toy if none is given, while the block runs; the stop is a graceful
+    one."""
     with bind("127.0.0.1", 0) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_BUFFER)
-        app = make_app(engine, Settings("toy", **settings))
+        app = make_app(engine or toy_engine(), Settings("toy", **settings))
         server = uvicorn.Server(make_config(app, grace=PATIENCE))
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()
@@ -114,19 +88,40 @@ def served(engine: Engine, **settings: Any) -> Iterator[Served]:
             assert not thread.is_alive(), "the server does not stop"
 
 
-def wait_until(is_true: Any) -> None:
-    """Waits until the function returns something true."""
-    until = time.monotonic() + PATIENCE
-    while not is_true():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.002)
+@contextmanager
+def held(num_runs: int = 0, **settings: Any) -> Iterator[tuple[Served, Any, GatedRuns]]:
+    """Serves an engine whose runs wait for the test: the prompt's is the first. The first
+    `num_runs` do not wait, nor does any after the block. Gives a client and these runs too."""
+    engine = toy_engine()
+    runs = GatedRuns(engine)
+    if num_runs:
+        runs.let_through(num_runs)
+    with served(engine, **settings) as server, server.client() as client:
+        try:
+            yield server, client, runs
+        finally:
+            runs.let_through()
 
 
-def metrics(client: Any) -> dict[str, float]:
-    """Returns the server's metrics by name and labels."""
-    lines = client.get("/metrics").text.splitlines()
-    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, value in pairs}
+def post(client: Any, path: str, **body: Any) -> Any:
+    """Returns an answer's JSON."""
+    reply = client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def choice_of(client: Any, path: str, **body: Any) -> Any:
+    """Returns the only choice of an answer."""
+    (choice,) = post(client, path, **body)["choices"]
+    return choice
+
+
+def stream(client: Any, path: str, **body: Any) -> list[Any]:
+    """Returns the events of a streamed answer."""
+    reply = client.post(path, json={**body, "stream": True})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    return events(reply.text)
 
 
 def events(text: str) -> list[Any]:
@@ -136,3 +131,10 @@ def events(text: str) -> list[Any]:
         data = block.removeprefix("data: ")
         found.append(data if data == "[DONE]" else json.loads(data))
     return found
+
+
+def metrics(client: Any) -> dict[str, float]:
+    """Returns the server's metrics by name, without "specsplit_", and labels."""
+    lines = client.get("/metrics").text.splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name.removeprefix("specsplit_"): float(value) for name, value in pairs}

@@ -11,40 +11,54 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-
-for module in ("fastapi", "uvicorn", "prometheus_client"):
-    pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
-httpx = pytest.importorskip("httpx")
-from served import (  # noqa: E402
+from served import (
+    COMPLETIONS,
     PATIENCE,
+    GatedRuns,
     events,
-    held_engine,
+    held,
     metrics,
     served,
     toy_engine,
     wait_until,
 )
 
-from spec_runtime import Chunk, QueueFull  # noqa: E402
-from spec_runtime.requests.call import Call  # noqa: E402
-from spec_runtime.serving.errors import as_api_error  # noqa: E402
-from spec_runtime.serving.settings import Settings  # noqa: E402
-from spec_runtime.text.tokenizer import Prompt  # noqa: E402
-from spec_runtime.waiting.admission import Admission  # noqa: E402
+from spec_runtime import Chunk, QueueFull
+from spec_runtime.requests.call import Call
+from spec_runtime.serving.errors import ApiError, as_api_error, response
+from spec_runtime.serving.settings import Settings
+from spec_runtime.text.tokenizer import Prompt
+from spec_runtime.waiting.admission import Admission
 
-COMPLETIONS = "/v1/completions"
 BODY = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
+STREAM = {**BODY, "stream": True}
+LONG = {**STREAM, "max_tokens": 1000, "ignore_eos": True, "logprobs": 5}
+HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
 
 
-def gauge(client: Any, name: str) -> float:
-    return metrics(client)[f"specsplit_{name}"]
+def wait_for(client: Any, number: int, name: str) -> None:
+    wait_until(lambda: metrics(client)[name] == number)
+
+
+def connect(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), PATIENCE)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Reads a chunked response up to its last chunk."""
+    data = b""
+    while not data.endswith(b"0\r\n\r\n") and (part := connection.recv(65536)):
+        data += part
+    return data
 
 
 def test_a_full_queue_is_429_and_the_rest_is_answered_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, holder = held_engine()
-    answer = engine.answer
+    engine = toy_engine()
+    runs = GatedRuns(engine)
+    answer, prepare = engine.answer, engine.prepare
+    prepared: list[object] = []  # prompts
     ended: list[int] = []  # the max_tokens of those answered
 
     def noted(call: Call) -> Generator[Chunk, None, None]:
@@ -53,36 +67,33 @@ def test_a_full_queue_is_429_and_the_rest_is_answered_in_order(
                 ended.append(call.params.max_new_tokens)
             yield chunk
 
-    prepare = engine.prepare
-    asked: list[object] = []  # prompts, in the order in which the engine's queue got them
-
     def noted_prompt(prompt: Prompt, **options: Any) -> Call:
-        asked.append(prompt)
+        prepared.append(prompt)
         return prepare(prompt, **options)
 
     monkeypatch.setattr(engine, "answer", noted)
     monkeypatch.setattr(engine, "prepare", noted_prompt)
-
-    def ask(client: Any, number: int) -> Any:
-        return client.post(COMPLETIONS, json={**BODY, "max_tokens": 60 + number})
-
-    with served(engine, max_waiting=2) as server, server.client() as client:
-        with ThreadPoolExecutor(3) as pool:
-            waiting = []
-            for number in range(3):
-                waiting.append(pool.submit(ask, client, number))
-                wait_until(lambda n=number: len(asked) == n + 1)
-            wait_until(lambda: holder.num_begun == 1)
-            assert gauge(client, "waiting_requests") == 2
-            assert gauge(client, "running_requests") == 1
-            assert client.get("/ready").status_code == 503
-            for more in ({}, {"stream": True}):
-                reply = client.post(COMPLETIONS, json={**BODY, **more})
-                assert reply.status_code == 429
-                assert 1 <= int(reply.headers["retry-after"]) <= 60
-                assert reply.json()["error"]["code"] == "rate_limit_exceeded"
-            holder.free()
-            replies = [each.result() for each in waiting]
+    with (
+        served(engine, max_waiting=2) as server,
+        server.client() as client,
+        ThreadPoolExecutor(3) as pool,
+    ):
+        waiting = []
+        for number in range(3):
+            body = {**BODY, "max_tokens": 60 + number}
+            waiting.append(pool.submit(client.post, COMPLETIONS, json=body))
+            wait_until(lambda n=number: len(prepared) == n + 1)
+        runs.wait_for_run()
+        found = metrics(client)
+        assert (found["waiting_requests"], found["running_requests"]) == (2, 1)
+        assert client.get("/ready").status_code == 503
+        for body in (BODY, STREAM):
+            reply = client.post(COMPLETIONS, json=body)
+            assert reply.status_code == 429
+            assert 1 <= int(reply.headers["retry-after"]) <= 60
+            assert reply.json()["error"]["code"] == "rate_limit_exceeded"
+        runs.let_through()
+        replies = [each.result() for each in waiting]
         assert ended == [60, 61, 62]
         assert [r.json()["usage"]["completion_tokens"] for r in replies] == ended
         assert client.get("/ready").status_code == 200
@@ -90,117 +101,94 @@ def test_a_full_queue_is_429_and_the_rest_is_answered_in_order(
 
 
 def test_a_refused_request_gives_its_place_back() -> None:
-    with served(toy_engine(), max_waiting=0, max_streams=1) as server, server.client() as client:
-        for body in ({**BODY, "prompt": [999]}, {**BODY, "stop": [""]}) * 2:
-            for more in ({}, {"stream": True}):
-                assert client.post(COMPLETIONS, json={**body, **more}).status_code == 400
-        assert client.post(COMPLETIONS, json={**BODY, "stream": True}).status_code == 200
-        wait_until(lambda: gauge(client, "open_streams") == 0)
-        assert client.post(COMPLETIONS, json={**BODY, "stream": True}).status_code == 200
+    with served(max_waiting=0, max_streams=1) as server, server.client() as client:
+        for wrong in ({"prompt": [999]}, {"stop": [""]}) * 2:
+            for body in (BODY, STREAM):
+                assert client.post(COMPLETIONS, json={**body, **wrong}).status_code == 400
+        for _ in range(2):
+            assert client.post(COMPLETIONS, json=STREAM).status_code == 200
+            wait_for(client, 0, "open_streams")
 
 
 def test_streams_are_limited() -> None:
-    engine, holder = held_engine()
-    with served(engine, max_streams=1) as server, server.client() as client:
-        with server.open_request(COMPLETIONS, {**BODY, "stream": True}) as stream:
-            wait_until(lambda: holder.num_begun == 1)
-            reply = client.post(COMPLETIONS, json={**BODY, "stream": True})
+    with held(max_streams=1) as (server, client, runs):
+        with server.open_request(COMPLETIONS, STREAM) as stream:
+            runs.wait_for_run()
+            reply = client.post(COMPLETIONS, json=STREAM)
             assert reply.status_code == 429
             assert "1 streams are open" in reply.json()["error"]["message"]
-            holder.free()
+            runs.let_through()
             assert b"[DONE]" in read_all(stream)
-        wait_until(lambda: gauge(client, "open_streams") == 0)
-        assert client.post(COMPLETIONS, json={**BODY, "stream": True}).status_code == 200
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """Reads a chunked response up to its last chunk."""
-    data = b""
-    while not data.endswith(b"0\r\n\r\n"):
-        part = connection.recv(65536)
-        if not part:
-            return data
-        data += part
-    return data
+        wait_for(client, 0, "open_streams")
+        assert client.post(COMPLETIONS, json=STREAM).status_code == 200
 
 
 def test_a_timeout_is_504_or_a_streams_last_event() -> None:
-    engine, holder = held_engine()
-    with served(engine, timeout=1.0) as server, server.client() as client:
-        holder.allowed.release(1)
-        reply = client.post(COMPLETIONS, json={**BODY, "stream": True})
+    with held(num_runs=2, timeout=0.4) as (_, client, runs):
+        reply = client.post(COMPLETIONS, json=STREAM)
         assert reply.status_code == 200
         *parts, last = events(reply.text)
         assert parts
         assert last["error"]["code"] == "timeout"
-        assert holder.num_begun == 2, "it was in the midst of a step"
-        for more in ({}, {"stream": True}):
-            reply = client.post(COMPLETIONS, json={**BODY, **more})  # which never has its turn
+        assert runs.num_begun == 3, "it was in the midst of a step"
+        for body in (BODY, STREAM):
+            reply = client.post(COMPLETIONS, json=body)  # which never has its turn
             assert reply.status_code == 504
             assert reply.json()["error"]["code"] == "timeout"
-        for name in ("running_requests", "open_streams"):  # which fall behind the reply's end
-            wait_until(lambda name=name: gauge(client, name) == 0)
-        holder.free()
+        for name in ("running_requests", "open_streams"):  # which are counted after the reply's end
+            wait_for(client, 0, name)
+        runs.let_through()
         wait_until(lambda: client.post(COMPLETIONS, json=BODY).status_code == 200)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_disconnect_ends_the_answer_within_a_step(is_stream: bool) -> None:
-    engine, holder = held_engine()
     body = {**BODY, "max_tokens": 200, "stream": is_stream}
-    with served(engine, max_waiting=1) as server, server.client() as client:
+    with held(num_runs=1, max_waiting=1) as (server, client, runs):
         connection = server.open_request(COMPLETIONS, body)
         waiting = server.open_request(COMPLETIONS, body)
-        wait_until(lambda: gauge(client, "waiting_requests") == 1)
-        wait_until(lambda: holder.num_begun == 1)
+        wait_for(client, 1, "waiting_requests")
+        wait_until(lambda: runs.num_begun == 2)
         waiting.close()  # before its turn came
-        wait_until(lambda: gauge(client, "waiting_requests") == 0)
+        wait_for(client, 0, "waiting_requests")
         connection.close()
-        wait_until(lambda: gauge(client, "running_requests") == 0)
-        holder.allowed.release(1)
-        with ThreadPoolExecutor(1) as pool:
-            after = pool.submit(client.post, COMPLETIONS, json={**BODY, "max_tokens": 1})
-            assert after.result().status_code == 200, "it needs no step of the drafter"
-        assert holder.num_begun == 1, "the step that ran when the client left was the last"
-        holder.free()
+        wait_for(client, 0, "running_requests")
+        runs.let_through()
+        assert client.post(COMPLETIONS, json={**BODY, "max_tokens": 1}).status_code == 200
+        assert runs.num_begun == 3, "the step that ran when the client left was its last"
 
 
 def test_a_slow_reader_holds_up_nobody() -> None:
-    engine = toy_engine(max_length=1200)
-    long = {"prompt": "hello", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
-    long |= {"logprobs": 5, "stream": True}
-    with served(engine) as server, server.client() as client:
-        slow = server.open_request(COMPLETIONS, long)
+    with served(toy_engine(max_length=1200)) as server, server.client() as client:
+        slow = server.open_request(COMPLETIONS, LONG)
         assert client.post(COMPLETIONS, json=BODY).status_code == 200
-        assert gauge(client, "running_requests") == 0
-        assert gauge(client, "open_streams") == 1
+        found = metrics(client)
+        assert (found["running_requests"], found["open_streams"]) == (0, 1)
         assert b"[DONE]" in read_all(slow), "nothing is lost for the slow reader"
         slow.close()
-        wait_until(lambda: gauge(client, "open_streams") == 0)
-        lost = server.open_request(COMPLETIONS, long)
-        wait_until(lambda: gauge(client, "open_streams") == 1)
+        wait_for(client, 0, "open_streams")
+        lost = server.open_request(COMPLETIONS, LONG)
+        wait_for(client, 1, "open_streams")
         lost.close()  # with most of its answer unread
-        wait_until(lambda: gauge(client, "open_streams") == 0)
+        wait_for(client, 0, "open_streams")
 
 
 def test_a_stop_finishes_running_and_waiting_answers() -> None:
-    engine, holder = held_engine()
-    with served(engine) as server, server.client() as client, ThreadPoolExecutor(3) as pool:
+    def is_refused() -> bool:
+        try:
+            connect(server.port).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    with held() as (server, client, runs), ThreadPoolExecutor(3) as pool:
         whole = pool.submit(client.post, COMPLETIONS, json=BODY)
-        wait_until(lambda: holder.num_begun == 1)
-        stream = pool.submit(client.post, COMPLETIONS, json={**BODY, "stream": True})
-        wait_until(lambda: gauge(client, "waiting_requests") == 1)
+        runs.wait_for_run()
+        stream = pool.submit(client.post, COMPLETIONS, json=STREAM)
+        wait_for(client, 1, "waiting_requests")
         server.server.should_exit = True
-
-        def is_refused() -> bool:
-            try:
-                socket.create_connection(("127.0.0.1", server.port), 1).close()
-            except ConnectionRefusedError:
-                return True
-            return False
-
         wait_until(is_refused)
-        holder.free()
+        runs.let_through()
         assert whole.result().json()["usage"]["completion_tokens"] == 30
         assert events(stream.result().text)[-1] == "[DONE]"
 
@@ -209,8 +197,9 @@ def test_a_stop_finishes_running_and_waiting_answers() -> None:
 def test_answers_that_a_stop_cuts_off_end_with_an_error(
     is_forced: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, holder = held_engine()
-    holder.allowed.release(1)
+    engine = toy_engine()
+    runs = GatedRuns(engine)
+    runs.let_through(2)
     encode = engine.encode
     may_encode = threading.Event()
 
@@ -221,27 +210,26 @@ def test_answers_that_a_stop_cuts_off_end_with_an_error(
     monkeypatch.setattr(engine, "encode", encode_later)
     monkeypatch.setattr(logging.getLogger("spec_runtime.access"), "propagate", True)
     caplog.set_level(logging.INFO, "spec_runtime.access")
-    bodies = [{**BODY, "stream": True}, BODY, {**BODY, "stream": True}, {**BODY, "prompt": "later"}]
-    half = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{{"
     with (
         served(engine) as server,
         server.client() as client,
         ThreadPoolExecutor(4) as pool,
-        socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection,
+        connect(server.port) as connection,
     ):
-        connection.sendall(half.encode())
+        connection.sendall(HEAD.encode() + b"{")
         wait_until(lambda: server.server.server_state.tasks)
-        replies = [pool.submit(client.post, COMPLETIONS, json=bodies[0])]
-        wait_until(lambda: holder.num_begun == 2)
-        replies += [pool.submit(client.post, COMPLETIONS, json=body) for body in bodies[1:]]
-        wait_until(lambda: gauge(client, "waiting_requests") == 3)
+        replies = [pool.submit(client.post, COMPLETIONS, json=STREAM)]
+        wait_until(lambda: runs.num_begun == 3)
+        for body in (BODY, STREAM, {**BODY, "prompt": "later"}):
+            replies.append(pool.submit(client.post, COMPLETIONS, json=body))
+        wait_for(client, 3, "waiting_requests")
         server.server.config.timeout_graceful_shutdown = None if is_forced else 0
         server.server.force_exit = is_forced
         server.server.should_exit = True
         assert connection.recv(65536).startswith(b"HTTP/1.1 503")
         stream, *others = [each.result() for each in replies]
         may_encode.set()
-        holder.free()
+        runs.let_through()
     assert stream.status_code == 200
     *parts, last = events(stream.text)
     assert parts
@@ -260,46 +248,35 @@ def test_a_reader_who_takes_nothing_does_not_hold_up_a_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("spec_runtime.serving.guards.NOTICE_SECONDS", 0.01)
-    long = {"prompt": "hello", "max_tokens": 1000, "temperature": 0, "ignore_eos": True}
-    long |= {"logprobs": 5, "stream": True}
     with (
         served(toy_engine(max_length=1200)) as server,
         server.client() as client,
-        server.open_request(COMPLETIONS, long),
+        server.open_request(COMPLETIONS, LONG),
     ):
-        wait_until(lambda: gauge(client, "open_streams") == 1)
-        wait_until(lambda: gauge(client, "running_requests") == 0)
+        wait_for(client, 1, "open_streams")
+        wait_for(client, 0, "running_requests")
         server.server.force_exit = server.server.should_exit = True
         wait_until(lambda: not server.thread.is_alive())
 
 
-def test_a_body_that_never_ends_is_408(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_requests_are_refused_and_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spec_runtime.serving.guards.BODY_SECONDS", 0.05)
-    with served(toy_engine()) as server:
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
-            connection.sendall(head.encode() + b"{")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 408")
-        with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
-            connection.sendall(head.encode() + b"{")
-        with server.client() as client:
-            assert client.post(COMPLETIONS, json=BODY).status_code == 200
-
-
-def test_broken_http_is_refused_and_does_no_harm() -> None:
-    with served(toy_engine()) as server, server.client() as client:
-        for data in (
-            b"\x16\x03\x01\x02\x00",
-            b"GET\r\n\r\n",
-            b"POST / HTTP/1.1\r\nA: \xff\x00\r\n\r\n",
+    with served() as server, server.client() as client:
+        for data, status in (
+            (b"\x16\x03\x01\x02\x00\r\n\r\n", b"400"),
+            (b"GET\r\n\r\n\r\n\r\n", b"400"),
+            (b"POST / HTTP/1.1\r\nA: \xff\x00\r\n\r\n\r\n\r\n", b"400"),
+            (HEAD.encode() + b"{", b"408"),  # a body that never ends
         ):
-            with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
-                connection.sendall(data + b"\r\n\r\n")
-                assert connection.recv(65536).startswith(b"HTTP/1.1 400")
+            with connect(server.port) as connection:
+                connection.sendall(data)
+                assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+        with connect(server.port) as connection:  # it leaves in the midst of its body
+            connection.sendall(HEAD.encode() + b"{")
         assert client.post(COMPLETIONS, json=BODY).status_code == 200
 
 
-# ---- gates and settings ----
+# ---- admission and settings ----
 
 
 def test_a_full_queue_asks_for_patience_by_how_long_the_last_took(
@@ -340,7 +317,5 @@ def test_settings_out_of_range_are_refused(change: dict[str, Any], message: str)
 
 
 def test_errors_are_json_that_every_client_can_read() -> None:
-    from spec_runtime.serving.errors import ApiError, response
-
     error = response(ApiError(400, "half a pair: \ud800, and é"))
     assert json.loads(bytes(error.body))["error"]["message"].endswith("é")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -12,32 +11,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+from served import events, served, toy_engine
+from toy_backend import ByteTokenizer
 
+from spec_runtime.serving.page import drawn, page_html
 from spec_runtime.step import Step
 from spec_runtime.trees.tree import TokenTree
 from tools.docs import page_screenshots
 
-for module in ("fastapi", "uvicorn", "prometheus_client"):
-    pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
-pytest.importorskip("httpx")
-from served import Served, events, held_engine, served, toy_engine, wait_until  # noqa: E402
-from toy_backend import ByteTokenizer  # noqa: E402
-
-from spec_runtime.serving.page import drawn, page_html  # noqa: E402
-
-ANSWER = "/page/answer"
-
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with served(toy_engine()) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> Iterator[Any]:
-    with server.client() as made:
+def client() -> Iterator[Any]:
+    with served() as running, running.client() as made:
         yield made
+
+
+def answer(client: Any, **body: Any) -> tuple[list[Any], Any]:
+    """Returns the pieces of an answer, and its last event."""
+    found = events(client.post("/page/answer", json=body).text)
+    tokens = sum(event.get("tokens", 0) for event in found)
+    assert tokens == found[-1]["result"]["tokens"] == body["max_tokens"]
+    return [piece for event in found for piece in event.get("pieces", ())], found[-1]
 
 
 class Elements(HTMLParser):
@@ -85,31 +79,25 @@ def test_the_page_names_its_fields_and_fits_phones() -> None:
 
 def test_the_pieces_are_the_answer_with_its_depths(client: Any) -> None:
     expected = toy_engine().generate("hello", max_new_tokens=40)
-    found = events(client.post(ANSWER, json={"prompt": "hello", "max_tokens": 40}).text)
-    pieces = [piece for event in found for piece in event.get("pieces", ())]
+    pieces, last = answer(client, prompt="hello", max_tokens=40)
     assert "".join(text for text, _ in pieces) == expected.text
     assert {depth for _, depth in pieces} > {0, 1}
-    assert sum(event.get("tokens", 0) for event in found) == 40
-    result = found[-1]["result"]
+    result = last["result"]
     assert result["drafter"] == "parallelspec"
-    assert result["tokens"] == 40
     assert result["accepted_length"] == expected.stats.accepted_length > 1
     assert result["acceptance_by_depth"] == expected.stats.acceptance_by_depth
-    ElementTree.fromstring(found[-1]["tree"])
-    assert "The last step of parallelspec" in found[-1]["tree"]
+    ElementTree.fromstring(last["tree"])
+    assert "The last step of parallelspec" in last["tree"]
 
 
 def test_plain_decoding_gives_the_same_text_without_a_tree(client: Any) -> None:
     body = {"prompt": "hello", "max_tokens": 30, "temperature": 0.7, "seed": 3}
-    texts = []
-    for has_drafter in (True, False):
-        found = events(client.post(ANSWER, json={**body, "drafter": has_drafter}).text)
-        pieces = [piece for event in found for piece in event.get("pieces", ())]
-        texts.append("".join(text for text, _ in pieces))
-    assert texts[0] == texts[1]
-    assert {depth for _, depth in pieces} == {0}
-    assert found[-1]["tree"] is None
-    assert found[-1]["result"]["accepted_length"] == 1
+    drafted, _ = answer(client, **body)
+    plain, last = answer(client, **body, drafter=False)
+    assert "".join(text for text, _ in drafted) == "".join(text for text, _ in plain)
+    assert {depth for _, depth in plain} == {0}
+    assert last["tree"] is None
+    assert last["result"]["accepted_length"] == 1
 
 
 @pytest.mark.parametrize(
@@ -126,31 +114,9 @@ def test_plain_decoding_gives_the_same_text_without_a_tree(client: Any) -> None:
     ],
 )
 def test_what_the_page_cannot_have_is_refused(client: Any, body: dict[str, Any]) -> None:
-    reply = client.post(ANSWER, json=body)
+    reply = client.post("/page/answer", json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["message"]
-
-
-def test_stopping_the_page_stops_the_engine() -> None:
-    engine, holder = held_engine()
-    with served(engine) as server, server.client() as client:
-        connection = server.open_request(ANSWER, {"prompt": "hello"})
-        wait_until(lambda: holder.num_begun == 1)
-        connection.close()
-        wait_until(lambda: "running_requests 0.0" in client.get("/metrics").text)
-        holder.free()
-        assert events(client.post(ANSWER, json={"prompt": "hello"}).text)[-1]["result"]
-
-
-def test_the_page_leaves_no_threads_behind(client: Any) -> None:
-    def num_engines() -> int:
-        return sum("spec_runtime" in thread.name for thread in threading.enumerate())
-
-    before = num_engines()
-    for has_drafter in (True, False) * 3:
-        body = {"prompt": "hello", "max_tokens": 5, "drafter": has_drafter}
-        assert client.post(ANSWER, json=body).status_code == 200
-    wait_until(lambda: num_engines() <= before)
 
 
 def test_a_step_is_drawn_with_the_text_of_its_tokens() -> None:
@@ -163,7 +129,7 @@ def test_a_step_is_drawn_with_the_text_of_its_tokens() -> None:
     assert "(end)" in svg, "the EOS has no text of its own"
 
 
-def test_the_page_works_in_a_browser(server: Served) -> None:
+def test_the_page_works_in_a_browser(client: Any) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium")
     if chromium is None:
@@ -171,7 +137,7 @@ def test_the_page_works_in_a_browser(server: Served) -> None:
     with playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for window in page_screenshots.WINDOWS:
-            seen = page_screenshots.visit(browser, server.url, window, "hello", tokens=60)
+            seen = page_screenshots.visit(browser, str(client.base_url), window, "hello", tokens=60)
             assert seen.faults == []
             assert seen.result.endswith("both texts are the same.")
             assert seen.after_escape in ("Stopped.", ""), "the toy may have been faster"
