@@ -198,5 +198,5 @@ def _signals_handled(handler: Callable[..., None] = lambda *_: None) -> Iterator
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

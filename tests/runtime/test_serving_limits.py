@@ -82,7 +82,7 @@ def test_a_full_queue_is_429_and_the_rest_is_answered_in_order(
         for number in range(3):
             body = {**BODY, "max_tokens": 60 + number}
             waiting.append(pool.submit(client.post, COMPLETIONS, json=body))
-            wait_until(lambda n=number: len(prepared) == n + 1)
+            wait_until(lambda: len(prepared) == len(waiting))
         runs.wait_for_run()
         found = metrics(client)
         assert (found["waiting_requests"], found["running_requests"]) == (2, 1)
