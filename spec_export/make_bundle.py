@@ -38,7 +38,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 def build(options: BuildOptions, report: Report = SILENT) -> Path:
     """Builds a bundle and returns its folder, bundles/<target> by default.
 
-    Raises ValueError if a model or checkpoint cannot
+    Raises UserError if a model or checkpoint cannot
     be loaded or does not fit the target, if the folder holds other files, or if another process is
     building there. Nothing is left half-written.
     """

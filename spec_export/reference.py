@@ -27,7 +27,7 @@ def prose() -> str:
 def encode(tokenizer: Any, prompt: str) -> list[int]:
     """Returns a prompt's ids by transformers' tokenizer, in its chat template if it has one.
 
-    Raises ValueError if the template fails.
+    Raises UserError if the template fails.
     """
     if not getattr(tokenizer, "chat_template", None):
         return list(tokenizer(prompt)["input_ids"])

@@ -51,7 +51,7 @@ class Source:
 def resolve(model: str | None, report: Report = SILENT) -> Source:
     """Returns what `--model` names: the demo (None), an existing folder or GGUF file, or a hub id.
 
-    The demo is downloaded if it is not in the user's cache. Raises ValueError if a path was clearly
+    The demo is downloaded if it is not in the user's cache. Raises UserError if a path was clearly
     meant and is not there, or if it leads to no checkpoint.
     """
     if model is None:
@@ -85,7 +85,7 @@ def resolve(model: str | None, report: Report = SILENT) -> Source:
 def local_folder(source: Source) -> Path:
     """Returns the folder on this machine that holds the target's files.
 
-    A hub id is looked up in the hub's cache, and downloaded if it is not there. Raises ValueError
+    A hub id is looked up in the hub's cache, and downloaded if it is not there. Raises UserError
     if it cannot be had.
     """
     if source.kind != "hub":
@@ -114,7 +114,7 @@ def fingerprint(source: Source) -> str:
 
     All bytes are read, because models of one name, size and shape differ in nothing else. A copy
     of a model has the model's fingerprint, whatever its folder is called; the tokenizer does not
-    count. Raises ValueError if the files cannot be read or there are none.
+    count. Raises UserError if the files cannot be read or there are none.
     """
     folder = local_folder(source)
     files = weight_files(folder, source.gguf_file)
@@ -133,7 +133,7 @@ def fingerprint(source: Source) -> str:
 def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Returns the transformers causal LM, frozen and in eval mode, and its tokenizer.
 
-    GGUF weights are dequantised to float32 first, then cast. Raises ValueError if the files are
+    GGUF weights are dequantised to float32 first, then cast. Raises UserError if the files are
     damaged or do not fit each other, or if the model is not supported, which is found out before
     its weights are read. No code that lies beside the weights is run.
     """
@@ -145,28 +145,28 @@ def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 
 
 def require_supported(source: Source) -> None:
-    """Raises ValueError unless the target is of a supported family; reads no weights."""
+    """Raises UserError unless the target is of a supported family; reads no weights."""
     pretrained.read_config(local_folder(source), source.gguf_file)
 
 
 def context(source: Source) -> int:
     """Returns the tokens that the target was made for; reads no weights.
 
-    Raises ValueError unless it is of a supported family.
+    Raises UserError unless it is of a supported family.
     """
     config = pretrained.read_config(local_folder(source), source.gguf_file)
     return int(config.max_position_embeddings)
 
 
 def load_tokenizer(source: Source) -> Any:
-    """Returns the target's transformers tokenizer; raises ValueError if it is damaged."""
+    """Returns the target's transformers tokenizer; raises UserError if it is damaged."""
     return pretrained.read_tokenizer(local_folder(source), source.gguf_file)
 
 
 def load_generation_config(source: Source) -> Any | None:
     """Returns transformers' generation config, or None if the target has no file of it.
 
-    Raises ValueError if the file is damaged.
+    Raises UserError if the file is damaged.
     """
     if source.gguf_file:
         return None

@@ -8,7 +8,7 @@
   distribution.
 
 Each asks only for the rows that it visits. A path is node ids, root first; the bonus is the token
-behind it.
+after it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def by_rejection(
     `p(node)` is the target's distribution f64[V] after that node, `uniform()` a fresh draw from
     [0, 1). The result follows p exactly if every node's `tree.draws` were drawn as they say and
     without looking at p. Children that were not drawn (of a deterministic tree, or of prompt
-    lookup) are point masses; for them the rule is target sampling on what is left of p.
+    lookup) are point masses; for them the rule is target sampling on the rest of p.
 
     Returns the path and the bonus.
 
@@ -74,7 +74,7 @@ def by_rejection(
 def _try_drawn(
     tree: TokenTree, node: int, p_V: np.ndarray, uniform: Callable[[], float]
 ) -> tuple[int | None, np.ndarray]:
-    """Returns the child accepted, or None, and what is left of p."""
+    """Returns the child accepted, or None, and the rest of p."""
     draws = tree.draws.get(node)
     if draws is None:
         return None, p_V
@@ -87,7 +87,7 @@ def _try_drawn(
             left_V = p_V.copy()
             left_V[id_C] = np.maximum(0, p_V[id_C] - q_C)
             mass = left_V.sum()
-            # p and q are the same: refused by rounding alone, unless p excludes the token
+            # p and q are the same: refused only by rounding, unless p excludes the token
             is_accepted = mass == 0 and p_V[token] > 0
         if is_accepted:
             child = tree.child(node, token)
@@ -97,7 +97,7 @@ def _try_drawn(
         if not draws.with_replacement:
             q_C = q_C.copy()
             q_C[index] = 0
-            q_C /= q_C.sum() or 1  # 0 behind the last candidate
+            q_C /= q_C.sum() or 1  # 0 after the last candidate
     return None, p_V
 
 

@@ -77,7 +77,7 @@ class SlotCache:
         mask_NS[:] = self._taken_S
         mask_NS[:, slot_N] = ancestor_NN[first:]
         self._placed_N = slot_N
-        top = max(top, int(slot_N[-1]))  # they ascend, behind those placed before
+        top = max(top, int(slot_N[-1]))  # they ascend, after those placed before
         return {
             "position_ids": (self.length + depth_N[first:])[None],
             "mask": mask_NS[None, None],
@@ -152,7 +152,7 @@ class ContiguousCache:
         moved, begin = len(src), self._in_place + first
         perm = np.arange(moved + n, dtype=np.int64)
         if moved == 0:
-            # never an empty tensor: one dummy row, which perm puts behind the new ones
+            # never an empty tensor: one dummy row, which perm puts after the new ones
             src, perm = np.zeros(1, np.int64), np.append(perm + 1, 0)
         assert begin + len(perm) <= self.capacity, (begin, len(perm))
         mask_NS = np.zeros((n, self.capacity), np.bool_)

@@ -100,7 +100,7 @@ class Candidate:
 
     expected_speedup is predicted from the costs and the accuracies known; tokens_per_second,
     speedup and accepted_length are measured in the race; sampled_gain, that of texts drawn at
-    temperature 1, is measured for the winner alone. A value that was not determined is None.
+    temperature 1, is measured only for the winner. A value that was not determined is None.
     """
 
     name: str
@@ -155,7 +155,7 @@ def key_of(opened: bundles.Bundle, drafter: str, threads: int | None) -> Key:
 
 
 def path_of(key: Key) -> Path:
-    """Returns the file that holds the profile of `key`, whether it exists or not. Raises ValueError
+    """Returns the file that holds the profile of `key`, whether it exists or not. Raises UserError
     if there is no cache folder."""
     text = json.dumps(dataclasses.asdict(key), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:20]
@@ -211,7 +211,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Profile:
-    """Returns the profile of which `to_json` made `data`; raises ValueError if it is damaged."""
+    """Returns the profile of which `to_json` made `data`; raises UserError if it is damaged."""
     rows = data.get("candidates") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise UserError("got no list of candidates, expected a profile")
@@ -239,7 +239,7 @@ def reserved(key: Key) -> Iterator[Path]:
     """Keeps other processes from tuning for `key` during the block; gives the profile's file.
 
     Two that measure at once would disturb each other, not only overwrite each other's result. So
-    the lock is to be held for the whole measurement. Raises ValueError before the block if another
+    the lock is to be held for the whole measurement. Raises UserError before the block if another
     process holds it or there is no cache folder, and OSError if the file could not be written.
     """
     path = path_of(key)

@@ -39,7 +39,7 @@ def choose(options: BuildOptions, source: target.Source) -> list[SavedDrafter]:
     These are the checkpoints given, then the shipped drafters of the other names given. The demo
     gets its best shipped drafter if nothing is named. A pretrained draft model is not among them.
 
-    Raises ValueError if a checkpoint is missing, unreadable or given twice, or if the build cannot
+    Raises UserError if a checkpoint is missing, unreadable or given twice, or if the build cannot
     take a drafter.
     """
     names = options.trained_drafters
@@ -84,7 +84,7 @@ def _shipped_folder(name: str) -> Path | None:
 
 
 def _shipped_drafter(name: str) -> SavedDrafter:
-    """Reads the demo's drafter of this name; raises ValueError if none is shipped."""
+    """Reads the demo's drafter of this name; raises UserError if none is shipped."""
     folder = _shipped_folder(name)
     if folder is None:
         raise UserError(
@@ -104,7 +104,7 @@ def _best_shipped() -> SavedDrafter:
 
 
 def _require_fusable(names: Sequence[str]) -> None:
-    """Raises ValueError unless at least one of these drafters guesses in one pass."""
+    """Raises UserError unless at least one of these drafters guesses in one pass."""
     one_pass = [n for n in drafter_files.trainable() if drafter_files.load(n).Drafter.is_one_pass]
     if not set(names) & set(one_pass):
         raise UserError(
@@ -114,7 +114,7 @@ def _require_fusable(names: Sequence[str]) -> None:
 
 
 def _require_own_cache(saved: Sequence[SavedDrafter], options: BuildOptions) -> None:
-    """Raises ValueError if a drafter runs on the target's cache, which needs the slots form."""
+    """Raises UserError if a drafter runs on the target's cache, which needs the slots form."""
     got = "the tensorrt backend" if options.backend == "tensorrt" else "the contiguous form"
     for drafter in saved:
         if drafter_files.load(drafter.name).Drafter.shares_target_cache:
@@ -154,7 +154,7 @@ def warn_of_doubts(saved: SavedDrafter, source: target.Source, report: Report) -
 def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
     """Returns the drafter's module with its trained weights, in eval mode.
 
-    Raises ValueError, with the tensors' names, if the weights do not fit the target.
+    Raises UserError, with the tensors' names, if the weights do not fit the target.
     """
     definition = drafter_files.load(saved.name)
     config = recipe.build_config(
@@ -188,7 +188,7 @@ def load_draft_model(
     """Loads a causal LM as it is, to be the draft model of a target with this tokenizer.
 
     model: as `--model` takes it. vocab_size: the target's. length: the bundle's context in tokens.
-    Raises ValueError if the vocabularies differ or the model's context is shorter than `length`.
+    Raises UserError if the vocabularies differ or the model's context is shorter than `length`.
     """
     definition = drafter_files.load("draft_model")
     source = target.resolve(model, report)

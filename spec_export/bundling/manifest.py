@@ -77,7 +77,7 @@ def drafter_info(
 def write_tokenizer(tokenizer: Any, hf_model: Any, folder: Path) -> TokenizerInfo:
     """Writes tokenizer.json and the chat template, if there is one, and returns their entry.
 
-    Raises ValueError if the target has no fast tokenizer.
+    Raises UserError if the target has no fast tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -35,13 +35,13 @@ class BuildOptions:
 
     model: a folder, hub id or GGUF file; None means the demo.
     drafters: names of drafters. Without any, the bundle gets the best drafter shipped for the demo,
-    or prompt lookup alone for another target.
+    or only prompt lookup for another target.
     drafter_checkpoints: folders that `spec-export train` wrote, of runs or of their drafters.
     precision: of the target's weights; None means fp16 for CUDA and fp32 otherwise.
     max_length: the context in tokens; None means 2048, or the target's own context if that is less.
     out: the bundle's folder; None means bundles/ and the target's name.
     form: "slots" for ONNX Runtime or "contiguous" for TensorRT, which takes it whatever is given,
-    see `graph_form`; CUDA takes the slots form alone.
+    see `graph_form`; CUDA takes only the slots form.
     reduce_range: int8 weights within ±63, for CPUs with AVX2 but without VNNI.
     draft_model: a causal LM with the target's vocabulary, given as `model` is.
     backend: "tensorrt" adds plans, and the target's graph finds the argmax itself. A plan of the
@@ -52,7 +52,7 @@ class BuildOptions:
     fuse: adds the fused step of every one-pass drafter, see graphs/fused_step.py.
     drafter_precision: of the drafters' weights on a CPU, fp32, int8 or int4, see `precision_of`.
 
-    Raises ValueError for an unknown name or a combination that cannot be built.
+    Raises UserError for an unknown name or a combination that cannot be built.
     """
 
     model: str | None = None
@@ -168,7 +168,7 @@ class BuildOptions:
     def attention(self) -> str:
         """How graphs in the slots form read their caches, see graphs/slots.py.
 
-        CUDA's GroupQueryAttention, which "bias" uses, has kernels for half precision alone.
+        CUDA's GroupQueryAttention, which "bias" uses, has kernels only for half precision.
         """
         is_wide = self.device == "cuda" and self.target_precision == "fp32"
         return "full_buffer" if is_wide else "bias"
@@ -202,6 +202,6 @@ class BuildOptions:
 
 
 def _require_one_of(what: str, got: str, known: Sequence[str]) -> None:
-    """Raises ValueError, which lists the known names, if `got` is none of them."""
+    """Raises UserError, which lists the known names, if `got` is none of them."""
     if got not in known:
         raise UserError(f"got {what} {got!r}, expected one of {', '.join(known)}")

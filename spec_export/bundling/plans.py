@@ -15,7 +15,7 @@ from spec_runtime.files.writing import sha256
 def open_builder(options: BuildOptions, replaced: Path) -> PlanBuilder | None:
     """Returns the builder of the plans asked for; None if the build is not for TensorRT.
 
-    Intact plans of the bundle at `replaced` are taken over where they still fit. Raises ValueError
+    Intact plans of the bundle at `replaced` are taken over where they still fit. Raises UserError
     if TensorRT is not installed or does not build for the GPUs named.
     """
     if options.backend != "tensorrt":

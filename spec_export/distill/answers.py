@@ -1,6 +1,6 @@
 """Lets the target answer prompts and writes the answers down, to train drafters on them.
 
-Prompts come from a file, or from the target itself, which samples them behind the chat template's
+Prompts come from a file, or from the target itself, which samples them after the chat template's
 user prefix. Rows {"prompt": ids, "response": ids}, or {"turns": […]} with several such pairs, as
 `data.read` takes them, are appended batch by batch. A second file beside them, the sidecar, records
 the last whole batch, so that an interrupted run goes on where it was and ends with the same file.
@@ -27,13 +27,13 @@ from spec_runtime.errors import UserError
 from spec_runtime.files.writing import locked, sha256, write_atomically
 from spec_runtime.mapping import from_mapping, parse_json
 
-# A target that has ended no prompt in so many batches in a row is given up.
+# A target that has ended no prompt in this many batches in a row is given up.
 MAX_EMPTY_BATCHES = 20
 
 
 @dataclass(frozen=True)
 class DistillResult:
-    """Rows and answer tokens in the whole file; new tokens and seconds of this run alone.
+    """Rows and answer tokens in the whole file; new tokens and seconds of only this run.
 
     The seconds are those of generating, without loading the target. `skipped` counts the prompts
     that the target's context has no room for.
@@ -92,7 +92,7 @@ class _Sidecar:
 def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
     """Writes `config.out`, or the rest of it; see the module docstring.
 
-    Raises ValueError if the target, the prompts, the settings or the files cannot be used, and if
+    Raises UserError if the target, the prompts, the settings or the files cannot be used, and if
     another process writes to `config.out`.
     """
     source = target.resolve(config.model, report)
@@ -223,7 +223,7 @@ def _fitting(
 
 
 def _room(context: int, affixes: tuple[list[int], list[int]], config: DistillConfig) -> int:
-    """Returns the tokens that a prompt may have in a context of so many.
+    """Returns the tokens that a prompt may have in a context of `context` tokens.
 
     Raises DistillError if there is room for none.
     """
@@ -346,6 +346,6 @@ def _write_sidecar(out: Path, state: _Sidecar) -> None:
 
 
 def _truncate(path: Path, size: int) -> None:
-    """Cuts the file behind its last whole batch: removes rows of an interrupted batch."""
+    """Cuts the file after its last whole batch: removes rows of an interrupted batch."""
     with open(path, "ab") as file:
         file.truncate(size)

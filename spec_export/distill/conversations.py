@@ -1,9 +1,9 @@
 """Lets the target hold conversations: user messages given or sampled, answers its own.
 
 A conversation begins with one user message. While turns are left, the target answers it, and the
-next user message is the given one or is sampled by the target itself behind the conversation so
+next user message is the given one or is sampled by the target itself after the conversation so
 far and the chat template's user prefix ("Magpie", arXiv:2406.08464). A batch's conversations are
-answered together, turn by turn. Everything of a batch depends on its number and the seed alone.
+answered together, turn by turn. Everything of a batch depends only on its number and the seed.
 """
 
 import hashlib
@@ -68,7 +68,7 @@ def num_answer_tokens(row: dict[str, Any]) -> int:
 
 
 class Distiller:
-    """Makes the rows of a batch; a batch depends on its number alone."""
+    """Makes the rows of a batch; a batch depends only on its number."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Distiller:
     def _sampled(
         self, inputs: list[list[int]], room: int, number: int, turn: int
     ) -> list[list[int]]:
-        """Returns a user message behind each input, without its end token.
+        """Returns a user message after each input, without its end token.
 
         It is empty where the target does not end it, puts special tokens inside or leaves no room
         for an answer.

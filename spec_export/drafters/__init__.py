@@ -17,7 +17,7 @@ def trainable() -> list[str]:
 def load(name: str) -> ModuleType:
     """Returns a drafter's module, which has `Config` and `Drafter`.
 
-    Raises ValueError if the name is unknown.
+    Raises UserError if the name is unknown.
     """
     if name not in trainable():
         raise UserError(f"got drafter {name!r:.80}, expected one of {', '.join(trainable())}")

@@ -191,7 +191,7 @@ class Drafter(HeadsDrafter):
                 self.position_table = nn.Parameter(torch.zeros(K, ends.dims.hidden_size))
 
     def stage_inputs(self, feature: Tensor, embedding: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns two lists of inputs [..., D]: those of fc1 alone, h_t and taps, cut from feature
+        """Returns two lists of inputs [..., D]: those of only fc1, h_t and taps, cut from feature
         [..., F]; and those of every fc, the embedding if the sampled token is read."""
         chunks = feature.split(self.dims.hidden_size, -1)[: 1 + len(self.config.taps)]
         return list(chunks), [embedding] if self.config.sampled_token else []

@@ -2,7 +2,7 @@
 
 The guesses of a one-pass drafter do not know each other: guess k + 1 has one distribution q,
 whatever guess k is. The table, which `training/bigrams.py` counts in answers, says how much more or
-less likely candidate c is behind candidate p than anywhere,
+less likely candidate c is after candidate p than anywhere,
 
     b(p, c) = w · log (P(c|p) / P(c)),
 
@@ -65,7 +65,7 @@ class BigramPairs(nn.Module):
         self.register_buffer("unseen_V1", torch.from_numpy(unseen_V[:, None]), persistent=False)
 
     def forward(self, rows: Tensor, index: Tensor, log_prob: Tensor) -> Tensor:
-        """Returns the log-probability [..., K-1, C, C] of candidate c of guess k + 1 behind
+        """Returns the log-probability [..., K-1, C, C] of candidate c of guess k + 1 after
         candidate p of guess k, entry [k, p, c].
 
         index i64[..., K, C] are the candidates' rows of the draft vocabulary, log_prob f32[..., K,

@@ -268,7 +268,7 @@ class _PretrainedGraph(nn.Module):
 
 
 def require_same_tokens(target_ids: dict[str, int], model_ids: dict[str, int], rows: int) -> None:
-    """Raises ValueError unless both vocabularies, token -> id, have the same tokens, and the
+    """Raises UserError unless both vocabularies, token -> id, have the same tokens, and the
     model's embedding of `rows` rows has them all."""
     expected, got = ({i: token for token, i in ids.items()} for ids in (target_ids, model_ids))
     for i in sorted(expected | got):

@@ -82,8 +82,8 @@ class DrafterBase(nn.Module):
     shares_target_cache says that it runs on the target's own layers and cache, so that
     `export_from_target(backbone)` takes the place of `export`. is_whole_model says that it is a
     language model by itself, whose largest activations row-wise int8 products do not survive.
-    With a `shortlist_size` each step's losses through the frozen head read a `shortlist` of so many
-    tokens, which `forward` draws, in place of the draft vocabulary.
+    With a `shortlist_size` each step's losses through the frozen head read a `shortlist` of that
+    many tokens, which `forward` draws, in place of the draft vocabulary.
     """
 
     is_one_pass: ClassVar[bool] = False
@@ -140,7 +140,7 @@ class DrafterBase(nn.Module):
     def forward(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the drafter's `loss`: distributed training wraps `forward` alone."""
+        """Returns the drafter's `loss`: distributed training wraps only `forward`."""
         if self.shortlist_size:
             row_BT = self.draft_index_V[batch.token_BT]
             self.shortlist = draw_shortlist(
@@ -164,7 +164,7 @@ class DrafterBase(nn.Module):
             self.markov = MarkovBias(rank, reads_hidden, self.embed_VD)
 
     def add_bigrams(self, table: Mapping[str, np.ndarray]) -> None:
-        """Conditions the guesses by these arrays of bigrams.table. Raises ValueError if the drafter
+        """Conditions the guesses by these arrays of bigrams.table. Raises UserError if the drafter
         knows its own guesses already, or if the table is that of another draft vocabulary."""
         if not self.is_one_pass or self.markov is not None:
             raise UserError(
@@ -179,7 +179,7 @@ class DrafterBase(nn.Module):
         return self.markov is not None or self.bigrams is not None
 
     def condition(self, rows: Tensor, previous_token: Tensor) -> Tensor:
-        """Returns the rows [..., D] that the head reads behind the guess before, whose true token
+        """Returns the rows [..., D] that the head reads after the guess before, whose true token
         is previous_token i64[...]; unchanged without a bias.
 
         A row whose previous token is IGNORED, as guess 0 has none, stays as it is.
@@ -213,7 +213,7 @@ class DrafterBase(nn.Module):
         )
 
     def heads_behind_others(self) -> Tensor:
-        """Returns the head of all guesses behind another one, [Vd, D], or the heads of guess 1, 2 …
+        """Returns the head of all guesses after another one, [Vd, D], or the heads of guess 1, 2 …
         one below the other, [(K-1)·Vd, D]."""
         return self.head_VD
 
@@ -221,7 +221,7 @@ class DrafterBase(nn.Module):
     def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the drafter's `guesses`, token ids and log-probabilities [B, T-1, K, C], and if
         it `has_pairs` the log-probability f32[B, T-1, K-1, C, C] of candidate c of guess k + 1
-        behind candidate p of guess k, entry [k, p, c]."""
+        after candidate p of guess k, entry [k, p, c]."""
         ids, log_probs = self.guesses(batch, top_k)  # type: ignore[operator]
         return ids, log_probs, None
 

@@ -233,7 +233,7 @@ def head_losses(
     and the p of row r is softmax(target · headᵀ) of position target_index_R[r], i64. Rows of one
     position should be neighbours, because p is made once for them. With a `shortlist`, which has
     all labels, q and p are estimated over its tokens, and "on top" means above all others of it.
-    Raises ValueError if the objective needs the target and there is none.
+    Raises UserError if the objective needs the target and there is none.
     """
     if not objective.needs_target:
         target_ND = target_index_R = None
@@ -274,7 +274,7 @@ def head_cross_entropy(
 
     hidden_RD and teacher_RD have one dtype; label_R is i64 without IGNORED, weight_R f32. The
     results are the loss, an f32 scalar, and bool[R]: whether no token has a higher logit than the
-    label. `shortlist` is `head_losses`'. Raises ValueError on a soft_weight without teacher_RD.
+    label. `shortlist` is `head_losses`'. Raises UserError on a soft_weight without teacher_RD.
     """
     index_R = torch.arange(len(hidden_RD), device=hidden_RD.device)
     objective = Objective(soft_weight=soft_weight)

@@ -1,7 +1,7 @@
 """Lets a guess of a one-pass drafter read the guess before it, through a bias of low rank.
 
 The guesses of a one-pass drafter do not know each other: guess k + 1 has one distribution q,
-whatever guess k is. The bias adds to the logit of candidate c behind token p
+whatever guess k is. The bias adds to the logit of candidate c after token p
 
     b(p, c) = H_c · W_B · a(p),    a(p) = W_A · E_p,
 
@@ -10,7 +10,7 @@ this is an addition to the row that the head reads, h' = h + W_B · a(p), so tha
 it is. With `reads_hidden` a(p) = SiLU(W_A · E_p + W_h · h): the bias depends on the context too.
 
 When drafting, guess k's candidates p are known only after the run. So the graph gives the
-log-probability of every candidate c behind every p. It does not know the bias of tokens that are no
+log-probability of every candidate c after every p. It does not know the bias of tokens that are no
 candidates, and takes each to be m(p), which makes the sum over the vocabulary one over candidates:
 
     P(c|p) = q_c e^b(p,c) / (Σ_kept q_c' e^b(p,c') + (1 − Σ_kept q_c') e^m(p)),
@@ -36,7 +36,7 @@ MOST_AVERAGED = 8192  # tokens of the vocabulary, over which a bias is averaged
 
 
 def require_rank(rank: int, reads_hidden: bool, num_guesses: int) -> None:
-    """Raises ValueError unless a drafter of `num_guesses` guesses can have a bias of this rank."""
+    """Raises UserError unless a drafter of `num_guesses` guesses can have a bias of this rank."""
     if rank < 0:
         raise UserError(f"got markov_rank {rank}, expected 0 for no bias, or a rank such as 256")
     if rank and num_guesses < 2:
@@ -64,7 +64,7 @@ class MarkovBias(nn.Module):
         self.read_hidden = nn.Parameter(torch.zeros(D, rank)) if reads_hidden else None
 
     def forward(self, rows: Tensor, previous_token: Tensor, embed_VD: Tensor) -> Tensor:
-        """Returns h' [..., D] of `rows` h [..., D] behind previous_token i64[...]; rows whose
+        """Returns h' [..., D] of `rows` h [..., D] after previous_token i64[...]; rows whose
         previous token is IGNORED stay as they are."""
         added = self.state(rows, embed_VD[previous_token.clamp(min=0)]) @ self.write
         has_previous = (previous_token != IGNORED)[..., None]
@@ -109,7 +109,7 @@ class CandidateTables(nn.Module):
         self.read_hidden = bias.read_hidden
 
     def forward(self, rows: Tensor, index: Tensor, log_prob: Tensor) -> Tensor:
-        """Returns the log-probability [..., K-1, C, C] of candidate c of guess k + 1 behind
+        """Returns the log-probability [..., K-1, C, C] of candidate c of guess k + 1 after
         candidate p of guess k, entry [k, p, c].
 
         rows [..., K, D] are what the head reads, without a bias. index i64[..., K, C] are the

@@ -31,7 +31,7 @@ class Config:
     """The settings of Medusa.
 
     There are `num_heads` K heads of `num_layers` residual blocks. `heads` is "shared" (the target's
-    LM head) or "own" (a trained copy for each). They read the final feature alone: `taps` stays
+    LM head) or "own" (a trained copy for each). They read only the final feature: `taps` stays
     empty. `soft_weight` is the share of the target's distribution in the labels.
 
     Ours: `markov_rank` r > 0 adds a bias of rank r through which a guess reads the guess before it

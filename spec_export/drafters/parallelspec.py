@@ -1,7 +1,7 @@
 """Defines ParallelSpec: a small transformer guesses K+1 tokens in one pass, through K trained
 [MASK] embeddings.
 
-A *parallel group* is one real row and the K mask rows behind it. Real row t reads the feature of
+A *parallel group* is one real row and the K mask rows after it. Real row t reads the feature of
 position t and the embedding of token t+1, is at position t and guesses token t+2, the token after
 the root. Mask row k of its group is at position t+k, sees the real rows up to t and its own group's
 masks 1 … k, and guesses token t+2+k:
@@ -83,7 +83,7 @@ class Config:
     - `depth_keep`: the share of groups that keep mask k + 1 among those that keep mask k in a
       training step, so that deeper guesses cost less.
     - `feature_noise`: noise on the features that are read in training, as EAGLE has (see
-      `noisy_features`). Style "eagle" alone reads it.
+      `noisy_features`). Only style "eagle" reads it.
     """
 
     num_masks: int = 4
@@ -355,7 +355,7 @@ class Drafter(DrafterBase):
         anchor_BA, is_anchor_BA = self._choose_anchors(trains_BRK[..., 0], generator)
         seen = replace(batch, feature_BTF=noisy_features(batch, config.feature_noise, generator))
         rows = self._training_rows(trains_BRK, anchor_BA, is_anchor_BA, generator)
-        # the other rows are needed as keys and values alone
+        # the other rows are needed only as keys and values
         chosen = (x.index_select(0, rows.index_R) for x in self.attended_rows(seen, anchor_BA))
         out = self.output_rows(self.layers[-1].finish(*chosen))
         return self._loss_of_rows(batch, label_BRK, rows, out, generator)

@@ -10,7 +10,7 @@ prefixes are one node, and the tree's best nodes are drafted, beams that ended e
 
 That is the authors' code: `width = "both"`, in which z has width 2d, and `head = "own"`, a matrix
 H ∈ R^{V×2d}. `width = "target"` leads both to width d first: z = P · [h_t; s_{k+1}]. `head =
-"shared"` takes the target's own frozen head behind a norm, and behind a product that leads to width
+"shared"` takes the target's own frozen head after a norm, and after a product that leads to width
 d if z is wider; it keeps the file of a small target small. All forms start as the target's own
 head, which reads h_t, and V is 0.
 """

@@ -65,7 +65,7 @@ class SequentialDrafter(DrafterBase):
         self.register_buffer("ones_D", torch.ones(ends.dims.hidden_size), persistent=False)
 
     def begin_with_zeros(self, num_columns: int) -> None:
-        """Makes the zeros that `with_zeros` puts behind a state's first part.
+        """Makes the zeros that `with_zeros` puts after a state's first part.
 
         They are a buffer, which becomes a constant of the graph, because ONNX Runtime has no kernel
         for Pad in bfloat16 on any provider.
@@ -73,7 +73,7 @@ class SequentialDrafter(DrafterBase):
         self.register_buffer("zeros_W", torch.zeros(num_columns), persistent=False)
 
     def with_zeros(self, x: Tensor) -> Tensor:
-        """Returns x [R, ...] with the zeros behind each row."""
+        """Returns x [R, ...] with the zeros after each row."""
         return torch.cat((x, self.zeros_W.expand(len(x), -1)), -1)
 
     # ---- the network -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ gradient teaches the target to be done earlier:
 
     L_t = Σ_{l ∈ C_t} e(l) · CE_l / Σ_{l ∈ C_t} e(l),   e(l) = Σ_{i<l} i = l(l−1)/2
 
-CE_l is the loss above, read behind layer l through the same g. C_t are the exits of optimiser step
+CE_l is the loss above, read after layer l through the same g. C_t are the exits of optimiser step
 t: E always, and every R-th of the others in rotation. The paper's sum has the last layer as one
 more exit; here that share is [joint]'s backbone_weight : drafter_weight, in which the paper's
 common scale of all e(l) is contained. In the paper E rotates with the others.
@@ -45,9 +45,9 @@ class Config:
     """The settings of skip-layer drafting.
 
     The first `layers` E of the target run for each level, for at most `num_guesses` levels of
-    `max_width` nodes. `head` is "target" (the target's head behind a norm, whose scale alone
-    learns) or "trained" (a residual block more). `exit_layers` are exits that are trained besides
-    E, every `exit_every`-th (R) of them in a step.
+    `max_width` nodes. `head` is "target" (the target's head after a norm, of which only the
+    scale learns) or "trained" (a residual block more). `exit_layers` are exits that are trained in
+    addition to E, every `exit_every`-th (R) of them in a step.
     """
 
     layers: int = 8
@@ -186,7 +186,7 @@ class Drafter(DrafterBase):
         """Returns the graph "drafter" in the contiguous form.
 
         Its inputs are the backbone's with the caches of E layers; its outputs guess_ids i64[M, C],
-        guess_log_probs f32[M, C] and the caches. Raises ValueError unless E is less than the
+        guess_log_probs f32[M, C] and the caches. Raises UserError unless E is less than the
         target's number of layers.
         """
         if self.config.layers >= backbone.config.num_layers:

@@ -1,4 +1,4 @@
-"""Edits ONNX graphs: inserts nodes, stores constants, and removes what is no longer read.
+"""Edits ONNX graphs: inserts nodes, stores constants, and removes nodes that are no longer read.
 
 The files that rewrite a graph (slots, banks, fused_step, quantize, half, tensorrt) share these.
 """

@@ -29,7 +29,7 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
     """Rewrites `model` (slots form, float32) in place for int8 or int4, and returns it.
 
     Other precisions are the module's own types, and nothing changes. `reduce_range` keeps int8
-    weights within ±63, for CPUs whose products saturate. Raises ValueError if the precision is
+    weights within ±63, for CPUs whose products saturate. Raises UserError if the precision is
     unknown.
     """
     if precision not in PRECISIONS:

@@ -43,7 +43,7 @@ class GGUFHeader:
 def read(path: Path) -> GGUFHeader:
     """Returns the header of a GGUF file.
 
-    Raises ValueError, which says what is wrong, unless the file has all the bytes that its header
+    Raises UserError, which says what is wrong, unless the file has all the bytes that its header
     speaks of.
     """
     try:
@@ -58,7 +58,7 @@ def read(path: Path) -> GGUFHeader:
 
 
 class _Cursor:
-    """Reads values one after the other; each method raises ValueError at the end of the data."""
+    """Reads values one after the other; each method raises UserError at the end of the data."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.position = data, 0

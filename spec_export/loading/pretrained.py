@@ -2,7 +2,7 @@
 
 transformers raises nearly anything on damaged files, fills tensors that a checkpoint lacks with
 random numbers, and asks on standard input whether to run code that lies in a model's folder. Here,
-whatever is wrong with the files is a ValueError of one line, every tensor is accounted for, and no
+whatever is wrong with the files is a UserError of one line, every tensor is accounted for, and no
 such code is ever run.
 """
 
@@ -32,7 +32,7 @@ MIN_BITS = 1.5  # of a weight in the densest form that there is
 
 
 def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
-    """Returns the files that hold the weights; raises ValueError if there are none.
+    """Returns the files that hold the weights; raises UserError if there are none.
 
     As transformers does, it takes pickled weights only where there are no others.
     """
@@ -47,7 +47,7 @@ def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
 def read_config(folder: Path, gguf_file: str | None) -> Any:
     """Returns the transformers config of a model of a supported family.
 
-    Weights are not read. Raises ValueError if the files are damaged, or the model is not supported
+    Weights are not read. Raises UserError if the files are damaged, or the model is not supported
     or needs code of its own.
     """
     from transformers import AutoConfig
@@ -61,7 +61,7 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
 
 
 def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
-    """Returns the transformers tokenizer; raises ValueError if its files are damaged."""
+    """Returns the transformers tokenizer; raises UserError if its files are damaged."""
     from transformers import AutoTokenizer
 
     _require_whole(folder, gguf_file)
@@ -80,7 +80,7 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
 def read_generation_config(folder: Path) -> Any | None:
     """Returns transformers' generation config, None if the folder has none.
 
-    Raises ValueError if it is damaged.
+    Raises UserError if it is damaged.
     """
     from transformers import GenerationConfig
 
@@ -101,7 +101,7 @@ def read_generation_config(folder: Path) -> Any | None:
 def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     """Returns the transformers causal LM with its weights in float32.
 
-    `config` is what `read_config` returned. GGUF weights are dequantised. Raises ValueError, with
+    `config` is what `read_config` returned. GGUF weights are dequantised. Raises UserError, with
     the tensors' names, if any is missing, unexpected, of another shape or not finite, and if a file
     is damaged or holds a pickle that would run code.
     """
@@ -143,7 +143,7 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
 
 
 def _require_whole(folder: Path, gguf_file: str | None) -> None:
-    """Raises ValueError unless this is a whole model that needs no code of its own."""
+    """Raises UserError unless this is a whole model that needs no code of its own."""
     if gguf_file:
         gguf_header.read(folder / gguf_file)
         return
@@ -164,7 +164,7 @@ def _require_whole(folder: Path, gguf_file: str | None) -> None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Returns what a file of JSON says; raises ValueError unless it is an object."""
+    """Returns what a file of JSON says; raises UserError unless it is an object."""
     try:
         value = mapping.parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -175,7 +175,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _require_weights_for(config: Any, files: list[Path]) -> None:
-    """Raises ValueError if the config describes far more weights than the files can hold.
+    """Raises UserError if the config describes far more weights than the files can hold.
 
     transformers would make the rest up, which may take more memory than there is.
     """
@@ -212,7 +212,7 @@ def _not_finite(model: Any) -> set[str]:
 
 
 def _require_none(where: Path, whose: str, what: str, names: set[str]) -> None:
-    """Raises ValueError that says how many tensors are wrong and names the first of them."""
+    """Raises UserError that says how many tensors are wrong and names the first of them."""
     if names:
         shown = sorted(names)[:SHOWN]
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -258,7 +258,7 @@ def _without_bars() -> Iterator[None]:
 
 @contextmanager
 def _reading(path: Path, what: str = "") -> Iterator[None]:
-    """Turns what the library raises in the block into a ValueError that names `path`.
+    """Turns what the library raises in the block into a UserError that names `path`.
 
     Nothing but one call of the library belongs into the block.
     """

@@ -1,1 +1,1 @@
-"""Trains drafters from recipes, alone or together with an adapter on their target."""
+"""Trains drafters from recipes, on a frozen target or together with an adapter on it."""

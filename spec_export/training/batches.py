@@ -1,6 +1,6 @@
 """Groups sequences of about one length into batches, so that little of a batch is padding.
 
-Sequences are not packed behind one another: no sequence sees another, and a drafter's attention
+Sequences are not packed after one another: no sequence sees another, and a drafter's attention
 needs no mask between them.
 """
 
@@ -19,7 +19,7 @@ POOL = 512  # sequences that are sorted by length together
 
 
 class SequenceStore(Protocol):
-    """Gives batches their sequences: stored features (`features.FeatureCache`) or tokens alone."""
+    """Gives batches their sequences: stored features (`features.FeatureCache`) or only tokens."""
 
     @property
     def num_sequences(self) -> int: ...
@@ -37,8 +37,8 @@ class SequenceStore(Protocol):
 def by_length(pool: np.ndarray, length_N: np.ndarray, batch_tokens: int) -> list[np.ndarray]:
     """Returns the sequences of `pool`, indices into length_N, as batches of rising length.
 
-    A batch has at most `batch_tokens` positions, padding included; a longer sequence is alone.
-    Lengths 2, 4, 4 with batch_tokens = 8 make [0, 1] and [2].
+    A batch has at most `batch_tokens` positions, padding included; a longer sequence is a batch of
+    its own. Lengths 2, 4, 4 with batch_tokens = 8 make [0, 1] and [2].
     """
     batches: list[np.ndarray] = []
     group: list[int] = []

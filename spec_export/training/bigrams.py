@@ -1,7 +1,7 @@
 """Counts which tokens follow which in the answers, for drafters whose guesses do not know each
 other; see drafters/bigram_pairs.py for what a drafter makes of them.
 
-Of N answer tokens n(c) are c, and n(p, c) of the n(p) tokens behind a p are c:
+Of N answer tokens n(c) are c, and n(p, c) of the n(p) tokens after a p are c:
 
     P(c) = n(c) / N,    P(c|p) = (n(p, c) + s·P(c)) / (n(p) + s),
 

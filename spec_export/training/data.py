@@ -21,9 +21,9 @@ from spec_runtime.mapping import brief, parse_json
 logger = logging.getLogger(__name__)
 
 XZ_MAGIC = b"\xfd7zXZ\x00"
-SIDECAR = ".state.json"  # behind the name of an answers file: what distill knows of it
+SIDECAR = ".state.json"  # after the name of an answers file: what distill knows of it
 SCHEMAS = '{"prompt", "response"}, {"turns"}, {"tokens", "loss_mask"} or {"messages"}'
-# Stands for the user's text. A chat template must leave it alone and must not contain it.
+# Stands for the user's text. A chat template must keep it as it is and must not contain it.
 SENTINEL = "specsplit0user0text"
 
 
@@ -210,7 +210,7 @@ def chat_joint(tokenizer: Any) -> list[int]:
 def split(examples: Sequence[Example], fraction: float) -> tuple[list[Example], list[Example]]:
     """Returns (train, validation): about `fraction` of the prompts validate.
 
-    A hash of the prompt alone decides its side, so that the side stays when rows are added, and
+    Only a hash of the prompt decides its side, so that the side stays when rows are added, and
     equal prompts never fall on both sides. If fraction > 0 and there are two prompts, neither side
     is empty. Raises DataError if there are fewer.
     """
@@ -329,7 +329,7 @@ class _RowReader:
             if pieces:
                 if self.joint is None:
                     self.joint = chat_joint(self.tokenizer)
-                # The end token is the answer's; one that was cut off has no turn behind it.
+                # The end token is the answer's; one that was cut off has no turn after it.
                 if pieces[-1][0][-1:] != self.joint[:1]:
                     raise DataError(
                         f"{where}: an answer with a turn behind it ends without the chat "
@@ -354,7 +354,7 @@ class _RowReader:
     def _chat(self, messages: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns a conversation's tokens and loss mask.
 
-        The template renders it turn by turn. The text that a turn adds behind the template's own
+        The template renders it turn by turn. The text that a turn adds after the template's own
         generation prompt is an answer.
         """
         valid = isinstance(messages, list) and all(
@@ -385,7 +385,7 @@ class _RowReader:
                 )
             pieces.append((encode(self.tokenizer, before[len(done) :], where), False))
             answer = encode(self.tokenizer, after[len(before) :], where)
-            # The template's text behind the end token, a newline, is never generated: no loss.
+            # The template's text after the end token, a newline, is never generated: no loss.
             ends = [i for i, token in enumerate(answer) if token in self.special_ids]
             cut = ends[-1] + 1 if ends else len(answer)
             pieces += [(answer[:cut], True), (answer[cut:], False)]

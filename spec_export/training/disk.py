@@ -12,7 +12,7 @@ from spec_runtime.errors import UserError
 
 @contextmanager
 def writing(what: str, folder: Path) -> Iterator[None]:
-    """Raises ValueError where the block cannot write `what` to `folder`: "a checkpoint of 3 MB".
+    """Raises UserError where the block cannot write `what` to `folder`: "a checkpoint of 3 MB".
 
     The operating system's own message names neither the folder nor what it has left.
     """
@@ -27,7 +27,7 @@ def writing(what: str, folder: Path) -> Iterator[None]:
 
 
 def free_space(folder: Path) -> str:
-    """Returns what is free where `folder` is or will be, such as "1.5 GB"."""
+    """Returns the free space where `folder` is or will be, such as "1.5 GB"."""
     while not folder.is_dir():
         folder = folder.parent
     return shown(shutil.disk_usage(folder).free)

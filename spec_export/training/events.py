@@ -14,7 +14,7 @@ from spec_runtime.errors import UserError
 
 
 def require_tensorboard() -> None:
-    """Raises ValueError, which names the extra, if TensorBoard is not installed."""
+    """Raises UserError, which names the extra, if TensorBoard is not installed."""
     _writer_class()
 
 
@@ -34,7 +34,7 @@ class EventWriter:
     """Writes rows of the training curve to a folder of event files.
 
     A resumed run writes to the same folder: its first event tells readers to drop whatever an
-    earlier process wrote of the steps behind `step`, which are made again.
+    earlier process wrote of the steps after `step`, which are made again.
     """
 
     def __init__(self, folder: Path, step: int) -> None:

@@ -10,7 +10,7 @@ The feature cache is a folder of flat arrays, one row a token, sequences back to
 
 With `tap_store = "fp8"` the taps have files of their own and take half the space, see tap_codes.py:
 
-    tap_TF.npy           u8, the codes of each tap; feature_TF.npy is the final feature alone
+    tap_TF.npy           u8, the codes of each tap; feature_TF.npy is only the final feature
     tap_exponent_TN.npy  i8, one a tap
 
 An interrupted build goes on from the last whole block of sequences.
@@ -85,7 +85,7 @@ class FeatureCache:
     """Reads a finished cache; a `batches.SequenceStore`.
 
     `taps` are the taps wanted, some of those that the cache holds; None means all. Raises
-    ValueError on an unfinished cache, and on a tap that it lacks.
+    UserError on an unfinished cache, and on a tap that it lacks.
     """
 
     def __init__(self, folder: Path, taps: Sequence[int] | None = None) -> None:
@@ -163,7 +163,7 @@ def build(
     A stopped build goes on, and a finished cache that holds more taps is taken as it is.
     `fingerprint` is the target's (`target.fingerprint`). `progress(done, total)` is called with
     token counts: first with what an earlier build has done, then after each block. Raises
-    ValueError if the folder was made from other data, target or taps, if another process writes to
+    UserError if the folder was made from other data, target or taps, if another process writes to
     it, and if the disk is too small.
     """
     width = model.config.hidden_size
@@ -189,7 +189,7 @@ def wait(
     """Waits until another process has built the cache that `build` would build.
 
     A process group would wait too, but gives up after some minutes, and features take hours.
-    `width` is the target's hidden size. Raises ValueError if the folder was made from other data,
+    `width` is the target's hidden size. Raises UserError if the folder was made from other data,
     target or taps.
     """
     wanted = _facts(examples, width, fingerprint, taps, tap_store)
@@ -198,7 +198,7 @@ def wait(
 
 
 def _is_complete(folder: Path, wanted: CacheFacts, width: int, num_sequences: int) -> bool:
-    """Returns whether the folder holds all features; raises ValueError as `_matching` does."""
+    """Returns whether the folder holds all features; raises UserError as `_matching` does."""
     if not (folder / "cache.json").is_file():
         return False
     return _matching(folder, wanted, width).sequences_done == num_sequences
@@ -225,7 +225,7 @@ def _facts(
 def _matching(folder: Path, wanted: CacheFacts, width: int) -> CacheFacts:
     """Returns the facts of the cache in `folder`, whose taps may be more than those wanted.
 
-    Raises ValueError, which says what differs, if it is made from something else.
+    Raises UserError, which says what differs, if it is made from something else.
     """
     found = _read_facts(folder)
     if not wanted.taps:
@@ -318,7 +318,7 @@ def _encoded(bits_TF: np.ndarray, about: CacheFacts) -> dict[str, np.ndarray]:
 
 
 def _create(folder: Path, examples: Sequence[Example], about: CacheFacts) -> None:
-    """Writes a cache without features yet; raises ValueError if the disk is too small for it."""
+    """Writes a cache without features yet; raises UserError if the disk is too small for it."""
     folder.mkdir(parents=True, exist_ok=True)
     need, free = _bytes(examples, about), shutil.disk_usage(folder).free
     if need > free:
@@ -352,7 +352,7 @@ def _allocate(path: Path) -> None:
 
 
 def _read_facts(folder: Path) -> CacheFacts:
-    """Returns what cache.json says; raises ValueError unless it is one."""
+    """Returns what cache.json says; raises UserError unless it is one."""
     path = folder / "cache.json"
     try:
         found = parse_json(path.read_bytes())
@@ -368,7 +368,7 @@ def _write_facts(folder: Path, about: CacheFacts) -> None:
 def _load_features(
     folder: Path, about: CacheFacts, num_rows: int, mode: Literal["r", "r+"]
 ) -> dict[str, Any]:
-    """Returns the arrays with the features by name; raises ValueError if one is damaged."""
+    """Returns the arrays with the features by name; raises UserError if one is damaged."""
     arrays = {name: _load(folder / f"{name}.npy", mode) for name in about.columns()}
     for name, (dtype, num_columns) in about.columns().items():
         found = arrays[name]
@@ -378,7 +378,7 @@ def _load_features(
 
 
 def _load(path: Path, mode: Literal["r", "r+"] = "r", memory_map: bool = True) -> Any:
-    """Returns the array in `path`; raises ValueError if it is missing, truncated or no array."""
+    """Returns the array in `path`; raises UserError if it is missing, truncated or no array."""
     try:
         return np.load(path, mmap_mode=mode if memory_map else None)
     except (OSError, ValueError, EOFError) as error:

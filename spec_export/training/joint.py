@@ -8,7 +8,7 @@ live features, so that its gradient reaches the target. The adapter is on every 
 the LM head, which drafters share. The run leaves a merged target in a folder of its own, and the
 drafter for it.
 
-Medusa-2 is one choice of these settings, and takes two runs: the heads alone, without this module,
+Medusa-2 is one choice of these settings, and takes two runs: only the heads, without this module,
 then both, from the heads of the first run (`--init`). The adapter starts with the second run, so
 that warm-up and schedule are whole for it.
 
@@ -186,7 +186,7 @@ class JointTrainer(Trainer):
         shards_target: bool = False,
     ) -> None:
         """`shards_target`: spreads the target over the processes, if there are several of them;
-        see `JointModel.shard_target`. Raises ValueError if the merged target could not be written
+        see `JointModel.shard_target`. Raises UserError if the merged target could not be written
         at the end."""
         assert job.plan.joint is not None
         require_replaceable(job.out / "target", target_files.files_of_model, MERGED)
@@ -256,7 +256,7 @@ class JointTrainer(Trainer):
         """Writes the merged target into `target/`, and the drafter, which names it, beside it.
 
         The drafter is written even if the target cannot be. Returns the drafter's folder. Raises
-        ValueError if the target cannot be written.
+        UserError if the target cannot be written.
         """
         try:
             if self.accelerator.is_main_process:

@@ -18,9 +18,9 @@ class Pace:
     def seconds_left(
         self, num_steps: int, num_validations: int, time_left: float | None
     ) -> float | None:
-        """Returns the seconds that so many steps and validations will take, None before a step.
+        """Returns the seconds that these steps and validations will take, None before a step.
 
-        `time_left` is what is left of the run's time, after which it validates once more; None
+        `time_left` is the rest of the run's time, after which it validates once more; None
         means that it has no such limit. 10 steps of 2 s and 2 validations of 5 s take 30 s, or 17 s
         where 12 s are left.
         """

@@ -35,14 +35,14 @@ class Progress:
 
 
 def progress_of(state: Checkpoint) -> Progress:
-    """Returns the progress that the trainer stored; raises ValueError unless it is one."""
+    """Returns the progress that the trainer stored; raises UserError unless it is one."""
     return from_mapping(Progress, state.progress, f"{state.path}/checkpoint.json progress")
 
 
 def require_checkpoint(out: Path, newest: Path | None) -> Path:
     """Returns the newest checkpoint, the one to go on from.
 
-    Raises ValueError, which says what is in `out`, if there is none.
+    Raises UserError, which says what is in `out`, if there is none.
     """
     if newest is not None:
         return newest
@@ -57,7 +57,7 @@ def require_checkpoint(out: Path, newest: Path | None) -> Path:
 def changed_keys(state: Checkpoint, recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Returns what has changed since the checkpoint: {"train.max_steps": [7, 9]}.
 
-    Raises ValueError, which names key and values, if a key that the weights depend on has changed.
+    Raises UserError, which names key and values, if a key that the weights depend on has changed.
     """
     was, now = _flat(state.provenance.get("recipe")), _flat(recipe)
     changed = {
@@ -79,7 +79,7 @@ def changed_keys(state: Checkpoint, recipe: Mapping[str, Any]) -> dict[str, list
 
 
 def require_same_processes(path: Path, processes: int | None, now: int) -> None:
-    """Raises ValueError if the run had another number of processes, and so other batches."""
+    """Raises UserError if the run had another number of processes, and so other batches."""
     if processes not in (None, now):
         raise UserError(
             f"{path} was trained by {processes} processes, got {now}, which would make another "
@@ -88,7 +88,7 @@ def require_same_processes(path: Path, processes: int | None, now: int) -> None:
 
 
 def require_same_init(state: Checkpoint, init: Mapping[str, Any] | None) -> None:
-    """Raises ValueError unless the run goes on with the `--init` that it was started with.
+    """Raises UserError unless the run goes on with the `--init` that it was started with.
 
     A drafter with an output head of its own has that drafter's vocabulary. Checkpoints that were
     written before this was kept are taken on trust.

@@ -53,7 +53,7 @@ def run(
     Markov bias, or the run that made it. If it learnt an output head of its own, its draft
     vocabulary is taken over too.
     tensorboard: write TensorBoard events into `out`/tensorboard.
-    Raises ValueError on a bad recipe, bad data or a bad checkpoint, if the answers are of another
+    Raises UserError on a bad recipe, bad data or a bad checkpoint, if the answers are of another
     target, if `out` holds a run already and `resume` is not set, if it holds none and `resume` is
     set, if the training diverges, and if TensorBoard is wanted and not installed.
     """
@@ -86,7 +86,7 @@ def run(
 def _writing_alone(out: Path) -> Iterator[None]:
     """Keeps other runs out of the folder `out`, and removes what a killed run left half-written.
 
-    Raises ValueError if another run writes there already.
+    Raises UserError if another run writes there already.
     The first of several launched processes speaks for all of them.
     """
     if int(os.environ.get("RANK", 0)):
@@ -195,7 +195,7 @@ def _started_from(
 
     The rows of a trained output head belong to the draft vocabulary that it was trained with, which
     then takes the place of the new data's. A Markov bias that `saved` has not starts as in a new
-    run. Raises ValueError if the two drafters differ otherwise in kind or shape.
+    run. Raises UserError if the two drafters differ otherwise in kind or shape.
     """
     if saved.name != name:
         raise UserError(

@@ -1,6 +1,6 @@
 """Runs the training loop: AdamW over batches of sequences, validated with the tree in use.
 
-A drafter is used through its `loss` and `guesses` alone. Each step's randomness comes from (seed,
+A drafter is used only through its `loss` and `guesses`. Each step's randomness comes from (seed,
 step, process), so that a resumed run repeats an uninterrupted one. Under `accelerate launch` every
 process takes its share of a step's batches.
 """
@@ -134,7 +134,7 @@ class Trainer:
         """Trains from `self.step` to the end; logs, validates and saves checkpoints on the way.
 
         Ctrl-C and SIGTERM, which come as KeyboardInterrupt and SystemExit, save a checkpoint first.
-        Raises ValueError, which names the last checkpoint, if the loss, a gradient or a weight is
+        Raises UserError, which names the last checkpoint, if the loss, a gradient or a weight is
         NaN or infinite.
         """
         share = batches.padding_share(self.sequences.length_N, self.epoch_batches(0))
@@ -224,14 +224,14 @@ class Trainer:
         return tokens
 
     def _require_finite_step(self, loss: float, gradient_norm: float) -> None:
-        """Raises ValueError unless loss and gradient of the step are finite in all processes."""
+        """Raises UserError unless loss and gradient of the step are finite in all processes."""
         own = torch.tensor([[loss, gradient_norm]], dtype=torch.float64, device=self.device)
         worst = self.accelerator.gather(own).sum(0).tolist()
         if not all(map(math.isfinite, worst)):
             raise self._diverged(f"a loss of {worst[0]:.4g} and gradients of norm {worst[1]:.4g}")
 
     def _require_finite_weights(self) -> None:
-        """Raises ValueError unless all weights that are trained are finite."""
+        """Raises UserError unless all weights that are trained are finite."""
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         broken = checkpoint.non_finite(trained)
         if broken:
@@ -443,7 +443,7 @@ class Trainer:
     def resume(self, newest: Path) -> None:
         """Restores the run's newest checkpoint, whose folder `newest` is.
 
-        Raises ValueError if it belongs to a run with another recipe, more steps or another number
+        Raises UserError if it belongs to a run with another recipe, more steps or another number
         of processes.
         """
         state = self._load(newest)

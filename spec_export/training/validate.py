@@ -3,7 +3,7 @@ accepted length.
 
 The accepted length is simulated along the target's known greedy answers with the trees that the
 runtime grows, so that no target has to run. Guesses that are conditioned on the guess before are
-measured behind that guess's true token, as they stand in a tree below an accepted node.
+measured after that guess's true token, as they stand in a tree below an accepted node.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Calibration:
 def behind_truth(
     token_T: np.ndarray, ids_RKC: np.ndarray, log_prob_RKC: np.ndarray, pair_RKCC: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns conditioned guesses behind the true token of the guess before, best first: token ids
+    """Returns conditioned guesses after the true token of the guess before, best first: token ids
     and log-probabilities, both [R, K, C].
 
     `pair_RKCC` [R, K-1, C, C] is as in Guesses. Where the true token is no candidate, or is past
@@ -171,7 +171,7 @@ def simulate(
     Drafts and accepts as the runtime would: the first answer token comes from prefill; each step
     commits the tree's path along the answer, and the bonus. A sequence of several turns has as many
     answers. `pair_RKCC` [R, K-1, C, C] is that of conditioned guesses, see Guesses. Tokens
-    3 5 | 6 7 8 9 with the answer behind the bar: 6 is the first root. If 7 and 8 are guessed, one
+    3 5 | 6 7 8 9 with the answer after the bar: 6 is the first root. If 7 and 8 are guessed, one
     step commits 7, 8 and the bonus 9: (3, 1).
     """
     committed = steps = 0

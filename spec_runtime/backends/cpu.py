@@ -128,7 +128,7 @@ def open_graph(
 ) -> CpuBackend:
     """Opens a graph on the CPU, see backends.open_graph.
 
-    Raises ValueError for an int8 target if this CPU computes its products wrongly, for a graph
+    Raises UserError for an int8 target if this CPU computes its products wrongly, for a graph
     whose file is not what ours are, and for buffers that this machine cannot hold.
     """
     require_known_graph(bundle, graph)

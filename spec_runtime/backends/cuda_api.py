@@ -17,7 +17,7 @@ from spec_runtime.errors import UserError
 class Cuda:
     """CUDA's runtime API on one stream of the first device.
 
-    `api` is the module cuda.bindings.runtime. Raises ValueError if there is no device; every call
+    `api` is the module cuda.bindings.runtime. Raises UserError if there is no device; every call
     raises RuntimeError if it fails.
     """
 
@@ -55,7 +55,7 @@ class Cuda:
 
     @classmethod
     def open(cls) -> Cuda:
-        """Opens the real API. Raises ValueError if it is not installed or there is no device."""
+        """Opens the real API. Raises UserError if it is not installed or there is no device."""
         try:
             from cuda.bindings import runtime
         except ImportError as error:

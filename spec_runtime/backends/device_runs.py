@@ -1,6 +1,6 @@
 """Runs a session whose feeds, outputs and KV buffers are on a device.
 
-A run copies its feeds there in one piece and brings back what is asked for. Repeated shapes are
+A run copies its feeds there in one piece and brings back the outputs asked for. Repeated shapes are
 captured as CUDA graphs and replayed.
 """
 

@@ -36,7 +36,7 @@ LOGITS = "logits"
 class SamplingGraph:
     """Finds the largest logits of rows on the device, and copies nothing but these to the host.
 
-    `bytes_to_host` counts what was copied. `copies` are those of the target, so that both run on
+    `bytes_to_host` counts the bytes copied. `copies` are those of the target, so that both run on
     one stream. Logits that lie at the same address in the same shape again are read by a captured
     CUDA graph.
     """
@@ -53,7 +53,7 @@ class SamplingGraph:
     def run(self, logits: Rows, outputs: Sequence[str]) -> list[np.ndarray]:
         """Returns these outputs of the graph, on the host, for each row of `logits` f32[M, V].
 
-        They are valid until the next run. Raises ValueError if the graph cannot be opened or does
+        They are valid until the next run. Raises UserError if the graph cannot be opened or does
         not fit these logits.
         """
         assert isinstance(logits, DeviceRows), logits

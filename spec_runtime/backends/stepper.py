@@ -169,7 +169,7 @@ class OrtStepper:
 
 
 def _lent(name: str, graph: Graph, lenders: Mapping[str, OrtBackend]) -> Any:
-    """Returns the buffer that a lender has for this input; raises ValueError if none has it."""
+    """Returns the buffer that a lender has for this input; raises UserError if none has it."""
     prefix = max((prefix for prefix in lenders if name.startswith(prefix)), key=len, default="")
     buffers = lenders[prefix].buffers
     if name.removeprefix(prefix) not in buffers:
@@ -181,7 +181,7 @@ def _lent(name: str, graph: Graph, lenders: Mapping[str, OrtBackend]) -> Any:
 
 
 def _fixed(spec: TensorSpec) -> list[int]:
-    """Returns the shape of an output without free axes; raises ValueError for another one."""
+    """Returns the shape of an output without free axes; raises UserError for another one."""
     sizes = [size for size in spec.shape if isinstance(size, int)]
     if len(sizes) < len(spec.shape):
         raise UserError(
@@ -200,7 +200,7 @@ def open_stepper(
 ) -> OrtStepper:
     """Opens a graph on the buffers of backends that run on ONNX Runtime, see OrtStepper.
 
-    Raises ValueError if it cannot be opened or, with `must_capture`, if CUDA graphs are wanted and
+    Raises UserError if it cannot be opened or, with `must_capture`, if CUDA graphs are wanted and
     ONNX Runtime refuses them.
     """
     known = {prefix: as_lender(each) for prefix, each in lenders.items()}

@@ -42,7 +42,7 @@ class TensorRT(NamedTuple):
 def import_tensorrt(flavours: Sequence[str] = FLAVOURS) -> TensorRT:
     """Imports the first of these flavours that is installed.
 
-    Raises ValueError, which says what to install, if none is.
+    Raises UserError, which says what to install, if none is.
     """
     reasons = []
     for flavour in flavours:

@@ -40,7 +40,7 @@ class _Placed:
 class _Block:
     """Memory on the device, from `address` on, for as long as this object lives.
 
-    Raises ValueError if the device has no room for it.
+    Raises UserError if the device has no room for it.
     """
 
     def __init__(self, num_bytes: int, device: str, copies: Copies) -> None:

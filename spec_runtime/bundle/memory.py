@@ -10,8 +10,8 @@ import numpy as np
 from spec_runtime.bundle.manifest import BundleError, Graph, TensorSpec
 
 CACHE_PREFIXES = ("kv.", "bank.")
-# A slot of a cache costs this many bytes besides its rows: its places, and one byte in each of the
-# 256 rows of the mask that a prompt is read with.
+# A slot of a cache costs this many bytes in addition to its rows: its places, and one byte in each
+# of the 256 rows of the mask that a prompt is read with.
 _SLOT_BYTES = 256 + 32
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),

@@ -27,7 +27,7 @@ def response_format(
 ) -> dict[str, Any] | None:
     """Returns the `response_format` that these flags ask for, None without one of them.
 
-    Raises ValueError for two flags at once and for a file that is not text or not JSON.
+    Raises UserError for two flags at once and for a file that is not text or not JSON.
     """
     given = {"--json-schema": json_schema, "--regex": regex, "--grammar": grammar}
     flags = [flag for flag, value in given.items() if value is not None]

@@ -1,6 +1,6 @@
 """Completes command lines in bash, zsh and fish, with the scripts and the protocol of typer.
 
-A shell's script calls the command again, with what is typed so far in the environment.
+A shell's script calls the command again, with the line typed so far in the environment.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ def script(program: str, shell: Shell) -> str:
 
 
 def typed_words(program: str, environment: Mapping[str, str]) -> list[str] | None:
-    """Returns the words behind `program` that a shell wants completed; None if no shell asks."""
+    """Returns the words after `program` that a shell wants completed; None if no shell asks."""
     if _variable(program) not in environment:
         return None
     line = environment.get("COMP_WORDS") or environment.get("_TYPER_COMPLETE_ARGS", "")

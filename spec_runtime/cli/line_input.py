@@ -39,8 +39,8 @@ class LineInput(Protocol):
 def open_input(words: Sequence[str], keeps_history: bool) -> LineInput:
     """Returns the best input that there is here.
 
-    `words` are completed by the tabulator key. `keeps_history` writes what is typed into the user's
-    state folder. Raises ValueError if standard input is closed.
+    `words` are completed by the tabulator key. `keeps_history` writes the typed lines into the
+    user's state folder. Raises UserError if standard input is closed.
     """
     is_interactive = options.standard_input().isatty()
     if is_interactive and sys.stdout.isatty():
@@ -98,7 +98,7 @@ class EditedInput:
 def state_folder() -> Path:
     """Returns specsplit's folder in the user's state (XDG_STATE_HOME, or ~/.local/state).
 
-    Raises ValueError for a user without a home where XDG_STATE_HOME is not set either.
+    Raises UserError for a user without a home where XDG_STATE_HOME is not set either.
     """
     root = os.environ.get("XDG_STATE_HOME")
     if root:
@@ -115,7 +115,7 @@ def state_folder() -> Path:
 def _open_history() -> "History | None":
     """Returns the history on disk, which only its user may read.
 
-    If it cannot be kept, says so and returns None: what is typed is then remembered until the end.
+    If it cannot be kept, says so and returns None: lines are then remembered until the end.
     """
     from prompt_toolkit.history import FileHistory
 
@@ -130,8 +130,8 @@ def _open_history() -> "History | None":
 
 
 def _keys() -> "KeyBindings":
-    """Returns what keys do besides editing: Enter sends, Alt-Enter breaks the line, and Ctrl-C
-    clears what is typed, or is passed on where nothing is."""
+    """Returns what keys do in addition to editing: Enter sends, Alt-Enter breaks the line, and
+    Ctrl-C clears what is typed, or is passed on where nothing is."""
     from prompt_toolkit.key_binding import KeyBindings
 
     keys = KeyBindings()

@@ -13,15 +13,15 @@ EXAMPLE = '[{"role": "user", "content": "…"}]'
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the messages of a file. Raises ValueError unless it holds a list of them."""
+    """Returns the messages of a file. Raises UserError unless it holds a list of them."""
     return parse(path.read_bytes(), str(path))
 
 
 def parse(text: str | bytes, where: str) -> list[dict[str, Any]]:
     """Returns the messages of a JSON text, of which there is at least one.
 
-    `where` is what an error calls the text. What a message may hold besides its role is for the
-    engine to say.
+    `where` is what an error calls the text. The engine checks what a message holds in addition to
+    its role.
     """
     try:
         found = parse_json(text)
@@ -43,7 +43,7 @@ def parse(text: str | bytes, where: str) -> list[dict[str, Any]]:
 def write(path: Path, messages: Sequence[dict[str, Any]]) -> None:
     """Writes the messages, atomically.
 
-    Raises ValueError if there is another file in that place, which may hold what is not ours to
+    Raises UserError if there is another file in that place, which may hold what is not ours to
     replace: only a file of messages is written over.
     """
     if path.exists():

@@ -1,6 +1,6 @@
 """spec-runtime show: prints what a bundle holds, or a tree of one of its drafters.
 
-Reads the manifest alone; no graph is opened.
+Reads only the manifest; no graph is opened.
 """
 
 import json
@@ -91,7 +91,7 @@ def _drafter_with_accuracy(
     """Returns the drafter of this name, None being the first, and how often its guesses are right:
     by its calibration, or about so by the validation of its training.
 
-    Raises ValueError if the bundle has no such drafter, or nobody measured it.
+    Raises UserError if the bundle has no such drafter, or nobody measured it.
     """
     drafters = opened.manifest.drafters
     if drafter is None and not drafters:

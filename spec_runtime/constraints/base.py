@@ -11,8 +11,8 @@ import numpy as np
 class Matcher(Protocol):
     """Reads a text token by token and knows which tokens its grammar allows next.
 
-    A matcher begins before the first token of the answer. What it says depends on the tokens read
-    alone, and not on how it came there. The end of the answer is an EOS token, which is allowed
+    A matcher begins before the first token of the answer. What it says depends only on the tokens
+    read, and not on how it came there. The end of the answer is an EOS token, which is allowed
     where the grammar is complete. All methods raise UserError if the grammar turns out to be too
     complex to be followed.
     """
@@ -27,7 +27,7 @@ class Matcher(Protocol):
         """Returns which tokens may come next, bool[V]; at least one may."""
 
     def forced(self, most: int) -> list[int]:
-        """Returns at most so many tokens that continue the text as far as the grammar determines
+        """Returns at most `most` tokens that continue the text as far as the grammar determines
         its characters.
 
         They are a good guess and no more: a draft of them is verified like any other. EOS is the

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
-# What each type holds besides "type".
+# The further keys of each type.
 _KEYS = {"text": (), "json_object": (), "json_schema": ("json_schema",)}
 _OWN_KEYS = {
     "regex": ("regex",),
@@ -45,7 +45,7 @@ def format_error(message: str) -> UserError:
 def read_format(response_format: Any) -> Grammar | None:
     """Returns the grammar that a `response_format` asks for, None for free text.
 
-    Raises ValueError, in one line, for what has not the form of one. Whether the grammar itself is
+    Raises UserError, in one line, for what has not the form of one. Whether the grammar itself is
     valid shows when it is compiled.
 
     Example: {"type": "regex", "regex": "[0-9]+"} is Grammar("regex", "[0-9]+").
@@ -95,7 +95,7 @@ def _tagged(entry: Mapping[str, Any]) -> Grammar:
 
 
 def schema_text(schema: Any) -> str:
-    """Returns a JSON schema, an object or a boolean, as JSON; raises ValueError for others."""
+    """Returns a JSON schema, an object or a boolean, as JSON; raises UserError for others."""
     if not isinstance(schema, Mapping | bool):
         raise format_error(
             f"got schema {_shown(schema)}, expected a JSON schema, which is an object"

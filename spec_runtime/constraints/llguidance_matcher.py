@@ -27,7 +27,7 @@ class GrammarCompiler:
     """Compiles grammars over the tokens of one tokenizer.
 
     `definition` is its tokenizer.json as text, `eos` the tokens that end an answer, and
-    `vocab_size` the number of logits, which may be more than there are tokens. Raises ValueError if
+    `vocab_size` the number of logits, which may be more than there are tokens. Raises UserError if
     the library is missing or cannot read the tokenizer, and for a tokenizer without EOS.
     """
 
@@ -59,7 +59,7 @@ class GrammarCompiler:
             ) from None
 
     def matcher(self, grammar: Grammar) -> LlguidanceMatcher:
-        """Returns a matcher of this grammar; raises ValueError if that is not valid or allows
+        """Returns a matcher of this grammar; raises UserError if that is not valid or allows
         nothing."""
         try:
             compiled = self._compiled(grammar)
@@ -76,7 +76,7 @@ class GrammarCompiler:
         return result
 
     def _compiled(self, grammar: Grammar) -> str:
-        """Returns the grammar as the library takes it; raises ValueError for some bad ones."""
+        """Returns the grammar as the library takes it; raises UserError for some bad ones."""
         library = self._library.LLMatcher
         if grammar.begin or grammar.end:
             begin, end = json.dumps(grammar.begin), json.dumps(grammar.end)
@@ -148,7 +148,8 @@ class LlguidanceMatcher:
         """See Matcher.forced.
 
         The library itself says which tokens have to follow; the last characters before something
-        free may belong to a longer token, so that they are guessed by tokenizing them alone.
+        free may belong to a longer token, so that they are guessed by tokenizing them by
+        themselves.
         """
         if self._is_ended:
             return []
@@ -164,7 +165,7 @@ class LlguidanceMatcher:
         return [*tokens, self._eos[0]] if is_complete and len(tokens) < most else tokens
 
     def _require_health(self) -> None:
-        """Raises ValueError if the library has given up."""
+        """Raises UserError if the library has given up."""
         if self._matcher.is_error():
             raise format_error(
                 f"the grammar cannot be followed here ({brief(self._matcher.stop_reason())}), "

@@ -17,12 +17,12 @@ from spec_runtime.trees.tree import TokenTree
 
 
 class PathMasks:
-    """Says which tokens a grammar allows behind the committed text and a path of drafted tokens."""
+    """Says which tokens a grammar allows after the committed text and a path of drafted tokens."""
 
     def __init__(self, matcher: Matcher, eos: Sequence[int]) -> None:
         self._matcher = matcher
         self._eos = frozenset(eos)
-        self._path: list[int] = []  # what the matcher has read behind the committed text
+        self._path: list[int] = []  # what the matcher has read after the committed text
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Makes these tokens, which must be allowed, part of the committed text."""
@@ -90,8 +90,8 @@ class PathMasks:
             node = builder.add(node, token)
 
     def _go(self, path: Sequence[int]) -> bool:
-        """Moves the matcher behind this path; returns False if the grammar does not allow it, and
-        the matcher is then behind as much of the path as it allows."""
+        """Moves the matcher to the end of this path. Returns False if the grammar does not allow
+        it; the matcher has then read as much of the path as it allows."""
         num_shared = 0
         for token, known in zip(path, self._path, strict=False):
             if token != known:

@@ -50,7 +50,7 @@ _NAMED_CALL = re.compile(
 def parse_calls(text: str, family: str) -> tuple[str, list[ToolCall]]:
     """Returns an answer's text without its calls, and the calls in their order.
 
-    Raises ValueError for an unknown family.
+    Raises UserError for an unknown family.
 
     Example, hermes: 'Let me see. <tool_call>{"name": "now", "arguments": {}}</tool_call>' gives
     'Let me see.' and one call of `now` with the arguments '{}'.
@@ -83,7 +83,7 @@ def family_of(chat_template: str | None) -> str:
 
 def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, Any]:
     """Returns the `response_format` of an answer that is one call of one of these tools, or of the
-    tool `name`. Raises ValueError for tools that are not in OpenAI's form and for an unknown name.
+    tool `name`. Raises UserError for tools that are not in OpenAI's form and for an unknown name.
     """
     functions = [tool["function"] for tool in checked_tools(tools)]
     if name is not None:
@@ -117,7 +117,7 @@ def forced_call(tools: Any, family: str, name: str | None = None) -> dict[str, A
 def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any] | None:
     """Returns the `response_format` that OpenAI's `tool_choice` asks for: None, "none" and "auto"
     leave the answer free (None), "required" and {"type": "function", "function": {"name": …}}
-    force one call. Raises ValueError for another choice, see also `forced_call`."""
+    force one call. Raises UserError for another choice, see also `forced_call`."""
     if tool_choice in (None, "none", "auto"):
         return None
     if tool_choice == "required":
@@ -133,7 +133,7 @@ def format_of_choice(tools: Any, tool_choice: Any, family: str) -> dict[str, Any
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]]:
-    """Returns tools in OpenAI's form as plain dictionaries; raises ValueError for others."""
+    """Returns tools in OpenAI's form as plain dictionaries; raises UserError for others."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise UserError(
             f"got tools {brief(repr(tools), 80)}, expected a list of functions", param="tools"
@@ -229,7 +229,7 @@ def _calls(value: Any) -> list[ToolCall]:
 
 
 def _json_at(text: str, at: int) -> tuple[Any, int]:
-    """Returns the JSON value that begins at `at`, behind white space, and where it ends; None where
+    """Returns the JSON value that begins at `at`, after white space, and where it ends; None where
     none does."""
     at += len(text[at:]) - len(text[at:].lstrip())
     try:
@@ -255,7 +255,7 @@ def _read_tagged(text: str) -> list[_Found]:
 
 
 def _read_llama(text: str) -> list[_Found]:
-    """Reads an answer that is nothing but JSON objects, perhaps behind <|python_tag|>."""
+    """Reads an answer that is nothing but JSON objects, perhaps after <|python_tag|>."""
     at = len(text) - len(text.lstrip())
     if text.startswith("<|python_tag|>", at):
         at += len("<|python_tag|>")
@@ -273,7 +273,7 @@ def _read_llama(text: str) -> list[_Found]:
 
 
 def _read_listed(*markers: str) -> Callable[[str], list[_Found]]:
-    """Returns a reader of JSON lists (or objects) of calls: behind these markers, or, without any
+    """Returns a reader of JSON lists (or objects) of calls: after these markers, or, without any
     marker, of an answer that is nothing else."""
     opening = re.compile("|".join(map(re.escape, markers)))
 

@@ -57,7 +57,7 @@ class Repository:
 
     @classmethod
     def parse(cls, text: str, revision: str | None = None) -> Repository:
-        """Reads "org/name" or "hf://org/name", with "@revision" behind it if one is meant.
+        """Reads "org/name" or "hf://org/name", with "@revision" after it if one is meant.
 
         Raises HubError if the text is no such name, or if `revision` is given as well.
         """

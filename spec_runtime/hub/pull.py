@@ -51,7 +51,7 @@ def pull(
         on_progress: is called as bytes come.
 
     Raises HubError if the hub cannot be reached or refuses, BundleError if what it has is not a
-    whole bundle with the hashes of its manifest, ValueError if `to` holds other files, and OSError
+    whole bundle with the hashes of its manifest, UserError if `to` holds other files, and OSError
     if it cannot be written.
     """
     source = Repository.parse(repository, revision)

@@ -162,8 +162,8 @@ def compare(
 
 
 def replay(target: Target, context: Sequence[int]) -> np.ndarray:
-    """Returns the logits f32[V] after ``context``, whose last row is computed alone; overwrites the
-    target's KV."""
+    """Returns the logits f32[V] after ``context``, whose last row is computed by itself; overwrites
+    the target's KV."""
     with target.alone():
         if len(context) > 1:
             target.prefill(context[:-1])
@@ -218,7 +218,7 @@ def run(
     """Decodes each prompt (its first turn) plainly and speculatively and checks both.
 
     ``options`` are greedy, or target sampling with a seed. Calls ``on_prompt`` after each prompt; a
-    prompt longer than the context is skipped, and ``on_skip`` gets the reason. Raises ValueError
+    prompt longer than the context is skipped, and ``on_skip`` gets the reason. Raises UserError
     for options that cannot be judged token by token, and when all answers at a reduced precision
     are too short to measure its rounding.
     """

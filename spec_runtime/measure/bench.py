@@ -68,9 +68,9 @@ def run(
 
     The engines share one target. Which of them goes first rotates from prompt to prompt, so that
     nobody always meets the warmer machine. A prompt of several turns is a chat: each way of
-    decoding gets the next question behind its own earlier answers, and the whole conversation is
+    decoding gets the next question after its own earlier answers, and the whole conversation is
     prefilled anew. ``sampling`` (None: greedy) holds for all, except that plain decoding always
-    draws from the target, since typical acceptance alone would make it greedy. A caller who brings
+    draws from the target, since typical acceptance would make it greedy. A caller who brings
     the prompts in several calls says how many came ``num_before``: the turns rotate on, and only
     the very first prompt is decoded once more beforehand to warm up.
 
@@ -132,7 +132,7 @@ class _Chat:
         self._asked: list[int] = []
 
     def ask(self, question: str | list[dict[str, str]]) -> None:
-        """Encodes the next turn. Raises ValueError if the conversation does not fit the context."""
+        """Encodes the next turn. Raises UserError if the conversation does not fit the context."""
         if not self.results:  # a first turn may do without a chat template
             self._asked = self._engine.encode(question, system=self._system)
         if isinstance(question, str):
@@ -183,7 +183,7 @@ def summarise(report: BenchReport) -> dict[str, Any]:
 def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Returns the figures of some prompts, all turns counted alike.
 
-    ``speedup`` is the ratio of speeds, in tokens a second of decoding alone: texts may differ in
+    ``speedup`` is the ratio of speeds, in tokens a second of decoding only: texts may differ in
     length at reduced precisions. ``speedup_end_to_end`` is the same with prefill's seconds and
     tokens counted too. ``decode_time_ratio`` is the ratio of total decoding times, lengths
     included; where all answers are identical it equals ``speedup``. Plain decoding's figures begin

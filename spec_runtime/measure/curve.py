@@ -180,7 +180,7 @@ def paying_budget(curve: Curve, costs: Costs, max_nodes: int) -> Budget:
     """Returns the budget whose trees are cut at each step where more nodes do not pay.
 
     Its least probability leaves out only nodes that never could pay: a node pays if it adds more
-    than the rate of the root alone times the least slope of t.
+    than the rate of the lone root times the least slope of t.
     """
     reliability = monotone(curve.reliability)
     step_ms = costs.step_ms(max_nodes)

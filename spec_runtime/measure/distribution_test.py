@@ -60,8 +60,8 @@ def check_second_token(
 ) -> DistributionTest:
     """Tests the second token over ``draws`` seeds against the target's processed distribution.
 
-    The seeds count up from that of ``options``. Calls ``on_draw`` after each. Raises ValueError if
-    two tokens do not fit behind the prompt, if no first token came often enough, or if none was
+    The seeds count up from that of ``options``. Calls ``on_draw`` after each. Raises UserError if
+    two tokens do not fit after the prompt, if no first token came often enough, or if none was
     followed by a draft.
     """
     most = engine.target.max_length - 2

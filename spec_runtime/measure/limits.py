@@ -10,17 +10,17 @@ Two limits follow, each with the number of false alarms that a sound audit has t
 - ``gap``: two texts may part where the rounding closed the gap between the target's likeliest
   token and another one. A gap of g logits is closed if one form of the row moves the two logits
   towards each other by more than g. How far pairs of likely tokens move is measured on the chain
-  rows, and so is how many tokens lie at each gap behind the likeliest one. The expected number of
+  rows, and so is how many tokens lie at each gap below the likeliest one. The expected number of
   partings beyond a limit L, of N rows, is then
 
       N · mean over chain rows of Σ_j [g_j > L] · P(move > g_j),
 
-  with j the likely tokens behind the best. L is the smallest value for which it is at most
+  with j the likely tokens below the best. L is the smallest value for which it is at most
   `FALSE_ALARMS`.
 - ``row``: the largest |Δlogit| over the vocabulary between a tree's row and plain decoding's. Its
   limit is where the expected number of sound rows above it falls to `FALSE_ALARMS`.
 
-P is the measured share up to the last twentieth and an exponential tail with the mean excess behind
+P is the measured share up to the last twentieth and an exponential tail with the mean excess beyond
 it. The deviations of real int8 and int4 targets fall faster than that, so that the expected numbers
 are upper estimates. They presume that an audited row deviates as the chain rows do.
 
@@ -44,16 +44,16 @@ import numpy as np
 
 FALSE_ALARMS = 0.01  # expected of one sound audit, for each of the two limits
 LIKELY = 8  # tokens of a row whose logits are compared with each other
-TAIL_SHARE, TAIL_VALUES = 0.05, 20  # of the values, and at least so many, tell the tail
+TAIL_SHARE, TAIL_VALUES = 0.05, 20  # of the values, and at least this many, tell the tail
 
 
 class ChainRow(NamedTuple):
-    """One row computed alone and in a chain.
+    """One row computed by itself and in a chain.
 
     ``delta`` is the largest |Δlogit| over the vocabulary. ``gap_C`` are the gaps from the likeliest
-    token to the next ones, in the row computed alone, and ``move_C`` says by how much each gap is
-    smaller in the chain's row. Logits [5, 3, 1] alone and [4.5, 3.5, 1] in the chain give delta
-    0.5, gap_C [2, 4] and move_C [1, 0.5].
+    token to the next ones, in the row computed by itself, and ``move_C`` says by how much each gap
+    is smaller in the chain's row. Logits [5, 3, 1] by itself and [4.5, 3.5, 1] in the chain give
+    delta 0.5, gap_C [2, 4] and move_C [1, 0.5].
     """
 
     delta: float
@@ -62,7 +62,7 @@ class ChainRow(NamedTuple):
 
 
 def chain_row(alone_V: np.ndarray, chain_V: np.ndarray) -> ChainRow:
-    """Compares one row's logits f32[V] computed alone with those computed in a chain."""
+    """Compares one row's logits f32[V] computed by itself with those computed in a chain."""
     likely = np.argpartition(-alone_V, min(LIKELY, len(alone_V)) - 1)[:LIKELY]
     likely = likely[np.argsort(-alone_V[likely])]
     gap_C = alone_V[likely[0]] - alone_V[likely[1:]]

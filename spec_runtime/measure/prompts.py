@@ -40,14 +40,14 @@ def read_prompts(
     Lines are {question_id, category, turns[]} (Spec-Bench), {prompt} or {messages}, the last two
     with an optional id and category. MT-Bench's eight categories make up one subset, mt_bench.
 
-    ``per_category`` keeps so many of each subset. They are the first by id, but mt_bench's are
+    ``per_category`` keeps that many of each subset. They are the first by id, but mt_bench's are
     taken in turn from its eight categories: of ids 81-90 (writing), 91-100 (roleplay), …, ten are
-    81, 82, 91, 92, 101, 111, 121, 131, 141 and 151. ``limit`` then keeps so many in all, taken
+    81, 82, 91, 92, 101, 111, 121, 131, 141 and 151. ``limit`` then keeps that many in all, taken
     evenly: with subsets a (3 prompts) and b (1), limit 3 keeps a a b.
 
     A line whose text no tokenizer can take (bytes that are not UTF-8, half a surrogate pair) is
     left out with a warning that names it: the other prompts of a large file are worth measuring.
-    Raises ValueError for a line that is none of the above, and when no prompt is left.
+    Raises UserError for a line that is none of the above, and when no prompt is left.
     """
     rows = []
     # Only "\n" ends a line: str.splitlines would also split at U+2028, which JSON leaves as it is.
@@ -83,7 +83,7 @@ def _in_turn(groups: list[list[BenchPrompt]]) -> list[BenchPrompt]:
 
 def _prompt(line: bytes, number: int, path: Path) -> tuple[BenchPrompt, str]:
     """Returns the prompt of a line and the category that the file gives it. Raises UnicodeError for
-    text that is no text, and another ValueError for anything else that is wrong."""
+    text that is no text, and another UserError for anything else that is wrong."""
     where = f"{path}, line {number}"
     try:
         row = parse_json(line)

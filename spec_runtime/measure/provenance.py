@@ -40,8 +40,8 @@ def collect(
     """Returns the provenance of figures that this process measured, with all of `KEYS`.
 
     ``threads`` is what the engine was given (None: its default). ``prompts`` are those used of
-    ``prompts_file`` (None: all). ``packages`` are distributions whose versions count besides those
-    of the runtime. Folders are left out: of the prompts file and
+    ``prompts_file`` (None: all). ``packages`` are further distributions whose versions count, next
+    to the runtime's. Folders are left out: of the prompts file and
     of arguments outside the working folder only the names are kept.
     """
     return {

@@ -22,7 +22,7 @@ SCORED_ROWS = 32  # tokens that are scored in one pass, which returns all their 
 
 
 def check_reference(audited: Manifest, reference: Manifest) -> None:
-    """Raises ValueError unless ``reference`` can judge the answers of ``audited``: it is fp32, has
+    """Raises UserError unless ``reference`` can judge the answers of ``audited``: it is fp32, has
     the same tokenizer and no shorter context."""
     if reference.target.precision != "fp32":
         raise UserError(f"got a reference of {reference.target.precision}, expected an fp32 one")
@@ -41,7 +41,7 @@ def check_reference(audited: Manifest, reference: Manifest) -> None:
 def answer_rows(
     target: Target, prompt_ids: Sequence[int], output: Sequence[int]
 ) -> Iterator[np.ndarray]:
-    """Yields the logits f32[V] before each token of ``output``, behind the prompt and the tokens
+    """Yields the logits f32[V] before each token of ``output``, after the prompt and the tokens
     before it; overwrites the target's KV. A row is valid until the next one, and the target is
     taken until the last."""
     context = [prompt_ids[-1], *output[:-1]]

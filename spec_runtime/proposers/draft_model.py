@@ -1,7 +1,7 @@
 """Drafts with a small language model: one run a level, with all nodes of the level in one batch.
 
 The model has its own cache, in which row t holds token t. The committed rows stay in step with the
-target's; a tree's rows are scratch behind them. With a width of one it drafts a chain.
+target's; a tree's rows are scratch after them. With a width of one it drafts a chain.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class LookaheadProposer:
 
     With a smaller budget at most half of the nodes are the pool's, and the window loses its
     rightmost columns, also if they reach below `max_depth`. They do not come back in that
-    generation. A budget for the root alone leaves the window as it is, and so does a step without
+    generation. A budget for only the root leaves the window as it is, and so does a step without
     the target's answers: a grammar left out nodes of the tree, the window's among them.
     """
 

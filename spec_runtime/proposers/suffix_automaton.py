@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Each token is counted in at most so many states, longest suffix first. Only a text that repeats
+# Each token is counted in at most this many states, longest suffix first. Only a text that repeats
 # itself without end has more: "a a a a …" would cost time that grows with its square. Its shorter
 # substrings are then counted too low.
 MAX_COUNTED = 64

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from spec_runtime.proposers.suffix_automaton import NO_MATCH, Match, SuffixAutomaton
 
-# A place in or behind the text: the longest suffix that each automaton knows, the text's own first.
+# A place in or after the text: the longest suffix that each automaton knows, the text's own first.
 Place = tuple[Match, ...]
 
 
@@ -32,7 +32,7 @@ class Estimates(NamedTuple):
 # other for a shorter suffix, where n and P are about tokens that did not follow a longer match.
 # Fitted by fit_lookup.py of tools on greedy answers of the demo target to 3,000 prompts: 1,500 of
 # the training seeds and 1,500 that it sampled itself, none of an evaluation. On rows kept apart
-# estimates of .24, .53, .86 and .97 came true .26, .54, .86 and .98 of the time. Behind drafted
+# estimates of .24, .53, .86 and .97 came true .26, .54, .86 and .98 of the time. After drafted
 # tokens the same tables are taken, since the match is longer by them if they are right. There they
 # hold up to paths of about .8; likelier ones of several tokens came true less often than they say.
 LONGEST = Estimates(
@@ -66,7 +66,7 @@ _REREAD = 64  # tokens that are read again to find where the text's end is in th
 
 
 class TextIndex:
-    """Indexes the text so far and, if `memory` is above 0, at most so many tokens of what earlier
+    """Indexes the text so far and, if `memory` is above 0, at most that many tokens of what earlier
     texts ended with.
 
     The memory has two halves: when the newer one is full, the older one is dropped.

@@ -25,7 +25,7 @@ class ProposerWrapper:
 
     @property
     def trust(self) -> float:
-        """By what the worth of the trees' paths is multiplied, besides their budget's trust."""
+        """Factor on every path's probability, in addition to the budget's own trust."""
         return self._proposer.trust if isinstance(self._proposer, ProposerWrapper) else 1.0
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:

@@ -1,2 +1,2 @@
-"""Names the room of the server, which speaks OpenAI's API; it needs the extra `serve`, and on a Ray
-cluster the extra `ray`."""
+"""Serves a bundle over OpenAI's API; needs the extra `serve`, and on a Ray cluster the extra
+`ray`."""

@@ -66,7 +66,7 @@ class Metrics:
         return bytes(generate_latest(self._registry))
 
     def count_chunk(self, seconds: float, is_first: bool) -> None:
-        """Counts a chunk that came so many seconds after the one before, or after the request."""
+        """Counts a chunk that came `seconds` after the one before, or after the request."""
         (self._first if is_first else self._step).observe(seconds)
 
     def count_end(self, reason: str) -> None:
@@ -74,7 +74,7 @@ class Metrics:
         self._answers.labels(reason).inc()
 
     def count_answer(self, result: GenerationResult, first_seconds: float) -> None:
-        """Counts a finished generation, whose first token came after so many seconds."""
+        """Counts a finished generation, whose first token came after `first_seconds`."""
         stats = result.stats
         self.count_end(result.finish_reason)
         accepted = sum(stats.depth_accepts)

@@ -1,6 +1,6 @@
 """Hands requests on to replicas of the app, and asks another one when a replica dies.
 
-Tokens depend on the request alone where it is greedy or has a seed, and where it has none any
+A greedy request, or one with a seed, determines its tokens; for one without a seed any
 answer is as good. A request may therefore be asked again as long as nothing of its answer was sent.
 """
 

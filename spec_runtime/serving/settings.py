@@ -13,16 +13,16 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True)
 class Settings:
-    """Holds what `make_app` needs to know besides the engine.
+    """Holds what `make_app` needs to know in addition to the engine.
 
-    `name` is the model's id. `max_waiting` requests wait for the engine besides the one that it
-    answers; `max_streams` streams are open at a time. `max_body` bytes and `max_prompt` tokens are
-    the most of one request (None: the bundle's context), and `max_choices` the answers that it may
-    ask for. `timeout` are the seconds that one request may take, its wait included. `api_key`, if
-    there is one, is what a client has to send. `hosts` are the names by which requests may address
-    the server, see `plain_host`; None allows all.
+    `name` is the model's id. `max_waiting` requests wait while the engine answers
+    another one; `max_streams` streams are open at a time. `max_body` bytes and `max_prompt` tokens
+    are the most of one request (None: the bundle's context), and `max_choices` the answers that it
+    may ask for. `timeout` are the seconds that one request may take, its wait included. `api_key`,
+    if there is one, is what a client has to send. `hosts` are the names by which requests may
+    address the server, see `plain_host`; None allows all.
 
-    Raises ValueError for a value outside of its range.
+    Raises UserError for a value outside of its range.
     """
 
     name: str
@@ -55,7 +55,7 @@ def plain_host(name: str) -> str:
 
 
 def key_from(variable: str) -> str:
-    """Returns the API key in an environment variable. Raises ValueError if there is none."""
+    """Returns the API key in an environment variable. Raises UserError if there is none."""
     key = os.environ.get(variable, "").strip()
     if not key:
         raise UserError(

@@ -79,7 +79,7 @@ class ControlTokens:
     def encode(self, text: str, special_tokens: bool) -> list[int]:
         """Returns the ids of a text in which marked names are ordinary text and others are not.
 
-        Raises ValueError if the tokenizer makes a control token of ordinary text all the same.
+        Raises UserError if the tokenizer makes a control token of ordinary text all the same.
         """
         numbers = {name: number for number, name in enumerate(self._names)}
         fenced, num_names = self._whole.subn(

@@ -41,7 +41,7 @@ def open_tokenizer(path: Path) -> Any:
 
 @contextmanager
 def no_panics(file: str) -> Iterator[None]:
-    """Turns whatever the tokenizer raises in the block into a ValueError that names its file."""
+    """Turns whatever the tokenizer raises in the block into a UserError that names its file."""
     with _refused(f"the tokenizer {file} fails: ", "; build the bundle again"):
         yield
 

@@ -1,4 +1,4 @@
-"""Writes a trace as one HTML page: every step's tree, what was accepted, and where the time went.
+"""Writes a trace as one HTML page: every step's tree, the accepted path, and where the time went.
 
 The page needs nothing outside of itself. Texts come from a user and a model: all of them are
 escaped, and the page's policy lets no script run but its own, which it knows by a hash.

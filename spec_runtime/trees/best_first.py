@@ -30,7 +30,7 @@ def grow_best_first(
     """Returns the likeliest paths, as many as the budget's growth says. A growth that is not
     `Grown` counts as one without limits. `num_levels` of drafting were run before.
 
-    `children(place, least)` gives different tokens, each with its probability behind that place;
+    `children(place, least)` gives different tokens, each with its probability after that place;
     those below `least` may be missing. `enter(place, token)` gives the place of such a child. Nodes
     come in order of falling probability; of equal ones the first that was found comes first. A
     budget with a coupling turns the probabilities into those of being drawn.

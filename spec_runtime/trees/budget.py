@@ -79,7 +79,7 @@ class Grown:
 class Static:
     """Takes the nodes of `paths`, whatever their probability.
 
-    Example: ((0,), (1,), (0, 0)) is the two best guesses and the best guess behind the first.
+    Example: ((0,), (1,), (0, 0)) is the two best guesses and the best guess after the first.
     """
 
     paths: tuple[RankPath, ...]
@@ -139,7 +139,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class AlongTruth:
-    """Takes all candidates behind each of `tokens`, which are what really follows the root, down to
+    """Takes all candidates after each of `tokens`, which are what really follows the root, down to
     the first token that is not among the candidates.
 
     Shows how a known continuation is guessed. max_nodes does not limit this tree.

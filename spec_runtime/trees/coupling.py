@@ -1,7 +1,7 @@
 """Says which drafted tokens the target will draw, by the random numbers that it will draw with.
 
 Above temperature 0 the target's token is the argmax of log p + g, with Gumbel noise g that depends
-on seed, position and token alone (sampling.py). So the noise is known before p is, and whoever
+only on seed, position and token (sampling.py). So the noise is known before p is: a drafter that
 expects q in place of p expects the token whose log q + g is largest, not the one whose q is. The
 token is the target's own draw all the same: trees may follow the noise, and no token changes.
 Daliri, Musco and Suresh (2024, "Coupling without Communication and Drafter-Invariant Speculative
@@ -21,11 +21,11 @@ import numpy as np
 #         a log q(c) + b T g(c)   and   a log(1 - sum q) + r T²
 #
 # with slopes (a, b, r), where a comes from 1 at temperature 0 to what it is here at COLD and above.
-# Fitted to draws of the demo target behind the shipped ParallelSpec's guesses, at temperatures 1
+# Fitted to draws of the demo target after the shipped ParallelSpec's guesses, at temperatures 1
 # and 0.7, on 80 prompts that it never saw. On 30 others probabilities of .07, .14, .28, .53 and .85
 # came true .07, .14, .28, .51 and .80 of the time. The drafter's own, of .07, .14, .28, .53 and
 # .86, came true .06, .10, .17, .31 and .62 of the time.
-NEXT = (0.9, 0.7, 2.0)  # of the next token, or behind a path that the drafter has read
+NEXT = (0.9, 0.7, 2.0)  # of the next token, or after a path that the drafter has read
 GUESS = (0.6, 0.5, 2.0)  # of a later token, whose drafter has not read the path there
 COLD = 0.3
 _LEAST_REST = 1e-3  # of the probability, left for other tokens than the candidates
@@ -35,7 +35,7 @@ Noise = Callable[[int, np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Coupling:
-    """Knows the noise of the tokens behind a root at `position`.
+    """Knows the noise of the tokens after a root at `position`.
 
     `noise(position, ids)` returns the Gumbel noise f64 of these token ids, an array of any shape,
     when a token at this position is drawn; `temperature` is that of the draws, above 0.
@@ -46,7 +46,7 @@ class Coupling:
     position: int = 0
 
     def behind(self, position: int) -> Coupling:
-        """Returns the coupling of the tokens behind a root at `position`."""
+        """Returns the coupling of the tokens after a root at `position`."""
         return replace(self, position=position)
 
     def noise_at(self, depth: int, ids: np.ndarray) -> np.ndarray:

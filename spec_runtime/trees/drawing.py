@@ -176,7 +176,7 @@ def accepted_tree_svg(
     `path` holds the accepted nodes from the root on, as acceptance returns it, and `texts` one text
     a node; white space in them is made visible and long ones are cut. The path goes along the first
     row, and the bonus stands at its end with a dashed line. The background is white, so that the
-    picture can be read in a dark page too. Raises ValueError if `path` is not a path from the root,
+    picture can be read in a dark page too. Raises UserError if `path` is not a path from the root,
     or if there is not one text a node.
 
     Example: root 5 with children 7 and 8, of which 8 is accepted: path [0, 2]; node 2 stands to
@@ -219,7 +219,7 @@ def accepted_tree(
 ) -> AcceptedTree:
     """Returns the elements of `accepted_tree_svg`; `bonus_text` is None where there is no bonus.
 
-    Raises ValueError as that does.
+    Raises UserError as that does.
     """
     if len(texts) != tree.num_nodes or list(path) != tree.path(path[-1] if path else 0):
         raise UserError(
@@ -251,7 +251,7 @@ def accepted_tree(
 
 def _ranks(tree: TokenTree, path: Sequence[int]) -> list[RankPath]:
     """Returns each node as a path of ranks for `layout`, in which the accepted child, or the bonus
-    behind the last one, comes first; the bonus is the last entry."""
+    after the last one, comes first; the bonus is the last entry."""
     ranks: list[RankPath] = [()] * tree.num_nodes
     for node in range(tree.num_nodes):
         children = tree.children(node)

@@ -71,7 +71,7 @@ class Outlook:
 
     def add(self, probability: float) -> bool:
         """Takes the next node, whose path has this probability, or returns False if neither it nor
-        any behind it can better the rate."""
+        any after it can better the rate."""
         worth = probability
         if self._reliability:
             worth = float(probabilities([math.log(probability)], self._reliability)[0])

@@ -49,12 +49,12 @@ EAGLE26: dict[RankPath, int] = {
 
 
 def chain(depth: int) -> tuple[RankPath, ...]:
-    """Returns the best guess behind the best guess: 2 -> (0,), (0, 0)."""
+    """Returns the best guess after the best guess: 2 -> (0,), (0, 0)."""
     return tuple((0,) * d for d in range(1, depth + 1))
 
 
 def cartesian(widths: Sequence[int]) -> tuple[RankPath, ...]:
-    """Returns the `widths[k]` best guesses of depth k + 1 behind every node above: [2, 1] ->
+    """Returns the `widths[k]` best guesses of depth k + 1 after every node above: [2, 1] ->
     (0,), (1,), (0, 0), (1, 0)."""
     depths = range(1, len(widths) + 1)
     return tuple(path for d in depths for path in itertools.product(*map(range, widths[:d])))
@@ -106,7 +106,7 @@ def estimate_accuracy(validation: Any) -> Accuracy | None:
 def path_probabilities(paths: Sequence[RankPath], accuracy: Accuracy) -> dict[RankPath, float]:
     """Returns the product of the accuracies along each path.
 
-    Raises ValueError if a node lies deeper, or has a higher rank, than the accuracies reach.
+    Raises UserError if a node lies deeper, or has a higher rank, than the accuracies reach.
     """
     depth = max((len(path) for path in paths), default=0)
     width = 1 + max((max(path) for path in paths), default=-1)
@@ -128,7 +128,7 @@ def parse_tree(
 ) -> tuple[RankPath, ...]:
     """Returns the static tree that `text` names, one of TEMPLATES.
 
-    `accuracy` and `num_nodes` are for "searched". Raises ValueError for any other text, for a tree
+    `accuracy` and `num_nodes` are for "searched". Raises UserError for any other text, for a tree
     of more than MAX_NODES nodes, and for "searched" without accuracies.
 
     >>> parse_tree("cartesian:2,1")

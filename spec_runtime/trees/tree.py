@@ -45,7 +45,7 @@ def ancestors(parent_N: np.ndarray) -> np.ndarray:
 def tree_shape(parent_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns `depths` and `ancestors` of these parents i64[N], which must not be written to.
 
-    Trees of few shapes come again and again, so the last ones are remembered.
+    Few shapes of trees are repeated often, so the last ones are remembered.
     """
     return _tree_shape(parent_N.tobytes())
 

@@ -66,7 +66,7 @@ class Admission:
         return Place(self, counts)
 
     def leave(self, count: _Count, seconds: float) -> None:
-        """Gives back one of a count's places, which was held for so many seconds."""
+        """Gives back one of a count's places, which was held for `seconds`."""
         with self._lock:
             count.leave(seconds)
             self._on_change()
@@ -118,7 +118,7 @@ class _Count:
             raise QueueFull(self._full, min(max(wait, 1), LONGEST_RETRY))
 
     def leave(self, seconds: float) -> None:
-        """Counts one less, who was inside for so many seconds."""
+        """Counts one less, who was inside for `seconds`."""
         assert self.inside > 0, self.inside
         self.inside -= 1
         self._mean_seconds += SMOOTHING * (seconds - self._mean_seconds)

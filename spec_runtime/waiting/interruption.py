@@ -11,7 +11,7 @@ from spec_runtime.errors import UserError
 
 CANCELLED, TIMEOUT = "cancelled", "timeout"
 # Seconds after which a call that waits for the lock looks at the caller's event again: an event
-# wakes only those who wait for it alone.
+# wakes only those who wait for nothing else.
 EVENT_SECONDS = 0.02
 
 
@@ -23,7 +23,7 @@ class Interruption:
     """Says whether a call has to end early, and why.
 
     `timeout` are seconds from the making of this object on; `event` is the caller's own, set from
-    any thread. Raises ValueError for a timeout that is no number above 0.
+    any thread. Raises UserError for a timeout that is no number above 0.
     """
 
     def __init__(self, timeout: float | None = None, event: threading.Event | None = None) -> None:
