@@ -24,7 +24,8 @@ FREE_KEYS = (
 
 @dataclass(frozen=True)
 class Progress:
-    """What a checkpoint says of its run: the curve, the sums since its last line, the processes.
+    """Holds what a checkpoint says of its run: the curve, the sums since its last line, the
+    processes.
 
     `processes` is None in a checkpoint that was written before it was kept.
     """

@@ -34,7 +34,7 @@ class DeviceRows:
 
     @property
     def address(self) -> int:
-        """Where the rows begin on the device, for another graph to read."""
+        """Address on the device where the rows begin, for another graph to read."""
         assert self._num_runs == self._memory.num_runs, "read after the backend's next run"
         return self._address
 

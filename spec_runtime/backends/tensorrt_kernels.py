@@ -1,6 +1,7 @@
 """Keeps the kernels that TensorRT-RTX compiles for this GPU in the user's cache folder.
 
-A file is the SHA-256 of the content and the content. What does not agree never reaches TensorRT.
+A file holds the SHA-256 of its content, then the content. Content whose hash does not agree never
+reaches TensorRT.
 """
 
 from __future__ import annotations

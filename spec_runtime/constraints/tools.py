@@ -9,7 +9,7 @@ Each family of models writes calls in its own way:
 - smollm (SmolLM2): `<tool_call>[{"name": "f", "arguments": {…}}]</tool_call>`.
 
 Markers in brackets or bars are special tokens, which an answer's text does not show, so that bare
-calls are read too. What is not a whole, valid call stays text: a broken answer is no error.
+calls are read too. Anything but a whole, valid call stays text: a broken answer is no error.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ Follower = tuple[int, int, int]
 
 
 class _Change(NamedTuple):
-    """What adding one token changed, beyond what the automaton itself shows."""
+    """Changes that adding one token made, beyond those that the automaton itself shows."""
 
     previous: int  # the state of the whole text before
     split: int  # the state that was cloned, or 0 if none was

@@ -1,7 +1,7 @@
 """Runs a server: one process, or several behind one listening socket, until SIGTERM or Ctrl-C.
 
 A stop is graceful: no connection is accepted any more, requests that were accepted are answered in
-full, and what is left after `grace` seconds is cut off.
+full, and answers still running after `grace` seconds are cut off.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Grows a tree best path first from children that are asked for node by node.
 
-For candidates that cost next to nothing, so that each node may have its own (grow.py grows trees
-from a drafter's rows of candidates).
+Serves candidates that cost next to nothing, so that each node may have its own. grow.py grows trees
+from a drafter's rows of candidates.
 """
 
 from __future__ import annotations

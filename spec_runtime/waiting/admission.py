@@ -73,7 +73,7 @@ class Admission:
 
 
 class Place:
-    """What one request holds of an Admission. Giving it back twice does no harm."""
+    """One request's share of an Admission. Giving it back twice does no harm."""
 
     def __init__(self, admission: Admission, counts: list[_Count]) -> None:
         self._admission = admission
