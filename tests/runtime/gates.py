@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, ParamSpec
 
 import numpy as np
 
@@ -13,6 +15,7 @@ from spec_runtime import Engine
 
 PATIENCE = 20.0  # seconds until a thread counts as stuck
 MANY = 10_000
+Arguments = ParamSpec("Arguments")
 
 
 def wait_until(is_so: Callable[[], object], patience: float = PATIENCE) -> None:
@@ -21,6 +24,18 @@ def wait_until(is_so: Callable[[], object], patience: float = PATIENCE) -> None:
     while not is_so():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.002)
+
+
+def in_loop(
+    test: Callable[Arguments, Coroutine[Any, Any, None]],
+) -> Callable[Arguments, None]:
+    """Runs a test that is a coroutine in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*arguments, **options), PATIENCE))
+
+    return run
 
 
 class GatedRuns:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from gates import PATIENCE, GatedRuns
+from gates import PATIENCE, GatedRuns, in_loop
 from toy_engine import make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, Chunk, Engine, GenerationResult, QueueFull
@@ -27,8 +27,19 @@ def answer_alone(prompt: list[int], **options: Any) -> GenerationResult:
     return engine_of().generate(prompt, **options)
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, PATIENCE))
+@asynccontextmanager
+async def gated(max_waiting: int = 64) -> AsyncIterator[tuple[AsyncEngine, GatedRuns]]:
+    engine = engine_of()
+    runs = GatedRuns(engine)
+    async with AsyncEngine(engine, max_waiting) as shared:
+        yield shared, runs
+
+
+def ask(
+    engine: AsyncEngine, number: int, max_new_tokens: int = 1
+) -> asyncio.Task[GenerationResult]:
+    """Asks in a task of its own."""
+    return asyncio.create_task(engine.generate(PROMPTS[number], max_new_tokens=max_new_tokens))
 
 
 @pytest.fixture(autouse=True)
@@ -44,298 +55,252 @@ async def wait_for_run(runs: GatedRuns) -> None:
     await asyncio.to_thread(runs.wait_for_run)
 
 
-def test_answers_are_those_of_the_engine() -> None:
-    async def main() -> None:
-        async with AsyncEngine(engine_of()) as engine:
-            tasks = [engine.generate(prompt, max_new_tokens=20) for prompt in PROMPTS]
-            results = await asyncio.gather(*tasks)
-            chunks = [chunk async for chunk in engine.stream(PROMPTS[0], max_new_tokens=20)]
-        alone = [answer_alone(prompt, max_new_tokens=20) for prompt in PROMPTS]
-        assert [result.token_ids for result in results] == [one.token_ids for one in alone]
-        assert "".join(chunk.text for chunk in chunks) == alone[0].text
-        assert [chunk.result is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
-        assert chunks[-1].result is not None
-        assert chunks[-1].result.token_ids == alone[0].token_ids
-
-    run(main())
+@in_loop
+async def test_answers_are_those_of_the_engine() -> None:
+    async with AsyncEngine(engine_of()) as engine:
+        tasks = [engine.generate(prompt, max_new_tokens=20) for prompt in PROMPTS]
+        results = await asyncio.gather(*tasks)
+        chunks = [chunk async for chunk in engine.stream(PROMPTS[0], max_new_tokens=20)]
+    alone = [answer_alone(prompt, max_new_tokens=20) for prompt in PROMPTS]
+    assert [result.token_ids for result in results] == [one.token_ids for one in alone]
+    assert "".join(chunk.text for chunk in chunks) == alone[0].text
+    assert [chunk.result is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].result is not None
+    assert chunks[-1].result.token_ids == alone[0].token_ids
 
 
-def test_calls_are_answered_in_the_order_asked() -> None:
-    async def main() -> None:
-        done: list[int] = []
-        sync_engine = engine_of()
-        runs = GatedRuns(sync_engine)
-        async with AsyncEngine(sync_engine) as engine:
+@in_loop
+async def test_calls_are_answered_in_the_order_asked() -> None:
+    done: list[int] = []
+    async with gated() as (engine, runs):
 
-            async def ask(number: int) -> None:
-                if number % 2:
-                    await engine.generate(PROMPTS[number], max_new_tokens=3)
-                else:
-                    async for _ in engine.stream(PROMPTS[number], max_new_tokens=3):
-                        pass
-                done.append(number)
+        async def ask(number: int) -> None:
+            if number % 2:
+                await engine.generate(PROMPTS[number], max_new_tokens=3)
+            else:
+                async for _ in engine.stream(PROMPTS[number], max_new_tokens=3):
+                    pass
+            done.append(number)
 
-            tasks = [asyncio.create_task(ask(number)) for number in range(6)]
-            await wait_for_run(runs)
-            assert engine.num_waiting == 5
-            runs.let_through()
-            await asyncio.gather(*tasks)
-            assert engine.num_waiting == 0
-        assert done == [0, 1, 2, 3, 4, 5]
-
-    run(main())
+        tasks = [asyncio.create_task(ask(number)) for number in range(6)]
+        await wait_for_run(runs)
+        assert engine.num_waiting == 5
+        runs.let_through()
+        await asyncio.gather(*tasks)
+        assert engine.num_waiting == 0
+    assert done == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_cancelled_task_ends_its_call_at_the_next_step(is_stream: bool) -> None:
-    async def main() -> None:
-        sync_engine = engine_of()
-        runs = GatedRuns(sync_engine)
-        async with AsyncEngine(sync_engine) as engine:
-
-            async def read() -> None:
-                if is_stream:
-                    async for _ in engine.stream(PROMPTS[0], max_new_tokens=100):
-                        pass
-                else:
-                    await engine.generate(PROMPTS[0], max_new_tokens=100)
-
-            task = asyncio.create_task(read())
-            await wait_for_run(runs)
-            runs.let_through(1)
-            await wait_for_run(runs)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            runs.let_through()
-            result = await engine.generate(PROMPTS[1], max_new_tokens=1)
-            assert result.finish_reason == "length"
-        # two runs of the first call, and the prompt of the second
-        assert runs.num_runs == 3
-
-    run(main())
-
-
-def test_a_step_that_never_ends_is_seen_though_its_caller_has_gone() -> None:
-    async def main() -> None:
-        sync_engine = engine_of()
-        runs = GatedRuns(sync_engine)
-        async with AsyncEngine(sync_engine) as engine:
-            assert engine.seconds_in_step == 0
-            task = asyncio.create_task(engine.generate(PROMPTS[0], max_new_tokens=100))
-            await wait_for_run(runs)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            first = engine.seconds_in_step
-            assert 0 < first < engine.seconds_in_step
-            runs.let_through()
-            await engine.generate(PROMPTS[1], max_new_tokens=1)
-            assert engine.seconds_in_step == 0
-
-    run(main())
-
-
-def test_a_reader_that_goes_away_ends_its_call() -> None:
-    async def main() -> None:
-        sync_engine = engine_of()
-        async with AsyncEngine(sync_engine) as engine:
-            async with aclosing(engine.stream(PROMPTS[0], max_new_tokens=150)) as stream:
-                async for _ in stream:
-                    break
-            result = await engine.generate(PROMPTS[1], max_new_tokens=5)
-            assert result.token_ids == answer_alone(PROMPTS[1], max_new_tokens=5).token_ids
-            async for _ in engine.stream(PROMPTS[0], max_new_tokens=150):
-                break  # the event loop closes it
-            result = await engine.generate(PROMPTS[1], max_new_tokens=5)
-            assert result.finish_reason == "length"
-
-    run(main())
-
-
-def test_a_call_cancelled_while_it_waits_never_runs() -> None:
-    async def main() -> None:
-        sync_engine = engine_of()
-        runs = GatedRuns(sync_engine)
-        async with AsyncEngine(sync_engine) as engine:
-            first = asyncio.create_task(engine.generate(PROMPTS[0], max_new_tokens=1))
-            await wait_for_run(runs)
-            second = asyncio.create_task(engine.generate(PROMPTS[1], max_new_tokens=50))
-            third = asyncio.create_task(engine.generate(PROMPTS[2], max_new_tokens=1))
-            while engine.num_waiting < 2:
-                await asyncio.sleep(0)
-            second.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await second
-            runs.let_through()
-            assert [(await task).finish_reason for task in (first, third)] == ["length", "length"]
-        assert runs.num_runs == 2
-
-    run(main())
-
-
-def test_a_slow_reader_holds_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        sync_engine = engine_of()
-        num_steps = 0
-        answer = sync_engine.answer
-        held_back = threading.Event()
-
-        def counted(*arguments: Any) -> Any:
-            def chunks() -> Any:
-                nonlocal num_steps
-                for chunk in answer(*arguments):
-                    num_steps += 1
-                    if num_steps == MAX_UNREAD + 1:  # the reader has one, and leaves the others
-                        held_back.set()
-                    yield chunk
-
-            return chunks()
-
-        monkeypatch.setattr(sync_engine, "answer", counted)
-        async with AsyncEngine(sync_engine) as engine:
-            async with aclosing(engine.stream(PROMPTS[0], max_new_tokens=100)) as stream:
-                chunks = [await anext(stream)]
-                assert await asyncio.to_thread(held_back.wait, PATIENCE)
-                # nothing more comes however long it is not read: another call does not get through
-                waiting = asyncio.create_task(engine.generate(PROMPTS[1], max_new_tokens=1))
-                done, _ = await asyncio.wait([waiting], timeout=0.05)
-                assert (len(done), num_steps) == (0, MAX_UNREAD + 1)
-                chunks += [chunk async for chunk in stream]
-            assert (await waiting).finish_reason == "length"
-            result = chunks[-1].result
-            assert result is not None
-            assert len(result.token_ids) == 100
-            assert "".join(chunk.text for chunk in chunks) == result.text
-
-    run(main())
-
-
-def test_a_timeout_ends_the_call_of_a_reader_that_is_too_slow() -> None:
-    async def main() -> None:
-        async with AsyncEngine(engine_of()) as engine:
-            slow = engine.stream(PROMPTS[0], max_new_tokens=150, timeout=1.0)
-            await anext(slow)
-            result = await engine.generate(PROMPTS[1], max_new_tokens=5)  # waits for that one
-            assert result.finish_reason == "length"
-            rest = [chunk async for chunk in slow]
-            assert len(rest) <= MAX_UNREAD + 1
-            assert rest[-1].result is not None
-            assert rest[-1].result.finish_reason == "timeout"
-
-    run(main())
-
-
-def test_too_many_calls_are_refused() -> None:
-    async def main() -> None:
-        sync_engine = engine_of()
-        runs = GatedRuns(sync_engine)
-        async with AsyncEngine(sync_engine, max_waiting=2) as engine:
-            tasks = [
-                asyncio.create_task(engine.generate(prompt, max_new_tokens=1))
-                for prompt in PROMPTS[:3]
-            ]
-            await wait_for_run(runs)
-            with pytest.raises(
-                QueueFull, match="2 requests are waiting, the most allowed here"
-            ) as caught:
-                await engine.generate(PROMPTS[3])
-            assert "\n" not in str(caught.value)
-            with pytest.raises(QueueFull):
-                await anext(engine.stream(PROMPTS[3]))
-            runs.let_through()
-            assert len(await asyncio.gather(*tasks)) == 3
-            assert (await engine.generate(PROMPTS[3], max_new_tokens=1)).token_ids
-
-    run(main())
-
-
-def test_errors_reach_the_caller_whose_they_are() -> None:
-    async def main() -> None:
-        sync_engine = engine_of()
-        runs = GatedRuns(sync_engine)
-        async with AsyncEngine(sync_engine) as engine:
-            first = asyncio.create_task(engine.generate(PROMPTS[0], max_new_tokens=1))
-            await wait_for_run(runs)
-            # arguments are refused before the call's turn comes
-            with pytest.raises(ValueError, match="got token ids from 999 to 999"):
-                await engine.generate([999])
-            with pytest.raises(TypeError, match="temprature"):
-                await engine.generate([1], temprature=1)  # type: ignore[call-arg]
-            with pytest.raises(ValueError, match="got timeout -1"):
-                await anext(engine.stream([1], timeout=-1))
-            runs.let_through()
-            assert (await first).token_ids
-
-            backend: Any = sync_engine.target.lend()[0]
-            whole = backend.run
-
-            def broken(*arguments: Any) -> Any:
-                raise FloatingPointError("broken")
-
-            backend.run = broken
-            with pytest.raises(FloatingPointError, match="broken"):
-                await engine.generate(PROMPTS[0])
-            with pytest.raises(FloatingPointError, match="broken"):
-                await anext(engine.stream(PROMPTS[0]))
-            backend.run = whole
-            result = await engine.generate(PROMPTS[0], max_new_tokens=9)
-            assert result.token_ids == answer_alone(PROMPTS[0], max_new_tokens=9).token_ids
-
-    run(main())
-
-
-def test_closing_ends_what_runs_and_refuses_what_waits() -> None:
-    async def main() -> None:
-        sync_engine = engine_of()
-        runs = GatedRuns(sync_engine)
-        engine = AsyncEngine(sync_engine)
-        chunks: list[Chunk] = []
+@in_loop
+async def test_a_cancelled_task_ends_its_call_at_the_next_step(is_stream: bool) -> None:
+    async with gated() as (engine, runs):
 
         async def read() -> None:
-            chunks.extend([chunk async for chunk in engine.stream(PROMPTS[0], max_new_tokens=99)])
+            if is_stream:
+                async for _ in engine.stream(PROMPTS[0], max_new_tokens=100):
+                    pass
+            else:
+                await engine.generate(PROMPTS[0], max_new_tokens=100)
 
-        running = asyncio.create_task(read())
+        task = asyncio.create_task(read())
         await wait_for_run(runs)
-        waiting = [asyncio.create_task(engine.generate(prompt)) for prompt in PROMPTS[1:4]]
-        while engine.num_waiting < 3:
-            await asyncio.sleep(0)
-        closing = asyncio.create_task(engine.close())
-        for task in waiting:
-            with pytest.raises(RuntimeError, match="was closed before the call's turn came"):
-                await task
+        runs.let_through(1)
+        await wait_for_run(runs)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
         runs.let_through()
-        await closing
-        await running
-        assert chunks[-1].result is not None
-        assert chunks[-1].result.finish_reason == "cancelled"
-        assert runs.num_runs == 1
-        await engine.close()  # again
-        with pytest.raises(RuntimeError, match="this engine is closed"):
-            await engine.generate(PROMPTS[0])
-        with pytest.raises(RuntimeError, match="this engine is closed"):
-            sync_engine.generate(PROMPTS[0])
-
-    run(main())
+        result = await engine.generate(PROMPTS[1], max_new_tokens=1)
+        assert result.finish_reason == "length"
+    # two runs of the first call, and the prompt of the second
+    assert runs.num_runs == 3
 
 
-def test_an_event_of_the_caller_ends_the_call() -> None:
-    async def main() -> None:
-        event = threading.Event()
-        async with AsyncEngine(engine_of()) as engine:
-            stream = engine.stream(PROMPTS[0], max_new_tokens=150, cancel=event)
-            await anext(stream)
-            event.set()
-            rest = [chunk async for chunk in stream]
-            assert rest[-1].result is not None
-            assert rest[-1].result.finish_reason == "cancelled"
-            # a reader that goes away leaves the caller's event alone
-            other = threading.Event()
-            stream = engine.stream(PROMPTS[0], max_new_tokens=150, cancel=other)
-            await anext(stream)
-            await stream.aclose()
-            assert not other.is_set()
+@in_loop
+async def test_a_step_that_never_ends_is_seen_though_its_caller_has_gone() -> None:
+    async with gated() as (engine, runs):
+        assert engine.seconds_in_step == 0
+        task = ask(engine, 0, 100)
+        await wait_for_run(runs)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        first = engine.seconds_in_step
+        assert 0 < first < engine.seconds_in_step
+        runs.let_through()
+        await engine.generate(PROMPTS[1], max_new_tokens=1)
+        assert engine.seconds_in_step == 0
 
-    run(main())
+
+@in_loop
+async def test_a_reader_that_goes_away_ends_its_call() -> None:
+    async with AsyncEngine(engine_of()) as engine:
+        async with aclosing(engine.stream(PROMPTS[0], max_new_tokens=150)) as stream:
+            async for _ in stream:
+                break
+        result = await engine.generate(PROMPTS[1], max_new_tokens=5)
+        assert result.token_ids == answer_alone(PROMPTS[1], max_new_tokens=5).token_ids
+        async for _ in engine.stream(PROMPTS[0], max_new_tokens=150):
+            break  # the event loop closes it
+        result = await engine.generate(PROMPTS[1], max_new_tokens=5)
+        assert result.finish_reason == "length"
+
+
+@in_loop
+async def test_a_call_cancelled_while_it_waits_never_runs() -> None:
+    async with gated() as (engine, runs):
+        first = ask(engine, 0)
+        await wait_for_run(runs)
+        second = ask(engine, 1, 50)
+        third = ask(engine, 2)
+        while engine.num_waiting < 2:
+            await asyncio.sleep(0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        runs.let_through()
+        assert [(await task).finish_reason for task in (first, third)] == ["length", "length"]
+    assert runs.num_runs == 2
+
+
+@in_loop
+async def test_a_slow_reader_holds_the_engine_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync_engine = engine_of()
+    num_steps = 0
+    answer = sync_engine.answer
+    held_back = threading.Event()
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_steps
+        for chunk in answer(*arguments):
+            num_steps += 1
+            if num_steps == MAX_UNREAD + 1:  # the reader has one, and leaves the others
+                held_back.set()
+            yield chunk
+
+    monkeypatch.setattr(sync_engine, "answer", counted)
+    async with AsyncEngine(sync_engine) as engine:
+        async with aclosing(engine.stream(PROMPTS[0], max_new_tokens=100)) as stream:
+            chunks = [await anext(stream)]
+            assert await asyncio.to_thread(held_back.wait, PATIENCE)
+            # nothing more comes however long it is not read: another call does not get through
+            waiting = ask(engine, 1)
+            done, _ = await asyncio.wait([waiting], timeout=0.05)
+            assert (len(done), num_steps) == (0, MAX_UNREAD + 1)
+            chunks += [chunk async for chunk in stream]
+        assert (await waiting).finish_reason == "length"
+        result = chunks[-1].result
+        assert result is not None
+        assert len(result.token_ids) == 100
+        assert "".join(chunk.text for chunk in chunks) == result.text
+
+
+@in_loop
+async def test_a_timeout_ends_the_call_of_a_reader_that_is_too_slow() -> None:
+    async with AsyncEngine(engine_of()) as engine:
+        slow = engine.stream(PROMPTS[0], max_new_tokens=150, timeout=0.5)
+        await anext(slow)
+        result = await engine.generate(PROMPTS[1], max_new_tokens=5)  # waits for that one
+        assert result.finish_reason == "length"
+        rest = [chunk async for chunk in slow]
+        assert len(rest) <= MAX_UNREAD + 1
+        assert rest[-1].result is not None
+        assert rest[-1].result.finish_reason == "timeout"
+
+
+@in_loop
+async def test_too_many_calls_are_refused() -> None:
+    async with gated(max_waiting=2) as (engine, runs):
+        tasks = [ask(engine, number) for number in range(3)]
+        await wait_for_run(runs)
+        with pytest.raises(QueueFull, match="2 requests are waiting, the most") as caught:
+            await engine.generate(PROMPTS[3])
+        assert "\n" not in str(caught.value)
+        with pytest.raises(QueueFull):
+            await anext(engine.stream(PROMPTS[3]))
+        runs.let_through()
+        assert len(await asyncio.gather(*tasks)) == 3
+        assert (await engine.generate(PROMPTS[3], max_new_tokens=1)).token_ids
+
+
+@in_loop
+async def test_errors_reach_the_caller_whose_they_are() -> None:
+    async with gated() as (engine, runs):
+        first = ask(engine, 0)
+        await wait_for_run(runs)
+        # arguments are refused before the call's turn comes
+        with pytest.raises(ValueError, match="got token ids from 999 to 999"):
+            await engine.generate([999])
+        with pytest.raises(TypeError, match="temprature"):
+            await engine.generate([1], temprature=1)  # type: ignore[call-arg]
+        with pytest.raises(ValueError, match="got timeout -1"):
+            await anext(engine.stream([1], timeout=-1))
+        runs.let_through()
+        assert (await first).token_ids
+
+        backend: Any = engine.engine.target.lend()[0]
+        whole = backend.run
+
+        def broken(*arguments: Any) -> Any:
+            raise FloatingPointError("broken")
+
+        backend.run = broken
+        for call in (engine.generate(PROMPTS[0]), anext(engine.stream(PROMPTS[0]))):
+            with pytest.raises(FloatingPointError, match="broken"):
+                await call
+        backend.run = whole
+        result = await engine.generate(PROMPTS[0], max_new_tokens=9)
+        assert result.token_ids == answer_alone(PROMPTS[0], max_new_tokens=9).token_ids
+
+
+@in_loop
+async def test_closing_ends_what_runs_and_refuses_what_waits() -> None:
+    sync_engine = engine_of()
+    runs = GatedRuns(sync_engine)
+    engine = AsyncEngine(sync_engine)
+    chunks: list[Chunk] = []
+
+    async def read() -> None:
+        chunks.extend([chunk async for chunk in engine.stream(PROMPTS[0], max_new_tokens=99)])
+
+    running = asyncio.create_task(read())
+    await wait_for_run(runs)
+    waiting = [asyncio.create_task(engine.generate(prompt)) for prompt in PROMPTS[1:4]]
+    while engine.num_waiting < 3:
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(engine.close())
+    for task in waiting:
+        with pytest.raises(RuntimeError, match="was closed before the call's turn came"):
+            await task
+    runs.let_through()
+    await closing
+    await running
+    assert chunks[-1].result is not None
+    assert chunks[-1].result.finish_reason == "cancelled"
+    assert runs.num_runs == 1
+    await engine.close()  # again
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        await engine.generate(PROMPTS[0])
+    with pytest.raises(RuntimeError, match="this engine is closed"):
+        sync_engine.generate(PROMPTS[0])
+
+
+@in_loop
+async def test_an_event_of_the_caller_ends_the_call() -> None:
+    event = threading.Event()
+    async with AsyncEngine(engine_of()) as engine:
+        stream = engine.stream(PROMPTS[0], max_new_tokens=150, cancel=event)
+        await anext(stream)
+        event.set()
+        rest = [chunk async for chunk in stream]
+        assert rest[-1].result is not None
+        assert rest[-1].result.finish_reason == "cancelled"
+        # a reader that goes away leaves the caller's event alone
+        other = threading.Event()
+        stream = engine.stream(PROMPTS[0], max_new_tokens=150, cancel=other)
+        await anext(stream)
+        await stream.aclose()
+        assert not other.is_set()
 
 
 def test_event_loops_share_an_engine() -> None:
@@ -345,12 +310,9 @@ def test_event_loops_share_an_engine() -> None:
     engine = AsyncEngine(sync_engine)
     found: dict[int, list[int]] = {}
 
-    def work(number: int) -> None:
-        async def main() -> None:
-            result = await engine.generate(PROMPTS[number], max_new_tokens=9)
-            found[number] = result.token_ids
-
-        run(main())
+    @in_loop
+    async def work(number: int) -> None:
+        found[number] = (await engine.generate(PROMPTS[number], max_new_tokens=9)).token_ids
 
     threads = [threading.Thread(target=work, args=[number]) for number in range(2)]
     threads[0].start()
@@ -360,7 +322,7 @@ def test_event_loops_share_an_engine() -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert found == {n: answer_alone(PROMPTS[n], max_new_tokens=9).token_ids for n in range(2)}
-    run(engine.close())
+    asyncio.run(engine.close())
 
 
 def test_a_loop_that_is_gone_ends_its_calls() -> None:
@@ -371,12 +333,13 @@ def test_a_loop_that_is_gone_ends_its_calls() -> None:
     loop.run_until_complete(anext(stream))
     loop.close()
 
-    async def main() -> None:
+    @in_loop
+    async def ask_again() -> None:
         async with engine:
             result = await engine.generate(PROMPTS[1], max_new_tokens=5)
             assert result.finish_reason == "length"
 
-    run(main())
+    ask_again()
 
 
 def test_a_bound_below_0_is_refused() -> None:

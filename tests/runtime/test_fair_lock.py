@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
+from gates import PATIENCE, wait_until
 from mixed_calls import problems
 from toy_engine import DRAFTERS, make_engine, make_proposer, random_prompt
 
@@ -26,23 +26,28 @@ if TYPE_CHECKING:
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 PROMPTS = [[1, 2, 3, 4, 5, *random_prompt(seed)] for seed in range(4)]
-PATIENCE = 20.0  # seconds until a thread counts as stuck
 
 
-def alone(drafter: str) -> Callable[[list[int], dict[str, Any]], list[int]]:
-    """Returns a function that answers with an engine of its own."""
-    return lambda prompt, options: (
-        make_engine(drafter, **MODEL).generate(prompt, **options).token_ids
-    )
+def engine_of(drafter: str = "parallelspec") -> Engine:
+    return make_engine(drafter, **MODEL)
+
+
+def answer_alone(seed: int, max_new_tokens: int) -> GenerationResult:
+    """Answers with an engine of its own."""
+    return engine_of().generate(random_prompt(seed), max_new_tokens=max_new_tokens)
 
 
 def mixture(drafter: str, num_calls: int = 10) -> list[str]:
     """Returns what is wrong with a mixture of calls, on an engine and others of its target."""
-    engine = make_engine(drafter, **MODEL)
+    engine = engine_of(drafter)
     plain = make_proposer("none", engine.target._backend)  # type: ignore[arg-type]
     engines = [engine, engine.with_budget(Budget(3)), engine.observed(lambda _: plain, Budget(1))]
     options = {"max_new_tokens": 24, "temperature": 0.7, "seed": 3}
-    return problems(engines, alone(drafter), PROMPTS, options, num_calls)
+
+    def answer(prompt: list[int], options: dict[str, Any]) -> list[int]:
+        return engine_of(drafter).generate(prompt, **options).token_ids
+
+    return problems(engines, answer, PROMPTS, options, num_calls)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -72,10 +77,10 @@ def test_a_mixture_of_calls_on_a_bundle(fluent: FluentWorkshop) -> None:
     options = {"max_new_tokens": 24, "ignore_eos": True}
     plain = load(bundle, "none", threads=1)
 
-    def answer_alone(prompt: list[int], options: dict[str, Any]) -> list[int]:
+    def answer(prompt: list[int], options: dict[str, Any]) -> list[int]:
         return plain.generate(prompt, reuse=False, **options).token_ids
 
-    assert problems(engines, answer_alone, prompts, options, num_calls=5) == []
+    assert problems(engines, answer, prompts, options, num_calls=5) == []
 
 
 class Call:
@@ -83,11 +88,11 @@ class Call:
 
     def __init__(self, engine: Engine, seed: int = 9, done: list[int] | None = None) -> None:
         self.result: GenerationResult | None = None
-        self.prompt = random_prompt(seed)
+        self._seed = seed
         before = queued(engine)
 
         def work() -> None:
-            self.result = engine.generate(self.prompt, max_new_tokens=12)
+            self.result = engine.generate(random_prompt(seed), max_new_tokens=12)
             if done is not None:
                 done.append(seed)
 
@@ -104,19 +109,11 @@ class Call:
     def answers_rightly(self) -> bool:
         self._thread.join(PATIENCE)
         assert self.result is not None, "still waiting"
-        expected = make_engine("parallelspec", **MODEL).generate(self.prompt, max_new_tokens=12)
-        return self.result.token_ids == expected.token_ids
+        return self.result.token_ids == answer_alone(self._seed, 12).token_ids
 
 
 def queued(engine: Engine) -> int:
     return len(engine.target.lock._queue)
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def open_stream(engine: Engine) -> Any:
@@ -126,7 +123,7 @@ def open_stream(engine: Engine) -> Any:
 
 
 def test_calls_are_answered_in_the_order_in_which_they_came() -> None:
-    engine, done = make_engine("parallelspec", **MODEL), list[int]()
+    engine, done = engine_of(), list[int]()
     stream = open_stream(engine)
     calls = [Call(engine, seed, done) for seed in range(5)]
     assert all(call.is_waiting for call in calls)
@@ -137,18 +134,16 @@ def test_calls_are_answered_in_the_order_in_which_they_came() -> None:
 
 
 def test_a_stream_keeps_its_target_until_it_is_exhausted() -> None:
-    engine = make_engine("parallelspec", **MODEL)
+    engine = engine_of()
     stream = open_stream(engine)
     call = Call(engine)
     assert call.is_waiting
-    expected = make_engine("parallelspec", **MODEL).generate(random_prompt(1), max_new_tokens=40)
-    pieces = list(stream)
-    assert expected.text.endswith("".join(pieces))
+    assert answer_alone(1, 40).text.endswith("".join(stream))
     assert call.answers_rightly()
 
 
 def test_a_dropped_stream_gives_its_target_back() -> None:
-    engine = make_engine("parallelspec", **MODEL)
+    engine = engine_of()
     held = [open_stream(engine)]
     held.append(held)  # only the garbage collector finds it
     call = Call(engine)
@@ -159,7 +154,7 @@ def test_a_dropped_stream_gives_its_target_back() -> None:
 
 
 def test_a_stream_may_be_read_on_in_another_thread() -> None:
-    engine = make_engine("parallelspec", **MODEL)
+    engine = engine_of()
     stream = open_stream(engine)
     thread = threading.Thread(target=next, args=[stream])
     thread.start()
@@ -171,7 +166,7 @@ def test_a_stream_may_be_read_on_in_another_thread() -> None:
 
 
 def test_a_thread_does_not_wait_for_its_own_stream() -> None:
-    engine = make_engine("parallelspec", **MODEL)
+    engine = engine_of()
     stream = open_stream(engine)
     for call in (
         lambda: engine.generate([1, 2, 3]),
@@ -181,25 +176,20 @@ def test_a_thread_does_not_wait_for_its_own_stream() -> None:
         with pytest.raises(RuntimeError, match="this thread has an open stream") as caught:
             call()
         assert "\n" not in str(caught.value)
-    expected = make_engine("parallelspec", **MODEL).generate(random_prompt(1), max_new_tokens=40)
     rest = "".join(stream)
     assert rest
-    assert expected.text.endswith(rest)
+    assert answer_alone(1, 40).text.endswith(rest)
     assert engine.generate([1, 2, 3], max_new_tokens=3).token_ids
-
-
-def interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def test_an_interrupted_thread_leaves_the_queue() -> None:
     """Ctrl-C while the main thread waits for a stream that another thread reads."""
-    engine = make_engine("parallelspec", **MODEL)
+    engine = engine_of()
     streams: list[Any] = []
     thread = threading.Thread(target=lambda: streams.append(open_stream(engine)))
     thread.start()
     thread.join()
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
@@ -218,16 +208,9 @@ def test_an_interruption_between_two_steps_gives_the_target_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The exception keeps the call's frame, and so its generator, alive."""
-    engine = make_engine("parallelspec", **MODEL)
-    steps = 0
-
-    def spy(*args: Any) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            raise KeyboardInterrupt
-
+    engine = engine_of()
     with monkeypatch.context() as patched:
+        spy = Mock(side_effect=[None, None, KeyboardInterrupt])
         patched.setattr("spec_runtime.waiting.fair_lock.Holder.resume", spy)
         with pytest.raises(KeyboardInterrupt) as caught:
             engine.generate(random_prompt(2))
@@ -237,7 +220,7 @@ def test_an_interruption_between_two_steps_gives_the_target_back(
 
 def test_each_call_has_a_result_of_its_own() -> None:
     """Whatever other threads leave in `last_result` between its end and its return."""
-    engine = make_engine("parallelspec", **MODEL)
+    engine = engine_of()
     wrong: list[str] = []
 
     def work(number: int) -> None:

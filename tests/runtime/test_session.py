@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gates import PATIENCE
+from gates import in_loop
 from keeping_engine import keeping
 from toy_backend import CHATML
 
@@ -124,30 +124,28 @@ def test_messages_that_no_file_holds(note: Any, why: str, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_a_session_of_asyncio(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with AsyncEngine(engine_of()) as engine:
-            session = AsyncSession(engine, SYSTEM)
-            first = await session.generate("Name a fruit.", **OPTIONS)
-            async with aclosing(session.stream("Name another one.", **OPTIONS)) as chunks:
-                texts = [chunk.text async for chunk in chunks]
-            expected = [
-                {"role": "user", "content": "Name a fruit."},
-                {"role": "assistant", "content": first.text},
-                {"role": "user", "content": "Name another one."},
-            ]
-            answer = answer_alone(expected, system=SYSTEM)
-            assert "".join(texts) == answer
-            assert session.messages == [*expected, {"role": "assistant", "content": answer}]
+@in_loop
+async def test_a_session_of_asyncio(tmp_path: Path) -> None:
+    async with AsyncEngine(engine_of()) as engine:
+        session = AsyncSession(engine, SYSTEM)
+        first = await session.generate("Name a fruit.", **OPTIONS)
+        async with aclosing(session.stream("Name another one.", **OPTIONS)) as chunks:
+            texts = [chunk.text async for chunk in chunks]
+        expected = [
+            {"role": "user", "content": "Name a fruit."},
+            {"role": "assistant", "content": first.text},
+            {"role": "user", "content": "Name another one."},
+        ]
+        answer = answer_alone(expected, system=SYSTEM)
+        assert "".join(texts) == answer
+        assert session.messages == [*expected, {"role": "assistant", "content": answer}]
 
-            await session.save(tmp_path / "talk")
-            assert (await AsyncSession.load(engine, tmp_path / "talk")).messages == session.messages
+        await session.save(tmp_path / "talk")
+        assert (await AsyncSession.load(engine, tmp_path / "talk")).messages == session.messages
 
-            before = session.messages
-            task = asyncio.create_task(session.generate("And now?", **OPTIONS))
-            await asyncio.sleep(0)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            assert session.messages == before
-
-    asyncio.run(asyncio.wait_for(main(), PATIENCE))
+        before = session.messages
+        task = asyncio.create_task(session.generate("And now?", **OPTIONS))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert session.messages == before
