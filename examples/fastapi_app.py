@@ -41,7 +41,8 @@ def make_app(engine: spec_runtime.Engine) -> FastAPI:
         try:
             first = await anext(chunks)  # a refusal comes here, while a status can be sent
         except spec_runtime.QueueFull as error:
-            raise HTTPException(429, str(error), headers={"Retry-After": "2"}) from None
+            headers = {"Retry-After": str(error.seconds)}
+            raise HTTPException(429, str(error), headers=headers) from None
         except spec_runtime.UserError as error:  # as a question longer than the context
             raise HTTPException(400, str(error)) from None
 
