@@ -177,7 +177,7 @@ class GatedMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A decoder layer on [N,D] activations, with norms in front of attention and of the MLP."""
+    """A decoder layer on [N,D] activations, with norms before attention and before the MLP."""
 
     def __init__(
         self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: GatedMLP
@@ -329,7 +329,7 @@ def _share(linear: nn.Linear) -> Projection:
 def _layer(
     config: DecoderConfig, layer: Any, qkv: Projection, gate_up: Projection, qk_norm: bool
 ) -> Layer:
-    """Fills a layer from the fused products and what is left of transformers' layer."""
+    """Fills a layer from the fused products and the rest of transformers' layer."""
     attention, mlp = layer.self_attn, layer.mlp
     norms = (
         [RMSNorm(n.weight, config.norm_eps) for n in (attention.q_norm, attention.k_norm)]

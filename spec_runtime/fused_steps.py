@@ -30,7 +30,7 @@ from spec_runtime.target import Target
 class FusedSteps:
     """Steps of a bundle's fused graph, over the target's cache and a one-pass drafter's.
 
-    A step returns, for a drafter of D guesses, D + 1 tokens, D + 1 nodes of the path (-1 behind its
+    A step returns, for a drafter of D guesses, D + 1 tokens, D + 1 nodes of the path (-1 after its
     end), whether the last node had children, and how many nodes were drafted. Example with D = 2:
     [7, 8, 9, 0, 2, 3, 0, 5] accepted tokens 7 and 8 (nodes 2 and 3) with the bonus 9; node 3 had no
     child, and 5 nodes were drafted.
@@ -112,7 +112,7 @@ class FusedSteps:
     def _need(self, fresh: int) -> int:
         """Returns how many cache rows a step can reach.
 
-        These are the path's new slots, and the drafter's rows: at most 2 D + 1 behind the committed
+        These are the path's new slots, and the drafter's rows: at most 2 D + 1 after the committed
         ones, which are fewer than `fresh`.
         """
         return fresh + 2 * self.depth + 1
@@ -153,7 +153,7 @@ def open_steps(
     """Opens the bundle's fused graph on the caches of `target` and of a one-pass proposer that was
     opened from the same bundle.
 
-    See open_stepper for `must_capture` and for what is raised.
+    See open_stepper for `must_capture` and for the errors raised.
     """
     assert isinstance(proposer, Fusable), proposer
     backend, cache = target.lend()

@@ -19,11 +19,11 @@ from spec_runtime.waiting.interruption import Interrupted
 
 PREFILL_ROWS = 256
 ARGMAX = "argmax_ids"  # the output i64[M] of targets built for a device
-# Outputs of the graph that is run besides for requests that sample: i64[M, K], f32[M, K], f32[M].
+# Outputs of a second graph, run for requests that sample: i64[M, K], f32[M, K], f32[M].
 TOP = TOP_IDS, TOP_LOGITS, LOGSUMEXP = "top_ids", "top_logits", "logsumexp"
 # In fp32, two logits closer than this share of their row's range may change places when the row is
-# computed in another form: alone or among others, in other slots. The demo target's logits moved by
-# 1.4e-6 of it at most.
+# computed in another form: by itself or among others, in other slots. The demo target's logits
+# moved by 1.4e-6 of it at most.
 NEAR_TIE = 1e-4
 # The `strict_gap` of each precision that has one; below fp16 too many rows are that close.
 STRICT_GAPS = {"fp32": NEAR_TIE, "fp16": 1e-2}
@@ -31,9 +31,9 @@ STRICT_GAPS = {"fp32": NEAR_TIE, "fp16": 1e-2}
 
 @dataclass(frozen=True)
 class Wants:
-    """Says what a run of the target returns besides logits.
+    """Says what a run of the target returns in addition to logits.
 
-    `features` asks for hidden states, which cost a copy: the final one and, behind it, those of the
+    `features` asks for hidden states, which cost a copy: the final one, followed by those of the
     layers `taps`. `top` asks a target on a device for the largest logits of each row, which settle
     most draws and are found by a graph of their own; otherwise it gives the argmax.
     """
@@ -146,7 +146,7 @@ class Target:
     """One model with its KV cache. `length` is the number of committed rows.
 
     Rows of a tree whose `top_gap` is at most `strict_gap` are redone as one-row passes, in a slot
-    behind the tree's; with None no row is. `num_judged` counts the rows looked at, `num_redone`
+    after the tree's; with None no row is. `num_judged` counts the rows looked at, `num_redone`
     those redone, and `redo_seconds` what that took.
 
     Whoever runs the target holds its `lock`, or has it `alone`. `rows_of` is the holder whose
@@ -246,7 +246,7 @@ class Target:
         return top_gap(logits_V) <= self.strict_gap
 
     def redo(self, tree: TokenTree, node: int) -> np.ndarray:
-        """Returns the logits f32[V] of a node of the last tree, by a pass over it alone."""
+        """Returns the logits f32[V] of a node of the last tree, by a pass over only this node."""
         begin = time.perf_counter()
         n = tree.num_nodes
         # The node runs again as a twin: a sibling of the same token, for the root another root.

@@ -56,7 +56,7 @@ class Runtime:
         (self._queue if self.recorded is None else self.recorded).append(work)
 
     def holds(self, memory: dict[int, Any], address: int, nbytes: int) -> bool:
-        """Returns whether so many bytes from an address lie in one allocation."""
+        """Returns whether `nbytes` from an address lie in one allocation."""
         return any(
             base <= address and address + nbytes <= base + len(block)
             for base, block in memory.items()

@@ -190,7 +190,7 @@ for name in sys.argv[2:]:
 def calls(
     standin: StandIn, tmp_path: Path, script: str, *arguments: Any
 ) -> tuple[str, Iterator[tuple[str, list[str]]]]:
-    """Runs a script over the stand-in; returns its output, and the calls behind each mark."""
+    """Runs a script over the stand-in; returns its output, and the calls after each mark."""
     log = tmp_path / "log"
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],

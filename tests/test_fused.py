@@ -117,7 +117,7 @@ def test_the_fused_step_changes_no_token(
 def test_the_trees_are_those_the_host_grows(
     bundles: Any, name: str, device: str, precision: str | None
 ) -> None:
-    """With equal budgets the trees agree node for node; the first fused tree is its root alone.
+    """With equal budgets the trees agree node for node; the first fused tree is only its root.
 
     In fp16 two paths of nearly equal probability may change places.
     """
@@ -279,9 +279,8 @@ def test_closing_the_stream_inside_leaves_a_state_to_go_on_from(bundles: Any) ->
     assert tokens + rest.token_ids == expected
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp16"])
-def test_other_precisions_run_through_it(bundles: Any, precision: str) -> None:
-    engine = load(bundles("parallelspec", precision), "parallelspec")
+def test_int8_runs_through_it(bundles: Any) -> None:
+    engine = load(bundles("parallelspec", "int8"), "parallelspec")
     result = engine.generate(PROMPTS[0], max_new_tokens=40, ignore_eos=True)
     assert len(result.token_ids) == 40
     assert result.stats.steps < 39
@@ -406,7 +405,7 @@ def test_the_fused_step_has_no_weights_of_its_own(bundles: Any) -> None:
     own = weights["parallelspec-fused"] - shared
     assert weights["target"] <= weights["parallelspec-fused"]
     assert weights["parallelspec-drafter"] <= weights["parallelspec-fused"]
-    # Its own are tables of paths and ranks, which grow with the tree alone.
+    # Its own are tables of paths and ranks, which grow only with the tree.
     assert sum(length for _, _, length in own) < 40_000 < sum(length for _, _, length in shared)
 
 

@@ -9,7 +9,7 @@ step is one captured launch on CUDA:
   accepted if all its nodes are right, so with A[n, m] = m is n or an ancestor of n,
   ok[n] = not any(A[n, m] and not right[m]); the deepest such node ends the accepted path;
 - before the drafter: the accepted rows (feature, next token), padded to the deepest path there is,
-  and the masks behind them;
+  followed by the masks;
 - after it: the most probable paths of its guesses, as trees.grow finds them, become the next tree.
   Those of independent guesses are among a fixed set of rank paths (`superset`). Of guesses that
   are conditioned in pairs each level keeps its best N − 1 paths, then the best of all are taken.
@@ -302,7 +302,7 @@ class _FusedGraph:
         best = self.outputs("TopK", score_M, [N - 1 - missing], num_outputs=2, sorted=1, axis=0)[1]
         none = [np.arange(M + 1, M + 1 + missing)] if missing else []
         chosen_N = op("Concat", [root], best, *none, axis=0)
-        # The bonus and -1 stand behind the guesses.
+        # The bonus and -1 follow the guesses.
         ids = op("Reshape", self.drafter_outputs["guess_ids"], [-1])
         ids = op("Concat", ids, self.bonus, [-1], axis=0)
         leaf_R = [*(row[-1] for row in flat), num_flat, *[num_flat + 1] * missing]
@@ -485,7 +485,7 @@ class _FusedGraph:
         shape: Sequence[Any] = (),
         dtype: int = INT,
     ) -> ir.Value:
-        """Returns the value under this name, behind an Identity: it may be an output already.
+        """Returns the value under this name, after an Identity: it may be an output already.
 
         Shape and type are those of `like`, if given.
         """

@@ -298,7 +298,7 @@ def _keep_rank_three(edit: GraphEditor) -> None:
 
 
 def _fuse_norms(edit: GraphEditor) -> None:
-    """Replaces Add and the RMSNormalization behind it by one SkipSimplifiedLayerNormalization.
+    """Replaces Add and the RMSNormalization after it by one SkipSimplifiedLayerNormalization.
 
     The fourth output of that node is the sum.
     """

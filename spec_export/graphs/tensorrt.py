@@ -79,7 +79,7 @@ def profiles_for(graph: Graph, num_nodes: int, scratch: int) -> tuple[Profile, .
     """Returns the optimisation profiles of a graph, from narrow to wide.
 
     They are for one row, as in plain decoding, or a few; for a tree of up to `num_nodes` nodes; and
-    for a chunk of the prompt with up to `scratch` rows behind it, into which any tree fits too.
+    for a chunk of the prompt followed by up to `scratch` rows, into which any tree fits too.
     The first holds FEW_ROWS because TensorRT-RTX 1.7 stores each layer's weights a second time for
     a profile that holds one row only.
 

@@ -224,14 +224,14 @@ def save(model: ir.Model, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     external = path.with_suffix(".bin")
     ir.save(model, path, external_data=external.name, size_threshold_bytes=SMALL_BYTES)
-    if external.stat().st_size == 0:  # the graph has small weights alone, which lie in its own file
+    if external.stat().st_size == 0:  # all weights are small and lie in the graph's own file
         external.unlink()
 
 
 def save_beside(model: ir.Model, path: Path, lenders: Sequence[Path]) -> None:
     """Writes the graph to `path` and shares the weights that it has in common with `lenders`.
 
-    These are graphs in the same folder. Weights that they have stay in their files alone; the
+    These are graphs in the same folder. Weights that they have stay only in their files; the
     others go to the .bin file of this graph. The model's tensors become references to these files.
     """
     lent: dict[tuple[object, ...], ir.ExternalTensor] = {}

@@ -5,7 +5,7 @@ or wait for a stream. Such calls are made inside `no_capture`, a capture inside 
 what finalizers free goes through `free_later`.
 
 Each thread has a lock of its own, so that calls of several threads do not wait for each other: a
-thread that waits for its stream holds its own lock alone. A capture takes the locks of all threads.
+thread that waits for its stream holds only its own lock. A capture takes the locks of all threads.
 Nothing deadlocks: a call holds no lock but its thread's, and a capture never begins inside
 `no_capture`. A finalizer may run at any moment in any thread, and therefore never waits.
 """
@@ -70,7 +70,7 @@ def free_later(free: Callable[[], None]) -> None:
 
 
 def _free() -> None:
-    # Whoever holds the turn comes here afterwards, so that nothing is left behind.
+    # Whoever holds the turn comes here afterwards, so that nothing stays unfreed.
     while _unfreed and _turn.acquire(blocking=False):
         try:
             while _unfreed:

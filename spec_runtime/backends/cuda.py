@@ -28,15 +28,15 @@ from spec_runtime.errors import UserError
 from spec_runtime.machine import default_threads
 
 # Provider settings by a graph's attention. For Attention-24 with a mask, the memory-efficient
-# kernel would first copy all key/value rows once per query head; 16 is AttentionBackend::MATH, the
-# unfused kernels alone.
+# kernel would first copy all key/value rows once per query head; 16 is AttentionBackend::MATH, with
+# only the unfused kernels.
 CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
 
 
 class CudaBackend(OrtBackend, DeviceBackend):
     """One session on CUDA with its KV buffers and banks, see OrtBackend.
 
-    `has_cuda_graphs` captures shapes that come again.
+    `has_cuda_graphs` captures repeated shapes as CUDA graphs.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ def _require_cuda_kernels(precision: str, graph: Graph) -> None:
     elif graph.form == "contiguous":
         got, expected = f"{graph.file} in the contiguous form", "the slots form"
     elif graph.form == "slots" and graph.attention == "bias" and "float32" in types:
-        # CUDA's GroupQueryAttention takes half precision alone.
+        # CUDA's GroupQueryAttention takes only half precision.
         got, expected = f"{graph.file} in float32 with attention bias", "full_buffer"
     else:
         return

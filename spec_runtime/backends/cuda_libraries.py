@@ -1,8 +1,7 @@
 """Finds and loads CUDA's libraries, which ONNX Runtime's CUDA provider links to.
 
-ONNX Runtime itself looks for them beside its own folder alone and prints what it misses. This file
-also finds them beside an installed torch, prints nothing, and says what is missing: a library, the
-driver or the GPU.
+ONNX Runtime itself looks only beside its own folder and prints which ones it misses. This file also
+finds them beside an installed torch, prints nothing, and names a missing library, driver or GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 from spec_runtime.errors import UserError
 
 RUNTIME = "libcudart.so.13"
-# By the wheel that each is in; a library stands behind those that it links to itself.
+# By the wheel that holds each; a library follows those that it links to itself.
 LIBRARIES = {
     RUNTIME: "nvidia-cuda-runtime",
     "libcublasLt.so.13": "nvidia-cublas",

@@ -34,8 +34,8 @@ class Layout:
         return cls(first, max(end, ALIGNMENT))
 
     def pieces(self, wanted: Mapping[str, int]) -> list[tuple[int, int]]:
-        """Returns the fewest pieces (first byte, last byte + 1) that hold the first so many bytes
-        of these arrays, without any other array.
+        """Returns the fewest pieces (first byte, last byte + 1) that hold the first bytes of these
+        arrays, without any other array. `wanted` says how many bytes of each.
 
         Example: of arrays "a", "b" and "c" at bytes 0, 256 and 512, 5 bytes of each are one piece
         (0, 517); those of "a" and "c" only are (0, 5) and (512, 517).

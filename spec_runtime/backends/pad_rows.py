@@ -61,7 +61,7 @@ def padded_sizes(
     """Returns the sizes of the free axes with each axis of rows widened to one of WIDTHS.
 
     `most` limits some of them. An axis stays as it is if it is longer than all WIDTHS, and all stay
-    if the cache has no room for so many new rows.
+    if the cache has no room for the padded rows.
     """
     limits = most or {}
     wider = {
@@ -83,7 +83,7 @@ def pad_rows(
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """Pads each axis of rows, see padded_sizes; returns new feeds and their sizes.
 
-    What a padding row holds is in PaddedRows. In the contiguous form it is written behind all other
+    What a padding row holds is in PaddedRows. In the contiguous form it is written after all other
     rows, where the next run writes, and feeds stay as they are if there is no room.
 
     Example in the contiguous form, with 5 nodes and one moved row: src [9] and perm
@@ -105,12 +105,12 @@ def pad_rows(
 
 
 def padded_width(num_rows: int, most: int) -> int:
-    """Returns the least of WIDTHS that holds so many rows and is at most `most`, or `num_rows`."""
+    """Returns the least of WIDTHS from `num_rows` to `most`, or `num_rows` if there is none."""
     return next((width for width in WIDTHS if num_rows <= width <= most), num_rows)
 
 
 def _wider_perm(perm: np.ndarray, sizes: Mapping[str, int], wider: Mapping[str, int]) -> np.ndarray:
-    """Returns a perm that puts the same rows in the same places, and padding rows behind them."""
+    """Returns a perm that puts the same rows in the same places, and padding rows after them."""
     A, wider_A = sizes["A"], wider["A"]
     moved = np.where(perm < A, perm, perm + wider_A - A)
     padding = [np.arange(A, wider_A), np.arange(wider_A + sizes["N"], wider["A+N"])]

@@ -65,8 +65,8 @@ class SessionOptions:
     """Says how a session runs: where, on how many threads, and with which provider settings.
 
     `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has
-    others runs without, unless `must_capture`. `settings` are the provider's, besides those that
-    every session on the device has. `weights` are used in place of those in the graph's files, by
+    others runs without, unless `must_capture`. `settings` are added to those that every session
+    on the device has. `weights` are used in place of those in the graph's files, by
     name (see weights.DeviceWeights). `is_mapped` takes weights on the CPU from a file of packed
     ones, see packed_files.py.
     """
@@ -98,8 +98,8 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     Sessions on the CPU are shared, see shared_sessions.py.
 
     Runs without CUDA graphs, and warns, if ONNX Runtime refuses them and need not capture. Raises
-    ValueError if the provider, a library, a GPU, or the file's inputs and outputs are not what is
-    expected.
+    ValueError if the provider, a library or a GPU is missing, or if the file's inputs and outputs
+    differ from the manifest's.
     """
     provider = options.provider
     prepare(options.device)
@@ -182,7 +182,7 @@ def _write_packed(path: Path, folder: Path) -> None:
     for least in (MAPPED_BYTES, ALIGNED_BYTES):
         chosen = ort.SessionOptions()
         chosen.intra_op_num_threads = chosen.inter_op_num_threads = 1
-        chosen.log_severity_level = 4  # it warns that the files are for this CPU alone
+        chosen.log_severity_level = 4  # it warns that the files are only for this CPU
         chosen.add_session_config_entry("session.load_model_format", "ONNX")
         chosen.add_session_config_entry("session.save_model_format", "ONNX")
         chosen.optimized_model_filepath = str(folder / GRAPH)

@@ -95,7 +95,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def mask_width(num_slots: int, capacity: int) -> int:
-    """Returns the least of 256, 512, 1024 … and the capacity that holds so many slots.
+    """Returns the least of 256, 512, 1024 … and the capacity that holds `num_slots`.
 
     >>> [mask_width(n, 2176) for n in (7, 257, 2049)]
     [256, 512, 2176]

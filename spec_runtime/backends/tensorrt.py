@@ -1,8 +1,8 @@
 """Runs a graph's TensorRT plan, with all buffers on the device and everything on one CUDA stream.
 
 Each KV buffer is one device address, bound as a graph input and as the output that updates it in
-place. Feeds lie side by side in pinned memory and go to the device with one copy; what is asked for
-of the results comes back. A run takes the first profile that holds its shapes; a shape seen for the
+place. Feeds lie side by side in pinned memory and go to the device with one copy. Only the results
+asked for come back. A run takes the first profile that holds its shapes; a shape seen for the
 second time is captured as a CUDA graph and replayed from then on.
 """
 
@@ -102,7 +102,7 @@ class TensorRTBackend(DeviceBackend):
     """One engine with its KV buffers [1, G, capacity, Dh], which start at zero.
 
     `engine` was deserialised from `plan`, which was made from `graph`. `has_cuda_graphs` captures
-    shapes that come again. All shapes have their feeds in the same memory, and their results.
+    repeated shapes as CUDA graphs. All shapes share the memory of feeds and that of results.
     """
 
     def __init__(
@@ -218,11 +218,11 @@ class TensorRTBackend(DeviceBackend):
     def _bind(self, profile: int, sizes: Mapping[str, int]) -> BoundContext:
         context = self._maker.make()
         context.set_device_memory(self._scratch, self._scratch_bytes)
-        # The stream is ours alone, so what follows on it comes after the switch.
+        # Nobody else uses the stream: later work on it comes after the switch.
         done = [context.set_optimization_profile_async(profile, self._cuda.stream)]
         shapes = {name: shape_of(spec, sizes) for name, spec in self._inputs.items()}
         feeds = PackedFeeds(self._inputs.values(), sizes, lambda nbytes: self._host_feeds[:nbytes])
-        # From small to large, so that what a step brings back lies together, in front of logits.
+        # From small to large: the results that a step fetches lie together, before the logits.
         outputs = {n: _num_bytes(s, shape_of(s, sizes)) for n, s in self._outputs.items()}
         results = Layout.of(
             {name: outputs[name] for name in sorted(outputs, key=outputs.__getitem__)}

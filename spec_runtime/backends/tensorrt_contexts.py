@@ -14,7 +14,7 @@ from spec_runtime.bundle.manifest import Plan
 class ContextMaker:
     """Makes execution contexts of one engine, whose memory the caller provides.
 
-    TensorRT-RTX compiles kernels for a GPU and for shapes at run time. Left alone it does so beside
+    TensorRT-RTX compiles kernels for a GPU and for shapes at run time. By default it does so during
     the runs, with general kernels until it is done, and a CUDA graph captured meanwhile would keep
     those. Here it compiles before a context's first run, and what it compiled is kept in a file.
     TensorRT proper has all kernels in the plan.

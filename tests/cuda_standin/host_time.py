@@ -27,7 +27,7 @@ from spec_runtime.target import ARGMAX, Target
 
 NUM_STEPS, NUM_WARM = 400, 40
 NUM_ROWS = (1, 8, 16)
-NUM_COMMITTED = 100  # rows behind which the trees are
+NUM_COMMITTED = 100  # rows before the trees
 
 
 @dataclass(frozen=True)

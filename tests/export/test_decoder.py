@@ -90,29 +90,18 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 @every_case
-def test_prefill_in_two_chunks_matches_transformers(family: str, options: dict[str, Any]) -> None:
-    model = tiny(family, **options)
-    # Above ORIGINAL tokens transformers, like us, takes longrope's long factors; the second chunk
-    # attends to the first.
-    tokens = random_tokens(40, seed=1)
-    expected = reference(model, tokens)
-    decoder = Decoder(backbone_of(model))
-    first = decoder.step(tokens[:23], chain(23))[0]
-    decoder.keep(list(range(23)))
-    second = decoder.step(tokens[23:], chain(17))[0]
-    close(torch.cat((first, second)), expected)
+def test_chunks_and_random_trees_match_transformers(family: str, options: dict[str, Any]) -> None:
+    """A node's logits equal those of its path without the other nodes; kept paths leave out rows.
 
-
-@every_case
-def test_random_trees_with_compaction_match_transformers(
-    family: str, options: dict[str, Any]
-) -> None:
-    """A node's logits equal those of its path run alone; kept paths leave out rows."""
+    Above ORIGINAL tokens transformers, like us, takes longrope's long factors.
+    """
     model = tiny(family, **options)
     decoder = Decoder(backbone_of(model))
-    text = random_tokens(ORIGINAL + 3, seed=2)
-    decoder.step(text, chain(len(text)))
-    decoder.keep(list(range(len(text))))
+    text = random_tokens(40, seed=1)
+    expected = reference(model, text)
+    for part, rows in ((text[:23], expected[:23]), (text[23:], expected[23:])):
+        close(decoder.step(part, chain(len(part)))[0], rows)
+        decoder.keep(list(range(len(part))))
     for tokens, parents, kept in (
         (random_tokens(7, seed=3), [0, 0, 0, 1, 2, 4, 4], [0, 2, 4, 6]),
         (random_tokens(6, seed=4), [0, 0, 0, 2, 2, 3], [0, 2]),

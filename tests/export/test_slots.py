@@ -16,6 +16,7 @@ import pytest
 from graphs import Runner
 from tiny_backbone import (
     HEAD_DIM,
+    HEADS,
     VOCAB,
     YARN,
     Decoder,
@@ -37,7 +38,7 @@ LAYERS, CAPACITY = 2, 90
 OUTPUTS = ("logits", "features", "taps.1")
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
-    "mistral": {"rope_parameters": YARN},
+    "mistral": {"rope_parameters": YARN, "num_key_value_heads": HEADS},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
     "phi3": {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
@@ -228,7 +229,7 @@ def test_inputs_and_operators_of_the_slots_form(case: Case) -> None:
     assert inputs["slots"] == (ir.DataType.INT64, ["N"])
     assert inputs["seqlens_k"] == (ir.DataType.INT32, [1])
     assert inputs["input_ids"] == (ir.DataType.INT64, [1, "N"])
-    assert inputs["kv.0.k"][1] == [1, 2, "S", HEAD_DIM]
+    assert inputs["kv.0.k"][1] == [1, case.backbone.config.num_kv_heads, "S", HEAD_DIM]
     outputs = {value.name: value.shape for value in graph.outputs}
     assert outputs["logits"] == ["M", VOCAB]
     assert outputs["features"] == outputs["taps.1"] == ["N", 4 * HEAD_DIM]

@@ -380,11 +380,11 @@ def test_a_target_of_two_layers_is_built(
     assert caches == {{"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[precision]}
     outputs = {spec.name: spec for spec in bundle.manifest.graphs["target"].outputs}
     assert outputs[ARGMAX] == TensorSpec(ARGMAX, "int64", ("M",))
-    assert not outputs.keys() & set(TOP), "a greedy step pays for what it reads alone"
+    assert not outputs.keys() & set(TOP), "a greedy step pays only for what it reads"
 
 
 def test_a_plan_holds_its_weights_once(rtx: Any, tmp_path: Path) -> None:
-    """For a profile of one row alone, TensorRT-RTX 1.7 would store a layer's weights twice."""
+    """For a profile of only one row, TensorRT-RTX 1.7 would store a layer's weights twice."""
     wide = Shape("wide", 98, 1024, 2048, 1, 16, 16, 64, 1)
     model = trace.export_backbone(random_backbone(wide, 64, "fp16"), capacity_symbolic=False)
     graph = save_graph(build.adapt(model, "fp16"), "contiguous", tmp_path, "graph.onnx")

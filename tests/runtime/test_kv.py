@@ -199,7 +199,7 @@ def test_contiguous_folds_the_move_into_the_next_write() -> None:
     cache = ContiguousCache(16)
     feeds = cache.place(chain_parents(4))
     assert feeds["write_index"].tolist() == [0]
-    # nothing to move: one dummy row, written behind the new ones
+    # nothing to move: one dummy row, written after the new ones
     assert feeds["src"].tolist() == [0]
     assert feeds["perm"].tolist() == [1, 2, 3, 4, 0]
     cache.commit([0, 1, 2, 3])

@@ -179,7 +179,7 @@ def test_near_ties_are_redone_on_the_device(
 
 
 @both
-def test_greedy_decoding_fetches_ids_alone(folders: dict[str, Path], device: fake.Device) -> None:
+def test_greedy_decoding_fetches_only_ids(folders: dict[str, Path], device: fake.Device) -> None:
     engine = load(folders["fp16"], drafter="none")
     before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **OPTIONS)
     assert device.bytes_to_host - before == 8 * len(result.token_ids)
@@ -224,7 +224,7 @@ def test_the_host_waits_only_for_what_it_reads(
 
     engine = load(folders["fp16"], drafter="hydra")
     engine.generate(PROMPTS[0], **OPTIONS)
-    engine.generate(PROMPTS[0], **OPTIONS)  # captures the shapes that came again
+    engine.generate(PROMPTS[0], **OPTIONS)  # captures the repeated shapes
     before = device.num_waits, device.num_to_device
     result = engine.generate(PROMPTS[0], **OPTIONS)
     waits, runs = device.num_waits - before[0], device.num_to_device - before[1]
@@ -243,7 +243,7 @@ def test_sampling_fetches_the_rows_it_visits(
 
 
 @both
-def test_the_largest_logits_are_found_for_requests_that_sample_alone(
+def test_the_largest_logits_are_found_only_for_requests_that_sample(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
     """Their graph is opened by the first of them, and captured too; it reads the logits in place.
@@ -435,7 +435,7 @@ def test_features_and_states_stay_on_the_device(
 
 
 @both
-def test_a_shape_that_comes_again_is_captured_then_replayed(
+def test_a_repeated_shape_is_captured_then_replayed(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
     backend, cache = open_target(folders["fp32"])

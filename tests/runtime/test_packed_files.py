@@ -61,7 +61,7 @@ def test_weights_are_packed_once_and_mapped(
 def test_weights_below_a_megabyte_are_mapped_where_they_are_aligned(
     width: int, is_kept: bool, tmp_path: Path, cache: Path
 ) -> None:
-    """Weights of 128 KiB, 96 bytes more, behind which packed ones would lie badly, and 32 KiB."""
+    """Weights of 128 KiB, 96 bytes more, after which packed ones would lie badly, and 32 KiB."""
     path = write(tmp_path, 2.0, width)
     for _ in range(2):  # packed, and read
         backend = CpuBackend(path, graph_of(width), 1, 1, is_mapped=True)

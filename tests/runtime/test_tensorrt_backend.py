@@ -505,7 +505,7 @@ def test_other_gpus_and_plans_have_other_files(tmp_path: Path, monkeypatch: Any)
 def test_tensorrt_proper_has_no_kernels_to_compile(
     folder: Path, runtime: fake.Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its engines are not asked for what TensorRT-RTX alone has."""
+    """Its engines are not asked for what only TensorRT-RTX has."""
     monkeypatch.delattr(fake.Engine, "create_runtime_config")
     monkeypatch.delattr(fake.Context, "is_stream_capturable")
     trt = fake.tensorrt()._replace(flavour="tensorrt", version=fake.VERSION)

@@ -119,7 +119,7 @@ def test_a_file_that_was_written_anew_is_read_anew(
 @pytest.mark.parametrize(
     "weight",
     [
-        pytest.param(("scale", FLOAT, (1, 2), 3996, 8), id="behind the end"),
+        pytest.param(("scale", FLOAT, (1, 2), 3996, 8), id="beyond the end"),
         pytest.param(("scale", FLOAT, (1, 2), 0, 4), id="too short for its shape"),
         pytest.param(("scale", HALF, (1, 2), 0, 8), id="too long for its type"),
         pytest.param(("scale", 21, (1, 2), 0, 8), id="of a type without a size"),

@@ -92,7 +92,7 @@ class Job:
     carried: TableRow = field(default_factory=dict)
 
     def run(self, name: str, seconds: float) -> TableRow:
-        """Runs a part for at most so many seconds; returns its entry, with what went wrong."""
+        """Runs a part for at most `seconds`; returns its entry, with all that went wrong."""
         begin = time.monotonic()
         asked, result = self.work / f"{name}.asked.json", self.work / f"{name}.json"
         asked.write_text(
@@ -240,7 +240,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def run_parts(job: Job, asked_for: Sequence[str], begin: float, seconds: float) -> int:
     """Runs the parts in their order and writes the results after each; returns the exit code.
 
-    The bundle is made or read in any case. A part gets its own seconds, or what is left of all.
+    The bundle is made or read in any case. A part gets its own seconds, or the time that is left.
     """
     entries = {name: left_out("the run ended before it") for name in SECONDS}
     figures: TableRow = {

@@ -70,7 +70,7 @@ class Feeder:
         self._level = 0
 
     def feeds(self, parent_N: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns feeds for a tree behind the rows that were kept.
+        """Returns feeds for a tree after the rows that were kept.
 
         Raises ValueError for an input of no known meaning.
         """

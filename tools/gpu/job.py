@@ -123,7 +123,7 @@ class Check:
 
 
 def label(opened: bundles.Bundle) -> str:
-    """Returns the bundle's name, precision and what is unusual about its graphs."""
+    """Returns the bundle's name, precision, and form and attention of its graphs if unusual."""
     graph = opened.manifest.graphs["target"]
     words = [opened.manifest.name, opened.manifest.target.precision]
     words += [word for word in (graph.form, graph.attention) if word not in ("slots", "bias")]

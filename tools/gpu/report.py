@@ -1,6 +1,6 @@
 """Collects what the parts of tools/gpu/check.py find and writes it as JSON and Markdown.
 
-This file imports the standard library alone, so that it also works where nothing else does.
+This file imports only the standard library, so that it works even where packages are broken.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def left_out(why: str) -> TableRow:
 
 
 def one_line(error: BaseException) -> str:
-    """Returns the error's text, after its type unless its text is made to be read alone."""
+    """Returns the error's text, after its type unless its text needs none."""
     text = " ".join(str(error).split())[:400]
     says_all = isinstance(error, (ValueError, LeftOut)) and text
     return text if says_all else f"{type(error).__name__}: {text}"

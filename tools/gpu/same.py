@@ -146,7 +146,7 @@ def _compare_texts(
     names: Sequence[str],
     backend: str | None,
 ) -> None:
-    """Compares these contenders; those with a fused step take it for greedy texts alone."""
+    """Compares these contenders; fused steps are only taken for greedy texts."""
     for decoding, options in DECODINGS.items():
         for name in names:
             if is_fused(name) and options:
@@ -172,7 +172,7 @@ def _judge(found: Findings, what: str, row: TableRow) -> None:
 def _audit(
     check: Check, opened: bundles.Bundle, name: str, options: Any, backend: str | None
 ) -> TableRow:
-    """Compares texts and the rows behind them; keeps how far forms of a row round apart."""
+    """Compares texts and the rows they came from; keeps how far forms of a row round apart."""
     precision = opened.manifest.target.precision
     prompts = check.prompts[: check.sizes.num_audited]
     engine = check.engine(opened, name, backend=backend)
@@ -192,7 +192,7 @@ def _audit(
 def _texts(
     check: Check, opened: bundles.Bundle, name: str, options: Any, backend: str | None
 ) -> TableRow:
-    """Compares texts alone, because the fused step shows no rows."""
+    """Compares only texts, because the fused step shows no rows."""
     engines = [check.engine(opened, each, backend=backend) for each in ("none", name)]
     whole = {"max_new_tokens": check.sizes.audited_tokens, **options}
     partings: list[TableRow] = []

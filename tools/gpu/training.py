@@ -105,7 +105,9 @@ def main(words: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--data", type=Path, nargs="+", required=True)
-    parser.add_argument("--sequences", type=int, help="so many rows of the data; default: all")
+    parser.add_argument(
+        "--sequences", type=int, help="number of rows taken from the data; default: all"
+    )
     parser.add_argument("--work", type=Path, required=True, help="runs and features")
     parser.add_argument("--send", type=Path, required=True, help="where files leave the machine")
     parser.add_argument("--minutes", type=float, required=True)
