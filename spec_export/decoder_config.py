@@ -84,22 +84,6 @@ class DecoderConfig:
         return self.max_length + self.scratch
 
 
-def _dimensions(raw: Any) -> tuple[int, int, int, int, int]:
-    """Returns the sizes of vocabulary, hidden width, layers, heads and key/value heads.
-
-    optimum's normalised names are used where it is installed and has the family.
-    """
-    try:
-        from optimum.utils.normalized_config import NormalizedConfigManager
-
-        named = NormalizedConfigManager.get_normalized_config_class(raw.model_type)(raw)
-        num_layers = named.num_layers
-    except (ImportError, KeyError):
-        named, num_layers = raw, raw.num_hidden_layers
-    kv_heads = getattr(raw, "num_key_value_heads", None) or named.num_attention_heads
-    return named.vocab_size, named.hidden_size, num_layers, named.num_attention_heads, kv_heads
-
-
 def sliding_window(raw: Any) -> int | None:
     """Returns the width of the window that all layers share, None without one.
 
@@ -151,8 +135,8 @@ def read_config(
     names what is not supported.
     """
     require_supported(raw)
-    vocab_size, hidden_size, num_layers, num_heads, num_kv_heads = _dimensions(raw)
-    head_dim = getattr(raw, "head_dim", None) or hidden_size // num_heads
+    num_heads = raw.num_attention_heads
+    head_dim = getattr(raw, "head_dim", None) or raw.hidden_size // num_heads
     if max_length is None:
         max_length = raw.max_position_embeddings
     if max_length > raw.max_position_embeddings:
@@ -171,11 +155,11 @@ def read_config(
     rope, rotated_share = _read_rope(raw, max_length)
     return DecoderConfig(
         family=raw.model_type,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_layers=num_layers,
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        num_layers=raw.num_hidden_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=getattr(raw, "num_key_value_heads", None) or num_heads,
         head_dim=head_dim,
         rotary_dim=int(head_dim * rotated_share),
         norm_eps=raw.rms_norm_eps,

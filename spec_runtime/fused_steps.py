@@ -16,7 +16,7 @@ import numpy as np
 
 from spec_runtime.backends import Runtime
 from spec_runtime.backends.shapes import mask_width
-from spec_runtime.backends.stepper import OrtStepper, open_stepper
+from spec_runtime.backends.stepper import OrtStepper
 from spec_runtime.bundle.manifest import DRAFT, Bundle, Graph
 from spec_runtime.bundle.operators import require_known_graph
 from spec_runtime.generate import Generation
@@ -153,12 +153,12 @@ def open_steps(
     """Opens the bundle's fused graph on the caches of `target` and of a one-pass proposer that was
     opened from the same bundle.
 
-    See open_stepper for `must_capture` and for the errors raised.
+    See OrtStepper for `must_capture` and for the errors raised.
     """
     assert isinstance(proposer, Fusable), proposer
     backend, cache = target.lend()
     follower, drafter_backend = proposer.fusable()
     require_known_graph(bundle, graph)
     lenders = {"": backend} | ({} if drafter_backend is None else {DRAFT: drafter_backend})
-    stepper = open_stepper(bundle.file(graph.file), graph, lenders, runtime, must_capture)
+    stepper = OrtStepper(bundle.file(graph.file), graph, lenders, runtime, must_capture)
     return FusedSteps(stepper, graph, cache, follower)

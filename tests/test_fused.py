@@ -23,7 +23,6 @@ from workshop import FluentWorkshop, drafter_name  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_export import make_bundle  # noqa: E402
-from spec_export.graphs import fused_step as fuse  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime.backends import cuda, shapes  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
@@ -31,8 +30,6 @@ from spec_runtime.files.onnx_file import read_outline  # noqa: E402
 from spec_runtime.fused_steps import FusedSteps  # noqa: E402
 from spec_runtime.step import Step  # noqa: E402
 from spec_runtime.trees.budget import Budget  # noqa: E402
-from spec_runtime.trees.grow import grow  # noqa: E402
-from spec_runtime.trees.guesses import Guesses  # noqa: E402
 from spec_runtime.trees.tree import TokenTree  # noqa: E402
 
 FUSABLE = ("parallelspec", "amphista", "medusa")
@@ -407,19 +404,6 @@ def test_the_fused_step_has_no_weights_of_its_own(bundles: Any) -> None:
     assert weights["parallelspec-drafter"] <= weights["parallelspec-fused"]
     # Its own are tables of paths and ranks, which grow only with the tree.
     assert sum(length for _, _, length in own) < 40_000 < sum(length for _, _, length in shared)
-
-
-def test_superset_has_every_path_a_tree_can_have() -> None:
-    rng = np.random.default_rng(0)
-    for nodes, guesses, candidates in ((2, 3, 4), (9, 3, 4), (16, 5, 10), (40, 2, 3)):
-        paths = set(fuse.superset(nodes, guesses, candidates))
-        for _ in range(50):
-            log_prob_KC = np.log(np.sort(rng.dirichlet(np.ones(candidates + 2), guesses))[:, ::-1])
-            log_prob_KC = log_prob_KC[:, :candidates].astype(np.float32)
-            token_KC = np.arange(candidates)[None].repeat(guesses, 0)
-            tree = grow(0, Guesses(token_KC, log_prob_KC), Budget(max_nodes=nodes))
-            for node in range(1, tree.num_nodes):
-                assert tuple(tree.token_N[tree.path(node)[1:]].tolist()) in paths
 
 
 def test_refusals(bundles: Any, fluent: FluentWorkshop, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ step is one captured launch on CUDA:
 - before the drafter: the accepted rows (feature, next token), padded to the deepest path there is,
   followed by the masks;
 - after it: the most probable paths of its guesses, as trees.grow finds them, become the next tree.
-  Those of independent guesses are among a fixed set of rank paths (`superset`). Of guesses that
-  are conditioned in pairs each level keeps its best N − 1 paths, then the best of all are taken.
+  Each level keeps its best N − 1 paths, then the best of all are taken.
 
 What the next step needs are outputs `state.….out`, which the runtime binds to its inputs.
 """
@@ -91,34 +90,8 @@ def fuse(
     fused.verify(num_nodes)
     fused.accept(num_guesses, taps)
     fused.draft(mask_ids, repeat_feature, mask_reads_token)
-    if "pair_log_probs" in outputs:
-        fused.grow_conditioned(num_candidates)
-    else:
-        fused.grow(superset(num_nodes, num_guesses, num_candidates), num_candidates)
+    fused.grow(num_candidates)
     return fused.finish()
-
-
-def superset(num_nodes: int, num_guesses: int, num_candidates: int) -> list[tuple[int, ...]]:
-    """Returns every path of candidate ranks that can be among the best `num_nodes` - 1.
-
-    Parents come before their children. A path (r_1, …, r_d) can be left out if too many paths are
-    at least as probable. These are, at each depth e, the (r_1 + 1)…(r_e + 1) paths none of whose
-    ranks is above this path's, itself included.
-
-    >>> superset(4, 2, 8)
-    [(0,), (1,), (2,), (0, 0), (0, 1)]
-    """
-    level: list[tuple[tuple[int, ...], int, int]] = [((), 1, 0)]  # path, product, sum
-    paths: list[tuple[int, ...]] = []
-    for _ in range(num_guesses):
-        level = [
-            ((*path, rank), product * (rank + 1), total + product * (rank + 1))
-            for path, product, total in level
-            for rank in range(num_candidates)
-            if total + product * (rank + 1) < num_nodes
-        ]
-        paths += [path for path, _, _ in level]
-    return paths
 
 
 class _FusedGraph:
@@ -278,56 +251,14 @@ class _FusedGraph:
             feeds["features"] = self.batch(features_nF)
         self.feed(self.drafter_inputs, **feeds)
 
-    def grow(self, paths: list[tuple[int, ...]], C: int) -> None:
-        """Makes the next tree of the most probable paths of the superset.
-
-        Constants with the suffix R are over the R = M + 1 + `missing` things that a node can be:
-        one of the M paths, then the root, then no node, for trees of fewer paths than nodes.
-        """
-        op, N, M = self.op, self.N, len(paths)
-        root, missing = M, max(0, N - 1 - M)
-        index = {path: i for i, path in enumerate(paths)} | {(): root}
-        flat = [[k * C + rank for k, rank in enumerate(path)] for path in paths]
-        num_flat = (self.P - 1) * C
-        # Each log-probability is kept strictly below 0, so that no child comes before its parent.
-        log_probs = op(
-            "Min", self.real(self.drafter_outputs["guess_log_probs"]), np.array([-1e-4], np.float32)
-        )
-        # Paths shorter than the deepest are filled up with an entry of log-probability 0.
-        deepest = max(map(len, paths))
-        steps_MD = np.array([row + [num_flat] * (deepest - len(row)) for row in flat])
-        nothing = np.array([0], np.float32)
-        flat_log_probs = op("Concat", op("Reshape", log_probs, [-1]), nothing, axis=0)
-        score_M = op("ReduceSum", op("Gather", flat_log_probs, steps_MD), [1], keepdims=0)
-        best = self.outputs("TopK", score_M, [N - 1 - missing], num_outputs=2, sorted=1, axis=0)[1]
-        none = [np.arange(M + 1, M + 1 + missing)] if missing else []
-        chosen_N = op("Concat", [root], best, *none, axis=0)
-        # The bonus and -1 follow the guesses.
-        ids = op("Reshape", self.drafter_outputs["guess_ids"], [-1])
-        ids = op("Concat", ids, self.bonus, [-1], axis=0)
-        leaf_R = [*(row[-1] for row in flat), num_flat, *[num_flat + 1] * missing]
-        depth_R = [*map(len, paths), *[0] * (1 + missing)]
-        parent_R = [*(index[path[:-1]] for path in paths), *[root] * (1 + missing)]
-        # Every node is an ancestor of itself here, and the root one of every node.
-        ancestor_RR = np.eye(M + 1 + missing, dtype=np.bool_)
-        ancestor_RR[:, root] = True
-        for i, path in enumerate(paths):
-            ancestor_RR[i, [index[path[:k]] for k in range(1, len(path))]] = True
-        parent = op("Gather", np.array(parent_R), chosen_N)
-        is_parent = op("Equal", op("Unsqueeze", parent, [1]), chosen_N)
-        self.next["token"] = op("Gather", ids, op("Gather", np.array(leaf_R), chosen_N))
-        self.next["parent"] = op("ArgMax", self.real(is_parent), axis=1, keepdims=0)
-        self.next["depth"] = op("Gather", np.array(depth_R), chosen_N)
-        ancestor = op("Gather", ancestor_RR, chosen_N)
-        self.next["ancestor"] = op("Gather", ancestor, chosen_N, axis=1)
-
-    def grow_conditioned(self, C: int) -> None:
-        """Makes the next tree of the most probable paths of guesses conditioned in pairs.
+    def grow(self, C: int) -> None:
+        """Makes the next tree of the most probable paths of the guesses.
 
         Level k keeps the W_k best of its paths, which is exact because no child is likelier than
         its parent. Then the best of all R kept paths become nodes. Lists over levels hold, for each
         path kept: its log-probability, its last candidate's token, and the index of the path before
-        it among all R (R for the root).
+        it among all R (R for the root). Guesses may be conditioned in pairs; otherwise a candidate
+        has the same log-probability after every other.
         """
         op, N, D = self.op, self.N, self.P - 1
         # Each log-probability is kept strictly below 0, so that no child comes before its parent.
@@ -339,11 +270,15 @@ class _FusedGraph:
         scores = [op("Gather", op("Squeeze", op("Gather", log_prob, [0]), [0]), rank)]
         tokens = [op("Gather", op("Squeeze", op("Gather", ids, [0]), [0]), rank)]
         before: list[ir.Value] = []
-        if D > 1:
-            pair = op("Min", self.real(self.drafter_outputs["pair_log_probs"]), below)
+        pair = self.drafter_outputs.get("pair_log_probs")
+        if pair is not None and D > 1:
+            pair = op("Min", self.real(pair), below)
         for k in range(1, D):
             first, width = sum(widths[:-1]), widths[-1]
-            pair_WC = op("Gather", op("Squeeze", op("Gather", pair, [k - 1]), [0]), rank)
+            if pair is None:
+                pair_WC = op("Gather", log_prob, [k])  # [1, C]
+            else:
+                pair_WC = op("Gather", op("Squeeze", op("Gather", pair, [k - 1]), [0]), rank)
             score = op("Add", op("Unsqueeze", scores[-1], [1]), pair_WC)
             widths.append(min(N - 1, width * C))
             best = self.outputs(
@@ -361,7 +296,7 @@ class _FusedGraph:
         best_R = self.outputs("TopK", score_R, [taken], num_outputs=2, sorted=1, axis=0)[1]
         none = [np.arange(R + 1, R + 1 + missing)] if missing else []
         chosen_N = op("Concat", [root], best_R, *none, axis=0)
-        # Behind the R paths stand the root and, for trees of fewer paths than nodes, no node.
+        # After the R paths stand the root and, for trees of fewer paths than nodes, no node.
         token = op("Concat", *tokens, self.bonus, np.full(missing, -1), axis=0)
         roots = [np.full(widths[0], root), *before, np.full(1 + missing, root)]
         parent_R = op("Concat", *roots, axis=0)

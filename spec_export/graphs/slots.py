@@ -41,8 +41,8 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
       have to be finite. On CUDA its memory-efficient kernel, which half precision takes and float32
       if there are as many key/value heads as query heads, first copies all key/value rows once per
       query head where these are more; the provider option sdpa_kernel=16 (unfused only, ONNX
-      Runtime's AttentionBackend::MATH) keeps it off for one session, and backends/cuda.py sets it
-      for such a graph.
+      Runtime's AttentionBackend::MATH) keeps it off for one session, and backends/session.py sets
+      it for such a graph.
 
     Raises ValueError for an unknown `attention`.
     """

@@ -27,8 +27,7 @@ from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.bundle.manifest import Graph, Plan, TensorSpec
 from spec_runtime.errors import UserError
-from spec_runtime.files.writing import sha256, write_atomically
-from spec_runtime.machine import cache_folder
+from spec_runtime.files.writing import sha256
 from spec_runtime.proposers.rows import CHUNK_ROWS
 from spec_runtime.target import PREFILL_ROWS
 
@@ -252,8 +251,8 @@ def build_plan(
     config.set_flag(module.BuilderFlag.STRICT_NANS)
     if trt.flavour == "tensorrt_rtx":
         config.num_compute_capabilities = 1
-        kind = getattr(module.ComputeCapability, _enum_name(compute_capability))
-        config.set_compute_capability(kind, 0)
+        number = compute_capability.replace(".", "")  # "8.9" is SM89
+        config.set_compute_capability(getattr(module.ComputeCapability, f"SM{number}"), 0)
         # The runtime brings the memory, because capturing a CUDA graph needs that.
         config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)
     for sizes in profiles:
@@ -268,17 +267,12 @@ def build_plan(
             _require(path.name, f"profile of {spec.name}", taken, shapes)
         config.add_optimization_profile(profile)
     _require(path.name, "profiles", config.num_optimization_profiles, len(profiles))
-    timing = None if trt.flavour == "tensorrt_rtx" else timing_path(trt, compute_capability)
-    if timing is not None:
-        load_timing(config, timing)
     plan = builder.build_serialized_network(network, config)
     if plan is None or plan.nbytes == 0:
         raise UserError(
             f"{trt.flavour} {trt.version} does not build {path.name} for {compute_capability}: "
             f"{trt.reason}"
         )
-    if timing is not None:
-        save_timing(config, timing)
     return memoryview(plan)
 
 
@@ -351,28 +345,3 @@ def _known(trt: TensorRT, here: list[str]) -> list[str]:
     )
     numbers = sorted((int(found[1]), int(found[2])) for found in names if found)
     return [f"{major}.{minor}" for major, minor in numbers]
-
-
-def timing_path(trt: TensorRT, compute_capability: str) -> Path:
-    """Returns the file that keeps TensorRT's timings of its kernels.
-
-    TensorRT-RTX has none: it measures no kernels, and asks for a GPU if given timings.
-    """
-    return cache_folder() / "tensorrt" / f"{trt.version}-{_enum_name(compute_capability)}.timing"
-
-
-def load_timing(config: Any, path: Path) -> None:
-    """Gives the build the timings kept at `path`, or an empty cache if there are none."""
-    data = path.read_bytes() if path.is_file() else b""
-    config.set_timing_cache(config.create_timing_cache(data), False)
-
-
-def save_timing(config: Any, path: Path) -> None:
-    """Writes the timings to `path`, those just measured included."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, bytes(config.get_timing_cache().serialize()))
-
-
-def _enum_name(compute_capability: str) -> str:
-    """Returns TensorRT's name of a compute capability; "8.9" is SM89."""
-    return f"SM{compute_capability.replace('.', '')}"

@@ -27,11 +27,6 @@ from spec_runtime.bundle.operators import require_known_graph
 from spec_runtime.errors import UserError
 from spec_runtime.machine import default_threads
 
-# Provider settings by a graph's attention. For Attention-24 with a mask, the memory-efficient
-# kernel would first copy all key/value rows once per query head; 16 is AttentionBackend::MATH, with
-# only the unfused kernels.
-CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
-
 
 class CudaBackend(OrtBackend, DeviceBackend):
     """One session on CUDA with its KV buffers and banks, see OrtBackend.
@@ -53,10 +48,13 @@ class CudaBackend(OrtBackend, DeviceBackend):
         self.form, self.capacity = graph.form, capacity
         partner = share if banks is None else banks
         self.copies = open_copies() if partner is None else partner.copies
-        settings = self.copies.settings | CUDA_SETTINGS.get(graph.attention, {})
         self._weights = DeviceWeights(path, "cuda", self.copies)
         options = SessionOptions(
-            *(threads or default_threads(), "cuda", has_cuda_graphs, settings, self._weights.values)
+            threads or default_threads(),
+            "cuda",
+            has_cuda_graphs,
+            self.copies.settings,
+            self._weights.values,
         )
         session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cuda", share, banks)

@@ -48,6 +48,10 @@ ORT_TYPES = {
     "bool": "tensor(bool)",
 }
 EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's promise needs
+# Provider settings by a graph's attention. For Attention-24 with a mask, the memory-efficient
+# kernel would first copy all key/value rows once per query head; 16 is AttentionBackend::MATH, with
+# only the unfused kernels.
+CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
 REFUSED_CAPTURE = "cannot use the graph capture feature"  # in ONNX Runtime's words
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
 MAPPED_BYTES = 1 << 16  # smaller tensors stay in a packed graph, of which each process has a copy
@@ -103,6 +107,9 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     """
     provider = options.provider
     prepare(options.device)
+    if options.device == "cuda":
+        settings = CUDA_SETTINGS.get(graph.attention, {}) | dict(options.settings)
+        options = replace(options, settings=settings)
     try:
         session = _open_shared(path, options)
     except Exception as error:  # ONNX Runtime raises its own kinds, none of them public

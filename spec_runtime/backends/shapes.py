@@ -83,10 +83,9 @@ def require_feeds(
     return sizes
 
 
-def num_bytes(spec: TensorSpec, profiles: Sequence[Mapping[str, Sequence[int]]]) -> int:
-    """Returns the bytes of the largest shape that any of a plan's profiles allows."""
-    largest = {axis: max(p[axis][2] for p in profiles) for axis in profiles[0]}
-    return math.prod(shape_of(spec, largest)) * item_bytes(spec.dtype)
+def num_bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
+    """Returns the bytes of an array whose free axes have these sizes."""
+    return math.prod(shape_of(spec, sizes)) * item_bytes(spec.dtype)
 
 
 def item_bytes(dtype: str) -> int:

@@ -18,7 +18,6 @@ from spec_runtime.backends.base import Backend, Runtime
 from spec_runtime.backends.bound_run import BoundRun
 from spec_runtime.backends.captures import free_later, no_capture
 from spec_runtime.backends.copies import Download
-from spec_runtime.backends.cuda import CUDA_SETTINGS
 from spec_runtime.backends.graph_cache import GraphCache
 from spec_runtime.backends.session import (
     NamingGraph,
@@ -52,34 +51,34 @@ class OrtStepper:
 
     `start` sets the state, `step` runs once and returns the output `result`, `fetch` returns
     another output of the last run. Each shape of the state has two bindings; on CUDA each becomes a
-    captured graph. `lenders` are the backends whose KV buffers and banks the graph uses: by how
-    their names begin here, before their names there. `bytes_to_host` counts what was copied from
-    the device so far.
+    captured graph. `lenders` are the backends, all on ONNX Runtime, whose KV buffers and banks the
+    graph uses: by the prefix that the buffers' names have here. `bytes_to_host` counts what was
+    copied from the device so far.
+
+    Raises UserError if the graph cannot be opened or, with `must_capture`, if CUDA graphs are
+    wanted and ONNX Runtime refuses them.
     """
 
     def __init__(
         self,
         path: Path,
         graph: Graph,
-        lenders: Mapping[str, OrtBackend],
+        lenders: Mapping[str, Backend],
         runtime: Runtime,
         must_capture: bool = False,
     ) -> None:
         self.bytes_to_host = 0
+        known = {prefix: as_lender(each) for prefix, each in lenders.items()}
         self._naming = NamingGraph(graph.file)
         self._device = runtime.device
-        self._copies = lenders[""].copies
-        self._weights = (
-            DeviceWeights(path, runtime.device, self._copies) if runtime.device != "cpu" else None
-        )
-        is_cuda = runtime.device == "cuda"
-        settings = CUDA_SETTINGS.get(graph.attention, {}) if is_cuda else {}
+        self._copies = known[""].copies
+        self._weights = DeviceWeights(path, runtime.device, self._copies)
         options = SessionOptions(
             runtime.num_threads,
             runtime.device,
             runtime.has_cuda_graphs,
-            self._copies.settings | settings,
-            {} if self._weights is None else self._weights.values,
+            self._copies.settings,
+            self._weights.values,
             must_capture,
         )
         self._session = open_session(path, graph, options)
@@ -91,7 +90,7 @@ class OrtStepper:
         self._buffers: dict[str, Any] = {}
         for spec in graph.inputs:
             if not spec.name.startswith(STATE):
-                self._buffers[spec.name] = _lent(spec.name, graph, lenders)
+                self._buffers[spec.name] = _lent(spec.name, graph, known)
         self._pairs: dict[tuple[tuple[int, ...], ...], tuple[_Side, _Side]] = {}  # by shapes
         self._last: _Side | None = None
         self._next: tuple[_Side, _Side] | None = None
@@ -189,19 +188,3 @@ def _fixed(spec: TensorSpec) -> list[int]:
             "build the bundle again"
         )
     return sizes
-
-
-def open_stepper(
-    path: Path,
-    graph: Graph,
-    lenders: Mapping[str, Backend],
-    runtime: Runtime,
-    must_capture: bool = False,
-) -> OrtStepper:
-    """Opens a graph on the buffers of backends that run on ONNX Runtime, see OrtStepper.
-
-    Raises UserError if it cannot be opened or, with `must_capture`, if CUDA graphs are wanted and
-    ONNX Runtime refuses them.
-    """
-    known = {prefix: as_lender(each) for prefix, each in lenders.items()}
-    return OrtStepper(path, graph, known, runtime, must_capture)

@@ -27,13 +27,12 @@ from spec_runtime.backends.pad_rows import pad_rows
 from spec_runtime.backends.shapes import (
     axis_sizes,
     is_cache,
-    item_bytes,
     num_bytes,
     shape_of,
 )
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.backends.tensorrt_contexts import ContextMaker, ShapedContext
-from spec_runtime.bundle.manifest import Bundle, Graph, Plan, TensorSpec
+from spec_runtime.bundle.manifest import Bundle, Graph, Plan
 from spec_runtime.errors import UserError
 
 
@@ -125,8 +124,9 @@ class TensorRTBackend(DeviceBackend):
         weakref.finalize(self, _release, cuda, self._runs, self._maker, self._allocated)
         self._inputs = {s.name: s for s in graph.inputs if not is_cache(s)}
         self._outputs = {s.name: s for s in graph.outputs if not is_cache(s)}
+        most = {axis: max(each[axis][2] for each in plan.profiles) for axis in graph.free_axes}
         most_feeds, most_results = (
-            Layout.of({name: num_bytes(spec, plan.profiles) for name, spec in specs.items()})
+            Layout.of({name: num_bytes(spec, most) for name, spec in specs.items()})
             for specs in (self._inputs, self._outputs)
         )
         self._feeds = self._malloc(most_feeds.num_bytes)
@@ -136,7 +136,7 @@ class TensorRTBackend(DeviceBackend):
         self._bytes_to_host = 0
         self._buffers: dict[str, int] = {}
         for spec in filter(is_cache, graph.inputs):
-            nbytes = num_bytes(spec, plan.profiles)
+            nbytes = num_bytes(spec, most)
             address = self._malloc(nbytes)
             cuda.zero(address, nbytes)
             self._buffers[spec.name] = self._buffers[f"{spec.name}.out"] = address
@@ -177,15 +177,14 @@ class TensorRTBackend(DeviceBackend):
         self._cuda.to_device(self._feeds, packed.ctypes.data, packed.nbytes)
         self._runs.run(key)
         # Rows after these are those that pad_rows added.
-        shapes = {name: shape_of(self._outputs[name], sizes) for name in (*outputs, *kept)}
-        results = self._fetch_results(run.results, {name: shapes[name] for name in outputs})
+        results = self._fetch_results(run.results, outputs, sizes)
         if self.num_runs == 1:
             self._maker.save()
         rows = {}
         for name in kept:
             spec, first = self._outputs[name], self._results + run.results.first[name]
-            padded = shape_of(spec, wider)
-            rows[name] = DeviceRows(self, first, padded, shapes[name][0], spec.dtype)
+            num_rows = shape_of(spec, sizes)[0]
+            rows[name] = DeviceRows(self, first, shape_of(spec, wider), num_rows, spec.dtype)
         return results, rows
 
     def fetch(self, address: int, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
@@ -197,10 +196,11 @@ class TensorRTBackend(DeviceBackend):
         return landing.copy().view(dtype).reshape(shape)
 
     def _fetch_results(
-        self, layout: Layout, shapes: Mapping[str, tuple[int, ...]]
+        self, layout: Layout, names: Sequence[str], sizes: Mapping[str, int]
     ) -> dict[str, np.ndarray]:
         """Brings results to the host, those that lie side by side with one copy, and waits."""
-        wanted = {name: _num_bytes(self._outputs[name], shape) for name, shape in shapes.items()}
+        specs = {name: self._outputs[name] for name in names}
+        wanted = {name: num_bytes(spec, sizes) for name, spec in specs.items()}
         pieces = layout.pieces(wanted)
         landing = self._host_results.first(pieces[-1][1] if pieces else 0)
         for begin, end in pieces:
@@ -208,12 +208,11 @@ class TensorRTBackend(DeviceBackend):
             self._cuda.to_host(piece.ctypes.data, self._results + begin, piece.nbytes)
             self._bytes_to_host += piece.nbytes
         self._cuda.wait()
-        return {
-            name: landing[layout.first[name] :][: wanted[name]]
-            .view(self._outputs[name].dtype)
-            .reshape(shape)
-            for name, shape in shapes.items()
-        }
+        results = {}
+        for name, spec in specs.items():
+            content = landing[layout.first[name] :][: wanted[name]]
+            results[name] = content.view(spec.dtype).reshape(shape_of(spec, sizes))
+        return results
 
     def _bind(self, profile: int, sizes: Mapping[str, int]) -> BoundContext:
         context = self._maker.make()
@@ -223,7 +222,7 @@ class TensorRTBackend(DeviceBackend):
         shapes = {name: shape_of(spec, sizes) for name, spec in self._inputs.items()}
         feeds = PackedFeeds(self._inputs.values(), sizes, lambda nbytes: self._host_feeds[:nbytes])
         # From small to large: the results that a step fetches lie together, before the logits.
-        outputs = {n: _num_bytes(s, shape_of(s, sizes)) for n, s in self._outputs.items()}
+        outputs = {name: num_bytes(spec, sizes) for name, spec in self._outputs.items()}
         results = Layout.of(
             {name: outputs[name] for name in sorted(outputs, key=outputs.__getitem__)}
         )
@@ -243,10 +242,6 @@ class TensorRTBackend(DeviceBackend):
     def _malloc(self, nbytes: int) -> int:
         self._allocated.append(self._cuda.malloc(nbytes))
         return self._allocated[-1]
-
-
-def _num_bytes(spec: TensorSpec, shape: Sequence[int]) -> int:
-    return math.prod(shape) * item_bytes(spec.dtype)
 
 
 def _release(

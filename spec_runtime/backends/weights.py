@@ -68,10 +68,14 @@ class DeviceWeights:
     """The weights of the graph at `path` that lie in files, on the device.
 
     `values` holds them as OrtValues by name, for SessionOptions. They are views of memory that goes
-    with this object, which therefore has to live as long as the session.
+    with this object, which therefore has to live as long as the session. On the CPU there are none:
+    sessions hold their weights themselves.
     """
 
     def __init__(self, path: Path, device: str, copies: Copies) -> None:
+        self.values: dict[str, Any] = {}
+        if device == "cpu":
+            return
         viewer = Viewer(device)
         contents: dict[str, np.ndarray] = {}
         keys: dict[str, Hashable] = {}

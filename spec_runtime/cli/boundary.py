@@ -42,7 +42,7 @@ EXTRAS = {
     **dict.fromkeys(
         ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf"), "export"
     ),
-    **dict.fromkeys(("accelerate", "peft", "optimum"), "export"),
+    **dict.fromkeys(("accelerate", "peft"), "export"),
     **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"), "serve"),
     "matplotlib": "figures",
 }

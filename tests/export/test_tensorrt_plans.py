@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_tensorrt as fake
@@ -207,35 +206,6 @@ def test_a_plans_key_depends_on_all_that_shapes_it(
     data[-1] ^= 1
     weights.write_bytes(data)
     assert build.hash_graph(path) != before, "weights beside the graph count"
-
-
-def test_the_timing_cache_is_kept_per_version_and_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    trt = fake.tensorrt()._replace(flavour="tensorrt", version="11.4.0")
-    path = build.timing_path(trt, "9.0")
-    assert path == tmp_path / "specsplit" / "tensorrt" / "11.4.0-SM90.timing"
-
-    class Config:
-        """Stands for TensorRT's builder config; one build adds a measurement."""
-
-        def create_timing_cache(self, data: bytes) -> bytes:
-            return data
-
-        def set_timing_cache(self, timing: bytes, ignore_mismatch: bool) -> bool:
-            self.timing = timing + b"+"
-            return not ignore_mismatch
-
-        def get_timing_cache(self) -> Any:
-            return SimpleNamespace(serialize=lambda: self.timing)
-
-    for _ in range(2):
-        config = Config()
-        build.load_timing(config, path)
-        build.save_timing(config, path)
-    assert path.read_bytes() == b"++"
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 # ---- refusals ----
