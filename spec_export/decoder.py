@@ -278,7 +278,7 @@ class Backbone(nn.Module):
         parameters become views of the copy: the model keeps working and memory does not grow.
         `max_length`: the context in tokens, the model's own by default; it is lowered to a narrower
         sliding window, with a warning. With longrope, the long factors serve all positions if
-        `max_length` exceeds the original context, else the short ones do. Raises ValueError for a
+        `max_length` exceeds the original context, else the short ones do. Raises UserError for a
         model that is not supported.
         """
         raw = hf_model.config
@@ -373,7 +373,7 @@ FAMILIES: dict[str, Callable[[DecoderConfig, Any], Layer]] = {
 
 
 def require_supported(raw: Any) -> None:
-    """Raises ValueError, which names what is not supported, unless this is the transformers config
+    """Raises UserError, which names what is not supported, unless this is the transformers config
     of a model that `Backbone.from_transformers` takes.
 
     The weights are not needed, and may still turn out not to fit.

@@ -32,7 +32,7 @@ class DecoderConfig:
     `max_length` is the context in tokens; `scratch` is how many positions (and cache slots) a tree
     may use beyond it. `taps` are ids of layers whose *input* is an output of the graph
     (transformers' `hidden_states[id]`). `rope` is what the manifest keeps of the rotary embedding:
-    its kind, its parameters, and which longrope factors were taken. Raises ValueError for sizes
+    its kind, its parameters, and which longrope factors were taken. Raises UserError for sizes
     that do not fit each other.
     """
 
@@ -87,7 +87,7 @@ class DecoderConfig:
 def sliding_window(raw: Any) -> int | None:
     """Returns the width of the window that all layers share, None without one.
 
-    Raises ValueError if the layers differ.
+    Raises UserError if the layers differ.
     """
     width = getattr(raw, "sliding_window", None)
     kinds = set(getattr(raw, "layer_types", None) or ())
@@ -100,7 +100,7 @@ def sliding_window(raw: Any) -> int | None:
 
 
 def require_supported(raw: Any) -> None:
-    """Raises ValueError, which names what is not supported, for a config of a known family.
+    """Raises UserError, which names what is not supported, for a config of a known family.
 
     No weights are needed to tell.
     """
@@ -131,7 +131,7 @@ def read_config(
 ) -> DecoderConfig:
     """Returns the decoder's shape, read from a transformers config of a known family.
 
-    A sliding window narrower than `max_length` lowers it, with a warning. Raises ValueError, which
+    A sliding window narrower than `max_length` lowers it, with a warning. Raises UserError, which
     names what is not supported.
     """
     require_supported(raw)
@@ -171,7 +171,7 @@ def read_config(
 
 
 def _require_supported_rope(raw: Any) -> None:
-    """Raises ValueError for a rotary embedding that is not supported."""
+    """Raises UserError for a rotary embedding that is not supported."""
     rope = raw.rope_parameters
     if not isinstance(rope, dict):
         raise UserError(f"got rope_parameters {rope!r:.80} in the config, expected a mapping")

@@ -67,7 +67,7 @@ def fuse(
     Example, D = 2: one drafted token, 7, is accepted at node 3 and the bonus is 9, in a tree of
     four drafted nodes where node 3 has a child: result = [7, 9, -1, 0, 3, -1, 1, 4].
 
-    Raises ValueError for fewer than two nodes, or a drafter that does not guess in one pass.
+    Raises UserError for fewer than two nodes, or a drafter that does not guess in one pass.
     """
     if num_nodes < 2:
         raise UserError(f"got trees of {num_nodes} node to fuse, expected at least 2")

@@ -44,7 +44,7 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
       Runtime's AttentionBackend::MATH) keeps it off for one session, and backends/session.py sets
       it for such a graph.
 
-    Raises ValueError for an unknown `attention`.
+    Raises UserError for an unknown `attention`.
     """
     if attention not in ATTENTIONS:
         raise UserError(f"got attention {attention!r}, expected one of {', '.join(ATTENTIONS)}")

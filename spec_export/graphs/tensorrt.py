@@ -126,7 +126,7 @@ class PlanBuilder:
 
     compute_capabilities: of the GPUs, such as "8.9"; none means the GPU here.
     previous: paths of plans by file name; such a plan is copied instead of built again.
-    Raises ValueError if TensorRT is not installed, if no GPU is named and none is here, or if
+    Raises UserError if TensorRT is not installed, if no GPU is named and none is here, or if
     TensorRT does not build for a GPU named.
     """
 
@@ -181,7 +181,7 @@ def choose_capabilities(
     """Returns the compute capabilities to build for, each once.
 
     wanted: entries such as "8.9" or "8.0,8.9". known: those that this TensorRT builds for here.
-    Raises ValueError if none is wanted, or one is not known.
+    Raises UserError if none is wanted, or one is not known.
 
     Example: wanted ["8.0,8.9", "8.9"] gives ("8.0", "8.9").
     """
@@ -231,7 +231,7 @@ def build_plan(
 ) -> memoryview:
     """Returns the serialised engine, which is as large as the weights and is not copied.
 
-    Raises ValueError if TensorRT does not parse or build the graph, or if what it parsed differs
+    Raises UserError if TensorRT does not parse or build the graph, or if what it parsed differs
     from what the manifest says.
     """
     module = trt.module
@@ -277,7 +277,7 @@ def build_plan(
 
 
 def check_network(module: Any, network: Any, graph: Graph, file: str) -> None:
-    """Raises ValueError unless the parsed network is the graph that the manifest describes.
+    """Raises UserError unless the parsed network is the graph that the manifest describes.
 
     Compared are its tensors with their types and free axes. Each layer must have one attention and
     two updates in place, each from a network input kv.… to the output kv.….out.
@@ -306,7 +306,7 @@ def check_network(module: Any, network: Any, graph: Graph, file: str) -> None:
 
 
 def _require(file: str, what: str, got: Any, expected: Any) -> None:
-    """Raises ValueError if TensorRT parsed something else than expected."""
+    """Raises UserError if TensorRT parsed something else than expected."""
     if got != expected:
         raise UserError(f"{file} as TensorRT parsed it: {what}: got {got}, expected {expected}")
 

@@ -109,7 +109,7 @@ def export(
 
 
 def _check_sizes(inputs: Sequence[GraphInput]) -> None:
-    """Raises ValueError unless axes of equal names, and no others, have equal sizes above 1."""
+    """Raises UserError unless axes of equal names, and no others, have equal sizes above 1."""
     sizes: dict[str, int] = {}
     for given in inputs:
         for axis, name in given.axes.items():

@@ -48,7 +48,7 @@ def open_graph(
     """Opens one of a bundle's graphs with KV buffers of `capacity` slots.
 
     KV buffers are shared with `share`, and banks (see bundle.BANK) with `banks`, where the names
-    agree. Raises ValueError for a file that this machine's runtime cannot load.
+    agree. Raises UserError for a file that this machine's runtime cannot load.
     """
     opener: GraphOpener = importlib.import_module(runtime.kind.module).open_graph
     return opener(bundle, graph, capacity, runtime, share, banks)

@@ -112,7 +112,7 @@ class Runtime:
 
     `threads` None means as many as this process may use. `cuda_graphs` False leaves CUDA graphs
     out on a GPU; on the CPU there are none. `map_weights` takes weights on the CPU from files that
-    processes share, see packed_files.py. Raises ValueError for an unknown backend and for a
+    processes share, see packed_files.py. Raises UserError for an unknown backend and for a
     number of threads that this machine cannot serve.
     """
 

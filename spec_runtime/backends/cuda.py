@@ -91,7 +91,7 @@ def open_graph(
 ) -> CudaBackend:
     """Opens a graph on CUDA, see backends.open_graph.
 
-    Raises ValueError for a bundle that was not built for CUDA.
+    Raises UserError for a bundle that was not built for CUDA.
     """
     require_known_graph(bundle, graph)
     _require_cuda_kernels(bundle.manifest.target.precision, graph)

@@ -56,7 +56,7 @@ def load_libraries() -> dict[str, str]:
 
 
 def require_gpu() -> None:
-    """Raises ValueError unless the driver, CUDA's libraries and a GPU are here.
+    """Raises UserError unless the driver, CUDA's libraries and a GPU are here.
 
     A library that is missing is named, with the wheel that brings it.
     """

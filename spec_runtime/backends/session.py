@@ -133,7 +133,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
 def prepare(device: str) -> None:
     """Makes ONNX Runtime ready for sessions and values on the device.
 
-    Raises ValueError if this ONNX Runtime is not for the device, or a library or
+    Raises UserError if this ONNX Runtime is not for the device, or a library or
     the GPU is missing.
     """
     if PROVIDERS[device] not in ort.get_available_providers():
@@ -234,7 +234,7 @@ def _open(path: Path, options: SessionOptions, is_optimized: bool = False) -> An
 
 
 def _check_signature(session: Any, graph: Graph, path: Path) -> None:
-    """Raises ValueError unless the session's inputs and outputs are the manifest's: their names,
+    """Raises UserError unless the session's inputs and outputs are the manifest's: their names,
     types and shapes. An output's size may be open on either side, as ONNX Runtime infers some."""
     for kind, got, expected, is_input in (
         ("inputs", session.get_inputs(), graph.inputs, True),

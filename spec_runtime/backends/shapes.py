@@ -31,7 +31,7 @@ def shape_of(spec: TensorSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def axis_sizes(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Returns the sizes of the free axes in these inputs' shapes.
 
-    Raises ValueError for a shape that the graph does not take. Example: input_ids [1, "N"] given
+    Raises UserError for a shape that the graph does not take. Example: input_ids [1, "N"] given
     as [1, 5] is {"N": 5}.
     """
     sizes: dict[str, int] = {}
@@ -55,7 +55,7 @@ def require_feeds(
 ) -> dict[str, int]:
     """Returns the sizes of the free axes, once the graph takes these feeds and has these outputs.
 
-    Raises ValueError for a graph that wants other inputs or has no such output, as the manifest
+    Raises UserError for a graph that wants other inputs or has no such output, as the manifest
     says. More feeds than inputs are fine: each form of a graph reads some of them.
     """
     wanted = {spec.name: spec for spec in graph.inputs if not is_cache(spec)}

@@ -39,7 +39,7 @@ from spec_runtime.errors import UserError
 def choose_plan(plans: Sequence[Plan], flavour: str, version: str, compute_capability: str) -> Plan:
     """Returns the plan for this flavour, version and GPU.
 
-    Raises ValueError, which lists what there is, if none fits.
+    Raises UserError, which lists what there is, if none fits.
     """
     wanted = (flavour, version, compute_capability)
     for plan in plans:
@@ -58,7 +58,7 @@ def choose_profile(
 ) -> int:
     """Returns the index of the first profile, from narrow to wide, that holds these sizes.
 
-    Raises ValueError if none does.
+    Raises UserError if none does.
     """
     for i, profile in enumerate(profiles):
         if all(profile[axis][0] <= size <= profile[axis][2] for axis, size in sizes.items()):
@@ -154,7 +154,7 @@ class TensorRTBackend(DeviceBackend):
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """See Backend.run. Returns views of pinned memory that the next run writes again.
 
-        Raises ValueError for shapes that no profile holds.
+        Raises UserError for shapes that no profile holds.
         """
         return self.run_keeping(feeds, outputs, ())[0]
 
@@ -255,7 +255,7 @@ def _release(
 
 def _check_engine(engine: Any, graph: Graph, plan: Plan, capacity: int) -> None:
     """Refuses an engine without the graph's tensors, the plan's profiles, or KV buffers of
-    `capacity` rows that it updates in place. Raises ValueError."""
+    `capacity` rows that it updates in place. Raises UserError."""
 
     def require(name: str, got: Any, expected: Any) -> None:
         if got != expected:
@@ -293,7 +293,7 @@ def open_graph(
 ) -> TensorRTBackend:
     """Opens a graph's plan, see backends.open_graph.
 
-    Raises ValueError, one line, if this machine cannot run it: without a plan, TensorRT, a GPU or a
+    Raises UserError, one line, if this machine cannot run it: without a plan, TensorRT, a GPU or a
     plan for the GPU.
     """
     assert share is None, "contiguous caches cannot be shared"
