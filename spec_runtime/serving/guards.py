@@ -67,7 +67,7 @@ class Guards:
         if self._has_ids:
             request_id = Headers(scope=scope).get("x-request-id", "")[:MAX_ID]
         scope["log"] = {}
-        reply = _Reply(scope, send, None if self._has_ids else request_id)
+        reply = _Reply(scope, receive, send, None if self._has_ids else request_id)
         try:
             await self._answer(scope, receive, reply)
         except Exception:
@@ -157,10 +157,10 @@ class Guards:
 class _Reply:
     """Passes a response on, and knows how far it has come. `request_id` is told to the client."""
 
-    def __init__(self, scope: Scope, send: Send, request_id: str | None) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, request_id: str | None) -> None:
         self.status = GONE
         self.is_complete = False
-        self._scope, self._send = scope, send
+        self._scope, self._receive, self._send = scope, receive, send
         self._request_id = request_id
         self._is_stream = False
 
@@ -179,13 +179,9 @@ class _Reply:
         """Sends the error as the response, or as the last event of a stream that has begun."""
         self._scope["log"]["error"] = error.code
         if self.status == GONE:
-            await response(error)(self._scope, _nothing, self)
+            await response(error)(self._scope, self._receive, self)
         elif self._is_stream:
             await self(last_event(error))
-
-
-async def _nothing() -> Message:
-    raise AssertionError("a response reads nothing")
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from spec_runtime import GenerationResult, TokenLogprob
@@ -86,35 +85,22 @@ def finish_reason(result: GenerationResult) -> str:
     return "length" if result.finish_reason == "length" else "stop"
 
 
-@dataclass(frozen=True)
 class Heading:
-    """Holds what all objects of one reply have in common."""
+    """Writes what all objects of one reply have in common; `whole` is the kind of its object, and
+    `part` that of a stream's chunks."""
 
-    prefix: str
-    whole: str  # the kind of the object, and that of a stream's chunks
-    part: str
-    model: str
-    id: str = ""
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "id", self.id or f"{self.prefix}-{uuid.uuid4().hex}")
+    def __init__(self, prefix: str, whole: str, part: str, model: str) -> None:
+        self._id = f"{prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._whole, self._part, self._model = whole, part, model
 
     def reply(self, choices: list[Object], usage: Object) -> Object:
         """Returns a whole reply."""
-        return {**self._head(self.whole), "choices": choices, "usage": usage}
+        return {**self._head(self._whole), "choices": choices, "usage": usage}
 
     def chunk(self, *choices: Object, **more: Any) -> Object:
         """Returns one chunk of a stream."""
-        return {**self._head(self.part), "choices": list(choices), **more}
+        return {**self._head(self._part), "choices": list(choices), **more}
 
     def _head(self, kind: str) -> Object:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def chat_heading(model: str) -> Heading:
-    return Heading("chatcmpl", "chat.completion", "chat.completion.chunk", model)
-
-
-def completion_heading(model: str) -> Heading:
-    return Heading("cmpl", "text_completion", "text_completion", model)
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}

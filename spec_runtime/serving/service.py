@@ -183,9 +183,9 @@ class Service:
 
     def _note_counts(self) -> None:
         admission, metrics = self.admission, self.metrics
-        metrics.running.set(min(1, admission.requests.inside))
+        metrics.running.set(min(1, admission.num_requests))
         metrics.waiting.set(admission.num_waiting)
-        metrics.streams.set(admission.streams.inside)
+        metrics.streams.set(admission.num_streams)
 
 
 def _note_results(request: Request, answers: Answers) -> None:

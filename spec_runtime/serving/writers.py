@@ -6,14 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from spec_runtime import Chunk, GenerationResult
-from spec_runtime.serving.replies import (
-    Heading,
-    Object,
-    TokenTexts,
-    chat_heading,
-    completion_heading,
-    finish_reason,
-)
+from spec_runtime.serving.replies import Heading, Object, TokenTexts, finish_reason
 from spec_runtime.serving.tool_calls import CallReader, written
 
 
@@ -39,19 +32,16 @@ class ChatWriter:
     def __init__(
         self, model: str, texts: TokenTexts, make_reader: Callable[[], CallReader] | None = None
     ) -> None:
-        self.heading = chat_heading(model)
+        self.heading = Heading("chatcmpl", "chat.completion", "chat.completion.chunk", model)
         self._texts = texts
         self._make_reader = make_reader
-        self._begun: set[int] = set()
-        self._readers: dict[int, CallReader] = {}
+        self._readers: dict[int, CallReader | None] = {}  # of the choices that have begun
 
     def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
-        if index not in self._begun:
-            self._begun.add(index)
-            if self._make_reader is not None:
-                self._readers[index] = self._make_reader()
+        if index not in self._readers:
+            self._readers[index] = None if self._make_reader is None else self._make_reader()
             yield self._part(index, {"role": "assistant", "content": ""})
-        reader = self._readers.get(index)
+        reader = self._readers[index]
         text = chunk.text if reader is None else reader.push(chunk.text)
         logprobs = self._texts.chat(chunk.logprobs) if chunk.logprobs else None
         if text or logprobs:
@@ -94,7 +84,7 @@ class CompletionWriter:
     choice, or None."""
 
     def __init__(self, model: str, texts: TokenTexts, echoes: list[str] | None) -> None:
-        self.heading = completion_heading(model)
+        self.heading = Heading("cmpl", "text_completion", "text_completion", model)
         self._texts = texts
         self._echoes = echoes
         self._lengths: dict[int, int] = {}  # of the text so far

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Self
@@ -39,9 +40,9 @@ class EngineQueue:
         self._preparer = ThreadPoolExecutor(1, "spec_runtime.prepare")
         self._runner = ThreadPoolExecutor(1, "spec_runtime.answer")
         self._lock = threading.Lock()  # of what follows
-        self._jobs: set[Job] = set()  # that wait or run
+        self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # among them those that wait or run
         self._is_closed = False
-        self._clock = _StepClock()
+        self._step_begun: float | None = None
 
     @property
     def seconds_in_step(self) -> float:
@@ -49,7 +50,8 @@ class EngineQueue:
 
         A prompt counts as one step, and so does the wait for others who use the target.
         """
-        return self._clock.seconds
+        begun = self._step_begun
+        return 0.0 if begun is None else time.monotonic() - begun
 
     def ask(
         self,
@@ -70,23 +72,26 @@ class EngineQueue:
             if self._is_closed:
                 raise RuntimeError("this engine is closed; load the bundle again")
             place = self.admission.enter(is_stream)
-            job = Job(engine, prepare, place, max_unread, on_chunk)
+            job = Job(self, engine, prepare, place, max_unread, on_chunk)
             job.prepared = self._preparer.submit(job.prepare)
-            job.answered = self._runner.submit(job.run, self._clock)
+            job.answered = self._runner.submit(job.run)
             self._jobs.add(job)
-        job.answered.add_done_callback(lambda _: self._forget(job))
         return job
 
-    def _forget(self, job: Job) -> None:
-        with self._lock:
-            self._jobs.discard(job)
+    def advance(self, chunks: Iterator[Chunk]) -> Chunk:
+        """Computes a call's next chunk."""
+        self._step_begun = time.monotonic()
+        try:
+            return next(chunks)
+        finally:
+            self._step_begun = None
 
     async def close(self) -> None:
         """Ends the running request, refuses those that wait with a RuntimeError, and ends the
         threads. Closing twice is fine."""
         with self._lock:
             self._is_closed = True
-            jobs = self._jobs.copy()
+            jobs = list(self._jobs)
         for job in jobs:
             job.refuse(RuntimeError(NEVER_BEGUN))
             job.end()
@@ -106,6 +111,7 @@ class Job:
 
     def __init__(
         self,
+        queue: EngineQueue,
         engine: Engine,
         prepare: Prepare,
         place: Place,
@@ -113,7 +119,8 @@ class Job:
         on_chunk: OnChunk | None,
     ) -> None:
         self.is_over = False
-        self._engine, self._prepare, self._place = engine, prepare, place
+        self._queue, self._engine, self._prepare = queue, engine, prepare
+        self._place = place
         self._on_chunk = on_chunk
         self._room = None if max_unread is None else threading.Semaphore(max_unread)
         self._calls: Sequence[Call] = ()
@@ -175,14 +182,14 @@ class Job:
         if self._is_ended:
             self._end_calls()
 
-    def run(self, clock: _StepClock) -> None:
+    def run(self) -> None:
         """Answers the calls, in the answering thread."""
         end: BaseException | None = None
         try:
             self.prepared.result()
             for number, call in enumerate(self._calls):
                 if not self._is_ended:
-                    self._run_call(number, call, clock)
+                    self._run_call(number, call)
         except CancelledError:  # ended before it was prepared
             end = RuntimeError(NEVER_BEGUN)
         except BaseException as error:
@@ -190,13 +197,12 @@ class Job:
         self._place.leave_engine()
         self._post(end)
 
-    def _run_call(self, number: int, call: Call, clock: _StepClock) -> None:
+    def _run_call(self, number: int, call: Call) -> None:
         with closing(self._engine.answer(call)) as chunks:
             is_last = False
             while not is_last:
                 self._wait_for_room(call)
-                with clock:
-                    chunk = next(chunks)
+                chunk = self._queue.advance(chunks)
                 is_last = chunk.result is not None
                 self._post((number, chunk))
 
@@ -229,21 +235,3 @@ class Job:
                 self.end()
         self.is_over = not isinstance(found, tuple)
         self._inbox.put_nowait(found)
-
-
-class _StepClock:
-    """Knows since when a thread has been computing a step."""
-
-    def __init__(self) -> None:
-        self._begun: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        begun = self._begun
-        return 0.0 if begun is None else time.monotonic() - begun
-
-    def __enter__(self) -> None:
-        self._begun = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        self._begun = None
