@@ -1,20 +1,18 @@
 """Promises about README and docs: figures are those of the JSON files, links and lists are true."""
 
 import ast
-import importlib.util
 import json
 import re
-import sys
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import spec_runtime
 from spec_runtime.measure import bench
 from spec_runtime.proposers import PROPOSERS
+from tools.docs import diagrams, reference, render, results
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -29,23 +27,6 @@ RESULT_PAGES = {
 MEASURED = re.compile(r"\d+\.\d+|\d+ ?%|\d,\d{3}")
 
 
-def tool(path: str) -> ModuleType:
-    """Loads a module of tools/, which is no package."""
-    file = ROOT / "tools" / path
-    spec = importlib.util.spec_from_file_location(f"tools_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-figures = tool("docs/render.py")
-reference = tool("docs/reference.py")
-diagrams = tool("docs/diagrams.py")
-
-
 def named(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
@@ -55,7 +36,7 @@ def named(file: Path) -> str:
 
 def typed_numbers(text: str) -> list[str]:
     """Returns the rows of tables that hold a measured number outside of all figures blocks."""
-    rest = figures.BLOCK.sub("", text)
+    rest = render.BLOCK.sub("", text)
     return [line for line in rest.splitlines() if line.startswith("|") and MEASURED.search(line)]
 
 
@@ -63,7 +44,7 @@ def typed_numbers(text: str) -> list[str]:
 def test_figures_are_what_their_json_says(page: Path) -> None:
     """Markers stand on lines of their own, and results hold no number typed by hand."""
     text = page.read_text(encoding="utf-8")
-    assert figures.rendered(text) == text, "run python tools/docs/render.py"
+    assert render.rendered(text) == text, "run python -m tools.docs.render"
     on_own_line = re.findall(r"^<!-- /?figures.*-->$", text, re.MULTILINE)
     assert text.count("<!-- figures: ") == text.count("<!-- /figures -->") == len(on_own_line) / 2
     if page in RESULT_PAGES:
@@ -73,7 +54,7 @@ def test_figures_are_what_their_json_says(page: Path) -> None:
 def test_stale_and_typed_figures_are_found() -> None:
     block = "<!-- figures: readme -->\n\n| `qa` | 1.57 |\n\n<!-- /figures -->"
     assert typed_numbers(f"{block}\n| `qa` | 1.57 |") == ["| `qa` | 1.57 |"]
-    assert figures.rendered(block) in README.read_text(encoding="utf-8")
+    assert render.rendered(block) in README.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -84,17 +65,38 @@ def test_stale_and_typed_figures_are_found() -> None:
     ],
 )
 def test_a_block_that_cannot_be_rendered_says_why(name: str, message: str) -> None:
-    with pytest.raises(figures.FigureError, match=message):
-        figures.render(name)
+    with pytest.raises(results.FigureError, match=message):
+        render.render(name)
 
 
 def test_a_quoted_key_may_hold_a_blank() -> None:
     data = {"contenders": {"4 nodes": {"rows": [{"nodes": 3.9}]}}}
-    assert figures.value(data, 'contenders."4 nodes".rows.0.nodes', "sweep") == 3.9
+    assert results.value(data, 'contenders."4 nodes".rows.0.nodes', "sweep") == 3.9
     rows = [{"t": t, "rule": rule, "n": f"{rule} {t}"} for t in (0.7, 1.0) for rule in ("a", "b")]
-    assert figures.value({"rows": rows}, 'rows."t=0.7,rule=b".n', "sweep") == "b 0.7"
-    with pytest.raises(figures.FigureError, match="there is list"):
-        figures.value({"rows": rows}, 'rows."rule=b".n', "sweep")
+    assert results.value({"rows": rows}, 'rows."t=0.7,rule=b".n', "sweep") == "b 0.7"
+    with pytest.raises(results.FigureError, match="there is list"):
+        results.value({"rows": rows}, 'rows."rule=b".n', "sweep")
+
+
+def test_a_cell_is_filled_in_from_its_row() -> None:
+    spread = {"median": 1.5, "least": 1.25, "greatest": 2.0}
+    row = {"n": 0.125, "size": 4.9e6, "ms": {"4 nodes": spread}, "names": ["a", "b"], "no": None}
+    for template, expected in (
+        ("`{names.1}` {n:.1%}", "`b` 12.5%"),
+        ("{size:M}, {size:MB}", "4.9 M, 5"),
+        ('{ms."4 nodes":range}', "1.50 (1.25 to 2.00)"),
+        ("{names.2?:.2f}{no:.2f}", ""),
+    ):
+        assert results.cell(template, row) == expected
+    with pytest.raises(results.FigureError, match="there is n, size, ms, names, no"):
+        results.cell("{nothing:.2f}", row)
+
+
+def test_rows_are_turned_into_columns() -> None:
+    rows = [{"d": d, "t": t, "n": d + str(t)} for d in "ab" for t in (0.0, 0.7)]
+    found = results.pivot(rows, "d", "t")
+    assert [row["key"] for row in found] == ["a", "b"]
+    assert results.cell('{across."0.7".n}', found[1]) == "b0.7"
 
 
 def test_what_bench_writes_today_can_be_rendered(
@@ -105,19 +107,20 @@ def test_what_bench_writes_today_can_be_rendered(
     several = {"precision": "fp32", "drafters": {"medusa+prompt_lookup": {"overall": summary}}}
     for name, data in (("bench-int8", one), ("lookup-fp32", several)):
         (tmp_path / f"{name}.json").write_text(json.dumps(data))
-    monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    figures.load.cache_clear()
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    results.load.cache_clear()
     try:
-        assert "speed-up, end to end" in figures.render("bench int8")
-        assert "| `qa` | 0.0 | 0.0 | 0.00 | 0.00 |" in figures.render("bench int8")
-        assert "| `medusa+prompt_lookup` |" in figures.render("compare lookup-fp32")
+        assert "speed-up, end to end" in render.render("bench int8")
+        assert "| `qa` | 0.0 | 0.0 | 0.00 | 0.00 |" in render.render("bench int8")
+        assert "| `medusa+prompt_lookup` |" in render.render("compare lookup-fp32")
     finally:
-        figures.load.cache_clear()
+        results.load.cache_clear()
 
 
 def test_every_chart_is_drawn() -> None:
     pytest.importorskip("matplotlib")
-    charts = tool("docs/charts.py")
+    from tools.docs import charts
+
     for name in charts.CHARTS:
         assert ElementTree.fromstring(charts.draw(name)).tag.endswith("svg"), name
 
@@ -192,6 +195,11 @@ CLAIMS: dict[str, dict[str, list[tuple[str, str, float, float]]]] = {
             ("Every answer equals plain decoding's", "overall.identical", 1, 1),
             ("Less than 4 % of the time of decoding", "overall.host_share", 0, 0.04),
         ],
+        "rivals": [
+            ("8 short prompts of 68 tokens on average", "contexts.short.tokens", 67.5, 68.5),
+            ("4 long prompts of 1500 tokens on average", "contexts.long.tokens", 1495, 1505),
+            ("take turns in 2 rounds", "rounds", 2, 2),
+        ],
         "transformers-fp32": [("on all 20 prompts", "drafters.parallelspec.identical", 20, 20)],
         "spec-bench-fp32": [
             ("decoding is about twice as fast at fp32", "overall.speedup", 1.9, 2.1),
@@ -216,7 +224,7 @@ def test_what_sentences_claim_is_what_the_json_says(page: str) -> None:
     for file, claims in CLAIMS[page].items():
         for words, path, least, greatest in claims:
             assert words in text
-            assert least <= figures.value(figures.load(file), path, file) <= greatest, words
+            assert least <= results.value(results.load(file), path, file) <= greatest, words
 
 
 # ---- README and pages

@@ -573,7 +573,9 @@ TABLES: dict[str, Table] = {
         left=4,
     ),
     "rivals": Table(rivals, rivals_columns, left=2),
-    "rivals_versions": Table(("rivals", "versions"), [("engine", "{key}"), ("version", "{value}")]),
+    "rivals_versions": Table(
+        ("rivals", "versions"), [("engine", "{key}"), ("version", "{value}")], left=2
+    ),
     "rivals_missing": Table(
         rivals_missing,
         [("not measured", "{engine}"), ("what of it", "{what}"), ("why", "{reason}")],
@@ -621,7 +623,7 @@ TABLES: dict[str, Table] = {
             ("peak over read", "{peak_over_read:.2f}"),
         ],
     ),
-    "training_data": Table(training_data, [("", "{key}"), *COUNTS]),
+    "training_data": Table(training_data, [("prompts", "{key}"), *COUNTS]),
     "training_overlap": Table(
         training_overlap,
         [
