@@ -14,7 +14,7 @@ from spec_runtime.errors import UserError
 
 DEFAULT_SCRATCH = 128
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
-MAX_COUNT = 1 << 24  # more than any model has, and little enough for tables of so many rows
+MAX_COUNT = 1 << 24  # more than any model has, and little enough for tables of this many rows
 COUNTS = (  # of a transformers config
     "vocab_size",
     "hidden_size",
@@ -75,7 +75,7 @@ class DecoderConfig:
 
     @property
     def rope_factors(self) -> str | None:
-        """Which of longrope's factors serve all positions, "short" or "long"; None elsewhere."""
+        """Names longrope's factors that serve all positions, "short" or "long"; None elsewhere."""
         return self.rope.get("factors")
 
     @property

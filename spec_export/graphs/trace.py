@@ -81,7 +81,7 @@ def export(
     """Traces `module(*inputs)` into a model with exactly the given input and output names.
 
     The weights stay shared with the module: nothing is copied until the model is written. Raises
-    ValueError if the examples' sizes do not tell the axes apart, see `GraphInput`.
+    UserError if the examples' sizes do not tell the axes apart, see `GraphInput`.
     """
     _check_sizes(inputs)
     shapes = tuple(dict.fromkeys(given.axes, torch.export.Dim.DYNAMIC) for given in inputs)

@@ -102,7 +102,7 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
     Sessions on the CPU are shared, see shared_sessions.py.
 
     Runs without CUDA graphs, and warns, if ONNX Runtime refuses them and need not capture. Raises
-    ValueError if the provider, a library or a GPU is missing, or if the file's inputs and outputs
+    UserError if the provider, a library or a GPU is missing, or if the file's inputs and outputs
     differ from the manifest's.
     """
     provider = options.provider
@@ -263,7 +263,7 @@ def _check_signature(session: Any, graph: Graph, path: Path) -> None:
 
 
 class NamingGraph:
-    """Turns what ONNX Runtime raises in a run into a ValueError that names the graph.
+    """Turns what ONNX Runtime raises in a run into a UserError that names the graph.
 
     A graph may fail on feeds that its signature allows: it adds what does not fit, or finds no
     memory. Its own kinds of error are not public. Used by `with` around any number of runs.
@@ -419,7 +419,7 @@ def open_buffers(
 
 
 def _zeros(shape: list[int], spec: TensorSpec, device: str) -> Any:
-    """Returns a new buffer of zeros; raises ValueError if there is no memory for it."""
+    """Returns a new buffer of zeros; raises UserError if there is no memory for it."""
     try:
         return zero_value(shape, spec.dtype, device)
     except Exception as error:  # numpy's MemoryError and ValueError, ONNX Runtime's own kinds

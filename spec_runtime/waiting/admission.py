@@ -85,7 +85,7 @@ class Admission:
 
 
 class Place:
-    """What one request holds of an Admission. Giving it back twice does no harm."""
+    """One request's share of an Admission. Giving it back twice does no harm."""
 
     def __init__(self, admission: Admission, is_stream: bool) -> None:
         self.begun = time.monotonic()
