@@ -71,7 +71,7 @@ def generate(run: Generation) -> Generator[Step, None, None]:
         clock.start()
         engine_seconds = target.run_seconds + proposer.run_seconds
 
-        limited = budget.within(run.ending.remaining - 1).behind(target.length)
+        limited = budget.within(run.ending.remaining - 1).rooted_at(target.length)
         tree = proposer.propose(run.tokens[-1], limited)
         clock.lap("draft")
         verified = target.verify(tree, wants)

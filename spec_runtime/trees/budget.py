@@ -200,11 +200,11 @@ class Budget:
         trust = 1 + min(temperature, 1.0) * (growth.sampled_trust - 1)
         return self if trust == 1 else replace(self, growth=growth.trusting(trust))
 
-    def behind(self, position: int) -> Budget:
+    def rooted_at(self, position: int) -> Budget:
         """Returns this budget for a root at `position`."""
         if self.coupling is None:
             return self
-        return replace(self, coupling=self.coupling.behind(position))
+        return replace(self, coupling=self.coupling.rooted_at(position))
 
     def within(self, max_depth: int) -> Budget:
         """Returns this budget with trees no deeper than `max_depth`."""

@@ -45,7 +45,7 @@ class Coupling:
     temperature: float
     position: int = 0
 
-    def behind(self, position: int) -> Coupling:
+    def rooted_at(self, position: int) -> Coupling:
         """Returns the coupling of the tokens after a root at `position`."""
         return replace(self, position=position)
 

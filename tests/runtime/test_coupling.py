@@ -198,9 +198,9 @@ def test_only_target_sampling_above_temperature_zero_is_coupled() -> None:
     assert coupling.temperature == 0.8
     ids = np.array([3, 4])
     assert coupling.noise(9, ids).tolist() == sample.noise(9, ids).tolist()
-    assert budget(temperature=0.8).behind(9).coupling == coupling.behind(9)
+    assert budget(temperature=0.8).rooted_at(9).coupling == coupling.rooted_at(9)
     assert budget().coupling is None
-    assert budget().behind(9) == Budget(8)
+    assert budget().rooted_at(9) == Budget(8)
     assert budget(temperature=0.8, acceptance="typical").coupling is None
     rejection = budget(temperature=0.8, acceptance="rejection")
     assert rejection.coupling is None
