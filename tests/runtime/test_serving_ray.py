@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import select
@@ -22,9 +23,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import gates
 import pytest
+from gates import GatedRuns
+from served import COMPLETIONS, metrics, open_request
 
-for module in ("onnx", "onnxruntime", "fastapi", "uvicorn", "prometheus_client"):
+for module in ("onnx", "onnxruntime"):
     pytest.importorskip(module, reason=f"{module} is not installed")
 httpx = pytest.importorskip("httpx")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -37,8 +41,6 @@ with warnings.catch_warnings():
     from ray import serve
     from ray.serve.schema import ServeDeploySchema
 import tiny_bundle  # noqa: E402
-from gates import GatedRuns  # noqa: E402
-from served import open_request  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
@@ -46,7 +48,6 @@ from spec_runtime.serving import ray_app  # noqa: E402
 from spec_runtime.serving.relay import RETRIES_HEADER  # noqa: E402
 
 PATIENCE = 60.0  # seconds; a loaded machine starts processes slowly
-COMPLETIONS = "/v1/completions"
 NUM_REPLICAS, MAX_ONGOING, MAX_QUEUED = 2, 4, 16
 MAX_LENGTH = 4000
 LONG = {"prompt": "long", "max_tokens": 3900, "temperature": 1, "seed": 1, "ignore_eos": True}
@@ -120,11 +121,7 @@ def client(url: str) -> Iterator[Any]:
         yield made
 
 
-def wait_until(is_true: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not is_true():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
+wait_until = functools.partial(gates.wait_until, patience=PATIENCE)
 
 
 def replicas() -> dict[str, Any]:
@@ -149,12 +146,9 @@ def kill(name: str) -> None:
     os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
 
 
-def counted(client: Any, line: str) -> float:
-    """Returns a number from the metrics, 0 for a line that is not there."""
-    for each in client.get("/metrics").text.splitlines():
-        if each.startswith(f"specsplit_{line} "):
-            return float(each.rpartition(" ")[2])
-    return 0.0
+def counted(client: Any, name: str) -> float:
+    """Returns a number from the metrics, 0 for one that is not there."""
+    return metrics(client).get(name, 0.0)
 
 
 @dataclasses.dataclass
@@ -175,8 +169,8 @@ def read_stream(client: Any, body: dict[str, Any], stream: Stream) -> Stream:
         for line in reply.iter_lines():
             if not line:
                 continue
-            assert not stream.is_done, "something came behind the end"
-            assert stream.error is None, "something came behind the error"
+            assert not stream.is_done, "something came after the end"
+            assert stream.error is None, "something came after the error"
             data = line.removeprefix("data: ")
             stream.num_events += 1
             if data == "[DONE]":
@@ -315,8 +309,9 @@ def test_no_request_is_lost_when_a_replica_dies_under_load(
         answered = time.monotonic() - killed
         recovered = recovery.result(PATIENCE) - killed
 
-    replies: list[Any] = results[::2]
-    streams: list[Stream] = results[1::2]
+    replies: list[Any]
+    streams: list[Stream]
+    replies, streams = results[::2], results[1::2]
     assert [text_of(reply) for reply in replies] == expected[: len(whole)]
     retried = [int(reply.headers.get(RETRIES_HEADER.decode(), 0)) for reply in replies]
     retried += [stream.retries for stream in streams]

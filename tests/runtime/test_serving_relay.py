@@ -6,35 +6,32 @@ import asyncio
 import importlib
 import json
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import pytest
+from served import COMPLETIONS, events, toy_engine
 
-for module in ("fastapi", "uvicorn", "prometheus_client"):
-    pytest.importorskip(module, reason=f"{module} is not installed; the extra serve has it")
-from served import events, toy_engine  # noqa: E402
-
-from spec_runtime import QueueFull  # noqa: E402
-from spec_runtime.serving.app import make_unguarded_app  # noqa: E402
-from spec_runtime.serving.guards import Guards  # noqa: E402
-from spec_runtime.serving.metrics import CarriedMetrics, Metrics  # noqa: E402
-from spec_runtime.serving.relay import Messages, Relay, ReplicaDied, answers_of  # noqa: E402
-from spec_runtime.serving.service import Service  # noqa: E402
-from spec_runtime.serving.settings import Settings  # noqa: E402
+from spec_runtime import QueueFull
+from spec_runtime.serving.app import make_unguarded_app
+from spec_runtime.serving.guards import Guards
+from spec_runtime.serving.metrics import CarriedMetrics, Metrics
+from spec_runtime.serving.relay import Relay, ReplicaDied, answers_of
+from spec_runtime.serving.service import Service
+from spec_runtime.serving.settings import Settings
 
 ASK = {"prompt": "hello", "max_tokens": 30, "temperature": 0}
 STREAM = {**ASK, "stream": True}
-Replica = Callable[[Any, bytes], Messages]
+EXPECTED = toy_engine().generate("hello", raw=True, max_new_tokens=30).text
 
 
 class Replicas:
     """Replicas on one toy engine, of which the first ones behave as the test says.
 
-    A replica "dies" before it answers, or after so many messages; "full" is a full
-    queue, "hangs" never answers, "breaks" fails by a mistake of ours, and "ends" is a mistake in
-    the midst of its answer.
+    A replica "dies" before it answers, or after a number of messages; "full" is a full queue,
+    "hangs" never answers, "breaks" fails by a mistake of ours, and "ends" is a mistake in the midst
+    of its answer.
     """
 
     def __init__(self, *first: str | int) -> None:
@@ -42,18 +39,18 @@ class Replicas:
         service = Service(toy_engine(), Settings("toy"), self.metrics)
         self._app = make_unguarded_app(service)
         self._first = list(first)
-        self.num_asked = 0
-        self.num_left = self.num_messages = 0
+        self.num_asked = self.num_left = self.num_messages = 0
 
     async def ask(self, scope: Any, body: bytes) -> AsyncGenerator[Sequence[Any], None]:
         self.num_asked += 1
         how = self._first.pop(0) if self._first else "answers"
-        if how == "full":
-            raise QueueFull("9 requests are waiting")
-        if how == "dies":
-            raise ReplicaDied("it was killed")
-        if how == "breaks":
-            raise KeyError("a mistake")
+        raised = {
+            "full": QueueFull("9 requests are waiting"),
+            "dies": ReplicaDied("it was killed"),
+            "breaks": KeyError("a mistake"),
+        }
+        if how in raised:
+            raise raised[str(how)]
         if how == "hangs":
             try:
                 await asyncio.Future()
@@ -74,29 +71,30 @@ class Replicas:
 class Client:
     """Asks an app as a server does; `messages` are what it got."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: dict[str, Any]) -> None:
         self.messages: list[Any] = []
-        self.scope: dict[str, Any] = {}
-        self.has_left = asyncio.Event()
-
-    async def ask(self, app: Any, body: dict[str, Any]) -> None:
+        self.metrics = Metrics()
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"abc")]
+        self.scope: dict[str, Any] = {"type": "http", "asgi": {"version": "3.0"}}
+        self.scope |= {"method": "POST", "path": COMPLETIONS, "query_string": b""}
+        self.scope |= {"headers": headers, "client": ("127.0.0.1", 9), "scheme": "http"}
         data = json.dumps(body).encode()
-        first = [{"type": "http.request", "body": data, "more_body": False}]
+        self._first = [{"type": "http.request", "body": data, "more_body": False}]
 
+    async def ask(self, replicas: Replicas, timeout: float, has_left: asyncio.Event) -> None:
         async def receive() -> Any:
-            if first:
-                return first.pop()
-            await self.has_left.wait()
+            if self._first:
+                return self._first.pop()
+            await has_left.wait()
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            assert not self.messages or self.messages[-1].get("more_body", True), "behind the end"
+            is_open = not self.messages or self.messages[-1].get("more_body", True)
+            assert is_open, "a message after the end"
             self.messages.append(message)
 
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"abc")]
-        self.scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1"}
-        self.scope |= {"method": "POST", "path": "/v1/completions", "query_string": b""}
-        self.scope |= {"headers": headers, "client": ("127.0.0.1", 9), "scheme": "http"}
+        relay = Relay(replicas.ask, timeout, self.metrics)
+        app = Guards(relay, Settings("front"), self.metrics, has_ids=True)
         await app(self.scope, receive, send)
 
     @property
@@ -108,173 +106,155 @@ class Client:
         return {name.decode(): value.decode() for name, value in self.messages[0]["headers"]}
 
     @property
-    def text(self) -> str:
+    def body(self) -> str:
         assert not self.messages[-1].get("more_body"), "it was cut"
         return b"".join(message["body"] for message in self.messages[1:]).decode()
+
+    @property
+    def error(self) -> Any:
+        return json.loads(self.body)["error"]
+
+    @property
+    def text(self) -> str:
+        """Returns the text of an answer, as far as it came."""
+        assert self.status == 200, self.body
+        if self.headers["content-type"].startswith("text/event-stream"):
+            parts = events(self.body)[:-1]
+        else:
+            parts = [json.loads(self.body)]
+        return "".join(part["choices"][0]["text"] for part in parts)
 
 
 def relayed(replicas: Replicas, body: dict[str, Any], timeout: float = 20.0) -> Client:
     """Asks once; returns what the client got."""
-    return run(replicas, lambda client, app: client.ask(app, body), timeout)
-
-
-def run(
-    replicas: Replicas, act: Callable[[Client, Any], Awaitable[None]], timeout: float = 20.0
-) -> Client:
-    metrics = Metrics()
-    relay = Relay(replicas.ask, timeout, metrics)
-    app = Guards(relay, Settings("front"), metrics, has_ids=True)
-
-    async def main() -> Client:
-        client = Client()
-        await act(client, app)
-        return client
-
-    client = asyncio.run(main())
-    client.scope["scraped"] = metrics.scrape().decode()
+    client = Client(body)
+    asyncio.run(client.ask(replicas, timeout, asyncio.Event()))
     return client
 
 
-def choice_of(client: Client) -> Any:
-    assert client.status == 200, client.text
-    return json.loads(client.text)["choices"]
+def left(replicas: Replicas, body: dict[str, Any], num_messages: int) -> Client:
+    """Asks, and leaves when a replica has the request and so many messages have come."""
 
+    async def ask_and_leave() -> None:
+        has_left = asyncio.Event()
+        task = asyncio.create_task(client.ask(replicas, 20.0, has_left))
+        while not replicas.num_asked or len(client.messages) < num_messages:
+            await asyncio.sleep(0)
+        has_left.set()
+        await task
 
-EXPECTED = toy_engine().generate("hello", raw=True, max_new_tokens=30).text
-
-
-def streamed(client: Client) -> tuple[str, Any]:
-    """Returns a stream's text and its last event."""
-    *parts, last = events(client.text)
-    return "".join(part["choices"][0]["text"] for part in parts), last
+    client = Client(body)
+    asyncio.run(ask_and_leave())
+    return client
 
 
 def test_an_answer_is_the_replicas() -> None:
     client = relayed(Replicas(), ASK)
-    assert choice_of(client)[0]["text"] == EXPECTED
+    assert client.text == EXPECTED
     assert "x-specsplit-retries" not in client.headers
     assert "x-request-id" not in client.headers, "the server in front gave it"
     assert client.scope["log"]["completion_tokens"] == 30
-    assert 'specsplit_answers_total{finish_reason="length"} 1.0' in client.scope["scraped"]
-    assert 'specsplit_tokens_total{kind="completion"} 30.0' in client.scope["scraped"]
-    assert 'path="/v1/completions",status="200"} 1.0' in client.scope["scraped"]
-    assert streamed(relayed(Replicas(), STREAM)) == (EXPECTED, "[DONE]")
+    scraped = client.metrics.scrape().decode()
+    assert 'specsplit_answers_total{finish_reason="length"} 1.0' in scraped
+    assert 'specsplit_tokens_total{kind="completion"} 30.0' in scraped
+    assert 'path="/v1/completions",status="200"} 1.0' in scraped
+    client = relayed(Replicas(), STREAM)
+    assert (client.text, events(client.body)[-1]) == (EXPECTED, "[DONE]")
 
 
-@pytest.mark.parametrize("death", ["dies", 0, 1], ids=["at once", "silent", "behind its headers"])
+@pytest.mark.parametrize("death", ["dies", 0, 1], ids=["at once", "silent", "after its headers"])
 @pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
 def test_a_replica_that_dies_before_it_answers_is_replaced(
     death: str | int, body: dict[str, Any]
 ) -> None:
     replicas = Replicas(death, "dies")
     client = relayed(replicas, body)
-    found = streamed(client)[0] if "stream" in body else choice_of(client)[0]["text"]
-    assert found == EXPECTED
+    assert client.text == EXPECTED
     assert client.headers["x-specsplit-retries"] == "2"
     assert client.scope["log"]["replicas_died"] == 2
     assert replicas.num_asked == 3
 
 
-def test_a_request_that_kills_is_given_up() -> None:
+@pytest.mark.parametrize("body", [ASK, STREAM], ids=["whole", "stream"])
+def test_a_request_that_kills_is_given_up(body: dict[str, Any]) -> None:
     replicas = Replicas(*["dies"] * 9)
-    for body in (ASK, STREAM):
-        client = relayed(replicas, body)
-        assert client.status == 503
-        assert json.loads(client.text)["error"]["code"] == "replica_died"
-        assert client.scope["log"]["error"] == "replica_died"
-    assert replicas.num_asked == 6, "not all replicas are taken along"
+    client = relayed(replicas, body)
+    assert client.status == 503
+    assert client.error["code"] == client.scope["log"]["error"] == "replica_died"
+    assert replicas.num_asked == 3, "not all replicas are taken along"
 
 
 def test_a_stream_that_is_cut_ends_with_an_error() -> None:
     replicas = Replicas(3)  # its headers and two events
     client = relayed(replicas, STREAM)
-    assert client.status == 200
-    text, last = streamed(client)
-    assert last["error"]["code"] == "replica_died"
-    assert EXPECTED.startswith(text)
-    assert 0 < len(text) < len(EXPECTED)
+    assert events(client.body)[-1]["error"]["code"] == "replica_died"
+    assert EXPECTED.startswith(client.text)
+    assert 0 < len(client.text) < len(EXPECTED)
     assert replicas.num_asked == 1, "a stream that was begun is not begun again"
 
 
-def test_a_death_behind_the_end_is_no_error() -> None:
-    """The report alone is missing then, which no client sees."""
+def test_a_death_after_the_end_is_no_error() -> None:
+    """Only the report is missing then, which no client sees."""
     whole = Replicas()
     relayed(whole, STREAM)
     client = relayed(Replicas(whole.num_messages - 1), STREAM)
-    assert streamed(client) == (EXPECTED, "[DONE]")
+    assert (client.text, events(client.body)[-1]) == (EXPECTED, "[DONE]")
     assert "completion_tokens" not in client.scope["log"], "it died before its report"
 
 
 def test_no_part_of_an_answer_that_is_no_stream_is_sent_before_the_rest() -> None:
-    num_asked = 0
+    replicas = Replicas()
 
     async def ask(scope: Any, body: bytes) -> AsyncGenerator[Sequence[Any], None]:
-        nonlocal num_asked
-        num_asked += 1
+        replicas.num_asked += 1
+        part = b"%d, " % replicas.num_asked
         yield [{"type": "http.response.start", "status": 200, "headers": []}]
-        yield [{"type": "http.response.body", "body": b"%d, " % num_asked, "more_body": True}]
-        if num_asked == 1:
+        yield [{"type": "http.response.body", "body": part, "more_body": True}]
+        if replicas.num_asked == 1:
             raise ReplicaDied("it was killed")
         yield [{"type": "http.response.body", "body": b"and more", "more_body": False}]
 
-    replicas = Replicas()
     replicas.ask = ask  # type: ignore[method-assign]
-    assert relayed(replicas, ASK).text == "2, and more"
+    assert relayed(replicas, ASK).body == "2, and more"
 
 
 def test_a_full_queue_refuses_new_requests_only() -> None:
-    replicas = Replicas("full")
-    client = relayed(replicas, ASK)
+    client = relayed(Replicas("full"), ASK)
     assert client.status == 429
     assert client.headers["retry-after"] == "1"
-    assert (
-        json.loads(client.text)["error"]["message"]
-        == "9 requests are waiting, the most allowed here; try again in 1 s"
-    )
+    full = "9 requests are waiting, the most allowed here; try again in 1 s"
+    assert client.error["message"] == full
     accepted = Replicas("dies", "full", "full")
-    assert choice_of(relayed(accepted, ASK))[0]["text"] == EXPECTED
+    assert relayed(accepted, ASK).text == EXPECTED
     assert accepted.num_asked == 4
 
 
 def test_a_replica_that_hangs_is_a_timeout() -> None:
     replicas = Replicas("hangs")
     client = relayed(replicas, ASK, timeout=0.05)
-    assert client.status == 504
-    assert json.loads(client.text)["error"]["code"] == "timeout"
+    assert (client.status, client.error["code"]) == (504, "timeout")
     assert replicas.num_left == 1, "the replica is told"
 
 
-@pytest.mark.parametrize("how", ["breaks", "ends"])
-def test_a_mistake_of_ours_is_500(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    replicas = Replicas(how)
-    client = relayed(replicas, ASK if how == "breaks" else STREAM)
-    if how == "breaks":
-        assert client.status == 500
-        assert json.loads(client.text)["error"]["code"] == "internal_error"
-    else:
-        assert streamed(client)[1]["error"]["code"] == "internal_error"
-    assert caplog.records[0].levelname == "ERROR"
-    assert replicas.num_asked == 1
+def test_a_mistake_of_ours_is_500(caplog: pytest.LogCaptureFixture) -> None:
+    replicas = Replicas("breaks", "ends")
+    client = relayed(replicas, ASK)
+    assert (client.status, client.error["code"]) == (500, "internal_error")
+    client = relayed(replicas, STREAM)
+    assert events(client.body)[-1]["error"]["code"] == "internal_error"
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert replicas.num_asked == 2
 
 
-def test_refusals_of_a_replica_are_handed_on() -> None:
-    for body in ({**ASK, "temperature": 9}, {**STREAM, "prompt": [999]}):
-        client = relayed(Replicas(), body)
-        assert client.status == 400
-        assert json.loads(client.text)["error"]["type"] == "invalid_request_error"
+@pytest.mark.parametrize("body", [{**ASK, "temperature": 9}, {**STREAM, "prompt": [999]}])
+def test_refusals_of_a_replica_are_handed_on(body: dict[str, Any]) -> None:
+    client = relayed(Replicas(), body)
+    assert (client.status, client.error["type"]) == (400, "invalid_request_error")
 
 
 def test_a_client_that_leaves_is_not_asked_for_again() -> None:
     replicas = Replicas("hangs")
-
-    async def leave(client: Client, app: Any) -> None:
-        task = asyncio.create_task(client.ask(app, ASK))
-        while not replicas.num_asked:
-            await asyncio.sleep(0)
-        client.has_left.set()
-        await task
-
-    client = run(replicas, leave)
+    client = left(replicas, ASK, num_messages=0)
     assert client.messages == []
     assert client.scope["log"]["gone"] is True
     assert replicas.num_asked == replicas.num_left == 1
@@ -282,15 +262,7 @@ def test_a_client_that_leaves_is_not_asked_for_again() -> None:
 
 def test_leaving_ends_the_answer_of_a_replica() -> None:
     replicas = Replicas()
-
-    async def leave(client: Client, app: Any) -> None:
-        task = asyncio.create_task(client.ask(app, {**STREAM, "max_tokens": 300}))
-        while len(client.messages) < 3:
-            await asyncio.sleep(0)
-        client.has_left.set()
-        await task
-
-    client = run(replicas, leave)
+    client = left(replicas, {**STREAM, "max_tokens": 300}, num_messages=3)
     assert client.messages[-1]["more_body"], "nothing is sent to nobody"
     assert ("count_end", ("cancelled",)) in replicas.metrics.take()
 
