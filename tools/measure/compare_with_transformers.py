@@ -1,8 +1,6 @@
-#!/usr/bin/env python3
 """Compares a bundle's greedy tokens with transformers' generate in float32, prompt by prompt.
 
-usage: python -m tools.measure.compare_with_transformers --prompts FILE.jsonl [--num 20]
-       [--max-new-tokens 128] [--bundle DIR] [--model M] [--drafter NAME]... [--json OUT]
+    python -m tools.measure.compare_with_transformers --prompts spec_bench.jsonl --bundle DIR
 
 Runs every drafter of the bundle, prompt_lookup and none. A difference is listed with its position,
 both tokens, and the gap between their logits in transformers after the common prefix: a near tie is
@@ -13,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +19,13 @@ from rich.progress import Progress
 
 import spec_runtime
 from spec_export import target
-from spec_runtime.bundle import manifest as bundle
-from spec_runtime.files.writing import require_writable, write_atomically
-from spec_runtime.measure import provenance
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.errors import UserError
+from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.audit import first_difference
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.proposers import BUILT_IN
+from tools.figures import command_line, run, write
 
 
 def evenly(prompts: list[BenchPrompt], num: int) -> list[BenchPrompt]:
@@ -63,8 +60,8 @@ def gap(model: Any, ids: list[int], expected: int | None, got: int | None) -> fl
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Decodes the prompts with transformers and with each drafter; returns where they differ."""
-    folder = args.bundle or bundle.find()
-    manifest = bundle.read(folder).manifest
+    folder = args.bundle or bundles.find()
+    manifest = bundles.read(folder).manifest
     engine = spec_runtime.load(folder, "none", verify=False)
     drafters = args.drafter or [*(drafter.name for drafter in manifest.drafters), *BUILT_IN]
     engines = {name: engine.with_drafter(name) for name in drafters}
@@ -82,7 +79,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 messages, add_generation_prompt=True, return_dict=False
             )
             if engine.encode(content) != ids:
-                raise ValueError(f"prompt {prompt.id}: the bundle encodes it otherwise")
+                raise UserError(f"prompt {prompt.id}: the bundle encodes it otherwise")
             expected = expected_tokens(model, ids, args.max_new_tokens)
             tokens += len(expected)
             for name, each in engines.items():
@@ -100,15 +97,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                         "gap": gap(model, [*ids, *expected[:at]], *pair),
                     }
                 )
-    return {
-        "provenance": provenance.collect(
-            prompts_file=args.prompts,
-            prompts=prompts,
-            manifest=manifest,
-            packages=("torch", "transformers"),
-        ),
-        "bundle": manifest.name,
-        "precision": manifest.target.precision,
+    figures = {
         "prompts": [prompt.id for prompt in prompts],
         "max_new_tokens": args.max_new_tokens,
         "tokens": tokens,
@@ -117,36 +106,32 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             for name, differences in results.items()
         },
     }
+    return write(
+        args.json,
+        figures,
+        prompts_file=args.prompts,
+        prompts=prompts,
+        manifest=manifest,
+        packages=("torch", "transformers"),
+    )
 
 
 def _token(tokenizer: Any, token: int | None) -> dict[str, Any] | None:
     return None if token is None else {"id": token, "text": tokenizer.decode([token])}
 
 
-def main() -> int:
-    summary = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(description=summary)
-    parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench lines, or prompt")
+def main(words: list[str] | None = None) -> int:
+    parser = command_line(__doc__, "--bundle", "--prompts", "--max-new-tokens", "--json")
     parser.add_argument("--num", type=int, default=20, help="ids evenly spaced over the file")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--bundle", type=Path)
     parser.add_argument("--model", help="what the bundle was built from; default: the demo")
     parser.add_argument("--drafter", action="append", help="default: all, prompt_lookup and none")
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    args = parser.parse_args()
-    try:
-        if args.json:
-            require_writable(args.json)
-        result = compare(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    text = json.dumps(result, indent=2, ensure_ascii=False)
-    print(text)
+    args = parser.parse_args(words)
     if args.json:
-        write_atomically(args.json, text + "\n")
+        require_writable(args.json)
+    result = compare(args)
+    print(json.dumps(result, indent=2, ensure_ascii=False))
     return int(any(each["differences"] for each in result["drafters"].values()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_runtime import Engine
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import write_atomically
 from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt
@@ -28,7 +29,7 @@ Counts = Counter[str]  # what `counted` gives
 class Ledger:
     """Keeps counts by contender and subset of prompts in a JSON file.
 
-    `settings` say what is decoded. Raises ValueError if the file is there with other settings.
+    `settings` say what is decoded. Raises UserError if the file is there with other settings.
     """
 
     def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
@@ -39,7 +40,7 @@ class Ledger:
         if file.is_file():
             found = json.loads(file.read_text())
             if found["settings"] != self._settings:
-                raise ValueError(
+                raise UserError(
                     f"{file} holds figures of other settings (prompts, tokens or drafter): remove "
                     "it to decode again"
                 )
@@ -125,11 +126,11 @@ def decode(engines: Mapping[str, Engine], task: Task, ledger: Ledger) -> None:
 def sizes(engine: Engine, nodes: Iterable[int]) -> dict[int, Engine]:
     """Returns the engine with grown trees of each size, root included, whatever their probability.
 
-    Raises ValueError for more nodes than the bundle's scratch.
+    Raises UserError for more nodes than the bundle's scratch.
     """
     most = engine.target.max_nodes
     if too_many := [count for count in nodes if count > most]:
-        raise ValueError(f"got {too_many[0]} nodes, expected at most the bundle's {most}")
+        raise UserError(f"got {too_many[0]} nodes, expected at most the bundle's {most}")
     return {count: engine.with_budget(Budget(count)) for count in nodes}
 
 

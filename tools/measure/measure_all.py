@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Measures all headline results in sequence, at one commit and on a quiet machine.
 
 usage: python -m tools.measure.measure_all --prompts SPEC_BENCH.jsonl --bundles DIR --results DIR
@@ -105,8 +104,6 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
             str(sizes.repeats),
         )
         found.append(Stage(f"sweep-{precision}", sweep, precision, is_tool=True))
-    pools = ("tools.measure.thread_settings", *given, "--rounds", str(sizes.repeats))
-    found.append(Stage("threads-int8", pools, "int8", is_tool=True))
     contexts = ("--contexts", *map(str, sizes.contexts))
     steps = ("tools.measure.step_costs", "--operators", "--repeats", str(sizes.repeats), *contexts)
     found.append(Stage("steps", steps, None, is_tool=True))
@@ -126,7 +123,7 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
     found.append(Stage("check", ("check", *precisions), None, worst_code=1, package="spec_export"))
     questions: tuple[str, ...] = ("tools.measure.spec_bench", *given, *tokens, "--no-profile")
     if sizes.questions is not None:
-        questions += ("--limit", str(sizes.questions))
+        questions += ("--per-category", str(sizes.questions))
     found += [
         Stage(f"spec-bench-{each}", questions, each, is_tool=True) for each in ("fp32", "int8")
     ]
@@ -145,8 +142,6 @@ def command_of(stage: Stage, bundles: Path, results: Path) -> list[str]:
     if stage.precision is not None:
         where = ["--bundle", str(bundles / stage.precision)]
     where += ["--json", str(results / f"{stage.name}.json")]
-    if stage.name.startswith("acceptance"):
-        where += ["--figure", str(results / f"{stage.name}.svg")]
     return [sys.executable, *program, *words, *where]
 
 

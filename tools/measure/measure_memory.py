@@ -1,8 +1,6 @@
-#!/usr/bin/env python3
 """Measures the peak memory of generating with a bundle, beside the files it reads.
 
-usage: python -m tools.measure.measure_memory [--bundle DIR] [--drafter NAME]... [--max-new-tokens
-       64] [--json OUT]
+    python -m tools.measure.measure_memory --bundle DIR --json OUT
 
 Each measurement is a fresh process, which reports three sizes of its own (Linux only, from /proc):
 
@@ -21,7 +19,6 @@ cache of the drafter's graph.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -30,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from spec_runtime.bundle import manifest as bundle
-from spec_runtime.files.writing import require_writable, write_atomically
-from spec_runtime.measure import provenance
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.files.writing import require_writable
 from spec_runtime.proposers import BUILT_IN
+from tools.figures import command_line, manifest_of, markdown, run, write
 
 PROMPT = "Explain to a child why the sea has tides, and why some places have higher ones."
 # Runs in a process of its own: bundle, drafter and number of tokens in, sizes in bytes out.
@@ -75,8 +72,8 @@ def sizes_of(folder: Path, drafter: str, max_new_tokens: int) -> dict[str, int]:
     return sizes
 
 
-def cache_bytes(graph: bundle.Graph, slots: int) -> int:
-    """Returns what a graph's KV caches take with so many slots."""
+def cache_bytes(graph: bundles.Graph, slots: int) -> int:
+    """Returns what a graph's KV caches take with this many slots."""
     total = 0
     for spec in graph.inputs:
         if spec.name.startswith("kv."):
@@ -85,7 +82,9 @@ def cache_bytes(graph: bundle.Graph, slots: int) -> int:
     return total
 
 
-def opened_files(folder: Path, manifest: bundle.Manifest, graphs: list[bundle.Graph]) -> set[Path]:
+def opened_files(
+    folder: Path, manifest: bundles.Manifest, graphs: list[bundles.Graph]
+) -> set[Path]:
     """Returns the graphs' files with whatever external data lies beside them, and the tokenizer."""
     found = {folder / manifest.tokenizer.file}
     for graph in graphs:
@@ -95,7 +94,7 @@ def opened_files(folder: Path, manifest: bundle.Manifest, graphs: list[bundle.Gr
 
 def measure(folder: Path, drafter: str, max_new_tokens: int) -> dict[str, Any]:
     """Returns the sizes of one drafter, in bytes, and the peak over the bytes read."""
-    manifest = bundle.read(folder, verify=False).manifest
+    manifest = manifest_of(folder)
     graphs = [manifest.graphs["target"]]
     if drafter not in BUILT_IN:
         graphs += manifest.drafter(drafter).graphs.values()
@@ -115,35 +114,30 @@ def measure(folder: Path, drafter: str, max_new_tokens: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    summary = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(description=summary)
-    parser.add_argument("--bundle", type=Path)
-    parser.add_argument("--drafter", action="append", help="default: the bundle's own and built in")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    args = parser.parse_args()
-    try:
-        if args.json:
-            require_writable(args.json)
-        folder = args.bundle or bundle.find()
-        manifest = bundle.read(folder, verify=False).manifest
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    about = provenance.collect(manifest=manifest)
+def main(words: list[str] | None = None) -> None:
+    parser = command_line(__doc__, "--bundle", "--max-new-tokens", "--json", max_new_tokens=64)
+    parser.add_argument("--drafter", action="append", help="default: all, and those built in")
+    args = parser.parse_args(words)
+    if args.json:
+        require_writable(args.json)
+    folder = args.bundle or bundles.find()
+    manifest = manifest_of(folder)
     names = args.drafter or [*(each.name for each in manifest.drafters), *BUILT_IN]
     rows = [measure(folder, name, args.max_new_tokens) for name in names]
-    print("MiB            | import | peak | files opened | read of them | KV cache | peak / read")
-    for row in rows:
-        keys = ("import_bytes", "peak_bytes", "file_bytes", "read_bytes", "cache_bytes")
-        sizes = " | ".join(f"{row[key] / 2**20:.1f}" for key in keys)
-        print(f"{row['drafter']:14} | {sizes} | {row['peak_over_read']:.3f}")
-    if args.json:
-        figures = {"provenance": about, "max_new_tokens": args.max_new_tokens, "drafters": rows}
-        write_atomically(args.json, json.dumps(figures, indent=2) + "\n")
-    return 0
+    sizes = ("import_bytes", "peak_bytes", "file_bytes", "read_bytes", "cache_bytes")
+    cells = [
+        [
+            row["drafter"],
+            *(f"{row[key] / 2**20:.1f}" for key in sizes),
+            f"{row['peak_over_read']:.3f}",
+        ]
+        for row in rows
+    ]
+    head = ["MiB", "import", "peak", "files opened", "read of them", "KV cache", "peak / read"]
+    print(markdown(head, cells))
+    figures = {"max_new_tokens": args.max_new_tokens, "drafters": rows}
+    write(args.json, figures, manifest=manifest)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

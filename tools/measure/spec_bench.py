@@ -1,14 +1,12 @@
-#!/usr/bin/env python3
 """Decodes all of Spec-Bench plainly and with a bundle's drafter, question by question.
 
     python -m tools.measure.spec_bench --prompts spec_bench.jsonl --bundle DIR --json OUT
-        [--limit N] [--max-new-tokens 128] [--drafter NAME] [--no-profile] [--threads N]
 
 Both turns are asked where a question has two; the second prompt then holds the first answer of the
 same way of decoding. Every question is decoded both ways, and whose turn comes first alternates.
-What is decoded is kept in OUT with .parts.json in place of .json: the same command goes on behind
-the last whole question. --limit keeps so many questions of each subset, MT-Bench's taken from all
-of its categories.
+What is decoded is kept in OUT with .parts.json in place of .json: the same command goes on after
+the last whole question. --per-category keeps some questions of each subset, MT-Bench's taken from
+all of its categories.
 
 A speed-up is the ratio of tokens a second over all questions of a subset, of decoding alone and
 with the prompts' passes. Spec-Bench's own is the ratio of the means over questions, prompts' passes
@@ -24,92 +22,69 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.cli.options import write_figures
 from spec_runtime.files.writing import require_writable
-from spec_runtime.measure import bench, provenance
+from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import ratio
+from tools.figures import command_line, manifest_of, markdown, run, write
 from tools.measure.decoding import Counts, Ledger, counted, figures
 
 WARM_UP_TOKENS = 8
-HEAD: tuple[str, ...] = (
-    "subset",
-    "questions",
-    "turns",
-    "plain tokens/s",
-    "tokens/s",
-    "speed-up",
-    "end to end",
+COLUMNS = (
+    *("plain_tokens_per_second", "tokens_per_second", "speedup", "speedup_end_to_end"),
+    *("speedup_of_means", "accepted_length", "identical"),
 )
-HEAD += ("Spec-Bench's", "accepted length", "identical")
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> None:
     """Decodes what is left to decode, writes --json and prints a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--bundle", type=Path)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--limit", type=int, help="questions of each subset; default: all")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--drafter", help="default: the bundle's own")
-    parser.add_argument("--no-profile", action="store_true", help="without what tune found")
-    parser.add_argument("--threads", type=int)
-    args = parser.parse_args(words)
-    try:
-        require_writable(args.json)
-        found = measure(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    write_figures(args.json, found)
-    print("\n".join(table(found)))
-    return 0
+    flags = ("--bundle", "--drafter", "--prompts", "--per-category", "--max-new-tokens")
+    flags += ("--no-profile", "--threads", "--json")
+    parser = command_line(__doc__, *flags, required=("--json",), per_category=None)
+    found = measure(parser.parse_args(words))
+    cells = [
+        [name, f"{each['prompts']}", *(f"{each[column]:.3g}" for column in COLUMNS)]
+        for name, each in {**found["categories"], "all": found["overall"]}.items()
+    ]
+    print(markdown(["subset", "questions", *COLUMNS], cells))
+    parted = f"{found['near_ties']} near ties, {found['wider']} wider"
+    print(f"not identical: {len(found['divergences'])} ({parted})")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Decodes each question that the ledger lacks, and returns the figures of all.
+    """Decodes each question that the ledger lacks; writes and returns the figures of all.
 
-    Raises ValueError if the bundle or the questions cannot be read, and if the ledger has other
+    Raises UserError if the bundle or the questions cannot be read, and if the ledger has other
     settings.
     """
+    require_writable(args.json)
     folder = args.bundle or bundles.find()
-    questions = read_prompts(args.prompts, per_category=args.limit)
+    questions = read_prompts(args.prompts, per_category=args.per_category)
     engine = spec_runtime.load(folder, args.drafter, args.threads, profile=not args.no_profile)
-    manifest = bundles.read(folder, verify=False).manifest
+    manifest = manifest_of(folder)
     about = {"drafter": engine.drafter, "tuned": engine.is_tuned}
-    ledger = Ledger(
-        args.json.with_suffix(".parts.json"),
-        {
-            **about,
-            "questions": [question.id for question in questions],
-            "max_new_tokens": args.max_new_tokens,
-            "threads": args.threads,
-            "files": manifest.files,
-        },
-    )
-    decode(engine, questions, args.max_new_tokens, ledger)
-    counts = ledger.counts(engine.drafter)
-    return {
-        "provenance": provenance.collect(
-            threads=args.threads,
-            prompts_file=args.prompts,
-            prompts=questions,
-            manifest=manifest,
-        ),
-        "bundle": manifest.name,
-        "precision": manifest.target.precision,
+    settings = {
         **about,
+        "questions": [question.id for question in questions],
         "max_new_tokens": args.max_new_tokens,
-        **summarise(questions, counts, ledger.notes),
+        "threads": args.threads,
+        "files": manifest.files,
     }
+    ledger = Ledger(args.json.with_suffix(".parts.json"), settings)
+    decode(engine, questions, args.max_new_tokens, ledger)
+    found = summarise(questions, ledger.counts(engine.drafter), ledger.notes)
+    return write(
+        args.json,
+        {**about, "max_new_tokens": args.max_new_tokens, **found},
+        threads=args.threads,
+        prompts_file=args.prompts,
+        prompts=questions,
+        manifest=manifest,
+    )
 
 
 def decode(
@@ -188,18 +163,5 @@ def _key(question: BenchPrompt) -> str:
     return str(question.id)
 
 
-def table(found: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of a Markdown table, and one about what is not identical."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
-    for name, each in {**found["categories"], "all": found["overall"]}.items():
-        cells = [name, str(each["prompts"]), str(each["turns"])]
-        cells += [f"{each[key]:.1f}" for key in ("plain_tokens_per_second", "tokens_per_second")]
-        keys = ("speedup", "speedup_end_to_end", "speedup_of_means", "accepted_length")
-        cells += [f"{each[key]:.2f}" for key in keys]
-        lines.append("| " + " | ".join([*cells, f"{each['identical']:.1%}"]) + " |")
-    parted = f"{found['near_ties']} near ties, {found['wider']} wider"
-    return [*lines, f"not identical: {len(found['divergences'])} ({parted})"]
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

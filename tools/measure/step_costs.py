@@ -1,12 +1,9 @@
-#!/usr/bin/env python3
 """Measures what a pass of the target costs on this CPU: by precision, context and nodes.
 
-usage: python -m tools.measure.step_costs --bundles DIR [--precisions fp32 int8 int4] [--contexts
-       200 1500] [--nodes 1 4 8 12 16] [--repeats 5] [--runs 10] [--threads N] [--operators] [--json
-       OUT]
+    python -m tools.measure.step_costs --bundles DIR --operators --json steps.json
 
-DIR/fp32, DIR/int8 and DIR/int4 are bundles. A context is so many committed tokens, and a pass
-verifies a chain of so many nodes behind it. In every repeat each size has its turn; a repeat's time
+DIR/fp32, DIR/int8 and DIR/int4 are bundles. A context is a number of committed tokens, and a
+pass verifies a chain of nodes after it. In every repeat each size has its turn; a repeat's time
 is the median of its runs. Prints the median of the repeats, their range, and how much longer a pass
 is than one over a single node of the same context, and of the first context.
 
@@ -32,36 +29,31 @@ import numpy as np
 
 import spec_runtime
 from spec_runtime.backends.session import ort
-from spec_runtime.cli.options import write_figures
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
 from spec_runtime.machine import default_threads
-from spec_runtime.measure import provenance
 from spec_runtime.target import Target
 from spec_runtime.trees.tree import TokenTree
+from tools.figures import command_line, markdown, run, spread, spread_text, write
 
 NOTE = "random tokens; not recorded: prompts, bundle"
 PROFILED_NODES = (1, 8)
 FEW = 0.02  # an operator with a smaller share of a profile is counted among the others
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(words: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__, "--threads", "--json")
     parser.add_argument("--bundles", type=Path, required=True)
     parser.add_argument("--precisions", nargs="+", default=["fp32", "int8", "int4"])
     parser.add_argument("--contexts", type=int, nargs="+", default=[200, 1500])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 8, 12, 16])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--threads", type=int)
     parser.add_argument("--operators", action="store_true")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     if arguments.json:
         require_writable(arguments.json)
     figures: dict[str, Any] = {
-        "provenance": provenance.collect(threads=arguments.threads, note=NOTE),
         "threads": arguments.threads or default_threads(),
         "repeats": arguments.repeats,
         "runs": arguments.runs,
@@ -70,18 +62,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     }
     for precision in arguments.precisions:
         folder = arguments.bundles / precision
-        passes = measured(folder, arguments)
-        figures["passes"][precision] = passes
-        show(precision, passes)
+        figures["passes"][precision] = measured(folder, arguments)
+        show(precision, figures["passes"][precision])
         if arguments.operators:
             figures["operators"][precision] = [
                 profiled(folder, context, nodes, arguments.threads, arguments.runs)
                 for context in arguments.contexts
                 for nodes in PROFILED_NODES
             ]
-            show_operators(precision, figures["operators"][precision])
-    if arguments.json:
-        write_figures(arguments.json, figures)
+    write(arguments.json, figures, threads=arguments.threads, note=NOTE)
 
 
 def measured(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -104,7 +93,7 @@ def measured(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]
             {
                 "context": context,
                 "nodes": nodes,
-                "ms": {"median": median, "least": min(found), "greatest": max(found)},
+                "ms": spread(found),
                 "over_one_node": median / statistics.median(times[context, arguments.nodes[0]]),
                 "over_first": median / first,
             }
@@ -113,9 +102,9 @@ def measured(folder: Path, arguments: argparse.Namespace) -> list[dict[str, Any]
 
 
 def require_context(folder: Path, target: Target, contexts: Sequence[int]) -> None:
-    """Raises ValueError unless the bundle has room for the contexts."""
+    """Raises UserError unless the bundle has room for the contexts."""
     if not 0 < min(contexts) <= max(contexts) < target.max_length:
-        raise ValueError(
+        raise UserError(
             f"got contexts {', '.join(map(str, contexts))}, expected 1 to {target.max_length - 1}, "
             f"which {folder} has room for"
         )
@@ -123,7 +112,7 @@ def require_context(folder: Path, target: Target, contexts: Sequence[int]) -> No
 
 @contextmanager
 def holding(target: Target, context: int) -> Iterator[None]:
-    """Has the target with so many committed tokens while the block runs."""
+    """Has this many committed tokens in the target while the block runs."""
     tokens = np.random.default_rng(context).integers(0, target.vocab_size, context)
     with target.alone():
         target.prefill(tokens.tolist())
@@ -131,7 +120,7 @@ def holding(target: Target, context: int) -> Iterator[None]:
 
 
 def pass_ms(target: Target, nodes: int, runs: int) -> float:
-    """Returns the median time of a pass over so many nodes, none of which is committed."""
+    """Returns the median time of a pass over this many nodes, none of which is committed."""
     tree = TokenTree.chain(list(range(nodes)))
     seconds = []
     for _ in range(2 + runs):  # two to warm up
@@ -189,22 +178,19 @@ def profiling(folder: Path) -> Iterator[list[Any]]:
 
 
 def show(precision: str, rows: Sequence[dict[str, Any]]) -> None:
-    print(f"== {precision}")
-    for row in rows:
-        ms = row["ms"]
-        print(
-            f"context {row['context']:5d}, {row['nodes']:2d} nodes: {ms['median']:6.2f} ms "
-            f"({ms['least']:.2f} to {ms['greatest']:.2f}), {row['over_one_node']:.2f} of one node, "
-            f"{row['over_first']:.2f} of the first",
-            flush=True,
-        )
-
-
-def show_operators(precision: str, profiles: Sequence[dict[str, Any]]) -> None:
-    for each in profiles:
-        parts = ", ".join(f"{name} {ms:.2f}" for name, ms in each["ms"].items())
-        print(f"{precision}, context {each['context']}, {each['nodes']} nodes, profiled: {parts}")
+    cells = [
+        [
+            f"{row['context']}",
+            f"{row['nodes']}",
+            spread_text(row["ms"]),
+            f"{row['over_one_node']:.2f}",
+            f"{row['over_first']:.2f}",
+        ]
+        for row in rows
+    ]
+    head = [f"{precision}: context", "nodes", "ms", "of one node", "of the first row"]
+    print(markdown(head, cells), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

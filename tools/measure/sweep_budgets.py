@@ -1,9 +1,7 @@
-#!/usr/bin/env python3
 """Sweeps the budgets that a drafter may have, and says how near the tuned one is to the best.
 
     spec-runtime tune --bundle DIR
-    python -m tools.measure.sweep_budgets --bundle DIR --prompts FILE.jsonl [--limit 12]
-        [--repeats 5] [--nodes N …] [--threshold P …] [--max-new-tokens 48] [--threads N]
+    python -m tools.measure.sweep_budgets --bundle DIR --prompts FILE.jsonl --json OUT
 
 Contenders: plain decoding; the bundle's own trees; the tuned engine; grown trees of each size in
 --nodes, whatever their probability; and trees of at most the largest size with nodes of at least
@@ -16,21 +14,18 @@ of the sweep; the best of many is by chance a little too good.
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import spec_runtime
-from spec_runtime.bundle import manifest as bundle
-from spec_runtime.cli.options import write_figures
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.writing import require_writable
 from spec_runtime.machine import default_threads
-from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import Stats
 from spec_runtime.trees.budget import Budget, Grown
+from tools.figures import command_line, manifest_of, markdown, run, spread, spread_text, write
 
 NODES = (2, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.03, 0.1, 0.2, 0.3)
@@ -40,52 +35,52 @@ ALL = "all"
 Runs = dict[str, list[list[Stats]]]  # by contender, repeat and prompt
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--bundle", type=Path)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--limit", type=int, default=12)
+def main(words: list[str] | None = None) -> None:
+    flags = ("--bundle", "--prompts", "--limit", "--max-new-tokens", "--threads", "--json")
+    parser = command_line(__doc__, *flags, limit=12, max_new_tokens=48)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--nodes", type=int, nargs="*", default=NODES)
     parser.add_argument("--threshold", type=float, nargs="*", default=THRESHOLDS)
-    parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.json:
         require_writable(arguments.json)
-    folder = arguments.bundle or bundle.find()
+    folder = arguments.bundle or bundles.find()
     engines = contenders(folder, arguments.threads, arguments.nodes, arguments.threshold)
     prompts = read_prompts(arguments.prompts, arguments.limit)
     runs = race(engines, prompts, arguments.repeats, arguments.max_new_tokens)
-    manifest = bundle.read(folder, verify=False).manifest
-    figures: dict[str, Any] = {
-        "provenance": provenance.collect(
-            threads=arguments.threads,
-            prompts_file=arguments.prompts,
-            prompts=prompts,
-            manifest=manifest,
-        ),
-        "bundle": manifest.name,
-        "precision": manifest.target.precision,
+    found = summarise(runs, [prompt.category for prompt in prompts])
+    medians = {name: each["speedup"][ALL]["median"] for name, each in found.items()}
+    best = max((name for name in medians if name not in (PLAIN, OWN, TUNED)), key=medians.get)
+    figures = {
         "drafter": engines[OWN].drafter,
         "threads": arguments.threads or default_threads(),
         "prompts": len(prompts),
         "repeats": arguments.repeats,
         "max_new_tokens": arguments.max_new_tokens,
-        "contenders": summarise(runs, [prompt.category for prompt in prompts]),
+        "contenders": found,
+        "best": best,
+        "tuned_over_best": medians[TUNED] / medians[best],
     }
-    best = max(
-        (name for name in engines if name not in (PLAIN, OWN, TUNED)),
-        key=lambda name: figures["contenders"][name]["speedup"][ALL]["median"],
+    groups = list(found[PLAIN]["speedup"])
+    rows = [
+        [
+            name,
+            f"{row['nodes']:.1f}",
+            f"{row['accepted_length']:.2f}",
+            *map(spread_text, row["speedup"].values()),
+        ]
+        for name, row in found.items()
+    ]
+    print(markdown(["budget", "nodes", "accepted length", *groups], rows))
+    print(f"tuned / best of the sweep ({best}): {figures['tuned_over_best']:.3f}")
+    write(
+        arguments.json,
+        figures,
+        threads=arguments.threads,
+        prompts_file=arguments.prompts,
+        prompts=prompts,
+        manifest=manifest_of(folder),
     )
-    tuned, swept = (figures["contenders"][name]["speedup"][ALL]["median"] for name in (TUNED, best))
-    figures |= {"best": best, "tuned_over_best": tuned / swept}
-    show(figures)
-    if arguments.json:
-        write_figures(arguments.json, figures)
 
 
 def contenders(
@@ -155,11 +150,7 @@ def summarise(runs: Runs, categories: Sequence[str]) -> dict[str, dict[str, Any]
                 pace(repeat, members) / pace(plain, members)
                 for repeat, plain in zip(repeats, runs[PLAIN], strict=True)
             ]
-            speedup[group] = {
-                "median": statistics.median(ratios),
-                "least": min(ratios),
-                "greatest": max(ratios),
-            }
+            speedup[group] = spread(ratios)
         figures[name] = {
             "nodes": 1 + total.drafted_tokens / max(1, total.steps),
             "accepted_length": total.accepted_length,
@@ -168,28 +159,10 @@ def summarise(runs: Runs, categories: Sequence[str]) -> dict[str, dict[str, Any]
         }
     # Plain decoding's own repeats over their median show how far the machine is from itself.
     for group, members in groups.items():
-        paces = [pace(repeat, members) for repeat in runs[PLAIN]]
-        middle = statistics.median(paces)
-        figures[PLAIN]["speedup"][group] = {
-            "median": 1.0,
-            "least": min(paces) / middle,
-            "greatest": max(paces) / middle,
-        }
+        own = spread([pace(repeat, members) for repeat in runs[PLAIN]])
+        figures[PLAIN]["speedup"][group] = {key: each / own["median"] for key, each in own.items()}
     return figures
 
 
-def show(figures: dict[str, Any]) -> None:
-    groups = list(figures["contenders"][PLAIN]["speedup"])
-    print(f"{figures['bundle']} {figures['precision']}, drafter {figures['drafter']}")
-    print("| budget | nodes | accepted length | " + " | ".join(groups) + " |")
-    print("|---" * (3 + len(groups)) + "|")
-    for name, row in figures["contenders"].items():
-        cells = [name, f"{row['nodes']:.1f}", f"{row['accepted_length']:.2f}"]
-        for ratio in row["speedup"].values():
-            cells.append(f"{ratio['median']:.2f} ({ratio['least']:.2f}-{ratio['greatest']:.2f})")
-        print("| " + " | ".join(cells) + " |")
-    print(f"tuned / best of the sweep ({figures['best']}): {figures['tuned_over_best']:.3f}")
-
-
 if __name__ == "__main__":
-    main()
+    run(main)
