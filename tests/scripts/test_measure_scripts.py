@@ -52,7 +52,7 @@ def questions(tmp_path: Path) -> Path:
 @pytest.fixture
 def words(workshop: Workshop, questions: Path, tmp_path: Path) -> list[str]:
     """Flags that scripts share; --json is out.json."""
-    given = {"bundle": workshop.bundle("parallelspec"), "prompts": questions}
+    given: dict[str, Any] = {"bundle": workshop.bundle("parallelspec"), "prompts": questions}
     given |= {"json": tmp_path / "out.json", "max-new-tokens": 6, "threads": 1}
     return [word for name, each in given.items() for word in (f"--{name}", str(each))]
 
