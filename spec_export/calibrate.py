@@ -155,7 +155,7 @@ def run(
     contents: list[Any] = list(reference.prompts())
     if prompts is not None:
         contents = [prompt.content for prompt in read_prompts(prompts)]
-    plain = load(bundle, "none", threads, verify=False, profile=False)
+    plain = load(bundle, "none", threads=threads, verify=False, profile=False)
     encoded = []
     for number, content in enumerate(contents, 1):
         try:

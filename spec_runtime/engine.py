@@ -23,7 +23,7 @@ from spec_runtime.proposers.constrained import ConstrainedProposer
 from spec_runtime.requests.call import Call, Steps, read_chunks, read_result, read_texts
 from spec_runtime.requests.options import CallOptions, read_options
 from spec_runtime.requests.result import Chunk, GenerationResult
-from spec_runtime.sampling import SamplingParams, TokenLogprob, checked_flag
+from spec_runtime.sampling import SamplingParams, TokenLogprob
 from spec_runtime.stats import Stats
 from spec_runtime.step import Ending, Step
 from spec_runtime.target import Target, Wants
@@ -176,8 +176,6 @@ class Engine:
         opener = parts.opener
         if opener is None:
             raise UserError("this engine was not loaded from a bundle: it has one drafter only")
-        if lookup is not None:
-            lookup = checked_flag("lookup", lookup)
         opened = opener.open(name, lookup)
         return Engine(parts.target, self.tokenizer, opened, opener, parts.conversations.max_bytes)
 
@@ -249,8 +247,9 @@ class Engine:
         No other call is waited for, so that a server can refuse a bad request at once.
         """
         request = read_options(options)
-        self._require_strictly_greedy(request.params)
-        request.params.require_tokens_below(self.target.vocab_size)
+        params = request.sampling
+        self._require_strictly_greedy(params)
+        params.require_tokens_below(self.target.vocab_size)
         ids = self.encode(
             prompt,
             request.raw,
@@ -259,8 +258,8 @@ class Engine:
             continue_final=request.continue_final,
             control_tokens=request.control_tokens,
         )
-        text = TextStream(self.tokenizer.decode, request.params.stop)
-        return Call(ids, request, text, self._masks(request.params))
+        text = TextStream(self.tokenizer.decode, params.stop)
+        return Call(ids, request, text, self._masks(params))
 
     def _masks(self, params: SamplingParams) -> PathMasks | None:
         """Returns the masks of the request's grammar, None without one; raises ValueError for a

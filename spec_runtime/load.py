@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict, Unpack
+
+from annotated_types import Ge
 
 from spec_runtime import backends
 from spec_runtime import profile as profiles
@@ -18,7 +19,8 @@ from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.kv import open_cache
-from spec_runtime.mapping import from_mapping
+from spec_runtime.machine import warn_of_threads
+from spec_runtime.options import Option
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS, VARIANTS
 from spec_runtime.proposers.adaptive import DraftPauser, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer, Proposer
@@ -35,124 +37,126 @@ DEFAULT_LOOKUP_NODES = 6
 log = logging.getLogger("spec_runtime")
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    """Checks the types of `load`'s arguments, whose names and meanings these fields have."""
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(Runtime):
+    """Says how a bundle is opened: what runs its graphs, and how it drafts.
 
-    path: str
-    drafter: str | None
-    threads: int | None
-    verify: bool
-    lookup: bool | None
-    profile: bool
-    strict: bool
-    backend: str
-    fused: bool | None
-    cuda_graphs: bool
-    memory: int
-    map_weights: bool
-    kept_mb: int
+    drafter: a name from the manifest, "prompt_lookup", "lookahead" or "none" (plain decoding). None
+    takes the manifest's first, or prompt_lookup if there is none. lookup: None does as the bundle
+    says. verify: check every file's hash first. profile: otherwise the bundle's own trees. strict:
+    decide tokens at near ties by one-row passes, as plain decoding does.
 
-    def __post_init__(self) -> None:
-        if self.memory < 0:
-            raise UserError(f"got memory {self.memory}, expected 0 or more tokens", param="memory")
-        if self.kept_mb < 0:
-            raise UserError(
-                f"got kept_mb {self.kept_mb}, expected 0 or more megabytes", param="kept_mb"
-            )
+    backend: "onnxruntime" is the CPU, "cuda" ONNX Runtime's CUDA provider, and "tensorrt" runs the
+    plans of a bundle that has some. Profiles hold for the CPU only. fused: one run drafts, verifies
+    and accepts, with trees of a fixed size and no other drafter's candidates. None takes it on
+    CUDA, where the bundle has one that ONNX Runtime opens and can capture; otherwise the ordinary
+    loop runs, and a warning says why.
 
+    memory: no token changes, but a request that repeats an earlier answer gets faster, which its
+    sender can notice: do not share such an engine between users who must not learn of each other's
+    answers. map_weights: weights are packed for this CPU; the engines of one process share them
+    without it. CPU only. kept_mb: what was used least recently goes first. A conversation that goes
+    on, or shares a beginning, then needs not be read again. Backend "onnxruntime" only.
+    """
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """Says how a bundle's drafters are opened; the fields are those of `load`."""
-
-    runtime: Runtime
-    profile: bool = True
-    fused: bool | None = None
-    memory: int = 0
+    drafter: Annotated[
+        str | None,
+        Option(
+            "A drafter of the bundle, prompt_lookup, prompt_lookup:published, lookahead, or none",
+            unset="the bundle's first",
+        ),
+    ] = None
+    lookup: Annotated[
+        bool | None,
+        Option(
+            "Merge prompt lookup's candidates into a trained drafter's trees",
+            unset="as the bundle says",
+        ),
+    ] = None
+    profile: Annotated[
+        bool, Option("Use what spec-runtime tune found on this machine, if it was run")
+    ] = True
+    fused: Annotated[
+        bool | None,
+        Option(
+            "Greedy requests take the drafter's fused step (build --fuse): one run a step",
+            unset="on CUDA, if the bundle has one that can be captured",
+        ),
+    ] = None
+    strict: Annotated[bool, Option("Decide near ties by one-row passes (fp32, fp16; greedy)")] = (
+        False
+    )
+    memory: Annotated[
+        int,
+        Ge(0),
+        Option("Prompt lookup also finds up to N tokens of earlier answers of this run; 0: none"),
+    ] = 0
+    kept_mb: Annotated[
+        int,
+        Ge(0),
+        Option(
+            "Megabytes for the KV of earlier conversations, which then go on without being read "
+            "again; how fast an answer comes tells clients whether its prompt was asked before"
+        ),
+    ] = 0
+    verify: Annotated[bool, Option("Check the hash of every file of the bundle first")] = True
 
     @property
     def prefers_fused(self) -> bool:
         """Says whether a fused step is taken where there is one."""
-        is_cuda = (self.runtime.engine, self.runtime.device) == ("onnxruntime", "cuda")
+        is_cuda = (self.engine, self.device) == ("onnxruntime", "cuda")
         return is_cuda if self.fused is None else self.fused
 
 
+class LoadArguments(TypedDict, total=False):
+    """Lists the keyword arguments of `load` after its drafter: the fields of LoadOptions."""
+
+    # made by tools/docs/typed_arguments.py
+    backend: str
+    threads: int | None
+    cuda_graphs: bool
+    map_weights: bool
+    lookup: bool | None
+    profile: bool
+    fused: bool | None
+    strict: bool
+    memory: int
+    kept_mb: int
+    verify: bool
+
+
 def load(
-    path: str | Path,
-    drafter: str | None = None,
-    threads: int | None = None,
-    verify: bool = True,
-    lookup: bool | None = None,
-    profile: bool = True,
-    strict: bool = False,
-    backend: str = "onnxruntime",
-    fused: bool | None = None,
-    cuda_graphs: bool = True,
-    memory: int = 0,
-    map_weights: bool = False,
-    kept_mb: int = 0,
+    path: str | Path, drafter: str | None = None, **arguments: Unpack[LoadArguments]
 ) -> Engine:
     """Opens a bundle and returns an engine that generates with it.
 
-    Args:
-        path: the bundle's folder, or "hf://org/name", which is fetched once (see hub.pull.cached).
-        drafter: a name from its manifest, "prompt_lookup", "lookahead" or "none" (plain decoding).
-            None takes the manifest's first, or prompt_lookup if there is none.
-        threads: CPU threads; None takes as many as this process may use.
-        verify: check every file's hash first.
-        lookup: merge prompt lookup's candidates into a trained drafter's trees; None does as the
-            bundle says.
-        profile: use what `spec-runtime tune` found on this machine, if it was run; otherwise the
-            bundle's own trees.
-        strict: decide tokens at near ties by one-row passes, as plain decoding does (greedy; for
-            fp32 and fp16 bundles).
-        backend: "onnxruntime" is the CPU, "cuda" ONNX Runtime's CUDA provider, and "tensorrt" runs
-            the plans of a bundle that has some. Profiles hold for the CPU only.
-        fused: greedy requests take the drafter's fused step: one run drafts, verifies and accepts,
-            with trees of a fixed size and no other drafter's candidates. None takes it on CUDA,
-            where the bundle has one that ONNX Runtime opens and can capture; otherwise the
-            ordinary loop runs, and a warning says why.
-        cuda_graphs: capture runs that come again and replay them; on the CPU it says nothing.
-        memory: prompt lookup, alone or merged, also looks up at most so many tokens of this
-            engine's earlier answers. No token changes, but a request that repeats an earlier answer
-            gets faster, which its sender can notice: do not share such an engine between users who
-            must not learn of each other's answers.
-        map_weights: map weights, packed for this CPU, from files in the user's cache folder, which
-            take twice the bundle's room; other processes share them then. CPU only. The engines of
-            one process share weights without it.
-        kept_mb: keep the KV of earlier conversations, and what the drafter reads of them, in so
-            many megabytes; that least recently used goes. A conversation that goes on, or shares a
-            beginning, then needs not be read again. Backend "onnxruntime" only.
+    `path` is the bundle's folder, or "hf://org/name", which is fetched once (see hub.pull.cached).
+    The other arguments are the fields of LoadOptions: `load(path, drafter="none", threads=2)`.
 
-    Raises:
-        ValueError: in one line, if anything does not fit; BundleError for the bundle's own faults.
+    Raises UserError, in one line, if anything does not fit: BundleError for the bundle's own
+    faults, UnknownDrafterError for a drafter that it has not.
     """
-    given = dict(locals())
-    given["path"] = os.fspath(path) if isinstance(path, os.PathLike) else path
-    for name in ("threads", "memory", "kept_mb"):
-        given[name] = _plain_int(given[name])
-    threads, memory, kept_mb = given["threads"], given["memory"], given["kept_mb"]
-    from_mapping(_Arguments, given, "load", none="None")
-    runtime = Runtime(backend, threads, cuda_graphs, map_weights)
-    options = LoadOptions(runtime, profile, fused, memory)
-    bundle = bundles.read(_local(path), verify)
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f"got path {path!r:.60}, expected the folder of a bundle", param="path")
+    options = LoadOptions(drafter=drafter, **arguments)
+    warn_of_threads(options.threads)
+    bundle = bundles.read(_local(path), options.verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow
         raise UnknownDrafterError(drafter, known)
-    if strict:
+    if options.strict:
         _require_strictness(bundle.manifest)
     tokenizer = Tokenizer(bundle)
-    target = _open_target(bundle, options.runtime, strict)
+    target = _open_target(bundle, options)
     opener = DrafterOpener(bundle, target, options)
-    opened = opener.open(drafter, lookup)
-    if memory and opened.name.rpartition("+")[2] != "prompt_lookup":
+    opened = opener.open(drafter, options.lookup)
+    if options.memory and opened.name.rpartition("+")[2] != "prompt_lookup":
         raise UserError(
             f"got memory with drafter {opened.name}, expected prompt_lookup, or a trained drafter "
             "with lookup",
             param="memory",
         )
-    return Engine(target, tokenizer, opened, opener, kept_mb << 20)
+    return Engine(target, tokenizer, opened, opener, options.kept_mb << 20)
 
 
 def _local(path: str | Path) -> str | Path:
@@ -164,18 +168,18 @@ def _local(path: str | Path) -> str | Path:
     return path
 
 
-def _open_target(bundle: bundles.Bundle, runtime: Runtime, strict: bool) -> Target:
+def _open_target(bundle: bundles.Bundle, options: LoadOptions) -> Target:
     info, graph = bundle.manifest.target, bundle.manifest.graphs["target"]
     capacity = info.max_length + info.scratch
-    backend = backends.open_graph(bundle, graph, capacity, runtime)
+    backend = backends.open_graph(bundle, graph, capacity, options)
     return Target(
         backend,
         open_cache(graph.form, capacity),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
         precision=info.precision,
-        strict_gap=STRICT_GAPS[info.precision] if strict else None,
-        sampling=backends.open_sampling(bundle, backend, runtime),
+        strict_gap=STRICT_GAPS[info.precision] if options.strict else None,
+        sampling=backends.open_sampling(bundle, backend, options),
     )
 
 
@@ -200,16 +204,16 @@ class DrafterOpener:
 
         Raises ValueError for an unknown name and for what the bundle cannot do.
         """
+        options = replace(self._options, drafter=name, lookup=lookup)  # checked
         name = self._known[0] if name is None else name
-        if self._options.prefers_fused:
+        if options.prefers_fused:
             fused = self._open_fused(name, lookup)
             if fused is not None:
                 return fused
         opened = self._open(name, lookup)
-        runtime = self._options.runtime
-        if not self._options.profile or name == "none" or runtime.backend != "onnxruntime":
+        if not options.profile or name == "none" or options.backend != "onnxruntime":
             return opened
-        profile = profiles.find(profiles.key_of(self._bundle, opened.name, runtime.threads))
+        profile = profiles.find(profiles.key_of(self._bundle, opened.name, options.threads))
         return opened if profile is None else _tuned(opened, profile)
 
     def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
@@ -229,7 +233,7 @@ class DrafterOpener:
         if memory and name == "prompt_lookup":
             proposer = LookupProposer(memory)
         else:
-            proposer = factories[name](self._bundle, entry, self._options.runtime, target)
+            proposer = factories[name](self._bundle, entry, self._options, target)
         if entry is None:
             if lookup:
                 raise UserError(
@@ -257,7 +261,7 @@ class DrafterOpener:
         is_asked_for = self._options.fused is not None
         if name == "none" or (not is_asked_for and lookup):
             return None  # plain decoding stays the measure of all
-        runtime = self._options.runtime
+        runtime = self._options
         graph = self._bundle.manifest.graphs.get(bundles.fused_name(name))
         if graph is None or runtime.engine == "tensorrt":
             if not is_asked_for or name in BUILT_IN:
@@ -316,12 +320,6 @@ def _require_strictness(manifest: bundles.Manifest) -> None:
 def _drafter_names(bundle: bundles.Bundle) -> list[str]:
     names = [info.name for info in bundle.manifest.drafters]
     return [*names, *(name for name in BUILT_IN if name not in names)]
-
-
-def _plain_int(value: Any) -> Any:
-    """Returns NumPy's integers as Python's, everything else as it is."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    return int(value) if is_integer else value
 
 
 def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:

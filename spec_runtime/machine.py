@@ -30,20 +30,22 @@ def default_threads() -> int:
 
 
 def require_threads(threads: int | None) -> None:
-    """Raises ValueError unless `threads` is None or from 1 to four times the CPUs.
-
-    Warns of more threads than CPUs: they take turns, which is slower than fewer.
-    """
+    """Raises UserError unless `threads` is None or from 1 to four times the CPUs."""
     if threads is None:
         return
-    num_cpus = default_threads()
-    most = MOST_PER_CPU * num_cpus
+    most = MOST_PER_CPU * default_threads()
     if type(threads) is not int or not 1 <= threads <= most:
         raise UserError(
             f"got threads {threads!r:.40}, expected 1 to {most}, four times the CPUs that this "
-            "process may use, or None for as many as those"
+            "process may use, or None for as many as those",
+            param="threads",
         )
-    if threads > num_cpus:
+
+
+def warn_of_threads(threads: int | None) -> None:
+    """Warns of more threads than CPUs: they take turns, which is slower than fewer."""
+    num_cpus = default_threads()
+    if threads is not None and threads > num_cpus:
         log.warning(
             "%d threads share the %d CPUs that this process may use, which is slower than %d",
             threads,

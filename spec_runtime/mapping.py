@@ -13,20 +13,27 @@ import dataclasses
 import json
 import math
 import tomllib
-import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+import numpy as np
 
 from spec_runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+    from pydantic_core import SchemaValidator
 
 T = TypeVar("T")
 
 MAX_DEPTH = 100  # of lists and mappings in each other; ours have fewer than ten
+MAX_KEYS = 100_000  # of a mapping whose values are checked
+MAX_INTEGER = 2**63 - 1  # what arrays and random generators can hold
 
 _LEFT_OUT = "left out where it has its default"
-_UNIONS = (typing.Union, types.UnionType)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -52,10 +59,12 @@ def parse_json(text: str | bytes) -> Any:
 def parse_toml(text: str | bytes) -> dict[str, Any]:
     """Returns what a TOML text says; bytes are UTF-8.
 
-    Raises ValueError for anything that is not TOML of a sensible depth.
+    Raises ValueError for anything that is not TOML of a sensible depth, and for numbers that are
+    not finite.
     """
     try:
-        value = tomllib.loads(text.decode() if isinstance(text, bytes) else text)
+        text = text.decode() if isinstance(text, bytes) else text
+        value = tomllib.loads(text, parse_float=_finite)
     except RecursionError:
         raise UserError("it is nested too deeply") from None
     _require_shallow(value)
@@ -97,40 +106,6 @@ def added_later(default: Any) -> Any:
     return dataclasses.field(default=default, metadata={_LEFT_OUT: True})
 
 
-def from_mapping(
-    cls: type[T], data: Any, where: str, error: type[UserError] = UserError, none: str = "null"
-) -> T:
-    """Returns the dataclass `cls` with the values of the mapping `data`.
-
-    Field types may be bool, int, float, str, Literal, tuple, list, dict, Any, other dataclasses and
-    unions of these, with None among them. Lists become tuples and integers become floats where the
-    field is one. A field with a default may be missing.
-
-    `where` names the mapping in messages: `where.key` is one of its values. `none` is what a
-    message calls None, which TOML cannot say.
-
-    Raises `error` on an unknown or missing key (naming those expected), on a value of another type,
-    and on a value that a class itself refuses with a ValueError. An `error` that a class raises
-    itself is passed on unchanged.
-    """
-    return _Parser(error, none).build(cls, data, where)
-
-
-def check_keys(
-    given: Collection[str],
-    known: Collection[str],
-    required: Collection[str],
-    where: str,
-    error: type[UserError],
-) -> None:
-    """Raises `error` if a given key is not known or a required one is not given."""
-    wrong = [f"unknown key {key!r:.60}" for key in given if key not in known]
-    wrong += [f"missing key {key!r}" for key in required if key not in given]
-    if wrong:
-        wrong = [*wrong[:8], *([f"{len(wrong) - 8} more"] if len(wrong) > 8 else [])]
-        raise error(f"{where}: got {brief(', '.join(wrong))}; expected keys {', '.join(known)}")
-
-
 def to_json(value: Any) -> Any:
     """Returns dataclasses and tuples as plain dicts and lists, ready for `json`.
 
@@ -151,134 +126,249 @@ def to_json(value: Any) -> Any:
     return value
 
 
-class _Unfit(Exception):
-    """The value is not of the kind that its annotation asks for."""
+def from_mapping(
+    cls: type[T], data: Any, where: str, error: type[UserError] = UserError, none: str = "null"
+) -> T:
+    """Returns the dataclass `cls` with the values of the mapping `data`.
+
+    Its annotations say what fits: types, dataclasses and unions of these, and bounds such as
+    `Annotated[int, Ge(1)]`. Lists become tuples and integers become floats where the field is one;
+    nothing else is converted. A field with a default may be missing.
+
+    `where` names the mapping in messages: `where.key` is one of its values. `none` is what a
+    message calls None, which TOML cannot say.
+
+    Raises `error` on an unknown or missing key (naming those expected), on a value of another type
+    or out of bounds, and on a value that a class itself refuses with a ValueError. An `error` of a
+    kind of its own that a class raises is passed on unchanged.
+    """
+    from pydantic import ValidationError
+
+    if not isinstance(data, Mapping):
+        raise error(f"{where}: got {_shown(data)}, expected a mapping")
+    try:
+        _with_keys(data, cls)
+        return typing.cast(T, _validator(typing.cast(Any, cls)).validate_python(data))
+    except ValidationError as library_error:
+        fault = _fault(data, library_error, none)
+    except UserError as wrong_keys:
+        raise error(f"{where}: {wrong_keys}") from None
+    if error is not UserError and isinstance(fault.refused, error):
+        raise fault.refused
+    if fault.refused is not None:
+        raise error(f"{where}{fault.place}: {brief(fault.refused, 1000)}") from fault.refused
+    raise error(f"{where}{fault.place}: got {_shown(fault.value)}, expected {fault.expected}")
 
 
 @dataclass(frozen=True)
-class _Parser:
-    """Builds dataclasses; `error` and `none` as in `from_mapping`."""
+class Must:
+    """Says in an annotation what a value has to be besides its type, by a test and in words:
+    `Annotated[str, Must(str.isprintable, "printable characters")]`."""
 
-    error: type[UserError]
-    none: str
+    test: Callable[[Any], object]
+    expected: str
 
-    def build(self, cls: type[T], data: Any, where: str) -> T:
-        """Returns the dataclass `cls` from `data`; raises `error` unless `data` fits."""
-        if not isinstance(data, Mapping):
-            raise self.error(f"{where}: got {_shown(data)}, expected a mapping")
-        fields = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls)) if f.init}
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic_core import PydanticCustomError, core_schema
+
+        def check(value: Any) -> Any:
+            if not self.test(value):
+                raise PydanticCustomError("must", "{expected}", {"expected": self.expected})
+            return value
+
+        return core_schema.no_info_after_validator_function(check, handler(source))
+
+
+class Checked:
+    """Makes the constructor of a frozen dataclass check its fields by their annotations.
+
+    Takes NumPy's scalars and arrays as Python's numbers and lists. Raises UserError, which names
+    the field as its `param`: "got top_k 0, expected 1 or more or None".
+    """
+
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}
+
+    def __post_init__(self) -> None:
+        from pydantic import ValidationError
+
+        given = {name: _plain(value) for name, value in vars(self).items()}
+        try:
+            values, _ = _validator(typing.cast(Any, type(self)), of_fields=True).validate_python(
+                given
+            )
+        except ValidationError as library_error:
+            fault = _fault(given, library_error, "None")
+        else:
+            self.__dict__.update(values)
+            return
+        got = f"got {fault.field} {brief(repr(given[fault.field]), 60)}"
+        raise UserError(f"{got}, expected {fault.expected}", param=fault.field)
+
+
+def _plain(value: Any) -> Any:
+    """Returns NumPy's scalars and arrays as Python's numbers and lists, also as a mapping's."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return value
+
+
+@cache
+def _validator(cls: type, of_fields: bool = False) -> SchemaValidator:
+    """Returns what builds the dataclass `cls` of a mapping, or, `of_fields`, checks its fields.
+
+    pydantic is imported here, by the first thing that is checked: it takes 50 ms.
+    """
+    from pydantic import TypeAdapter
+    from pydantic_core import SchemaValidator
+
+    most = None if of_fields else MAX_INTEGER
+    schema = _strict(TypeAdapter(cls).core_schema, most)
+    while of_fields and schema["type"] != "dataclass-args":
+        schema = schema["schema"]
+    return SchemaValidator(schema)
+
+
+def _strict(schema: Any, most: int | None) -> Any:
+    """Returns pydantic's schema without conversions, except for lists to tuples and int to float.
+
+    Dataclasses refuse unknown and missing keys in our words. Mappings have at most MAX_KEYS keys,
+    and integers are at most `most`, where they have no other bounds.
+    """
+    from pydantic_core import core_schema
+
+    if isinstance(schema, list):
+        return [_strict(each, most) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = ("metadata", "default", "serialization")
+    schema = {key: item if key in kept else _strict(item, most) for key, item in schema.items()}
+    kind = schema.get("type")
+    if kind in ("int", "float", "str", "bool"):
+        schema["strict"] = True
+    if kind == "int" and most is not None:
+        schema = {"ge": -most, "le": most} | schema
+    if kind == "float":
+        schema["allow_inf_nan"] = False
+    if kind in ("list", "tuple"):
+        schema["fail_fast"] = True
+    if kind == "nullable":  # as a union, so that a message says that None is allowed
+        return core_schema.union_schema([schema["schema"], core_schema.none_schema()])
+    if kind == "dict":
+        return core_schema.no_info_before_validator_function(_require_few, schema)
+    if kind == "dataclass":
+        reference = schema.pop("ref", None)
+        check = partial(_with_keys, cls=schema["cls"])
+        return core_schema.no_info_before_validator_function(check, schema, ref=reference)
+    return schema
+
+
+def _require_few(data: Any) -> Any:
+    if isinstance(data, Mapping) and len(data) > MAX_KEYS:
+        raise UserError(f"got {len(data)} keys, expected at most {MAX_KEYS}")
+    return data
+
+
+def _with_keys(data: Any, cls: Any) -> Any:
+    """Returns `data`; raises UserError if it is a mapping and has not the keys of a dataclass."""
+    if isinstance(data, Mapping):
+        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
         required = [name for name, field in fields.items() if _has_no_default(field)]
-        check_keys(data, fields, required, where, self.error)
-        hints = typing.get_type_hints(cls)
-        values = {
-            key: self.convert(hints[key], value, _inside(where, key)) for key, value in data.items()
-        }
-        try:
-            return cls(**values)
-        except self.error:
-            raise
-        except ValueError as refused:
-            raise self.error(f"{where}: {brief(refused, 1000)}") from refused
+        require_keys(data, fields, required)
+    return data
 
-    def convert(self, hint: Any, data: Any, where: str) -> Any:
-        """Returns `data` as the annotation `hint` wants it; raises `error` unless it fits."""
-        try:
-            return self._fitted(hint, data, where)
-        except _Unfit:
-            expected = self._name(hint)
-            raise self.error(f"{where}: got {_shown(data)}, expected {expected}") from None
 
-    def _fitted(self, hint: Any, data: Any, where: str) -> Any:
-        """Does what `convert` does, but raises _Unfit if `data` itself is of another kind."""
-        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-        if hint is Any:
-            return data
-        if origin in _UNIONS:
-            return self._one_of(arguments, data, where)
-        if origin is Literal:
-            if any(type(data) is type(option) and data == option for option in arguments):
-                return data
-            raise _Unfit
-        if dataclasses.is_dataclass(hint):
-            if not isinstance(data, Mapping):
-                raise _Unfit
-            return self.build(typing.cast(type, hint), data, where)
-        if (origin or hint) in (tuple, list):
-            return self._sequence(origin or hint, arguments, data, where)
-        if (origin or hint) is dict:
-            if not isinstance(data, Mapping):
-                raise _Unfit
-            of_key, of_value = arguments or (Any, Any)
-            return {
-                self.convert(of_key, key, where): self.convert(of_value, item, _inside(where, key))
-                for key, item in data.items()
-            }
-        if hint is float and type(data) is int and abs(data) < 2**1023:
-            return float(data)
-        if hint is float and type(data) is float and not math.isfinite(data):
-            raise _Unfit
-        if type(data) is hint:  # exactly, so that true is not an integer
-            return data
-        raise _Unfit
-
-    def _sequence(self, kind: type, arguments: tuple[Any, ...], data: Any, where: str) -> Any:
-        """Returns a list as a tuple or list of converted items."""
-        if not isinstance(data, list | tuple):
-            raise _Unfit
-        if not arguments:
-            return kind(data)
-        if kind is list or arguments[-1] is Ellipsis:
-            arguments = (arguments[0],) * len(data)
-        if len(arguments) != len(data):
-            raise _Unfit
-        pairs = enumerate(zip(arguments, data, strict=True))
-        return kind(self.convert(hint, item, f"{where}[{i}]") for i, (hint, item) in pairs)
-
-    def _one_of(self, options: tuple[Any, ...], data: Any, where: str) -> Any:
-        """Returns `data` as the first option that it fits.
-
-        Its own type comes first: `int | float` leaves 3 an integer in whichever order it is
-        written. A list with a wrong item is an error at that item.
-        """
-        if data is None and type(None) in options:
-            return None
-        inside: UserError | None = None
-        for option in sorted(options, key=lambda option: option is not type(data)):
-            try:
-                return self._fitted(option, data, where)
-            except _Unfit:
-                continue
-            except self.error as wrong:
-                inside = inside or wrong
-        raise inside or _Unfit
-
-    def _name(self, hint: Any) -> str:
-        """Returns what a message calls the annotation `hint`: "int or absent", "a list of str"."""
-        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-        if hint is type(None):
-            return self.none
-        if origin in _UNIONS:
-            return " or ".join(self._name(option) for option in arguments)
-        if origin is Literal:
-            return "one of " + ", ".join(repr(option) for option in arguments)
-        if origin in (tuple, list):
-            if origin is list or arguments[-1] is Ellipsis:
-                return f"a list of {self._name(arguments[0])}"
-            return "[" + ", ".join(self._name(option) for option in arguments) + "]"
-        if dataclasses.is_dataclass(hint) or (origin or hint) is dict:
-            return "a mapping"
-        return getattr(hint, "__name__", str(hint))
+def require_keys(
+    given: Collection[str], known: Collection[str], required: Collection[str], where: str = ""
+) -> None:
+    """Raises UserError if a given key is not known or a required one is not given."""
+    wrong = [f"unknown key {key!r:.60}" for key in given if key not in known]
+    wrong += [f"missing key {key!r}" for key in required if key not in given]
+    if wrong:
+        wrong = [*wrong[:8], *([f"{len(wrong) - 8} more"] if len(wrong) > 8 else [])]
+        got = f"{where}{': ' if where else ''}got {brief(', '.join(wrong))}"
+        raise UserError(f"{got}; expected keys {', '.join(known)}")
 
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _inside(where: str, key: Any) -> str:
-    """Returns what a message calls the value of `key`: "manifest.name", or, where a terminal would
-    not print the key as it is, "manifest['a\\nb']"."""
+class _Fault(NamedTuple):
+    """Says which value does not fit, where it is (".graphs.target", in the field "graphs"), and
+    what was expected there, or by which error a class of ours refused it."""
+
+    field: str
+    place: str
+    value: Any
+    expected: str
+    refused: Exception | None
+
+
+# Says in our words what pydantic found, where its own are long.
+_WORDS = {
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "{ge:g} or more",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "int_type": "int",
+    "float_type": "float",
+    "finite_number": "a finite float",
+    "string_type": "str",
+    "bool_type": "bool",
+    "none_required": "{none}",
+    "callable_type": "a function",
+    "dataclass_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "missing": "more items",
+    "too_short": "{min_length} or more items",
+    "too_long": "at most {max_length} items",
+}
+
+
+def _fault(data: Any, error: ValidationError, none: str) -> _Fault:
+    """Returns the deepest of pydantic's problems: of a list with a wrong item, the item. Where the
+    alternatives of a union all refuse a value, says what each of them expected."""
+    problems = [(_follow(data, each["loc"]), each) for each in error.errors(include_url=False)]
+    (place, value), problem = max(problems, key=lambda each: len(each[0][0]))
+    refused = problem.get("ctx", {}).get("error")
+    if isinstance(refused, AssertionError):
+        raise refused
+    alike = [each for (other, _), each in problems if other == place]
+    words = (
+        _WORDS[each["type"]].format(**each.get("ctx", {}), none=none)
+        if each["type"] in _WORDS
+        else each["msg"].removeprefix("Input should be ")
+        for each in alike
+    )
+    if problem["loc"][-1:] == ("[key]",):
+        value = problem["input"]
+    *first, last = dict.fromkeys(words)
+    expected = f"{', '.join(first)} or {last}" if first else last
+    field = str(problem["loc"][0]) if problem["loc"] else ""
+    return _Fault(field, "".join(place), value, expected, refused)
+
+
+def _follow(data: Any, loc: Sequence[Any]) -> tuple[list[str], Any]:
+    """Follows a place as far as the data has it: pydantic's names of a union's alternatives are
+    skipped. Returns the parts, as messages write them, and the value there."""
+    place = []
+    for part in loc[:-2] if loc[-1:] == ("[key]",) else loc:
+        is_item = isinstance(part, int) and isinstance(data, list | tuple) and part < len(data)
+        if is_item or (isinstance(data, Mapping) and part in data):
+            data = data[part]
+            place.append(f"[{part}]" if is_item else _key(part))
+    return place, data
+
+
+def _key(key: Any) -> str:
+    """Returns what a message calls the place of `key`: ".name", or, where a terminal would not
+    print the key as it is, "['a\\nb']"."""
     is_plain = isinstance(key, str) and key.isprintable() and len(key) <= 60
-    return f"{where}.{key}" if is_plain else f"{where}[{key!r:.60}]"
+    return f".{key}" if is_plain else f"[{key!r:.60}]"
 
 
 def _shown(data: Any) -> str:

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge, Gt, MinLen
 
 from spec_runtime import mapping
 from spec_runtime.bundle import manifest as bundles
@@ -43,6 +44,9 @@ class Key:
     drafter: str
 
 
+Milliseconds = Annotated[float, Gt(0)]
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times in milliseconds.
@@ -52,18 +56,12 @@ class Costs:
     plain decoding. prefill: one prompt token.
     """
 
-    verify: tuple[tuple[float, ...], ...]
-    draft: float
-    level: float
-    host: float
-    plain: float
+    verify: Annotated[tuple[tuple[float, Milliseconds], ...], MinLen(1)]
+    draft: Annotated[float, Ge(0)]
+    level: Annotated[float, Ge(0)]
+    host: Annotated[float, Ge(0)]
+    plain: Milliseconds
     prefill: float
-
-    def __post_init__(self) -> None:
-        is_measured = all(len(pair) == 2 for pair in self.verify) and len(self.verify) > 0
-        times = [self.plain, *(pair[-1] for pair in self.verify if pair)]
-        if not is_measured or min(times) <= 0 or min(self.draft, self.level, self.host) < 0:
-            raise UserError(f"got costs {self!r:.120}, expected pairs (nodes, ms), all positive")
 
     def step_ms(self, max_nodes: int) -> tuple[float, ...]:
         """Returns the time of a step with one level of drafting and 1, 2, … max_nodes nodes,
@@ -86,12 +84,8 @@ class Costs:
 class Gain:
     """Tokens committed a step, and how many times as fast as plain decoding they come."""
 
-    accepted_length: float
-    speedup: float
-
-    def __post_init__(self) -> None:
-        if min(self.accepted_length, self.speedup) <= 0:
-            raise UserError(f"got {self!r:.80}, expected more than 0")
+    accepted_length: Annotated[float, Gt(0)]
+    speedup: Annotated[float, Gt(0)]
 
 
 @dataclass(frozen=True)
@@ -175,6 +169,9 @@ class _StoredBudget:
     level_ms: float = 0.0
     reliability: tuple[tuple[float, ...], ...] = ()
     sampled_trust: float = mapping.added_later(1.0)
+    # Profiles of older versions list these two, which no growth has any more.
+    truth: Any = mapping.added_later(None)
+    draw: Any = mapping.added_later(None)
 
     @classmethod
     def of(cls, budget: Budget) -> _StoredBudget:
@@ -201,6 +198,27 @@ class _StoredBudget:
         return Budget(self.max_nodes, self.max_depth, growth)
 
 
+@dataclass(frozen=True)
+class _StoredCandidate(Candidate):
+    """A candidate as the file has it."""
+
+    budget: _StoredBudget | None  # type: ignore[assignment]
+    sampled_pace: Gain | None = mapping.added_later(None)  # an older name of sampled_gain
+
+    def candidate(self) -> Candidate:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Candidate)}
+        values["budget"] = None if self.budget is None else self.budget.budget()
+        values["sampled_gain"] = self.sampled_gain or self.sampled_pace
+        return Candidate(**values)
+
+
+@dataclass(frozen=True)
+class _StoredProfile(Profile):
+    """A profile as the file has it."""
+
+    candidates: tuple[_StoredCandidate, ...]
+
+
 def to_json(profile: Profile) -> dict[str, Any]:
     """Returns the profile as plain dicts and lists, as the file has it."""
     data: dict[str, Any] = mapping.to_json(profile)
@@ -212,26 +230,9 @@ def to_json(profile: Profile) -> dict[str, Any]:
 
 def from_json(data: Any) -> Profile:
     """Returns the profile of which `to_json` made `data`; raises UserError if it is damaged."""
-    rows = data.get("candidates") if isinstance(data, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError("got no list of candidates, expected a profile")
-    old_names = {"sampled_pace": "sampled_gain"}  # of profiles that older versions wrote
-    rows = [{old_names.get(key, key): value for key, value in row.items()} for row in rows]
-    plain = [row | {"budget": None} if "budget" in row else row for row in rows]
-    profile = mapping.from_mapping(Profile, data | {"candidates": plain}, "profile")
-    candidates = [
-        dataclasses.replace(candidate, budget=_budget(row["budget"], candidate.name))
-        for candidate, row in zip(profile.candidates, rows, strict=True)
-    ]
-    return dataclasses.replace(profile, candidates=tuple(candidates))
-
-
-def _budget(data: Any, name: str) -> Budget | None:
-    if data is None:
-        return None
-    if isinstance(data, dict):  # profiles of older versions also list growths that none ever has
-        data = {key: value for key, value in data.items() if key not in ("truth", "draw")}
-    return mapping.from_mapping(_StoredBudget, data, f"budget of {name}").budget()
+    stored = mapping.from_mapping(_StoredProfile, data, "profile")
+    candidates = tuple(each.candidate() for each in stored.candidates)
+    return Profile(stored.key, stored.costs, stored.curve, candidates, stored.chosen)
 
 
 @contextmanager

@@ -175,7 +175,7 @@ def test_find_takes_the_newest_and_no_half_built_one(folder: Path) -> None:
         (("name",), "\x1b[31mred", "got name '.x1b"),
         (("name",), "x" * 9999, "expected 1 to 200 printable"),
         (("target", "family"), "\x1b[31m", "target.family: got name"),
-        (("target", "max_length"), 2**70, "target.max_length: got a larger number"),
+        (("target", "max_length"), 2**70, "target.max_length: got int 1180"),
         (("target", "scratch"), 0, "target.scratch: got 0, expected a positive number"),
         (("target", "taps"), [-1], "target.taps: got -1"),
         (("target", "dims", "vocab_size"), 2**40, "vocab_size: got 1099511627776, expected"),

@@ -9,10 +9,17 @@ from rich.progress import Progress
 from rich.table import Table
 
 from spec_runtime.cli import options
+from spec_runtime.cli.flags import with_flags
 from spec_runtime.cli.terminal import Console, visible
 
 
+@with_flags(
+    loading=options.loading(only=("threads",)),
+    length=options.sampling(only=("max_new_tokens",), max_new_tokens=128),
+)
 def command(
+    loading: dict[str, Any],
+    length: dict[str, Any],
     bundle: options.Bundle = None,
     prompts: Annotated[
         Path | None,
@@ -28,8 +35,6 @@ def command(
             "--drafter", help="Name of the bundle's drafter to measure", show_default="all of them"
         ),
     ] = None,
-    max_new_tokens: options.MaxNewTokens = 128,
-    threads: options.Threads = None,
 ) -> None:
     """Measure how often a drafter's guesses are right, and store it in the bundle's manifest.
 
@@ -58,8 +63,8 @@ def command(
             bundle or find(),
             prompts,
             drafter,
-            max_new_tokens,
-            threads,
+            length["max_new_tokens"],
+            loading["threads"],
             on_prompt=show,
             on_skip=lambda line: progress.console.print(visible(line)),
             on_found=show_tables,

@@ -9,25 +9,31 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+from annotated_types import Ge, Gt, Le, Lt
 
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import added_later, check_keys, from_mapping, parse_toml, to_json
+from spec_runtime.mapping import (
+    Must,
+    added_later,
+    from_mapping,
+    parse_toml,
+    require_keys,
+    to_json,
+)
 
 T = TypeVar("T")
 
-MAX_INTEGER = 2**63 - 1  # what the arrays and generators behind a recipe can hold
 MAX_SEED = 2**32 - 1
 MAX_EPOCHS = 1e6
 
 
-class RecipeError(UserError):
-    """A recipe, an override or a drafter's config that cannot be used."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise RecipeError(message)
+# The numbers that recipes and drafters' configs are made of.
+Count = Annotated[int, Ge(1)]
+AtLeastZero = Annotated[float, Ge(0)]
+AboveZero = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass(frozen=True)
@@ -52,22 +58,12 @@ class DataSection:
     space; see tap_codes.py.
     """
 
-    path: str | tuple[str, ...]
-    max_length: int = 1024
-    validation_fraction: float = 0.02
+    path: Annotated[str | tuple[str, ...], Must(bool, "one file or a list of files")]
+    max_length: Annotated[int, Ge(2)] = 1024
+    validation_fraction: Share = 0.02
     sources: tuple[str, ...] | None = None
     allow_other_target: bool = added_later(False)
     tap_store: Literal["bf16", "fp8"] = added_later("bf16")
-
-    def __post_init__(self) -> None:
-        _require(bool(self.path), "[data] path is empty, expected one file or a list of files")
-        _require(
-            self.max_length >= 2, f"[data] max_length is {self.max_length}, expected at least 2"
-        )
-        _require(
-            0 <= self.validation_fraction < 1,
-            f"[data] validation_fraction is {self.validation_fraction}, expected 0 <= x < 1",
-        )
 
 
 @dataclass(frozen=True)
@@ -84,80 +80,40 @@ class TrainSection:
     them; 0 means all. See losses.py.
     """
 
-    batch_tokens: int = 8192
-    grad_accumulation: int = 1
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
+    batch_tokens: Count = 8192
+    grad_accumulation: Count = 1
+    lr: AboveZero = 1e-3
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    weight_decay: AtLeastZero = 0.0
+    grad_clip: AboveZero = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup: int | float = 0.03
-    epochs: float | None = None
-    max_steps: int | None = None
-    max_minutes: float | None = None
+    warmup: Annotated[
+        int | float,
+        Ge(0),
+        Must(lambda x: isinstance(x, int) or x < 1, "an integer (steps) or a fraction below 1"),
+    ] = 0.03
+    epochs: Annotated[float | None, Gt(0), Le(MAX_EPOCHS)] = None
+    max_steps: Count | None = None
+    max_minutes: AboveZero | None = None
     precision: Literal["fp32", "bf16"] = "bf16"
-    seed: int = 0
-    log_every: int = 10
-    validate_every: int = 200
-    checkpoint_every: int = 200
-    keep_checkpoints: int = 2
-    ema: float = added_later(0.0)
-    shortlist: int = added_later(0)
+    seed: Annotated[int, Ge(0), Le(MAX_SEED)] = 0
+    log_every: Count = 10
+    validate_every: Count = 200
+    checkpoint_every: Count = 200
+    keep_checkpoints: Count = 2
+    ema: Share = added_later(0.0)
+    shortlist: Annotated[int, Ge(0)] = added_later(0)
 
     def __post_init__(self) -> None:
-        counts = ("batch_tokens", "grad_accumulation", "log_every", "validate_every")
-        for name in (*counts, "checkpoint_every", "keep_checkpoints"):
-            _require(
-                getattr(self, name) >= 1,
-                f"[train] {name} is {getattr(self, name)}, expected at least 1",
+        if (self.epochs, self.max_steps, self.max_minutes) == (None, None, None):
+            raise UserError(
+                "got neither epochs nor max_steps nor max_minutes, expected one of them"
             )
-        _require(
-            0 <= self.seed <= MAX_SEED,
-            f"[train] seed is {self.seed}, expected 0 to {MAX_SEED}",
-        )
-        _require(self.lr > 0, f"[train] lr is {self.lr}, expected more than 0")
-        _require(self.grad_clip > 0, f"[train] grad_clip is {self.grad_clip}, expected more than 0")
-        _require(
-            self.weight_decay >= 0,
-            f"[train] weight_decay is {self.weight_decay}, expected 0 or more",
-        )
-        _require(
-            all(0 <= beta < 1 for beta in self.betas),
-            f"[train] betas are {list(self.betas)}, expected two numbers 0 <= x < 1",
-        )
-        _require(
-            self.warmup >= 0 and (isinstance(self.warmup, int) or self.warmup < 1),
-            f"[train] warmup is {self.warmup}, expected an integer (steps) or a fraction below 1",
-        )
-        _require(
-            self.shortlist >= 0, f"[train] shortlist is {self.shortlist}, expected 0 or more tokens"
-        )
-        _require(0 <= self.ema < 1, f"[train] ema is {self.ema}, expected 0 <= x < 1")
-        self._check_end()
-
-    def _check_end(self) -> None:
-        """Raises RecipeError unless something positive ends the training."""
-        _require(
-            (self.epochs, self.max_steps, self.max_minutes) != (None, None, None),
-            "[train] has neither epochs nor max_steps nor max_minutes, expected one of them",
-        )
-        _require(
-            self.epochs is None or 0 < self.epochs <= MAX_EPOCHS,
-            f"[train] epochs is {self.epochs}, expected more than 0, and at most {MAX_EPOCHS:.0f}",
-        )
-        _require(
-            self.max_steps is None or self.max_steps >= 1,
-            f"[train] max_steps is {self.max_steps}, expected at least 1",
-        )
-        _require(
-            self.max_minutes is None or self.max_minutes > 0,
-            f"[train] max_minutes is {self.max_minutes}, expected > 0",
-        )
-        _require(
-            self.epochs is not None or self.max_steps is not None or isinstance(self.warmup, int),
-            f"[train] warmup is {self.warmup} of an unknown number of steps, expected an integer "
-            "where only max_minutes ends training",
-        )
+        if self.ends_by_time_alone and not isinstance(self.warmup, int):
+            raise UserError(
+                f"got warmup {self.warmup} of an unknown number of steps, expected an integer "
+                "where only max_minutes ends training"
+            )
 
     @property
     def ends_by_time_alone(self) -> bool:
@@ -203,19 +159,9 @@ class ExportSection:
     """
 
     precision: Literal["fp32", "int8", "int4", "fp16", "bf16"] = "fp32"
-    draft_vocab: int | None = None
-    draft_vocab_prompts: float = 0.0
+    draft_vocab: Count | None = None
+    draft_vocab_prompts: AtLeastZero = 0.0
     bigrams: bool = added_later(True)
-
-    def __post_init__(self) -> None:
-        _require(
-            0 <= self.draft_vocab_prompts < math.inf,
-            f"[export] draft_vocab_prompts is {self.draft_vocab_prompts}, expected 0 or more",
-        )
-        _require(
-            self.draft_vocab is None or self.draft_vocab >= 1,
-            f"[export] draft_vocab is {self.draft_vocab}, expected at least 1",
-        )
 
 
 @dataclass(frozen=True)
@@ -228,31 +174,15 @@ class JointSection:
     which a sequence skips the target's last layer.
     """
 
-    lora_rank: int = 32
-    lora_alpha: int = 16
-    lora_dropout: float = 0.05
-    backbone_lr: float = 5e-4
+    lora_rank: Count = 32
+    lora_alpha: Count = 16
+    lora_dropout: Share = 0.05
+    backbone_lr: AboveZero = 5e-4
     backbone_loss: Literal["ce", "distill"] = "ce"
-    backbone_weight: float = 1.0
-    drafter_weight: float = 0.2
+    backbone_weight: AtLeastZero = 1.0
+    drafter_weight: AboveZero = 0.2
     drafter_ramp: Literal["none", "sine"] = "none"
-    layer_dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        _require(self.lora_rank >= 1, f"[joint] lora_rank is {self.lora_rank}, expected >= 1")
-        for name in ("lora_dropout", "layer_dropout"):
-            _require(
-                0 <= getattr(self, name) < 1,
-                f"[joint] {name} is {getattr(self, name)}, expected 0 <= x < 1",
-            )
-        for name in ("lora_alpha", "backbone_lr", "drafter_weight"):
-            _require(
-                getattr(self, name) > 0, f"[joint] {name} is {getattr(self, name)}, expected > 0"
-            )
-        _require(
-            self.backbone_weight >= 0,
-            f"[joint] backbone_weight is {self.backbone_weight}, expected >= 0",
-        )
+    layer_dropout: Share = 0.0
 
 
 @dataclass(frozen=True)
@@ -272,10 +202,9 @@ class Recipe:
     folder: Path = field(default=Path(), compare=False)
 
     def __post_init__(self) -> None:
-        _require(
-            isinstance(self.drafter.get("name"), str) and bool(self.drafter["name"]),
-            f"[drafter] name is {self.drafter.get('name')!r:.80}, expected the name of a drafter",
-        )
+        name = self.drafter.get("name")
+        if not isinstance(name, str) or not name:
+            raise UserError(f"[drafter].name: got {name!r:.80}, expected the name of a drafter")
 
     @property
     def drafter_name(self) -> str:
@@ -326,13 +255,13 @@ OPTIONAL = ("joint",)  # leaving the section out is not the same as taking its d
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads the recipe at `path` and applies `overrides`, each "section.key=value".
 
-    Raises RecipeError, which names what is wrong.
+    Raises UserError, which names what is wrong.
     """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise RecipeError(f"cannot read recipe {path}: {error}, expected a TOML file") from error
+        raise UserError(f"cannot read recipe {path}: {error}, expected a TOML file") from error
     return parse(text, overrides, folder=path.parent, where=str(path))
 
 
@@ -346,20 +275,20 @@ def parse(
     try:
         tables = parse_toml(text)
     except ValueError as error:
-        raise RecipeError(f"{where} is not valid TOML: {error}") from error
-    check_keys(tables, SECTIONS, (), where, RecipeError)
+        raise UserError(f"{where} is not valid TOML: {error}") from error
+    require_keys(tables, SECTIONS, (), where)
     for name, table in tables.items():
-        _require(
-            isinstance(table, dict),
-            f"{where}: {name} is {table!r:.80}, expected a section [{name}]",
-        )
+        if not isinstance(table, dict):
+            raise UserError(f"{where}: {name} is {table!r:.80}, expected a section [{name}]")
     for override in overrides:
         section, key, value = parse_override(override)
         if (section, key) == ("data", "path"):
             value = _from_working_folder(value, folder)
         tables.setdefault(section, {})[key] = value
     for name in ("drafter", "data", "train"):
-        _require(name in tables, f"{where} has no section [{name}], expected {', '.join(SECTIONS)}")
+        if name not in tables:
+            known = ", ".join(SECTIONS)
+            raise UserError(f"{where} has no section [{name}], expected {known}")
     built = {
         name: tables.get(name, {})
         if cls is None
@@ -374,16 +303,16 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     """Returns section, key and value of an override: "train.lr=3e-4" gives ("train", "lr", 0.0003).
 
     The value is read as TOML; anything else is taken as a string, so that quotes may be left out.
-    Raises RecipeError on another form, an unknown section, or a broken TOML string or list.
+    Raises UserError on another form, an unknown section, or a broken TOML string or list.
     """
     name, equals, value = text.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
-        raise RecipeError(
+        raise UserError(
             f"got override {text!r:.200}, expected section.key=value such as train.lr=3e-4"
         )
     if section not in SECTIONS:
-        raise RecipeError(
+        raise UserError(
             f"override {text!r:.200}: unknown section {section!r:.80}, expected "
             f"{', '.join(SECTIONS)}"
         )
@@ -391,7 +320,7 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RecipeError(f"override {text!r:.200} is not UTF-8, expected a text") from error
+        raise UserError(f"override {text!r:.200} is not UTF-8, expected a text") from error
     try:
         parsed = parse_toml(f"value = {value}")
         if parsed.keys() == {"value"}:
@@ -399,36 +328,17 @@ def parse_override(text: str) -> tuple[str, str, Any]:
     except ValueError as error:
         # A bare word is meant as a string; an opening quote or bracket shows that TOML was meant.
         if value.startswith(('"', "'", "[", "{")):
-            raise RecipeError(f"override {text!r:.80}: not a TOML value: {error}") from error
+            raise UserError(f"override {text!r:.80}: not a TOML value: {error}") from error
     return section, key, value
 
 
 def build_config(cls: type[T], mapping: Mapping[str, Any], where: str) -> T:
     """Returns the frozen dataclass `cls` from the values of a TOML or JSON mapping.
 
-    `where` names the mapping in messages, such as "recipe.toml [drafter]". Raises RecipeError on an
-    unknown or missing key, a value of another type, a number that is not finite or beyond 64 bits,
-    and a value that the class itself refuses; see `spec_runtime.mapping.from_mapping`.
+    `where` names the mapping in messages, such as "recipe.toml [drafter]". Raises UserError for
+    what does not fit, see `spec_runtime.mapping.from_mapping`.
     """
-    _require_usable_numbers(mapping, where)
-    return from_mapping(cls, mapping, where, RecipeError, none="absent")
-
-
-def _require_usable_numbers(mapping: Any, where: str) -> None:
-    """Raises RecipeError on NaN, an infinity or an integer beyond 64 bits, however deep it lies."""
-    left = [(where, mapping)]
-    while left:
-        name, value = left.pop()
-        if isinstance(value, Mapping):
-            left += [(f"{name}.{key}", item) for key, item in value.items()]
-        elif isinstance(value, (list, tuple)):
-            left += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
-        elif isinstance(value, float):
-            _require(math.isfinite(value), f"{name} is {value}, expected a finite number")
-        elif isinstance(value, int):
-            _require(
-                abs(value) <= MAX_INTEGER, f"{name} is beyond 64 bits, expected a smaller number"
-            )
+    return from_mapping(cls, mapping, where, none="absent")
 
 
 def _from_working_folder(value: Any, folder: Path) -> Any:

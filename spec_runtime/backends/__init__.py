@@ -22,7 +22,6 @@ from spec_runtime.bundle.manifest import SAMPLING, Bundle, Graph
 
 __all__ = [
     "BACKENDS",
-    "DEFAULT_RUNTIME",
     "Backend",
     "BackendKind",
     "DeviceBackend",
@@ -34,22 +33,22 @@ __all__ = [
     "open_sampling",
 ]
 
-DEFAULT_RUNTIME = Runtime()
-
 
 def open_graph(
     bundle: Bundle,
     graph: Graph,
     capacity: int,
-    runtime: Runtime = DEFAULT_RUNTIME,
+    runtime: Runtime | None = None,
     share: Backend | None = None,
     banks: Backend | None = None,
 ) -> Backend:
     """Opens one of a bundle's graphs with KV buffers of `capacity` slots.
 
-    KV buffers are shared with `share`, and banks (see bundle.BANK) with `banks`, where the names
-    agree. Raises UserError for a file that this machine's runtime cannot load.
+    `runtime` None is the CPU with as many threads as this process may use. KV buffers are shared
+    with `share`, and banks (see bundle.BANK) with `banks`, where the names agree. Raises
+    UserError for a file that this machine's runtime cannot load.
     """
+    runtime = runtime or Runtime()
     opener: GraphOpener = importlib.import_module(runtime.kind.module).open_graph
     return opener(bundle, graph, capacity, runtime, share, banks)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
+from annotated_types import Ge
 
 from spec_runtime.bundle.manifest import Bundle, Graph
 from spec_runtime.errors import UserError
 from spec_runtime.machine import default_threads, require_threads
+from spec_runtime.mapping import Checked
+from spec_runtime.options import Option
 
 
 class Backend(Protocol):
@@ -107,7 +110,7 @@ BACKENDS: dict[str, BackendKind] = {
 
 
 @dataclass(frozen=True)
-class Runtime:
+class Runtime(Checked):
     """Says what runs a bundle's graphs: a backend by its name in BACKENDS, and CPU threads.
 
     `threads` None means as many as this process may use. `cuda_graphs` False leaves CUDA graphs
@@ -116,16 +119,27 @@ class Runtime:
     number of threads that this machine cannot serve.
     """
 
-    backend: str = "onnxruntime"
-    threads: int | None = None
-    cuda_graphs: bool = True
-    map_weights: bool = False
+    backend: Annotated[
+        str, Option("onnxruntime (on the CPU), cuda (ONNX Runtime's) or tensorrt")
+    ] = "onnxruntime"
+    threads: Annotated[
+        int | None, Ge(1), Option("CPU threads", unset="the cores this process may use")
+    ] = None
+    cuda_graphs: Annotated[
+        bool, Option("On a GPU: capture repeated runs as CUDA graphs; ignored on the CPU")
+    ] = True
+    map_weights: Annotated[
+        bool,
+        Option("Processes share weights, which takes twice the bundle's room in the cache folder"),
+    ] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.backend not in BACKENDS:
             hint = "; --no-cuda-graphs leaves CUDA graphs out" if "eager" in self.backend else ""
             raise UserError(
-                f"got backend {self.backend!r}, expected one of {', '.join(BACKENDS)}{hint}"
+                f"got backend {self.backend!r}, expected one of {', '.join(BACKENDS)}{hint}",
+                param="backend",
             )
         require_threads(self.threads)
 

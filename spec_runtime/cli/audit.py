@@ -9,6 +9,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from spec_runtime.cli import options
+from spec_runtime.cli.flags import with_flags
 from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
@@ -23,10 +24,15 @@ if TYPE_CHECKING:
 ACCEPTANCES = ("target_sampling", "rejection")
 
 
+@with_flags(
+    loading=options.loading(only=("drafter", "lookup", "threads", "strict")),
+    length=options.sampling(only=("max_new_tokens",), max_new_tokens=128),
+)
 def command(
+    loading: dict[str, Any],
+    length: "SamplingOptions",
     prompts: options.Prompts,
     limit: options.Limit = None,
-    max_new_tokens: options.MaxNewTokens = 128,
     temperature: Annotated[
         float, typer.Option("--temperature", min=0, help="0 is greedy; else same seed, same tokens")
     ] = 0.0,
@@ -42,19 +48,12 @@ def command(
     draws: Annotated[
         int, typer.Option("--draws", min=50, help="Seeds of that test, from --seed on")
     ] = 1000,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Decide near ties by one-row passes (fp32, fp16; greedy)"),
-    ] = False,
     reference: Annotated[
         Path | None,
         typer.Option("--reference", help="fp32 bundle that says how likely the answers are"),
     ] = None,
     out: options.Out = None,
     bundle: options.Bundle = None,
-    drafter: options.Drafter = None,
-    lookup: options.Lookup = None,
-    threads: options.Threads = None,
 ) -> None:
     """Check speculative decoding against plain decoding, token by token; the bundle's own trees are
     used, whatever `tune` found. Exit code 1 if a difference is real: neither a near tie nor within
@@ -66,32 +65,30 @@ def command(
     from spec_runtime.sampling import SamplingParams
 
     temperature = SamplingParams(temperature=temperature).temperature  # 0 where that is greedy
-    _check(acceptance, temperature, strict, reference)
+    _check(acceptance, temperature, loading["strict"], reference)
     chosen = read_prompts(prompts, limit)
     if out is not None:  # found out now, not after the audit
         require_writable(out)
     folder = bundle or bundles.find()
     manifest = bundles.read(folder, verify=False).manifest
-    judge = _open_reference(reference, manifest, threads)
-    engine = spec_runtime.load(
-        folder, drafter=drafter, threads=threads, lookup=lookup, profile=False, strict=strict
-    )
+    judge = _open_reference(reference, manifest, loading["threads"])
+    engine = spec_runtime.load(folder, profile=False, **loading)
     settings: SamplingOptions = {
-        "max_new_tokens": max_new_tokens,
+        "max_new_tokens": length["max_new_tokens"],
         "temperature": temperature,
         "seed": seed,
         "acceptance": acceptance,
     }
     figures: dict[str, Any] = {
         "provenance": provenance.collect(
-            threads=threads, prompts_file=prompts, prompts=chosen, manifest=manifest
+            threads=loading["threads"], prompts_file=prompts, prompts=chosen, manifest=manifest
         ),
         "bundle": manifest.name,
         "precision": manifest.target.precision,
         "target_modified": manifest.target.target_modified,
         "drafter": engine.drafter,
         **settings,
-        "is_strict": strict,
+        "is_strict": loading["strict"],
     }
     if acceptance == "rejection":
         found = _test_distribution(engine, chosen[0], settings, draws)

@@ -8,6 +8,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from spec_runtime.cli import options
+from spec_runtime.cli.flags import with_flags
 from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
@@ -52,24 +53,20 @@ Nodes = Annotated[
 ]
 
 
-@options.with_sampling
+@with_flags(
+    loading=options.loading("drafter", "strict", "kept_mb", "map_weights"),
+    settings=options.sampling("logprobs", max_new_tokens=128),
+)
 def command(
     settings: "SamplingOptions",
+    loading: dict[str, Any],
     prompts: options.Prompts,
     limit: options.Limit = None,
     per_category: PerCategory = None,
-    max_new_tokens: options.MaxNewTokens = 128,
     out: options.Out = None,
     bundle: options.Bundle = None,
     drafter: Drafters = None,
-    lookup: options.Lookup = None,
     nodes: Nodes = None,
-    threads: options.Threads = None,
-    backend: options.Backend = "onnxruntime",
-    fused: options.Fused = None,
-    cuda_graphs: options.CudaGraphs = True,
-    memory: options.Memory = 0,
-    profile: options.Profile = True,
     system: options.System = None,
 ) -> None:
     """Compare plain and speculative decoding of one bundle, prompt by prompt."""
@@ -81,18 +78,18 @@ def command(
     if out is not None:  # found out now, not after the measurement
         require_writable(out)
     folder = bundle or bundles.find()
-    (name, merged), *others = contenders(drafter or [], lookup)
-    profile = profile and nodes is None
-    engine = options.open_engine(
-        folder, name, threads, merged, profile, backend, fused, cuda_graphs, memory
-    )
+    max_new_tokens = settings.pop("max_new_tokens")
+    (name, merged), *others = contenders(drafter or [], loading["lookup"])
+    loading |= {"drafter": name, "lookup": merged}
+    loading["profile"] = loading["profile"] and nodes is None
+    engine = options.open_engine(folder, loading)
     engines = [engine, *(engine.with_drafter(*other) for other in others)]
     _check_different(engines)
     if nodes is not None:
         engines = _fix_size(engines, nodes)
     manifest = bundles.read(folder, verify=False).manifest
     about = provenance.collect(
-        threads=threads, prompts_file=prompts, prompts=chosen, manifest=manifest
+        threads=loading["threads"], prompts_file=prompts, prompts=chosen, manifest=manifest
     )
     figures: dict[str, Any] = {
         "provenance": about,
@@ -102,9 +99,7 @@ def command(
         "threads": about["threads"],
         "max_new_tokens": max_new_tokens,
         "nodes": nodes,
-        "backend": backend,
-        "cuda_graphs": cuda_graphs,
-        "memory": memory,
+        **{name: loading[name] for name in ("backend", "cuda_graphs", "memory")},
         "fused": [each.drafter for each in engines if each.fused is not None],
         "tuned": [each.drafter for each in engines if each.is_tuned],
         "system": system,

@@ -43,7 +43,7 @@ EXTRAS = {
         ("torch", "transformers", "onnx", "onnxscript", "onnx_ir", "safetensors", "gguf"), "export"
     ),
     **dict.fromkeys(("accelerate", "peft"), "export"),
-    **dict.fromkeys(("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"), "serve"),
+    **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), "serve"),
     "matplotlib": "figures",
 }
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from spec_runtime.cli import line_input, messages, options
+from spec_runtime.cli.flags import whole, with_flags
 from spec_runtime.cli.terminal import Console, print_chunk, streamed, visible
 from spec_runtime.errors import ContextLengthError, UserError
 
@@ -33,31 +34,24 @@ History = Annotated[
 ]
 
 
-@options.with_sampling
+@with_flags(
+    loading=options.loading("strict", "kept_mb", "map_weights"),
+    settings=options.sampling("logprobs", max_new_tokens=512),
+)
 def command(
     settings: "SamplingOptions",
+    loading: dict[str, Any],
     bundle: options.Bundle = None,
-    drafter: options.Drafter = None,
-    lookup: options.Lookup = None,
-    max_new_tokens: options.MaxNewTokens = 512,
     system: options.System = None,
-    threads: options.Threads = None,
-    profile: options.Profile = True,
-    backend: options.Backend = "onnxruntime",
-    fused: options.Fused = None,
-    cuda_graphs: options.CudaGraphs = True,
-    memory: options.Memory = 0,
     show_accepted: options.ShowAccepted = False,
     control_tokens: options.ControlTokens = False,
     history: History = True,
 ) -> None:
     """Chat with the target; /help lists what else there is, end of input leaves."""
     options.standard_input()
-    engine = options.open_engine(
-        bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs, memory
-    )
-    settings |= {"max_new_tokens": max_new_tokens}
-    chat = Chat(engine, settings, system or None, options.drafter_names(bundle), lookup)
+    engine = options.open_engine(bundle, loading)
+    names = options.drafter_names(bundle)
+    chat = Chat(engine, settings, system or None, names, loading["lookup"])
     chat.is_coloured, chat.control_tokens = show_accepted, control_tokens
     source = line_input.open_input([f"/{name}" for name in chat.commands], history)
     chat.help = source.help
@@ -186,7 +180,7 @@ class Chat:
 
     def _answer(self, text: str, is_stopped: threading.Event) -> None:
         """Prints the answer to a message; the session adds both to the conversation."""
-        options.whole(text, "a message")
+        whole(text, "a message")
         chunks = self.session.chunks(
             text, control_tokens=self.control_tokens, cancel=is_stopped, **self._settings
         )
@@ -242,7 +236,7 @@ class Chat:
 
     def _system(self, argument: str) -> None:
         if argument:
-            options.whole(argument, "a system prompt")
+            whole(argument, "a system prompt")
             self.session.system = None if argument == "-" else argument
         shown = self.session.system or "none but the template's own"
         _note(f"system prompt: {shown}")

@@ -9,6 +9,7 @@ import typer
 
 from spec_runtime.cli import answer_format, options
 from spec_runtime.cli import messages as message_files
+from spec_runtime.cli.flags import whole, with_flags
 from spec_runtime.cli.terminal import Console, print_chunk, streamed
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
@@ -18,24 +19,20 @@ if TYPE_CHECKING:
     from spec_runtime.sampling import SamplingOptions
 
 
-@options.with_sampling
+@with_flags(
+    loading=options.loading("strict", "memory", "kept_mb", "map_weights"),
+    settings=options.sampling(),
+)
 def command(
     settings: "SamplingOptions",
+    loading: dict[str, Any],
     prompt: Annotated[
         str | None,
         typer.Argument(help="The prompt; - is standard input", show_default="standard input"),
     ] = None,
     bundle: options.Bundle = None,
-    drafter: options.Drafter = None,
-    lookup: options.Lookup = None,
-    max_new_tokens: options.MaxNewTokens = 256,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template around the prompt")] = False,
     system: options.System = None,
-    threads: options.Threads = None,
-    profile: options.Profile = True,
-    backend: options.Backend = "onnxruntime",
-    fused: options.Fused = None,
-    cuda_graphs: options.CudaGraphs = True,
     json_schema: answer_format.JsonSchema = None,
     regex: answer_format.Regex = None,
     grammar: answer_format.GrammarFile = None,
@@ -59,29 +56,17 @@ def command(
             "--trace", metavar="OUT", help="Write every step's tree and times as an HTML page"
         ),
     ] = None,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            "--logprobs",
-            min=0,
-            help="With --json: each token's log-probability under the target, and so many of the "
-            "likeliest tokens'",
-        ),
-    ] = None,
 ) -> None:
     """Generate text from a prompt."""
     if trace is not None:
-        _require_traceable(trace, show_accepted, fused)
-    if logprobs is not None and not as_json:
+        _require_traceable(trace, show_accepted, loading["fused"])
+    if settings["logprobs"] is not None and not as_json:
         raise UserError("got --logprobs without --json, where they are printed; add --json")
     wanted = answer_format.response_format(json_schema, regex, grammar)
     asked = _read_prompt(prompt, messages)
-    engine = options.open_engine(
-        bundle, drafter, threads, lookup, profile, backend, fused, cuda_graphs
-    )
+    engine = options.open_engine(bundle, loading)
     prompt_ids = engine.encode(asked, raw, system, control_tokens=control_tokens or None)
-    settings |= {"max_new_tokens": max_new_tokens, "logprobs": logprobs}
-    settings |= {"response_format": wanted}
+    settings["response_format"] = wanted
     if trace is not None:
         _trace(engine, prompt_ids, settings, trace, as_json)
         return
@@ -141,7 +126,7 @@ def _read_prompt(prompt: str | None, messages: Path | None) -> "str | list[dict[
         prompt = _standard_input("prompt").removesuffix("\n")
     if not prompt.strip():
         raise UserError("got an empty prompt, expected some text as an argument or on stdin")
-    return options.whole(prompt, "a prompt")
+    return whole(prompt, "a prompt")
 
 
 def _standard_input(what: str) -> str:

@@ -3,12 +3,15 @@
 import math
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from spec_runtime.cli import options
+from spec_runtime.cli.flags import with_flags
 from spec_runtime.errors import UserError
+from spec_runtime.load import LoadOptions
+from spec_runtime.options import declared
 
 BundleArgument = Annotated[
     Path | None, typer.Argument(help="Bundle folder", show_default="the newest under ./bundles")
@@ -59,20 +62,11 @@ MaxPrompt = Annotated[
 Timeout = Annotated[
     float, typer.Option("--timeout", help="Seconds of a request, its wait included")
 ]
-KeptMb = Annotated[
-    int,
-    typer.Option(
-        "--kept-mb",
-        min=0,
-        help="Megabytes for the KV of earlier conversations, which then go on without being read "
-        "again; how fast an answer comes tells clients whether its prompt was asked before",
-    ),
-]
 MapWeights = Annotated[
     bool | None,
     typer.Option(
         "--map-weights/--no-map-weights",
-        help="Processes share weights, which takes twice the bundle's room in the cache folder",
+        help=declared(LoadOptions)["map_weights"].option.help,
         show_default="with several workers on the CPU",
     ),
 ]
@@ -81,10 +75,10 @@ Grace = Annotated[
 ]
 
 
+@with_flags(loading=options.loading("strict", "memory", "map_weights"))
 def command(
+    loading: dict[str, Any],
     bundle: BundleArgument = None,
-    drafter: options.Drafter = None,
-    lookup: options.Lookup = None,
     host: Host = "127.0.0.1",
     port: Port = 8000,
     workers: NumWorkers = 1,
@@ -97,13 +91,7 @@ def command(
     max_prompt: MaxPrompt = None,
     timeout: Timeout = 300.0,
     grace: Grace = 60.0,
-    kept_mb: KeptMb = 0,
     map_weights: MapWeights = None,
-    threads: options.Threads = None,
-    backend: options.Backend = "onnxruntime",
-    fused: options.Fused = None,
-    cuda_graphs: options.CudaGraphs = True,
-    profile: options.Profile = True,
 ) -> None:
     """Serve OpenAI's API, and a page to look at."""
     from spec_runtime.bundle import manifest as bundles
@@ -127,23 +115,12 @@ def command(
         api_key=None if api_key_env is None else key_from(api_key_env),
         hosts=hosts or None,
     )
-    if threads is None and workers > 1:
-        threads = max(1, default_threads() // workers)
+    if loading["threads"] is None and workers > 1:
+        loading["threads"] = max(1, default_threads() // workers)
     if map_weights is None:
-        map_weights = workers > 1 and backend == "onnxruntime"
-    arguments = {
-        "path": str(folder),
-        "drafter": drafter,
-        "threads": threads,
-        "verify": False,  # it was, above
-        "lookup": lookup,
-        "profile": profile,
-        "backend": backend,
-        "fused": fused,
-        "cuda_graphs": cuda_graphs,
-        "map_weights": map_weights,
-        "kept_mb": kept_mb,
-    }
+        map_weights = workers > 1 and loading["backend"] == "onnxruntime"
+    # verify False: it was, above
+    arguments = {"path": str(folder), "verify": False, "map_weights": map_weights, **loading}
     served = processes.ServedBundle(arguments, settings)
     with processes.bind(host, port) as bound:
         what = f"{settings.name} on {processes.url(bound)}"

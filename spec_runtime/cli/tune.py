@@ -10,6 +10,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from spec_runtime.cli import options
+from spec_runtime.cli.flags import with_flags
 from spec_runtime.cli.terminal import Console, visible
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import replacing, require_writable
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
     from spec_runtime.profile import Key, Profile
 
 
+@with_flags(
+    loading=options.loading(only=("drafter", "lookup", "threads")),
+    length=options.sampling(only=("max_new_tokens",), max_new_tokens=64),
+)
 def command(
+    loading: dict[str, Any],
+    length: dict[str, Any],
     bundle: options.Bundle = None,
-    drafter: options.Drafter = None,
-    lookup: options.Lookup = None,
-    threads: options.Threads = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -34,7 +38,6 @@ def command(
             show_default="six short ones of its own",
         ),
     ] = None,
-    max_new_tokens: options.MaxNewTokens = 64,
     quick: Annotated[
         bool, typer.Option("--quick", help="Predict only: no race of the best candidates")
     ] = False,
@@ -54,10 +57,11 @@ def command(
     folder = bundle or bundles.find()
     opened = bundles.read(folder, verify=False)
     given = None if prompts is None else read_prompts(prompts)
-    engine = options.open_engine(folder, drafter, threads, lookup, profile=False)
+    engine = options.open_engine(folder, {**loading, "profile": False})
     contents = tune.PROMPTS if given is None else [prompt.content for prompt in given]
     chosen = _encode(engine, contents)
     tune.require_trees(engine)
+    threads, max_new_tokens = loading["threads"], length["max_new_tokens"]
     key = profile.key_of(opened, engine.drafter, threads)
     manifest = opened.manifest
     with profile.reserved(key) as path:

@@ -32,7 +32,7 @@ class Call:
         masks: PathMasks | None = None,
     ) -> None:
         self.prompt = prompt
-        self.params: SamplingParams = request.params
+        self.params: SamplingParams = request.sampling
         self.reuse = request.reuse
         self.text = text
         self.masks = masks  # of the grammar that the answer has to keep to

@@ -1,14 +1,18 @@
-"""Lists what a caller may ask for besides the prompt, and checks it."""
+"""Declares what a caller may ask for besides the prompt and the sampling, and checks it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Gt
 
 from spec_runtime.errors import UserError
-from spec_runtime.sampling import SamplingOptions, SamplingParams, checked_flag
+from spec_runtime.mapping import Checked
+from spec_runtime.options import Option
+from spec_runtime.sampling import SamplingOptions, SamplingParams
 from spec_runtime.text.tokenizer import Tools
 from spec_runtime.waiting.interruption import Interruption
 
@@ -21,7 +25,7 @@ class CallOptions(SamplingOptions, total=False):
     the model (see constraints/tools.py). `continue_final` goes on with the last message, an answer
     of the assistant's that has begun; the result has what is added. `control_tokens` lets the names
     of control tokens in the prompt, such as "<|im_end|>", become these tokens; None does so in raw
-    prompts alone. `reuse` keeps the KV of the prefix shared with the previous call, unless there is
+    prompts only. `reuse` keeps the KV of the prefix shared with the previous call, unless there is
     a seed and the target is not fp32, whose rows would then depend on that call. `params` are taken
     in place of single fields of SamplingParams.
 
@@ -30,46 +34,38 @@ class CallOptions(SamplingOptions, total=False):
     256 tokens of the prompt. Its finish reason is then "timeout" or "cancelled".
     """
 
+    # made by tools/docs/typed_arguments.py
+    params: SamplingParams | None
     raw: bool
     system: str | None
-    tools: Tools | None
+    tools: Sequence[Mapping[str, Any]] | None
     continue_final: bool
     control_tokens: bool | None
     reuse: bool
-    params: SamplingParams | None
     timeout: float | None
     cancel: threading.Event | None
 
 
 @dataclass(frozen=True)
-class Request:
-    """Holds the checked options of a call; the fields are those of CallOptions."""
+class Request(Checked):
+    """Holds the checked options of a call."""
 
-    params: SamplingParams
-    raw: bool = False
-    system: str | None = None
+    params: SamplingParams | None = None
+    raw: Annotated[bool, Option("No chat template around the prompt")] = False
+    system: Annotated[str | None, Option("System prompt")] = None
     tools: Tools | None = None
     continue_final: bool = False
-    control_tokens: bool | None = None
+    control_tokens: Annotated[
+        bool | None,
+        Option("Names of control tokens in the text, such as <|im_end|>, become these tokens"),
+    ] = None
     reuse: bool = True
-    timeout: float | None = None
+    timeout: Annotated[float | None, Gt(0)] = None
     cancel: threading.Event | None = None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.params, SamplingParams):
-            raise UserError(
-                f"got params {self.params!r:.60}, expected SamplingParams, or None", param="params"
-            )
-        for name in ("raw", "reuse", "continue_final"):
-            object.__setattr__(self, name, checked_flag(name, getattr(self, name)))
-        if self.control_tokens is not None:
-            allowed = checked_flag("control_tokens", self.control_tokens)
-            object.__setattr__(self, "control_tokens", allowed)
-        if self.system is not None and not isinstance(self.system, str):
-            raise UserError(
-                f"got system {self.system!r:.60}, expected a string, or None for none",
-                param="system",
-            )
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.params or SamplingParams()
 
     def interruption(self) -> Interruption:
         """Returns what may end the call early; its time runs from now on."""
@@ -79,14 +75,19 @@ class Request:
 def read_options(options: Mapping[str, Any]) -> Request:
     """Returns the options, checked.
 
-    Raises TypeError for an unknown one, and ValueError for a value that is not allowed and for
-    `params` beside single fields of SamplingParams.
+    Raises TypeError for an unknown one, and UserError for a value that is not allowed and for
+    `params` together with single fields of SamplingParams.
     """
     names = {field.name for field in fields(Request)}
     own = {name: value for name, value in options.items() if name in names}
     sampling = {name: value for name, value in options.items() if name not in names}
-    if own.get("params") is None:
+    params = own.get("params")
+    if params is None:
         own["params"] = SamplingParams(**sampling)
+    elif not isinstance(params, SamplingParams):
+        raise UserError(
+            f"got params {params!r:.60}, expected SamplingParams or None", param="params"
+        )
     elif sampling:
         SamplingParams(**sampling)  # an unknown name is a TypeError, here as elsewhere
         raise UserError(

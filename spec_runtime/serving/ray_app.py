@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name="ray") from error
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, create_model, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route, Router
@@ -35,6 +35,8 @@ from starlette.types import ASGIApp, Scope
 
 from spec_runtime import QueueFull, load
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.load import LoadOptions
+from spec_runtime.options import declared
 from spec_runtime.serving.app import make_unguarded_app
 from spec_runtime.serving.errors import ApiError, Json
 from spec_runtime.serving.guards import Guards
@@ -55,12 +57,34 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-class Arguments(BaseModel):
+# Options of `load` that replicas have no use for, or by another name: num_cpus for threads.
+NOT_SERVED = ("threads", "verify", "strict", "memory")
+
+
+def loaded_fields(declaration: type) -> dict[str, Any]:
+    """Returns pydantic's fields of arguments for the options of `load`."""
+    fields: dict[str, Any] = {
+        name: (option.annotation, option.default)
+        for name, option in declared(declaration).items()
+        if name not in NOT_SERVED
+    }
+    return fields | {"map_weights": (bool | None, None)}  # None: where replicas may be neighbours
+
+
+Loaded: Any = create_model(
+    "Loaded",
+    __config__=ConfigDict(extra="forbid"),
+    __module__=__name__,
+    **loaded_fields(LoadOptions),
+)
+
+
+class Arguments(Loaded):  # type: ignore[misc]
     """Says what is served, by how many replicas, and with which limits.
 
-    `serve run` makes it of `key=value`, and a Serve config of `args`. `bundle`, `drafter`,
-    `lookup`, `backend`, `fused`, `cuda_graphs`, `profile`, `map_weights` and `kept_mb` are those of
-    `spec_runtime.load`; each replica opens the bundle by this path, on whichever node it runs.
+    `serve run` makes it of `key=value`, and a Serve config of `args`. The options of
+    `spec_runtime.load` are among them; each replica opens the bundle by this path, on whichever
+    node it runs.
     `num_cpus` are the threads of a replica and, with `num_gpus`, what Ray reserves for it.
     `autoscaling_config` is Ray's own, and takes the place of `num_replicas`.
 
@@ -71,18 +95,8 @@ class Arguments(BaseModel):
     The other limits are those of Settings.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     bundle: str
     name: str | None = None
-    drafter: str | None = None
-    lookup: bool | None = None
-    backend: str = "onnxruntime"
-    fused: bool | None = None
-    cuda_graphs: bool = True
-    profile: bool = True
-    map_weights: bool | None = None
-    kept_mb: Annotated[int, Field(ge=0)] = 0
 
     num_replicas: Count = 1
     autoscaling_config: dict[str, Any] | None = None
@@ -116,16 +130,12 @@ class Arguments(BaseModel):
     def load_options(self) -> dict[str, Any]:
         """Returns the arguments of `spec_runtime.load`. Replicas that may be neighbours on a node
         share weights, as the workers of one server do."""
-        map_weights = self.map_weights
-        if map_weights is None:
+        options = {name: getattr(self, name) for name in loaded_fields(LoadOptions)}
+        options["threads"] = self.num_cpus
+        if options["map_weights"] is None:
             has_neighbours = self.autoscaling_config is not None or self.num_replicas > 1
-            map_weights = has_neighbours and self.backend == "onnxruntime"
-        names = ("drafter", "lookup", "backend", "fused", "cuda_graphs", "profile", "kept_mb")
-        return {
-            **{name: getattr(self, name) for name in names},
-            "threads": self.num_cpus,
-            "map_weights": map_weights,
-        }
+            options["map_weights"] = has_neighbours and options["backend"] == "onnxruntime"
+        return options
 
 
 class EngineReplica:

@@ -6,23 +6,85 @@ cannot obey. Known fields without an effect on the answer are taken and ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from annotated_types import Ge, Le, MaxLen
+from pydantic import (
+    AllowInfNan,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    create_model,
+    model_validator,
+)
 
 from spec_runtime.errors import UserError
-from spec_runtime.sampling import SamplingOptions
+from spec_runtime.options import declared, members_of
+from spec_runtime.sampling import SamplingOptions, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
 MAX_STOPS, MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 4, 20, 5
 SMALLEST_TOP_P = 1e-6  # stands for 0, which OpenAI allows: the likeliest token alone
 
-Whole = Annotated[int, Field(strict=True)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Flag = Annotated[bool, Field(strict=True)]
-Penalty = Annotated[Number, Field(ge=-2, le=2)]
-Bias = Annotated[Number, Field(ge=-100, le=100)]
-Ids = list[Annotated[Whole, Field(ge=0)]]
+Whole = Annotated[int, Strict()]
+Number = Annotated[float, Strict(), AllowInfNan(False)]
+Flag = Annotated[bool, Strict()]
+Penalty = Annotated[Number, Ge(-2), Le(2)]
+Ids = list[Annotated[Whole, Ge(0)]]
+
+# Fields of SamplingParams whose bounds OpenAI has narrower, or whose form in JSON is another.
+OPENAIS: dict[str, Any] = {
+    "temperature": Annotated[Number, Ge(0), Le(2)],
+    "top_p": Annotated[Number, Ge(0), Le(1)],
+    "stop": str | Annotated[list[str], MaxLen(MAX_STOPS)],
+    "presence_penalty": Penalty,
+    "frequency_penalty": Penalty,
+    "logit_bias": dict[Annotated[int, Ge(0)], Annotated[Number, Ge(-100), Le(100)]],
+}
+# Those that have other names here, and those that OpenAI's clients have no use for.
+NOT_SERVED = (
+    *("max_new_tokens", "logprobs", "acceptance", "typical_epsilon", "typical_delta"),
+    *("draw_widths", "draw_with_replacement"),
+)
+
+
+def sampled_fields(declaration: type) -> dict[str, Any]:
+    """Returns pydantic's fields of a request for the options of sampling: OpenAI's form of a field,
+    or its own type and bounds. Each may be left out, or be null."""
+    return {
+        name: (
+            OPENAIS.get(name, _in_json(option.annotation)) | None,
+            Field(None, description=option.option.help),
+        )
+        for name, option in declared(declaration).items()
+        if name not in NOT_SERVED
+    }
+
+
+def _in_json(hint: Any) -> Any:
+    """Returns an annotation as JSON has it: without conversions, and with lists for tuples."""
+    if get_origin(hint) is Annotated:
+        kind, *bounds = get_args(hint)
+        return Annotated[(_in_json(kind), *bounds)]
+    if get_origin(hint) in (list, tuple):
+        return list[_in_json(get_args(hint)[0])]  # type: ignore[misc]
+    members = members_of(hint)
+    if len(members) > 1:
+        return Union[tuple(_in_json(each) for each in get_args(hint))]  # noqa: UP007
+    return {int: Whole, float: Number, bool: Flag}.get(hint, hint)
+
+
+Model = TypeVar("Model", bound="_Request")
+
+
+def sampled(model: type[Model]) -> type[Model]:
+    """Gives a request the fields of SamplingParams."""
+    fields = sampled_fields(SamplingParams)
+    made: type[Model] = create_model(
+        model.__name__, __base__=model, __doc__=model.__doc__, __module__=__name__, **fields
+    )
+    return made
 
 
 class StreamOptions(BaseModel):
@@ -34,36 +96,20 @@ class StreamOptions(BaseModel):
     include_obfuscation: Flag | None = None  # ignored: there is nothing to hide on loopback
 
 
-class _Sampled(BaseModel):
-    """Holds what both kinds of request say about sampling.
-
-    The fields in the second group are extensions; they are those of SamplingParams.
-    """
+class _Request(BaseModel):
+    """Holds what both kinds of request say; their sampling is added by `sampled`."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
-    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    n: Annotated[Whole, Field(ge=1)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    seed: Whole | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[Annotated[int, Field(ge=0)], Bias] | None = None
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    n: Annotated[Whole, Ge(1)] | None = None
+    max_tokens: Annotated[Whole, Ge(1)] | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
 
-    top_k: Annotated[Whole, Field(ge=1)] | None = None
-    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[Number, Field(ge=0.001, le=1000)] | None = None
-    stop_token_ids: Ids | None = None
-    ignore_eos: Flag | None = None
-
     @model_validator(mode="after")
-    def _check_stream_options(self) -> _Sampled:
+    def _check_stream_options(self) -> _Request:
         if self.stream_options is not None and not self.stream:
             raise UserError("'stream_options' is only allowed when 'stream' is true")
         return self
@@ -76,26 +122,22 @@ class _Sampled(BaseModel):
     def num_choices(self) -> int:
         return self.n or 1
 
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Returns the options of sampling that the request has, by their names in SamplingParams; a
+        temperature left out is 1, as OpenAI's."""
+        own = {name: getattr(self, name) for name in sampled_fields(SamplingParams)}
+        given = {name: value for name, value in own.items() if value is not None}
+        if "top_p" in given:
+            given["top_p"] = max(given["top_p"], SMALLEST_TOP_P)
+        return {"temperature": 1.0, **given}
+
     def _options(self, max_new_tokens: int, logprobs: int | None) -> SamplingOptions:
-        """Returns the engine's options; a temperature left out is 1, as OpenAI's."""
-        options = SamplingOptions(
+        return SamplingOptions(
             max_new_tokens=max_new_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=None if self.top_p is None else max(self.top_p, SMALLEST_TOP_P),
-            seed=self.seed,
-            stop=self.stop or (),
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=self.logit_bias or {},
             logprobs=logprobs,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            stop_token_ids=self.stop_token_ids or (),
-            ignore_eos=bool(self.ignore_eos),
+            **self.sampling,  # type: ignore[typeddict-item]
         )
-        if self.repetition_penalty is not None:
-            options["repetition_penalty"] = self.repetition_penalty
-        return options
 
 
 class ChatMessage(BaseModel):
@@ -114,14 +156,15 @@ class ChatMessage(BaseModel):
         return message
 
 
-class ChatRequest(_Sampled):
+@sampled
+class ChatRequest(_Request):
     """Holds the body of a request to /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Ge(1)] | None = None
     logprobs: Flag | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    top_logprobs: Annotated[Whole, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[dict[str, Any]], MaxLen(128)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
@@ -170,12 +213,13 @@ class ChatRequest(_Sampled):
         return options
 
 
-class CompletionRequest(_Sampled):
+@sampled
+class CompletionRequest(_Request):
     """Holds the body of a request to /v1/completions."""
 
     prompt: str | list[str] | Ids | list[Ids]
     echo: Flag | None = None
-    logprobs: Annotated[Whole, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    logprobs: Annotated[Whole, Ge(0), Le(MAX_COMPLETION_LOGPROBS)] | None = None
     best_of: Whole | None = None
     suffix: None = None
 

@@ -176,8 +176,8 @@ class Service:
             raise ApiError(400, message, param="n", code="invalid_value")
 
     def _texts(self, body: ChatRequest | CompletionRequest) -> TokenTexts:
-        ending = frozenset(body.stop_token_ids or ())
-        if not body.ignore_eos:
+        ending = frozenset(body.sampling.get("stop_token_ids", ()))
+        if not body.sampling.get("ignore_eos"):
             ending |= frozenset(self.engine.tokenizer.eos)
         return TokenTexts(self.engine.tokenizer.decode, ending)
 

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from spec_export.training import recipe
-from spec_export.training.recipe import RecipeError
+from spec_runtime.errors import UserError
 
 TEXT = """
 [target]
@@ -106,22 +106,34 @@ def test_data_path_on_the_command_line_starts_from_the_working_folder(
         ),
         ("[train]", "[trian]", "unknown key 'trian'; expected keys target, drafter, data"),
         ("epochs = 2", "", "neither epochs nor max_steps"),
-        ("epochs = 2", "max_minutes = 0.0", "max_minutes is 0.0, expected > 0"),
+        (
+            "epochs = 2",
+            "max_minutes = 0.0",
+            "max_minutes: got float 0.0, expected more than 0 or absent",
+        ),
         ("epochs = 2", "max_minutes = 5\nwarmup = 0.1", "0.1 of an unknown number of steps"),
         ("epochs = 2", 'epochs = "2"', "epochs: got str '2', expected float or absent"),
         ("epochs = 2", "max_steps = true", "max_steps: got bool True, expected int or absent"),
-        ("epochs = 2", "epochs = 2\nschedule = 'step'", "expected one of 'constant', 'linear'"),
-        ("epochs = 2", "epochs = 2\nwarmup = 1.5", "warmup is 1.5"),
-        ("betas = [0.9, 0.99]", "betas = [0.9]", r"expected \[float, float\]"),
-        ('name = "parallelspec"', "", r"\[drafter\] name is None"),
+        (
+            "epochs = 2",
+            "epochs = 2\nschedule = 'step'",
+            "expected 'constant', 'linear' or 'cosine'",
+        ),
+        ("epochs = 2", "epochs = 2\nwarmup = 1.5", "warmup: got float 1.5, expected an integer"),
+        ("betas = [0.9, 0.99]", "betas = [0.9]", "expected more items"),
+        ('name = "parallelspec"', "", r"\[drafter\].name: got None, expected the name"),
         ('path = ["a.jsonl", "b.jsonl.xz"]', "", "missing key 'path'"),
-        ('path = ["a.jsonl", "b.jsonl.xz"]', "path = []", "path is empty"),
+        (
+            'path = ["a.jsonl", "b.jsonl.xz"]',
+            "path = []",
+            "path: got list .., expected one file or a list",
+        ),
         ("[data]", "[data", "not valid TOML"),
     ],
 )
 def test_refused(old: str, new: str, message: str) -> None:
     assert old in TEXT
-    with pytest.raises(RecipeError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         recipe.parse(TEXT.replace(old, new))
     assert "\n" not in str(caught.value)
 
@@ -134,17 +146,17 @@ def test_refused(old: str, new: str, message: str) -> None:
         ("trian.lr=3", "unknown section 'trian'"),
         ("train.betas=[1,", "not a TOML value"),
         ("train.lr=fast", "lr: got str 'fast', expected float"),
-        ("joint.lora_dropout=1.5", "lora_dropout is 1.5, expected 0 <= x < 1"),
-        ("joint.layer_dropout=-0.1", "layer_dropout is -0.1, expected 0 <= x < 1"),
+        ("joint.lora_dropout=1.5", "lora_dropout: got float 1.5, expected less than 1"),
+        ("joint.layer_dropout=-0.1", "layer_dropout: got float -0.1, expected 0 or more"),
     ],
 )
 def test_override_refused(override: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(UserError, match=message):
         recipe.parse(TEXT, [override])
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"cannot read recipe .*none.toml"):
+    with pytest.raises(UserError, match=r"cannot read recipe .*none.toml"):
         recipe.load(tmp_path / "none.toml")
 
 
@@ -174,9 +186,9 @@ def test_build_config() -> None:
     [
         ({}, "here: got missing key 'num_masks'; expected keys num_masks, scale"),
         ({"num_masks": 2.0}, r"here\.num_masks: got float 2.0, expected int"),
-        ({"num_masks": 1, "taps": "12"}, r"here\.taps: got str '12', expected a list of int"),
+        ({"num_masks": 1, "taps": "12"}, r"here\.taps: got str '12', expected a list"),
         ({"num_masks": 1, "taps": [1, "2"]}, r"here\.taps\[1\]: got str '2', expected int"),
-        ({"num_masks": 1, "style": "c"}, "expected one of 'a', 'b'"),
+        ({"num_masks": 1, "style": "c"}, "expected 'a' or 'b'"),
         ({"num_masks": 0}, "here: num_masks is 0, expected at least 1"),
         (
             {"num_masks": 1, "depth": 2},
@@ -185,7 +197,7 @@ def test_build_config() -> None:
     ],
 )
 def test_build_config_refuses(mapping: dict, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(UserError, match=message):
         recipe.build_config(_Config, mapping, "here")
 
 
@@ -212,39 +224,39 @@ def test_total_steps_takes_whichever_ends_first() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("lr = 1e-5", "lr = inf", r"\[train\]\.lr is inf, expected a finite number"),
-        ("lr = 1e-5", "lr = nan", r"\[train\]\.lr is nan, expected a finite number"),
-        ("epochs = 2", "epochs = 2\nmax_minutes = inf", "max_minutes is inf, expected a finite"),
-        ("epochs = 2", "epochs = 2\ngrad_clip = nan", "grad_clip is nan, expected a finite number"),
-        ("[0.9, 0.99]", "[0.9, nan]", r"betas\[1\] is nan, expected a finite number"),
-        ("epochs = 2", "epochs = 1e308", "epochs is 1e.308, expected more than 0, and at most"),
-        ("lr = 1e-5", "seed = -1", "seed is -1, expected 0 to 4294967295"),
-        ("lr = 1e-5", f"lr = 1{'0' * 400}", "lr is beyond 64 bits, expected a smaller number"),
+        ("lr = 1e-5", "lr = inf", "is not valid TOML: it holds inf, expected finite numbers"),
+        ("lr = 1e-5", "lr = nan", "is not valid TOML: it holds nan, expected finite numbers"),
+        ("epochs = 2", "epochs = 2\nmax_minutes = inf", "it holds inf, expected finite"),
+        ("epochs = 2", "epochs = 2\ngrad_clip = nan", "it holds nan, expected finite"),
+        ("[0.9, 0.99]", "[0.9, nan]", "it holds nan, expected finite"),
+        ("epochs = 2", "epochs = 1e308", "epochs: got float 1e.308, expected at most 1e.06"),
+        ("lr = 1e-5", "seed = -1", "seed: got int -1, expected 0 or more"),
+        ("lr = 1e-5", f"lr = 1{'0' * 400}", "lr: got int of 1329 bits, expected float"),
         ("lr = 1e-5", f"lr = 1{'0' * 5000}", "is not valid TOML"),
         ("taps = [10, 20]", f"taps = {'[' * 5000}", "is not valid TOML: it is nested too deeply"),
     ],
 )
 def test_numbers_that_cannot_be_used_are_refused(old: str, new: str, message: str) -> None:
     assert old in TEXT
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(UserError, match=message):
         recipe.parse(TEXT.replace(old, new))
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.lr=inf", "lr is inf, expected a finite number"),
+        ("train.lr=inf", "lr: got str 'inf', expected float"),
         (f"drafter.taps={'[' * 5000}", "not a TOML value: it is nested too deeply"),
         ("target.model=a\udcffb", "is not UTF-8, expected a text"),
     ],
 )
 def test_overrides_that_cannot_be_used_are_refused(override: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(UserError, match=message):
         recipe.parse(TEXT, [override])
 
 
 def test_a_drafters_numbers_are_finite_too() -> None:
-    with pytest.raises(RecipeError, match=r"config\.scale is inf, expected a finite number"):
+    with pytest.raises(UserError, match=r"config\.scale: got float inf, expected a finite float"):
         recipe.build_config(_Config, {"num_masks": 1, "scale": float("inf")}, "config")
 
 

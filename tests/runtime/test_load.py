@@ -128,7 +128,7 @@ def test_an_argument_of_a_wrong_type_is_one_clear_line(
     arguments = {"path": write_bundle(tmp_path), argument: value}
     with pytest.raises(ValueError, match=rf"{argument}\b.*, expected") as caught:
         spec_runtime.load(**arguments)
-    assert ("null" if value is None else str(value)) in str(caught.value)
+    assert str(value) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -210,7 +210,7 @@ def test_memory_needs_lookup(tmp_path: Path) -> None:
         spec_runtime.load(folder, "none", memory=10)
     with pytest.raises(ValueError, match="got memory with drafter parallelspec, expected"):
         spec_runtime.load(folder, lookup=False, memory=10)
-    with pytest.raises(ValueError, match="got memory -1, expected 0 or more tokens"):
+    with pytest.raises(ValueError, match="got memory -1, expected 0 or more"):
         spec_runtime.load(folder, memory=-1)
 
 

@@ -5,6 +5,7 @@ Nothing that is drawn or generated here is committed. In a page's Markdown
     ```diagram … ```            becomes a drawing (diagrams.py)
     ```math … ```               becomes formulas (charts.formula)
     <!-- cli: spec_runtime -->  the command's verbs and options (reference.py)
+    <!-- options: MODULE.CLASS --> the options that a class declares
     <!-- manifest -->           the manifest's schema
     <!-- include: FILE -->      a Markdown file of the repository instead of the whole page
 
@@ -13,6 +14,7 @@ and README.md is the site's first page.
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 from typing import Any
@@ -45,11 +47,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         markdown = _included(markdown)
         markdown = FENCE.sub(_drawn, markdown)
         markdown = re.sub(r"<!-- cli: (\w+) -->", lambda m: reference.commands(m[1]), markdown)
+        markdown = re.sub(r"<!-- options: ([\w.]+)\.(\w+) -->", _options, markdown)
         if "<!-- manifest -->" in markdown:
             markdown = markdown.replace("<!-- manifest -->", reference.manifest())
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
     return markdown
+
+
+def _options(marker: re.Match[str]) -> str:
+    return reference.options(getattr(importlib.import_module(marker[1]), marker[2]))
 
 
 def _drawn(fence: re.Match[str]) -> str:

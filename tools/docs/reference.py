@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer
+from annotated_types import Ge, Gt, Le, Lt
+
+from spec_runtime.options import declared
 
 # ---- commands
 
@@ -63,6 +66,34 @@ def _sentence(parameter: Any) -> str:
     if default in (None, False, True, "") or default == []:
         return help_
     return f"{help_} (default: {default})"
+
+
+# ---- options that are declared
+
+
+def options(declaration: type) -> str:
+    """Returns a table of the options of a declaration, such as LoadOptions: type, bounds, help."""
+    rows = []
+    for name, each in declared(declaration).items():
+        takes = " ".join([_type(_plain(each.annotation)), *_bounds(each.annotation)])
+        unset = each.option.unset or f"`{each.default!r}`"
+        rows.append(f"| `{name}` | {takes} | {unset} | {each.option.help} |")
+    head = "| option | takes | if left out | what it does |\n|---|---|---|---|\n"
+    return head + "\n".join(rows)
+
+
+def _plain(hint: Any) -> Any:
+    """Returns a type without what it is annotated with."""
+    return typing.get_type_hints(types.SimpleNamespace(__annotations__={"of": hint}))["of"]
+
+
+def _bounds(hint: Any) -> Iterator[str]:
+    """Yields the bounds in an annotation: "≥ 1"."""
+    signs = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
+    for part in _parts(hint):
+        for kind, sign in signs.items():
+            if isinstance(part, kind):
+                yield f"{sign} {getattr(part, kind.__name__.lower()):g}"
 
 
 # ---- the manifest

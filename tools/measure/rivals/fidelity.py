@@ -21,7 +21,7 @@ def choices(
     it (teacher forcing), so that a token that differs counts once and not for all that follow.
     """
     found: dict[str, dict[str, float]] = {}
-    with spec_runtime.load(bundle, "none", threads) as engine:
+    with spec_runtime.load(bundle, "none", threads=threads) as engine:
 
         @functools.cache  # most modes of an engine write the same texts
         def agreed(prompt_ids: tuple[int, ...], tokens: tuple[int, ...]) -> int:
