@@ -11,7 +11,6 @@ import pydantic
 import pytest
 import typer
 from annotated_types import Ge, Gt, Le
-from test_docs import reference, tool
 from typer.testing import CliRunner
 
 from spec_runtime.cli.flags import Flags, with_flags
@@ -21,8 +20,7 @@ from spec_runtime.mapping import from_mapping, parse_json, parse_toml
 from spec_runtime.options import Option
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.serving.schemas import sampled_fields
-
-typed_arguments = tool("docs/typed_arguments.py")
+from tools.docs import reference, typed_arguments
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def test_typed_arguments_are_those_of_the_declarations() -> None:
     for file, name, declaration in typed_arguments.WRITTEN:
         text = (typed_arguments.ROOT / file).read_text()
         assert typed_arguments.rewritten(text, name, declaration) == text, (
-            "run tools/docs/typed_arguments.py"
+            "run python -m tools.docs.typed_arguments"
         )
 
 

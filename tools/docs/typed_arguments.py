@@ -2,7 +2,7 @@
 
 A type checker reads source, so these TypedDicts have to stand there; a test compares them.
 
-    python tools/docs/typed_arguments.py
+    python -m tools.docs.typed_arguments
 """
 
 from __future__ import annotations
