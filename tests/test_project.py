@@ -57,7 +57,10 @@ def names(requirements: object) -> set[str]:
 
 
 def test_base_dependencies_are_what_the_runtime_needs() -> None:
-    assert names(project()["dependencies"]) == {"numpy", "tokenizers", "jinja2", "typer", "rich"}
+    assert names(project()["dependencies"]) == {
+        *("numpy", "tokenizers", "jinja2", "typer", "rich"),
+        *("pydantic", "annotated-types"),  # check options, manifests and recipes
+    }
 
 
 def test_every_tested_extra_is_pinned_by_the_constraints() -> None:
