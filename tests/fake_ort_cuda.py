@@ -24,7 +24,7 @@ import onnxruntime as ort
 import pytest
 from fake_tensorrt import view
 
-from spec_runtime.backends import session
+from spec_runtime.backends import cuda, session
 from spec_runtime.backends.copies import TYPES, StreamCopies
 from spec_runtime.backends.cuda_api import Cuda
 
@@ -321,6 +321,7 @@ def stream_copies(device: Device) -> StreamCopies:
 def install(patch: pytest.MonkeyPatch) -> Device:
     """Puts the fake in the place of ONNX Runtime and of CUDA's libraries; returns its device."""
     fake, device = module()
+    patch.setattr(cuda, "open_copies", lambda: stream_copies(device))
     patch.setattr(session, "ort", fake)
     patch.setattr(session, "require_gpu", lambda: None)
     return device

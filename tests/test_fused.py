@@ -24,7 +24,7 @@ from workshop import FluentWorkshop, drafter_name  # noqa: E402
 import spec_runtime  # noqa: E402
 from spec_export import make_bundle  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
-from spec_runtime.backends import cuda, shapes  # noqa: E402
+from spec_runtime.backends import shapes  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.files.onnx_file import read_outline  # noqa: E402
 from spec_runtime.fused_steps import FusedSteps  # noqa: E402
@@ -283,16 +283,13 @@ def test_int8_runs_through_it(bundles: Any) -> None:
     assert result.stats.steps < 39
 
 
-@pytest.mark.parametrize("is_shared", [True, False])
 def test_on_cuda_each_side_and_width_is_one_graph(
-    bundles: Any, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+    bundles: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs on tests/fake_ort_cuda.py. Each side runs once as it is before it is captured."""
     path = bundles("parallelspec", device="cuda")
     expected = load(path, "parallelspec").generate(PROMPTS[3], max_new_tokens=60, ignore_eos=True)
     device = fake_ort_cuda.install(monkeypatch)
-    if is_shared:  # the stream of target and drafter
-        monkeypatch.setattr(cuda, "open_copies", lambda: fake_ort_cuda.stream_copies(device))
     engine = spec_runtime.load(path, backend="cuda", threads=1)
     assert isinstance(engine.fused, FusedSteps), "on CUDA it is the default"
     assert engine.with_drafter("none").fused is None
@@ -317,7 +314,6 @@ def test_a_fused_step_that_reads_whole_buffers_has_masks_of_their_width(
     """Runs on tests/fake_ort_cuda.py. The session has the settings of its target's attention."""
     path = bundles("parallelspec", "fp32", "cuda")
     device = fake_ort_cuda.install(monkeypatch)
-    monkeypatch.setattr(cuda, "open_copies", lambda: fake_ort_cuda.stream_copies(device))
     engine = spec_runtime.load(path, backend="cuda", threads=1)
     assert isinstance(engine.fused, FusedSteps)
     result = engine.generate(PROMPTS[3], max_new_tokens=60, ignore_eos=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +15,6 @@ TYPES = {
     **{"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(double)": "float64"},
     **{"tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(bool)": "bool"},
 }
-
-log = logging.getLogger("spec_runtime")
 
 
 class Upload:
@@ -47,10 +44,7 @@ class Download:
 
 
 class Copies:
-    """Copies by ONNX Runtime's own calls, each of which waits until it is done.
-
-    On the CPU nothing is copied: values and arrays are the same memory.
-    """
+    """Copies on the CPU, by ONNX Runtime's own calls, each of which waits until it is done."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -164,11 +158,7 @@ def _landing(copies: StreamCopies, value: Any) -> np.ndarray:
     return memory.view(dtype)[:count].reshape(shape)
 
 
-def open_copies() -> Copies:
-    """Returns the copies of a session on CUDA: on a new stream if CUDA's Python bindings are
-    installed, otherwise by ONNX Runtime's own calls."""
-    try:
-        return StreamCopies(Cuda.open())
-    except (ValueError, RuntimeError) as error:  # without a GPU the session says so
-        log.debug("no stream is shared: %s", error)
-        return Copies()
+def open_copies() -> StreamCopies:
+    """Returns the copies of sessions on CUDA, on a new stream; raises UserError without CUDA's
+    Python bindings or a GPU."""
+    return StreamCopies(Cuda.open())

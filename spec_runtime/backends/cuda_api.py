@@ -61,7 +61,7 @@ class Cuda:
         except ImportError as error:
             raise UserError(
                 f"CUDA's Python bindings are not installed ({error}): run "
-                "pip install 'specsplit[tensorrt]' or pip install cuda-bindings"
+                "pip install 'specsplit[gpu]' or pip install cuda-bindings"
             ) from None
         return cls(runtime)
 

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.backends.copies import Copies, StreamCopies
+from spec_runtime.backends.cuda_api import Cuda
 from spec_runtime.backends.layout import ALIGNMENT
-from spec_runtime.backends.session import Viewer, empty_value
+from spec_runtime.backends.session import Viewer
 from spec_runtime.errors import UserError
 from spec_runtime.files.onnx_file import ExternalWeight, read_outline
 from spec_runtime.mapping import brief
@@ -40,24 +41,19 @@ class _Placed:
 class _Block:
     """Memory on the device, from `address` on, for as long as this object lives.
 
-    Raises UserError if the device has no room for it.
+    It is CUDA's own: ONNX Runtime's allocator would take up to twice as much. Raises UserError if
+    the device has no room for it.
     """
 
-    def __init__(self, num_bytes: int, device: str, copies: Copies) -> None:
+    def __init__(self, num_bytes: int, cuda: Cuda) -> None:
         try:
-            if isinstance(copies, StreamCopies):
-                # ONNX Runtime's own allocator would take up to twice as much.
-                cuda = copies.cuda
-                self.address = cuda.malloc(num_bytes)
-                weakref.finalize(self, cuda.free, self.address).atexit = False
-            else:
-                self._value = empty_value((num_bytes,), "uint8", device)
-                self.address = self._value.data_ptr()
-        except Exception as error:  # CUDA's RuntimeError, ONNX Runtime's own kinds
+            self.address = cuda.malloc(num_bytes)
+        except RuntimeError as error:
             raise UserError(
                 f"got no room on the GPU for {num_bytes / 1e6:.0f} MB of weights "
                 f"({brief(error, 200)}): end other programs there, or build with a lower precision"
             ) from error
+        weakref.finalize(self, cuda.free, self.address).atexit = False
 
 
 _placed: weakref.WeakValueDictionary[Hashable, _Placed] = weakref.WeakValueDictionary()
@@ -74,7 +70,7 @@ class DeviceWeights:
 
     def __init__(self, path: Path, device: str, copies: Copies) -> None:
         self.values: dict[str, Any] = {}
-        if device == "cpu":
+        if not isinstance(copies, StreamCopies):
             return
         viewer = Viewer(device)
         contents: dict[str, np.ndarray] = {}
@@ -92,7 +88,7 @@ class DeviceWeights:
         with _lock:
             self._held = {key: there for key in keys.values() if (there := _placed.get(key))}
             new = {key: w for w in weights if (key := keys[w.name]) not in self._held}
-            made = _place(new, contents, viewer, device, copies)
+            made = _place(new, contents, viewer, copies)
             self._held |= made
             _placed.update(made)
         self.values = {
@@ -113,14 +109,13 @@ def _place(
     weights: dict[Hashable, ExternalWeight],
     contents: dict[str, np.ndarray],
     viewer: Viewer,
-    device: str,
-    copies: Copies,
+    copies: StreamCopies,
 ) -> dict[Hashable, _Placed]:
     """Copies these weights into one new block on the device, each at an address of its own."""
     if not weights:
         return {}
     sizes = [-(-weight.length // ALIGNMENT) * ALIGNMENT for weight in weights.values()]
-    block = _Block(sum(sizes), device, copies)
+    block = _Block(sum(sizes), copies.cuda)
     staging = copies.host(min(max(sizes), STAGING_BYTES))
     placed, address = {}, block.address
     for (key, weight), size in zip(weights.items(), sizes, strict=True):

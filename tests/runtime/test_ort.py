@@ -14,7 +14,8 @@ from onnx_text import model_of
 from small import small_manifest
 
 from spec_runtime import backends
-from spec_runtime.backends import cpu, session
+from spec_runtime.backends import cpu, cuda, session
+from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.backends.cuda import CudaBackend
 from spec_runtime.bundle.manifest import Bundle, Graph, TensorSpec
@@ -187,6 +188,7 @@ def test_cuda_without_a_gpu_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     # as onnxruntime-gpu does where its provider cannot be loaded: the session is on the CPU
     monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider"])
     monkeypatch.setattr(session, "require_gpu", lambda: None)
+    monkeypatch.setattr(cuda, "open_copies", Copies)
     monkeypatch.setattr(ort, "set_default_logger_severity", lambda level: None)
     with pytest.raises(
         ValueError, match=r"did not load its CUDAExecutionProvider, though"

@@ -25,7 +25,6 @@ from workshop import Workshop
 import spec_runtime
 from spec_runtime.backends import (
     Runtime,
-    cuda,
     device_runs,
     graph_cache,
     open_graph,
@@ -63,19 +62,10 @@ def folders(workshop: Workshop) -> dict[str, Path]:
     return {precision: workshop.cuda_bundle(precision) for precision in BUILDS}
 
 
-both = pytest.mark.parametrize("device", ["stream", "no stream"], indirect=True)
-
-
 @pytest.fixture
-def device(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[fake.Device]:
-    """Replaces ONNX Runtime; "stream" is with CUDA's Python bindings, "no stream" without."""
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Device]:
+    """Replaces ONNX Runtime and CUDA's Python bindings."""
     device = fake.install(monkeypatch)
-    if getattr(request, "param", "stream") == "stream":
-        monkeypatch.setattr(cuda, "open_copies", partial(fake.stream_copies, device))
-    else:
-        monkeypatch.setattr(cuda, "open_copies", Copies)
     yield device
     gc.collect()
     assert not device.blocks, "device memory is left"
@@ -161,7 +151,6 @@ def test_a_bundle_for_cuda_runs_on_the_cpu(
             assert engine.generate(prompt, **OPTIONS).token_ids == expected
 
 
-@both
 def test_near_ties_are_redone_on_the_device(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +167,6 @@ def test_near_ties_are_redone_on_the_device(
 # ---- what crosses to the host ----
 
 
-@both
 def test_greedy_decoding_fetches_only_ids(folders: dict[str, Path], device: fake.Device) -> None:
     engine = load(folders["fp16"], drafter="none")
     before, result = device.bytes_to_host, engine.generate(PROMPTS[0], **OPTIONS)
@@ -187,7 +175,6 @@ def test_greedy_decoding_fetches_only_ids(folders: dict[str, Path], device: fake
     assert backend.bytes_to_host == device.bytes_to_host
 
 
-@both
 def test_all_feeds_of_a_run_go_to_the_device_in_one_piece(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
@@ -231,7 +218,6 @@ def test_the_host_waits_only_for_what_it_reads(
     assert runs - waits > result.stats.steps / 2, "the start graph's runs are not waited for"
 
 
-@both
 def test_sampling_fetches_the_rows_it_visits(
     folders: dict[str, Path], device: fake.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +228,6 @@ def test_sampling_fetches_the_rows_it_visits(
         assert device.bytes_to_host - before == (8 + row) * len(result.token_ids), sampling
 
 
-@both
 def test_the_largest_logits_are_found_only_for_requests_that_sample(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
@@ -434,7 +419,6 @@ def test_features_and_states_stay_on_the_device(
 # ---- CUDA graphs ----
 
 
-@both
 def test_a_repeated_shape_is_captured_then_replayed(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
@@ -450,7 +434,6 @@ def test_a_repeated_shape_is_captured_then_replayed(
     ]
 
 
-@both
 @pytest.mark.parametrize("precision", BUILDS)
 def test_a_capture_leaves_all_rows_as_they_are(
     folders: dict[str, Path], device: fake.Device, precision: str
