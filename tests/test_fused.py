@@ -35,10 +35,8 @@ from spec_runtime.trees.tree import TokenTree  # noqa: E402
 FUSABLE = ("parallelspec", "amphista", "medusa")
 fusable = pytest.mark.parametrize("name", FUSABLE)
 CONDITIONED = "parallelspec+pairs"
-# Built for "cuda", the bundle is in fp16 and has banks (spec_export/graphs/banks.py). Both run on
-# the CPU.
-everywhere = pytest.mark.parametrize("device", ["cpu", "cuda"])
-# At fp32, those for "cuda" read whole buffers (attention "full_buffer").
+# Built for "cuda", the bundle is in fp16 and has banks (spec_export/graphs/banks.py); at fp32 it
+# reads whole buffers (attention "full_buffer"). All run on the CPU.
 FORMS = (("cpu", None), ("cuda", None), ("cuda", "fp32"))
 
 
@@ -158,8 +156,9 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
     return {tuple(tree.token_N[tree.path(n)[1:]].tolist()) for n in range(1, tree.num_nodes)}
 
 
-@fusable
-@everywhere
+@pytest.mark.parametrize(
+    ("name", "device"), [*((name, "cpu") for name in FUSABLE), ("parallelspec", "cuda")]
+)
 def test_a_chat_goes_on_where_the_fused_steps_left_it(bundles: Any, name: str, device: str) -> None:
     """The KV of target and drafter are those of a fresh start."""
     engine = load(bundles(name, device=device), name)

@@ -124,20 +124,6 @@ def test_prefill_chains_and_trees(case: Case, form: str) -> None:
     compare_with_transformers(case.hf_model, committed[:15], tokens, parents, got["logits"])
 
 
-@llama
-def test_the_attentions_agree_with_each_other_and_the_contiguous_form(case: Case) -> None:
-    runners = [case.runner(attention) for attention in ATTENTIONS]
-    runners.append(Runner(contiguous(case.folders), case.folders["contiguous"], "contiguous"))
-    for size in (9, 1, 4, 4):
-        tokens = random_tokens(size, seed=size)
-        results = [runner.step(tokens, chain(size), OUTPUTS) for runner in runners]
-        for result in results[1:]:
-            for name in OUTPUTS:
-                close(result[name], results[0][name])
-        for runner in runners:
-            runner.cache.commit(range(size - 1 or 1))
-
-
 def test_an_unknown_attention_is_refused() -> None:
     with pytest.raises(
         ValueError, match="got attention 'flash', expected one of bias, full_buffer"
@@ -221,40 +207,32 @@ def test_masked_rows_leave_no_trace(case: Case, attention: str) -> None:
 
 
 @every_family
-def test_inputs_and_operators_of_the_slots_form(case: Case) -> None:
-    graph = case.slots["bias"].graph
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_inputs_and_operators_of_the_slots_form(case: Case, attention: str) -> None:
+    graph = case.slots[attention].graph
     inputs = {value.name: (value.dtype, value.shape) for value in graph.inputs}
-    step = {"input_ids", "position_ids", "mask", "logit_rows", "slots", "seqlens_k"}
-    assert set(inputs) == step | {f"kv.{i}.{part}" for i in range(LAYERS) for part in "kv"}
+    caches = {f"kv.{i}.{part}" for i in range(LAYERS) for part in "kv"}
+    step = {"input_ids", "position_ids", "mask", "logit_rows", "slots"}
+    step |= {"seqlens_k"} if attention == "bias" else set()
+    assert set(inputs) == step | caches
     assert inputs["slots"] == (ir.DataType.INT64, ["N"])
-    assert inputs["seqlens_k"] == (ir.DataType.INT32, [1])
+    assert inputs.get("seqlens_k") in (None, (ir.DataType.INT32, [1]))
     assert inputs["input_ids"] == (ir.DataType.INT64, [1, "N"])
     assert inputs["kv.0.k"][1] == [1, case.backbone.config.num_kv_heads, "S", HEAD_DIM]
     outputs = {value.name: value.shape for value in graph.outputs}
+    assert {f"{name}.out" for name in caches} < set(outputs)
     assert outputs["logits"] == ["M", VOCAB]
     assert outputs["features"] == outputs["taps.1"] == ["N", 4 * HEAD_DIM]
     kinds = Counter((node.domain, node.op_type) for node in graph)
-    assert kinds[MS, "GroupQueryAttention"] == LAYERS
+    of_attention = {"bias": (MS, "GroupQueryAttention"), "full_buffer": ("", "Attention")}
+    assert kinds[of_attention.pop(attention)] == LAYERS
+    assert not set(of_attention.values()) & set(kinds)
     assert kinds["", "ScatterND"] == 2 * LAYERS
     assert kinds[MS, "SkipSimplifiedLayerNormalization"] == 2 * LAYERS  # all but the first norm
-    # nothing that moves rows, and no layout change between layers
-    assert not {"Transpose", "TensorScatter", "Attention"} & {name for _, name in kinds}
+    # nothing that moves rows; with a bias no layout change between layers
+    assert kinds["", "TensorScatter"] == 0
+    assert kinds["", "Transpose"] == (0 if attention == "bias" else 2 * LAYERS)
     assert kinds["", "Squeeze"] == 3  # logits' rows, features, tap
-    used = {value for node in graph for value in node.inputs} | set(graph.outputs)
-    assert set(graph.initializers.values()) <= used
-
-
-@every_family
-def test_what_the_attention_over_whole_buffers_reads_and_is_made_of(case: Case) -> None:
-    graph = case.slots["full_buffer"].graph
-    step = {"input_ids", "position_ids", "mask", "logit_rows", "slots"}
-    caches = {f"kv.{i}.{part}" for i in range(LAYERS) for part in "kv"}
-    assert {value.name for value in graph.inputs} == step | caches
-    assert {f"{name}.out" for name in caches} < {value.name for value in graph.outputs}
-    kinds = Counter((node.domain, node.op_type) for node in graph)
-    assert kinds["", "Attention"] == LAYERS
-    assert kinds["", "ScatterND"] == 2 * LAYERS
-    assert not {"GroupQueryAttention", "TensorScatter"} & {name for _, name in kinds}
     used = {value for node in graph for value in node.inputs} | set(graph.outputs)
     assert set(graph.initializers.values()) <= used
     assert set(graph.inputs) <= used
