@@ -27,7 +27,7 @@ class DeviceRows:
         self, memory: Memory, address: int, padded_shape: Sequence[int], num_rows: int, dtype: str
     ) -> None:
         self.padded_shape = tuple(padded_shape)
-        self.shape = num_rows, *self.padded_shape[1:]
+        self.shape = (num_rows, *self.padded_shape[1:])
         self._memory, self._address, self._dtype = memory, address, np.dtype(dtype)
         self._num_runs = memory.num_runs
         self._row_W: dict[int, np.ndarray] = {}

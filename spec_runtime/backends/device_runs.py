@@ -34,7 +34,7 @@ MAX_PLANS = 1024  # a plan is small; there are several for each bound shape
 MAX_CAPTURED_ROWS = WIDTHS[-1]  # above, kernels take longer than their launches
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, which is fast
 class RunPlan:
     """Says what a run does with feeds of certain shapes, worked out once.
 
@@ -76,8 +76,10 @@ class BoundShape(BoundRun):
     ) -> None:
         super().__init__(session, binding, naming, copies)
         self.feeds, self.outputs = feeds, outputs
-        self.rows: dict[Hashable, PaddedRows] = {}  # by plan: writes its feeds
-        self.downloads: dict[tuple[str, ...], Download] = {}  # by outputs: brings them to the host
+        self.places = {name: (value.data_ptr(), value.shape()) for name, value in outputs.items()}
+        # By plan: writes its feeds, and brings its outputs to the host.
+        self.parts: dict[RunPlan, tuple[PaddedRows, Download]] = {}
+        self.downloads: dict[tuple[str, ...], Download] = {}  # those of `parts`, by outputs
         value = empty_value(feeds.memory.shape, "uint8", device)
         self.upload = copies.upload(feeds.memory, value)
         base = value.data_ptr()
@@ -125,27 +127,23 @@ class DeviceRuns:
         self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str], kept: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], dict[str, DeviceRows]]:
         """Returns `outputs`, copied to the host, and `kept`, left on the device."""
-        names = tuple(outputs)
-        key, plan = self._plan(feeds, names, tuple(kept))
+        plan = self._plan(feeds, tuple(outputs), tuple(kept))
         bound = self._bound.get(plan.bound_key, lambda: self._bind(plan))
-        if key not in bound.rows:
-            places = bound.feeds.arrays
-            bound.rows[key] = PaddedRows(self._graph, plan.sizes, plan.wider, places)
-        if names not in bound.downloads:
-            values = [bound.outputs[name] for name in names]
-            bound.downloads[names] = self._copies.download(values)
+        rows, download = bound.parts.get(plan) or self._add_parts(bound, plan)
         self.num_runs += 1
         bound.upload.claim()
-        bound.rows[key].write(feeds)
+        rows.write(feeds)
         bound.upload.start()
-        self._bound.run(plan.bound_key)
-        results, fetched = bound.downloads[names].read(), {}
+        self._bound.run(bound)
+        results, fetched = download.read(), {}
         for (name, num_rows), array in zip(plan.fetched, results, strict=True):
             self.bytes_to_host += array.nbytes
             fetched[name] = array[:num_rows]
-        return fetched, {
-            name: self._rows(name, bound.outputs[name], num_rows) for name, num_rows in plan.kept
-        }
+        left = {}
+        for name, num_rows in plan.kept:
+            dtype = self._outputs[name].dtype
+            left[name] = DeviceRows(self, *bound.places[name], num_rows, dtype)
+        return fetched, left
 
     def close(self) -> None:
         """Lets the session and its memory go, once all work is done. Nothing runs afterwards."""
@@ -161,14 +159,10 @@ class DeviceRuns:
         self.bytes_to_host += array.nbytes
         return array
 
-    def _rows(self, name: str, value: Any, num_rows: int) -> DeviceRows:
-        dtype = self._outputs[name].dtype
-        return DeviceRows(self, value.data_ptr(), value.shape(), num_rows, dtype)
-
     def _plan(
         self, feeds: Mapping[str, np.ndarray], outputs: tuple[str, ...], kept: tuple[str, ...]
-    ) -> tuple[Hashable, RunPlan]:
-        """Returns the plan for these outputs and the feeds' shapes, and its key."""
+    ) -> RunPlan:
+        """Returns the plan for these outputs and the feeds' shapes."""
         try:
             width = 0
             if self._cuts_masks:
@@ -182,7 +176,7 @@ class DeviceRuns:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
             plan = self._plans[key] = self._new_plan(feeds, outputs, kept, width)
-        return key, plan
+        return plan
 
     def _new_plan(
         self,
@@ -201,6 +195,17 @@ class DeviceRuns:
             for names in (outputs, kept)
         )
         return RunPlan(sizes, wider, fetched, left)
+
+    def _add_parts(self, bound: BoundShape, plan: RunPlan) -> tuple[PaddedRows, Download]:
+        names = tuple(name for name, _ in plan.fetched)
+        if names not in bound.downloads:
+            values = [bound.outputs[name] for name in names]
+            bound.downloads[names] = self._copies.download(values)
+        if len(bound.parts) >= MAX_PLANS:
+            bound.parts.clear()
+        rows = PaddedRows(self._graph, plan.sizes, plan.wider, bound.feeds.arrays)
+        bound.parts[plan] = parts = rows, bound.downloads[names]
+        return parts
 
     def _bind(self, plan: RunPlan) -> BoundShape:
         specs = [self._outputs[name] for name in plan.outputs]

@@ -20,10 +20,11 @@ class GraphRun(ABC):
     """A run at fixed addresses, with fixed shapes. Only a GraphCache calls its methods.
 
     `may_capture` False keeps it from being captured, for instance where its kernels take much
-    longer than their launches.
+    longer than their launches. The cache keeps `key`, `has_run` and `is_captured`.
     """
 
     may_capture = True
+    key: Hashable = None
     has_run = is_captured = False
 
     @abstractmethod
@@ -62,20 +63,22 @@ class GraphCache(Generic[_R]):
     def get(self, key: Hashable, make: Callable[[], _R]) -> _R:
         """Returns the run of `key`, made if it is not there."""
         here = self._here
-        run = here.captured.get(key) or here.recent.get(key)
-        if run is None:
-            if len(here.recent) >= MAX_RUNS:
-                here.recent.popitem(last=False)[1].close()
-            with no_capture():
-                run = here.recent[key] = make()
-        elif key in here.recent:
+        run = here.captured.get(key)
+        if run is not None:
+            return run
+        run = here.recent.get(key)
+        if run is not None:
             here.recent.move_to_end(key)
+            return run
+        if len(here.recent) >= MAX_RUNS:
+            here.recent.popitem(last=False)[1].close()
+        with no_capture():
+            run = here.recent[key] = make()
+        run.key = key
         return run
 
-    def run(self, key: Hashable) -> None:
-        """Makes the run of `key`, which `get` has returned before, or replays it."""
-        here = self._here
-        run = here.captured.get(key) or here.recent[key]
+    def run(self, run: _R) -> None:
+        """Makes this run, which `get` has returned last, or replays it."""
         if run.is_captured:
             with no_capture():
                 run.replay()
@@ -85,7 +88,7 @@ class GraphCache(Generic[_R]):
                 self._num_graphs += 1
             run.is_captured = True
             if self._by_thread:
-                here.captured[key] = here.recent.pop(key)
+                self._here.captured[run.key] = self._here.recent.pop(run.key)
         else:
             with no_capture():
                 run.enqueue()

@@ -37,7 +37,7 @@ RESULT, STATE = "result", "state."
 
 
 class _Side(NamedTuple):
-    """A binding that reads `state` and writes the other side's."""
+    """A binding that reads `state` and writes the other side's; `key` tells it from all others."""
 
     key: Hashable
     binding: Any
@@ -118,9 +118,7 @@ class OrtStepper:
         assert self._next is not None, "step before start"
         self._last, other = self._next
         self._next = other, self._last
-        key, binding = self._last.key, self._last.binding
-        self._runs.get(key, lambda: BoundRun(self._session, binding, self._naming, self._copies))
-        self._runs.run(key)
+        self._runs.run(self._runs.get(self._last.key, self._bound_run))
         (result,) = self._last.result.read()
         self.bytes_to_host += result.nbytes
         return result.copy()
@@ -136,6 +134,10 @@ class OrtStepper:
         values = self._next[0].state.items()
         return {name.removeprefix(STATE): self._copy(value) for name, value in values}
 
+    def _bound_run(self) -> BoundRun:
+        assert self._last is not None
+        return BoundRun(self._session, self._last.binding, self._naming, self._copies)
+
     def _copy(self, value: Any) -> np.ndarray:
         self._copies.settle()
         with no_capture():
@@ -146,15 +148,14 @@ class OrtStepper:
     def _bind(self, given: Mapping[str, np.ndarray]) -> tuple[_Side, _Side]:
         shapes = {spec.name: _fixed(spec) for spec in self._results}
         sides = []
-        for number in range(2):
+        for _ in range(2):
             state = {name: self._zeros(a.shape, str(a.dtype)) for name, a in given.items()}
             outputs = {
                 spec.name: self._zeros(shapes[spec.name], spec.dtype) for spec in self._results
             }
             binding = bind_buffers(self._session, self._buffers)
             result = self._copies.download([outputs[RESULT]])
-            key = (number, *(array.shape for array in given.values()))
-            sides.append(_Side(key, binding, state, outputs, result))
+            sides.append(_Side(object(), binding, state, outputs, result))
         for side, other in (sides, sides[::-1]):
             for name in given:
                 side.binding.bind_ortvalue_input(name, side.state[name])

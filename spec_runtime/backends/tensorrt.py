@@ -166,8 +166,7 @@ class TensorRTBackend(DeviceBackend):
         profile = choose_profile(self._profiles, sizes)
         most = {axis: three[-1] for axis, three in self._profiles[profile].items()}
         feeds, wider = pad_rows(self._graph, feeds, sizes, self.capacity, most)
-        key = (profile, *sorted(wider.items()))
-        run = self._runs.get(key, lambda: self._bind(profile, wider))
+        run = self._runs.get((profile, *sorted(wider.items())), lambda: self._bind(profile, wider))
         self.num_runs += 1
         for name, place in run.feeds.arrays.items():
             feed = feeds[name]
@@ -175,7 +174,7 @@ class TensorRTBackend(DeviceBackend):
             place[...] = feed
         packed = run.feeds.memory
         self._cuda.to_device(self._feeds, packed.ctypes.data, packed.nbytes)
-        self._runs.run(key)
+        self._runs.run(run)
         # Rows after these are those that pad_rows added.
         results = self._fetch_results(run.results, outputs, sizes)
         if self.num_runs == 1:

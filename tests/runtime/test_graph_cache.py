@@ -35,7 +35,7 @@ def played(names: str, cache: GraphCache[Noted]) -> list[str]:
     for name in names:
         run = cache.get(name, lambda: Noted(name, log))  # noqa: B023
         run._log, run.may_capture = log, name.islower()
-        cache.run(name)
+        cache.run(run)
     return log
 
 
