@@ -34,7 +34,7 @@ SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 @dataclass(frozen=True)
 class ServedBundle:
-    """Opens a bundle and makes its app, in this process or in a worker that it is sent to.
+    """Opens a bundle and makes its app, in this process or, after pickling, in a worker.
 
     `arguments` are those of `spec_runtime.load`.
     """
@@ -60,7 +60,7 @@ class ServedBundle:
 
 
 class _AccessHandler(logging.StreamHandler[TextIO]):
-    """Writes the access log; a reader of it that goes away is no reason to stop, or to complain."""
+    """Writes the access log. If its reader has gone away, the server goes on without a word."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exception(), BrokenPipeError):
@@ -152,7 +152,7 @@ def make_config(app: Any, grace: float, **more: Any) -> uvicorn.Config:
 
 
 class Workers(Multiprocess):
-    """uvicorn's worker processes, with additions for the end of one or all of them."""
+    """Runs uvicorn's worker processes; adds what has to happen when one or all of them end."""
 
     def init_processes(self) -> None:
         """Starts all. Blocks Ctrl-C in them until ServedBundle makes the app, because it would end

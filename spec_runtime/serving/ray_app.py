@@ -90,8 +90,8 @@ class Arguments(Loaded):  # type: ignore[misc]
 
     A replica has up to `max_ongoing_requests`, of which it answers one at a time; up to
     `max_queued_requests` wait in the front for a place, and further ones get 429. `timeout` are the
-    seconds of a request, its waiting included, and of `grace` a replica has so many to finish its
-    requests when it is stopped. `api_key_env` names an environment variable of the front's process.
+    seconds of a request, its waiting included. A replica that is stopped has `grace` seconds to
+    finish its requests. `api_key_env` names an environment variable of the front's process.
     The other limits are those of Settings.
     """
 

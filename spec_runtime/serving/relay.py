@@ -97,11 +97,12 @@ class Relay:
 
 
 class _Reply:
-    """What one client gets: the events of a stream at once, all else when it is whole."""
+    """Sends one client its reply: events of a stream as they come, everything else once it is
+    whole."""
 
     def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
         self.is_begun = self.is_complete = False  # as the client sees it
-        self.is_whole = False  # as far as replicas sent it
+        self.is_whole = False  # as replicas have sent it
         self.num_deaths = 0
         self._is_stream = False
         self._log = scope["log"]

@@ -19,7 +19,7 @@ OWN = ("system", "raw", "continue_final")  # options that a session sets itself
 
 @dataclass
 class Exchange:
-    """A call of a session: its messages, its options, and the answer as far as it has come."""
+    """A call of a session: its messages, its options, and what has come of the answer."""
 
     messages: list[Message]
     options: CallOptions
@@ -27,7 +27,7 @@ class Exchange:
 
 
 class Transcript:
-    """The messages of one conversation, `system` apart, and how an answer is added to them."""
+    """Holds the messages of one conversation, `system` apart, and adds answers to them."""
 
     def __init__(self, system: str | None, messages: Sequence[Message]) -> None:
         self.system = system
@@ -38,7 +38,7 @@ class Transcript:
 
     @property
     def all_messages(self) -> list[Message]:
-        """Returns the messages behind the system prompt's, if there is one."""
+        """Returns all messages, the system prompt's first, if there is one."""
         system = self.system
         opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         return [*opening, *self.messages]
@@ -70,15 +70,15 @@ class Transcript:
 class Session(Transcript):
     """One of the conversations with an engine, which any number of sessions share.
 
-    An answer goes on from the rows that were computed for those before: an engine has those of the
-    conversation that it answered last, and of others as many as `kept_mb` of `spec_runtime.load`
-    allows. Those of the one least recently used go first, and a beginning that several have in
-    common is computed once.
+    An answer goes on from the rows that were computed for earlier ones. An engine keeps the rows of
+    the conversation that it answered last, and of others as many as `kept_mb` of
+    `spec_runtime.load` allows, of which the least recently used go first. A beginning that several
+    conversations share is computed once.
 
-    `messages` hold what was said, without the `system` prompt, and may be changed between calls. If
-    `messages` are given that begin with a system prompt, it becomes `system`. An answer that ends
-    early is kept as far as it came; without any text, neither it nor its question is kept. A
-    session answers one call at a time, and raises RuntimeError for another meanwhile.
+    `messages` hold what was said, without the `system` prompt, and may be changed between calls. A
+    system prompt with which given messages begin becomes `system`. What has come of an answer that
+    ends early is kept; if it has no text, neither it nor its question is kept. A session answers
+    one call at a time, and raises RuntimeError for another in the meantime.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class Session(Transcript):
     def generate(self, text: str | None = None, **options: Unpack[CallOptions]) -> GenerationResult:
         """Returns the answer to what the user says; None goes on with the last answer.
 
-        See Engine.generate for options and errors. Raises ValueError too for options that the
-        session sets, and for None where there is no answer.
+        See Engine.generate for options and errors. Raises UserError, too, for options that
+        the session sets, and for None where there is no answer.
         """
         with self.exchange(text, options) as exchange:
             result = self.engine.generate(exchange.messages, **exchange.options)

@@ -56,8 +56,8 @@ class Admission:
         return self.num_requests <= self._max_waiting
 
     def enter(self, is_stream: bool = False) -> Place:
-        """Takes a place for a request. Raises QueueFull if there is none, with the time in which
-        half of those inside should have left, as far as the last requests tell."""
+        """Takes a place for a request. Raises QueueFull if there is none. It asks to try again
+        once half of those inside should have left, going by how long the last requests took."""
         with self._lock:
             wait = round(self._mean_seconds * self.num_requests / 2)
             seconds = min(max(wait, 1), LONGEST_RETRY)

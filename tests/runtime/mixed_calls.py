@@ -103,7 +103,7 @@ def problems(
     options: dict[str, Any],
     num_calls: int,
 ) -> list[str]:
-    """Returns what is unlike a run alone, or was raised, over `num_calls` calls a thread.
+    """Returns errors and tokens unlike those of an undisturbed run, of `num_calls` calls a thread.
 
     `alone` returns the tokens of one prompt by an engine that nobody shares. A call that stops
     early has to have the first of them.

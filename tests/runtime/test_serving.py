@@ -205,7 +205,7 @@ def test_features_of_others_may_be_null(client: Any) -> None:
 # ---- refusals ----
 
 LONG = "x" * 310
-# What a chat that says hello has besides or instead, which field is wrong, and what is said.
+# Fields that a chat which says hello has as well or instead, the wrong one, and the message.
 REFUSED_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": None}, "messages", "Invalid 'messages': got None"),
     ({"messages": []}, "messages", "at least 1 item"),

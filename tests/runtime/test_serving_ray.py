@@ -1,4 +1,4 @@
-"""Serves a tiny bundle by a local Ray cluster, kills a replica under load, and looks what is lost.
+"""Serves a tiny bundle by a local Ray cluster, kills a replica under load, and checks what is lost.
 
 The cluster is started once, which takes most of the time here.
 """
@@ -193,7 +193,7 @@ def text_of(reply: Any) -> str:
 
 
 def bodies(number: int, first_seed: int) -> list[dict[str, Any]]:
-    """Returns so many requests, a third of them greedy."""
+    """Returns `number` requests, a third of them greedy."""
     return [
         {
             "prompt": f"prompt {first_seed + i}",

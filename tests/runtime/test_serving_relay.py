@@ -116,7 +116,7 @@ class Client:
 
     @property
     def text(self) -> str:
-        """Returns the text of an answer, as far as it came."""
+        """Returns the text that came of an answer."""
         assert self.status == 200, self.body
         if self.headers["content-type"].startswith("text/event-stream"):
             parts = events(self.body)[:-1]
@@ -133,7 +133,7 @@ def relayed(replicas: Replicas, body: dict[str, Any], timeout: float = 20.0) -> 
 
 
 def left(replicas: Replicas, body: dict[str, Any], num_messages: int) -> Client:
-    """Asks, and leaves when a replica has the request and so many messages have come."""
+    """Asks, and leaves when a replica has the request and `num_messages` messages have come."""
 
     async def ask_and_leave() -> None:
         has_left = asyncio.Event()
