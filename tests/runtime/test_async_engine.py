@@ -13,7 +13,10 @@ from gates import PATIENCE, GatedRuns, in_loop
 from toy_engine import make_engine, random_prompt
 
 from spec_runtime import AsyncEngine, Chunk, Engine, GenerationResult, QueueFull
+from spec_runtime.requests.call import Call
 from spec_runtime.sessions.async_engine import MAX_UNREAD
+from spec_runtime.sessions.engine_queue import EngineQueue, Job
+from spec_runtime.waiting.admission import Admission
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 PROMPTS = [random_prompt(seed) for seed in range(8)]
@@ -89,6 +92,31 @@ async def test_calls_are_answered_in_the_order_asked() -> None:
         await asyncio.gather(*tasks)
         assert engine.num_waiting == 0
     assert done == [0, 1, 2, 3, 4, 5]
+
+
+@in_loop
+async def test_the_calls_of_a_request_are_answered_before_the_next_request() -> None:
+    engine, queue = engine_of(), EngineQueue(Admission(max_waiting=1))
+    ended: list[int] = []  # the lengths of the answers
+
+    def note(number: int, chunk: Chunk) -> None:
+        if chunk.result is not None:
+            ended.append(len(chunk.result.token_ids))
+
+    def ask_twice(length: int) -> Job:
+        def prepare() -> list[Call]:
+            lengths = (length, length + 1)
+            return [engine.prepare(PROMPTS[0], max_new_tokens=each) for each in lengths]
+
+        return queue.ask(engine, prepare, on_chunk=note)
+
+    jobs = [ask_twice(3), ask_twice(7)]
+    for job in jobs:
+        assert {number async for number, _ in job} == {0, 1}
+        job.leave()
+    assert ended == [3, 4, 7, 8]
+    assert queue.admission.num_requests == 0
+    await queue.close()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
