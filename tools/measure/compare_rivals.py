@@ -1,11 +1,6 @@
-#!/usr/bin/env python3
 """Measures specsplit beside other engines: same weights, prompts, tokens and threads, in one run.
 
     python -m tools.measure.compare_rivals --prompts spec_bench.jsonl --bundles DIR --json OUT
-        [--figure OUT.svg] [--precision fp32 int8 int4] [--rival NAME …] [--limit 8]
-        [--long-limit 4] [--long-tokens 1500] [--max-new-tokens 128] [--rounds 3] [--threads N]
-        [--lookup-tokens 5] [--lookup-ngram 3] [--assistant DIR] [--no-profile] [--model M]
-        [--work runs/rivals]
 
 The rivals' versions stand in rivals/environments.py; environments and models are made once, under
 --work. DIR has a bundle of each precision (fp32, int8, int4: built if it is not there). Every
@@ -36,12 +31,13 @@ from typing import Any
 
 from spec_export import target
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.cli.options import write_figures
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.machine import default_threads
-from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.text.tokenizer import Tokenizer, encode_prompt
+from tools.figures import command_line, manifest_of, write
+from tools.figures import run as run_script
 from tools.measure import measure_all
 from tools.measure.rivals import contexts, fidelity, field, race, report
 from tools.measure.rivals.environments import RivalError
@@ -50,24 +46,19 @@ from tools.measure.rivals.models import TargetFiles
 from tools.measure.rivals.worker import Worker
 
 NAMES = tuple(rival.name for rival in RIVALS)
-USUAL = tuple(rival.name for rival in RIVALS if rival.platform in (None, sys.platform))
 SHORT_TOKENS = 512  # of a short prompt, at most
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(words: Sequence[str] | None = None) -> None:
     """Measures as the command line says."""
-    return run(parser().parse_args(words))
+    run(parser().parse_args(words))
 
 
-def run(args: argparse.Namespace) -> int:
-    """Writes --json after each precision and prints tables; returns the exit code."""
-    try:
-        for file in filter(None, (args.json, args.figure)):
-            require_writable(file)
-        figures = compare(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+def run(args: argparse.Namespace) -> None:
+    """Writes --json after each precision and prints tables."""
+    for file in filter(None, (args.json, args.figure)):
+        require_writable(file)
+    figures = compare(args)
     for precision, found in figures["precisions"].items():
         print(report.table(precision, found) + "\n")
     for each in (*figures["left_out"], *figures["failed"]):
@@ -85,7 +76,6 @@ def run(args: argparse.Namespace) -> int:
         from tools.docs import charts
 
         write_atomically(args.figure, charts.rivals_of(figures))
-    return 0
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
@@ -104,12 +94,6 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
     journal = race.Journal(args.json.with_suffix(".rows.jsonl"), settings)
     figures: dict[str, Any] = {
-        "provenance": provenance.collect(
-            threads=options.threads,
-            prompts_file=args.prompts,
-            prompts=[each for each in read_prompts(args.prompts) if str(each.id) in used],
-            manifest=next(iter(manifests.values())),
-        ),
         "load_average": os.getloadavg()[0],
         "threads": options.threads,
         "rounds": args.rounds,
@@ -127,7 +111,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "best": [],
         "left_out": [
             {"engine": engine, "what": what, "reason": reason}
-            for engine, what, reason in _left_out(args)
+            for engine, what, reason in field.LEFT_OUT
         ],
         "failed": [],
     }
@@ -147,7 +131,14 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             choices = fidelity.choices(exact, options.threads, race_contexts, rows)
         figures["precisions"][precision] = report.summarise(rows, finished, choices)
         figures["best"] += report.aims(precision, figures["precisions"][precision])
-        write_figures(args.json, figures)
+        write(
+            args.json,
+            figures,
+            threads=options.threads,
+            prompts_file=args.prompts,
+            prompts=[each for each in read_prompts(args.prompts) if str(each.id) in used],
+            manifest=next(iter(manifests.values())),
+        )
     return figures
 
 
@@ -157,10 +148,7 @@ def _prepare(
     """Returns the prompts, what all contenders are given alike, and each precision's manifest."""
     for precision in args.precision:
         measure_all.build(precision, args.bundles)
-    manifests = {
-        precision: bundles.read(args.bundles / precision, verify=False).manifest
-        for precision in args.precision
-    }
+    manifests = {precision: manifest_of(args.bundles / precision) for precision in args.precision}
     tokenizer = Tokenizer(bundles.read(args.bundles / args.precision[0], verify=False))
     encode = functools.partial(encode_prompt, tokenizer, raw=False, system=None)
     prompts = read_prompts(args.prompts)
@@ -170,7 +158,7 @@ def _prepare(
     longest = max(len(ids) for each in found for ids in each.prompts.values())
     room = min(manifest.target.max_length for manifest in manifests.values())
     if longest + args.max_new_tokens > room:
-        raise ValueError(
+        raise UserError(
             f"got a prompt of {longest} tokens and {args.max_new_tokens} new ones, expected at "
             f"most {room}, the bundles' context: take a smaller --long-tokens"
         )
@@ -181,7 +169,6 @@ def _prepare(
         lookup_tokens=args.lookup_tokens,
         lookup_ngram=args.lookup_ngram,
         profile=not args.no_profile,
-        assistant=args.assistant,
     )
     return found, options, manifests
 
@@ -232,15 +219,6 @@ def _failure(name: str, engine: str, what: str, reason: object) -> dict[str, str
     return {"name": name, "engine": engine, "what": what, "reason": str(reason)}
 
 
-def _left_out(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    found = [*field.LEFT_OUT]
-    if not args.assistant:
-        found.append(field.NO_ASSISTANT)
-    if "mlx" not in args.rival:
-        found.append(field.NO_MLX)
-    return found
-
-
 def _digest(context: race.Context) -> str:
     return hashlib.sha256(repr(sorted(context.prompts.items())).encode()).hexdigest()[:16]
 
@@ -251,29 +229,22 @@ def _say(text: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    found.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's questions")
+    flags = ("--prompts", "--max-new-tokens", "--no-profile", "--threads", "--json")
+    found = command_line(__doc__, *flags, required=("--json",))
     found.add_argument("--bundles", type=Path, required=True, help="with fp32, int8 and int4")
-    found.add_argument("--json", type=Path, required=True)
     found.add_argument("--figure", type=Path)
     found.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    found.add_argument("--rival", nargs="*", choices=NAMES, default=USUAL)
+    found.add_argument("--rival", nargs="*", choices=NAMES, default=NAMES)
     found.add_argument("--limit", type=int, default=8, help="short prompts, over all categories")
     found.add_argument("--long-limit", type=int, default=4, help="long prompts; 0 for none")
     found.add_argument("--long-tokens", type=int, default=1500)
-    found.add_argument("--max-new-tokens", type=int, default=128)
     found.add_argument("--rounds", type=int, default=3)
-    found.add_argument("--threads", type=int)
     found.add_argument("--lookup-tokens", type=int, default=5, help="the rivals' lookups draft")
     found.add_argument("--lookup-ngram", type=int, default=3, help="and match at most")
-    found.add_argument("--assistant", type=Path, help="a draft model for transformers, a folder")
-    found.add_argument("--no-profile", action="store_true", help="ours without what tune found")
     found.add_argument("--model", help="what the bundles were built from; default: the demo")
     found.add_argument("--work", type=Path, default=Path("runs/rivals"))
     return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import islice, zip_longest
 
+from spec_runtime.errors import UserError
 from spec_runtime.measure.prompts import BenchPrompt
 from tools.measure.rivals.race import Context
 
@@ -15,7 +16,7 @@ TEXTS = ("summarization", "rag")  # the subsets whose prompts carry a text to re
 def short(prompts: Sequence[BenchPrompt], encode: Encode, count: int, most_tokens: int) -> Context:
     """Returns `count` prompts, first turns, of at most `most_tokens` ids, evenly over the subsets.
 
-    Raises ValueError if no prompt is that short.
+    Raises UserError if no prompt is that short.
     """
     subsets: dict[str, list[BenchPrompt]] = {}
     for each in prompts:
@@ -24,7 +25,7 @@ def short(prompts: Sequence[BenchPrompt], encode: Encode, count: int, most_token
     fitting = ((each, encode(_text(each))) for each in in_turn)
     found = {str(each.id): ids for each, ids in fitting if len(ids) <= most_tokens}
     if not found:
-        raise ValueError(f"got no prompt of at most {most_tokens} tokens, expected some")
+        raise UserError(f"got no prompt of at most {most_tokens} tokens, expected some")
     return Context("short", dict(islice(found.items(), count)))
 
 
@@ -33,7 +34,7 @@ def long(prompts: Sequence[BenchPrompt], encode: Encode, count: int, num_tokens:
 
     Each ends with one prompt that carries a text, of `TEXTS`' subsets where the file has them. In
     front of it stand the texts of the prompts before, as many as fit; the first begins with a word
-    in its middle. Raises ValueError if all texts together are too short.
+    in its middle. Raises UserError if all texts together are too short.
     """
     carriers = [each for each in prompts if each.category in TEXTS] or list(prompts)
     step = max(1, len(carriers) // count)
@@ -46,7 +47,7 @@ def long(prompts: Sequence[BenchPrompt], encode: Encode, count: int, num_tokens:
             if len(encode(" ".join(words))) >= num_tokens:
                 break
         else:
-            raise ValueError(
+            raise UserError(
                 f"got prompts of {len(encode(' '.join(words)))} tokens in all, expected at least "
                 f"{num_tokens} for a long prompt: give a file with longer texts, or a smaller "
                 "--long-tokens"

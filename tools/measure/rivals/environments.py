@@ -85,11 +85,6 @@ OPTIMUM = Environment(
 )
 GENAI = Environment("genai", (("onnxruntime-genai==0.18.0", "onnxruntime==1.32.0"),))
 OPENVINO = Environment("openvino", (("openvino-genai==2026.4.1.0", "nncf==3.4.0"),))
-# On Linux the extra brings mlx's CPU backend; on a Mac the package runs as it is.
-MLX = Environment(
-    "mlx",
-    (("mlx-lm==0.32.2", "mlx==0.32.4" if sys.platform == "darwin" else "mlx[cpu]==0.32.4"),),
-)
 LLAMA_CPP = Environment("llama.cpp", (("node-llama-cpp@3.22.1",),), is_node=True)
 
 

@@ -15,7 +15,6 @@ from typing import Any
 from tools.measure.rivals.environments import (
     GENAI,
     LLAMA_CPP,
-    MLX,
     OPENVINO,
     OPTIMUM,
     TRANSFORMERS,
@@ -50,7 +49,6 @@ class Rival:
     worker: str
     modes: tuple[str, ...]
     forms: Mapping[str, Form]
-    platform: str | None = None  # where it is measured unless it is asked for; None: everywhere
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ RIVALS = (
         "transformers",
         TRANSFORMERS,
         "transformers_worker.py",
-        (PLAIN, "lookup", "assisted"),
+        (PLAIN, "lookup"),
         {"fp32": Form(FLOAT32, TargetFiles.hugging_face)},
     ),
     Rival(
@@ -135,19 +133,6 @@ RIVALS = (
         (PLAIN, "lookup"),
         {"fp32": _gguf("F32", FLOAT32), "int8": _gguf("Q8_0"), "int4": _gguf("Q4_1")},
     ),
-    Rival(
-        "mlx",
-        "mlx-lm",
-        MLX,
-        "mlx_worker.py",
-        (PLAIN,),
-        {
-            "fp32": Form(FLOAT32, TargetFiles.hugging_face),
-            "int8": Form("its converter's 8 bits", lambda files: files.mlx(8)),
-            "int4": Form("its converter's 4 bits", lambda files: files.mlx(4)),
-        },
-        "darwin",
-    ),
 )
 
 # Our modes: the drafter to load (None: the bundle's default), and whether lookup is merged into it.
@@ -194,14 +179,12 @@ LEFT_OUT = (
         "a draft model",
         "there is no smaller model with the target's vocabulary, and the target is small itself",
     ),
+    (
+        "mlx-lm",
+        "all of it",
+        "its CPU backend takes minutes for a prompt of 1,500 tokens: it is made for Apple silicon",
+    ),
 )
-NO_MLX = (
-    "mlx-lm",
-    "on other systems than macOS",
-    "its CPU backend gives the same tokens, but takes minutes for a prompt of 1,500: it is made "
-    "for Apple silicon (--rival mlx measures it all the same)",
-)
-NO_ASSISTANT = ("transformers", "assisted", "no draft model was given (--assistant)")
 
 
 @dataclass(frozen=True)
@@ -214,12 +197,6 @@ class Options:
     lookup_tokens: int
     lookup_ngram: int
     profile: bool
-    assistant: Path | None
-
-
-def modes(rival: Rival, options: Options) -> tuple[str, ...]:
-    """Returns the modes that can be measured: without a draft model, not the assisted one."""
-    return tuple(m for m in rival.modes if m != "assisted" or options.assistant)
 
 
 def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options) -> list[Contender]:
@@ -240,7 +217,6 @@ def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options)
         "model": model,
         "packages": str(rival.environment.folder(files.work).absolute()),
         "version": rival.environment.version,
-        "assistant": str(options.assistant and options.assistant.absolute()),
     }
     return [
         Contender(
@@ -251,7 +227,7 @@ def of_rival(rival: Rival, precision: str, files: TargetFiles, options: Options)
             (program, str(WORKERS / rival.worker)),
             {**settings, "mode": mode},
         )
-        for mode in modes(rival, options)
+        for mode in rival.modes
     ]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from spec_export import target
 from spec_export.distill.engines import save_dequantized, write_gguf
-from tools.measure.rivals.environments import GENAI, MLX, OPENVINO, OPTIMUM, RivalError, run
+from tools.measure.rivals.environments import GENAI, OPENVINO, OPTIMUM, RivalError, run
 
 
 class TargetFiles:
@@ -98,16 +98,6 @@ class TargetFiles:
             source = self.gguf("F16")
             with self._made(out) as folder:
                 run([str(part) for part in (*command, source, precision, folder)])
-        return out
-
-    def mlx(self, bits: int) -> Path:
-        """Returns the folder that mlx_lm's converter quantises, in groups of 32 as GGUF's are."""
-        out = self._folder / f"mlx-{bits}-bit"
-        if not out.is_dir():
-            command = [str(MLX.program(self.work)), "-m", "mlx_lm", "convert", "--quantize"]
-            command += ["--q-bits", str(bits), "--q-group-size", "32", "--hf-path"]
-            with self._made(out) as folder:
-                run([*command, str(self.hugging_face()), "--mlx-path", str(folder)])
         return out
 
     @contextmanager

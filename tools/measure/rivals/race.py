@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spec_runtime.errors import UserError
 from tools.measure.rivals.environments import RivalError
 from tools.measure.rivals.worker import Answer, Worker
 
@@ -34,7 +35,7 @@ class Journal:
     """Keeps rows in a JSON Lines file, the first of which holds the run's settings.
 
     Every row is appended at once, so that a run that was killed goes on behind its last whole row.
-    Raises ValueError if the file is there with other settings.
+    Raises UserError if the file is there with other settings.
     """
 
     def __init__(self, file: Path, settings: Mapping[str, Any]) -> None:
@@ -44,7 +45,7 @@ class Journal:
         if file.is_file() and (text := file.read_text(encoding="utf-8")):
             first, *rest = text.split("\n")
             if json.loads(first) != json.loads(whole):
-                raise ValueError(
+                raise UserError(
                     f"{file} holds answers to other settings (prompts, tokens, threads, "
                     "precisions, bundles or versions): remove it to measure again"
                 )

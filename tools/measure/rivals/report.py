@@ -11,6 +11,7 @@ from typing import Any
 
 from spec_runtime.measure.audit import first_difference
 from spec_runtime.stats import ratio
+from tools.figures import markdown, spread, spread_text
 from tools.measure.rivals.field import PLAIN, Contender
 from tools.measure.rivals.race import Row
 
@@ -23,16 +24,10 @@ KINDS = (
     ("plain", "tokens_per_second", PLAIN),
     ("prefill", "prefill_ms", PLAIN),
 )
-HEAD: tuple[str, ...] = (
-    "contender",
-    "prompts",
-    "tokens/s",
-    "range",
-    "prefill ms",
-    "peak MB",
-    "PSS MB",
+HEAD = (
+    *("contender", "prompts", "tokens/s", "prefill ms", "peak MB", "PSS MB"),
+    *("same text as its plain", "as same weights", "fp32's choice"),
 )
-HEAD += ("same text as its plain", "as same weights", "fp32's choice")
 
 
 def summarise(
@@ -90,12 +85,7 @@ def _contender(contender: Contender, rows: Sequence[Row]) -> Figures:
 
 
 def _spread(values: Sequence[float]) -> Figures:
-    return {
-        "median": statistics.median(values),
-        "least": min(values),
-        "greatest": max(values),
-        "by_round": list(values),
-    }
+    return {**spread(values), "by_round": list(values)}
 
 
 def _repeats(rows: Sequence[Row]) -> bool:
@@ -193,32 +183,24 @@ def _best(contenders: Mapping[str, Figures], key: str) -> str | None:
 
 def table(precision: str, contexts: Mapping[str, Mapping[str, Figures]]) -> str:
     """Returns a Markdown table of one precision, for the terminal."""
-    rows = [HEAD, ("---",) * len(HEAD)]
-    for context, contenders in contexts.items():
-        for name, each in contenders.items():
-            speed = each["tokens_per_second"]
-            choices = each["fp32_choices"]
-            rows.append(
-                (
-                    name,
-                    context,
-                    f"{speed['median']:.1f}",
-                    f"{speed['least']:.1f} to {speed['greatest']:.1f}",
-                    f"{each['prefill_ms']['median']:.0f}",
-                    f"{each['peak_rss'] / 1e6:.0f}",
-                    f"{each['pss'] / 1e6:.0f}",
-                    agreement(each["same_engine"]),
-                    agreement(each["same_weights"]),
-                    "" if choices is None else f"{choices:.1%}",
-                )
-            )
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([f"### {precision}", "", *lines])
-
-
-def agreement(found: Figures | None) -> str:
-    """Returns the share of texts that are identical as words: "7 of 8"; nothing without one."""
-    return "" if found is None else f"{found['identical']} of {found['prompts']}"
+    rows = [
+        [
+            name,
+            context,
+            spread_text(each["tokens_per_second"], ".1f"),
+            f"{each['prefill_ms']['median']:.0f}",
+            f"{each['peak_rss'] / 1e6:.0f}",
+            f"{each['pss'] / 1e6:.0f}",
+            *(
+                "" if found is None else f"{found['identical']} of {found['prompts']}"
+                for found in (each["same_engine"], each["same_weights"])
+            ),
+            "" if each["fp32_choices"] is None else f"{each['fp32_choices']:.1%}",
+        ]
+        for context, contenders in contexts.items()
+        for name, each in contenders.items()
+    ]
+    return f"### {precision}\n\n{markdown(HEAD, rows, left=2)}"
 
 
 def aim_lines(rows: Sequence[Figures]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Decodes with transformers' generate: plainly, with prompt lookup or with an assistant.
+"""Decodes with transformers' generate: plainly, or with prompt lookup.
 
 Serves two rivals: PyTorch's models in transformers, and ONNX Runtime's in optimum-onnx.
 """
@@ -38,17 +38,13 @@ def load(settings):
 
 
 def open_engine(settings):
-    """Opens a Hugging Face folder, and the assistant's where one is given."""
+    """Opens a Hugging Face folder."""
     torch.set_num_threads(settings["threads"])
     model, version = load(settings)
     options = {}
     if settings["mode"] == "lookup":
         options["prompt_lookup_num_tokens"] = settings["lookup_tokens"]
         options["max_matching_ngram_size"] = settings["lookup_ngram"]
-    elif settings["mode"] == "assisted":
-        options["assistant_model"] = transformers.AutoModelForCausalLM.from_pretrained(
-            settings["assistant"], dtype=torch.float32
-        )
     # The checkpoint's own sampling parameters must not count.
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=settings["end_ids"], pad_token_id=settings["end_ids"][0]

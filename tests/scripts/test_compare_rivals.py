@@ -1,4 +1,4 @@
-"""The tool that measures other engines: workers, rounds, resuming, figures by hand, the command."""
+"""Measures fake rivals: workers, rounds, going on after a stop, figures by hand, the command."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-import rival_rows
-
 import spec_runtime
+from spec_runtime.errors import UserError
 from spec_runtime.measure.prompts import BenchPrompt
 from tools.measure import compare_rivals
 from tools.measure.rivals import contexts, environments, fidelity, field, race, report
 from tools.measure.rivals.environments import Environment, RivalError
-from tools.measure.rivals.field import Form, Options, Rival
+from tools.measure.rivals.field import OURS, PLAIN, Contender, Form, Rival
+from tools.measure.rivals.race import Row
 from tools.measure.rivals.worker import Answer, Worker
 
 if TYPE_CHECKING:
@@ -78,54 +78,37 @@ def settings(model: str) -> dict[str, Any]:
     return {"model": model, "threads": 1}
 
 
-# ---- one worker ----
+# ---- one worker
 
 
 def test_a_worker_answers_in_lines(opened: dict[str, Worker]) -> None:
     worker = opened["one"]
     assert worker.version == "0.1"
-    for _ in range(2):
-        answer = worker.generate([7, 8], 3)
-        assert answer.tokens == [9, 10, 11]
-        assert (answer.first, answer.decoded) == (1, 2)
-        assert 0 < answer.prefill_seconds < answer.seconds
+    answer = worker.generate([7, 8], 3)
+    assert (answer.tokens, answer.first, answer.decoded) == ([9, 10, 11], 1, 2)
+    assert 0 < answer.prefill_seconds < answer.seconds
     if sys.platform == "linux":
-        sizes = worker.memory()
-        assert sizes["peak_rss"] > 5e6
-        assert 0 < sizes["pss"] <= sizes["peak_rss"]
+        assert 0 < worker.memory()["pss"] <= worker.memory()["peak_rss"]
         assert worker.cpu_seconds() > 0
 
 
-def test_a_worker_that_cannot_open_its_model_says_so_in_a_line(fake: Path, tmp_path: Path) -> None:
-    with pytest.raises(RivalError, match=r"^FileNotFoundError: no model of that name$"):
-        Worker([sys.executable, str(fake)], settings("missing"), tmp_path / "log")
-    assert "Traceback" in (tmp_path / "log").read_text()
-    with pytest.raises(RivalError, match="cannot be run"):
-        Worker([str(tmp_path / "nobody")], settings("good"), tmp_path / "log")
-
-
-def test_a_worker_that_ends_leaves_its_last_words(opened: dict[str, Worker]) -> None:
+def test_a_worker_that_fails_says_why(
+    opened: dict[str, Worker], fake: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    for command, model, message in (
+        ([sys.executable, str(fake)], "missing", "FileNotFoundError: no model of that name"),
+        ([str(tmp_path / "nobody")], "good", "cannot be run"),
+        ([sys.executable, "-c", "print('ready')"], "good", "got the line b'ready'"),
+    ):
+        with pytest.raises(RivalError, match=message):
+            Worker(command, settings(model), log)
     with pytest.raises(RivalError, match="the worker ended: code 3, out of memory"):
         opened["bad"].generate([1, 2, 3], 2)
-
-
-def test_a_worker_that_babbles_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RivalError, match="got the line b'ready'"):
-        Worker([sys.executable, "-c", "print('ready')"], settings("good"), tmp_path / "log")
-    short = "import sys; print('{}', flush=True); input(); print('{\"tokens\": [1]}', flush=True)"
-    worker = Worker([sys.executable, "-c", short], settings("good"), tmp_path / "log")
-    with pytest.raises(RivalError, match="got a reply with tokens: KeyError"):
-        worker.generate([1], 1)
-    worker.close()
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [(([], 0, 0.1, 0.2), "0 first of 0"), (([1, 2], 1, 0.3, 0.2), "prefill of 0.3 s")],
-)
-def test_an_impossible_answer_is_refused(values: Any, message: str) -> None:
-    with pytest.raises(RivalError, match=message):
-        Answer(*values)
+    with pytest.raises(RivalError, match="0 first of 0"):
+        Answer([], 0, 0.1, 0.2)
+    with pytest.raises(RivalError, match=r"prefill of 0.3 s"):
+        Answer([1, 2], 1, 0.3, 0.2)
 
 
 # ---- the rounds ----
@@ -173,7 +156,7 @@ def test_a_killed_race_goes_on_and_a_failure_stops_nobody_else(
         assert mine[1]["prompt_tokens"] == 3
     # whose turn comes first rotates
     assert [row["contender"] for row in rows if row["round"] == 1] == ["one", "two", "two", "one"]
-    with pytest.raises(ValueError, match="holds answers to other settings"):
+    with pytest.raises(UserError, match="holds answers to other settings"):
         race.Journal(file, {"n": 2})
 
 
@@ -197,64 +180,92 @@ def test_short_prompts_are_taken_evenly_and_long_ones_put_together() -> None:
     long = contexts.long(prompts, encode, 2, 40)
     assert list(long.prompts) == ["3", "4"], "only texts to read"
     assert [len(ids) for ids in long.prompts.values()] == [40, 40]
-    with pytest.raises(ValueError, match="got no prompt of at most 2 tokens"):
+    with pytest.raises(UserError, match="got no prompt of at most 2 tokens"):
         contexts.short(prompts, encode, 3, 2)
-    with pytest.raises(ValueError, match=r"got prompts of 60 tokens in all.*--long-tokens"):
+    with pytest.raises(UserError, match=r"got prompts of 60 tokens in all.*--long-tokens"):
         contexts.long(prompts, encode, 2, 400)
 
 
-# ---- figures by hand ----
+# ---- figures by hand
+
+LOOKUP = f"{OURS}, lookup"
+RIVAL = "Other, plain"
+WORSE = "Other, lookup"
+
+
+def contender(name: str, weights: str = "float32") -> Contender:
+    engine, mode = name.split(", ")
+    return Contender(name, engine, mode, weights, ("python",), {"threads": 1})
+
+
+CONTENDERS = [
+    contender(f"{OURS}, {PLAIN}"),
+    contender(LOOKUP),
+    contender(RIVAL),
+    contender(WORSE, "rounded"),
+]
+
+
+def row(name: str, number: int, prompt: str, tokens: list[int], seconds: float) -> Row:
+    """A job of one second of prefill, which gives one token, and of `seconds` in all."""
+    return {
+        "precision": "fp32",
+        "context": "short",
+        "round": number,
+        "prompt": prompt,
+        "contender": name,
+        "tokens": tokens,
+        "first": 1,
+        "prefill_seconds": 1.0,
+        "seconds": seconds,
+        "prompt_tokens": 10,
+        "others_cpu_seconds": 0.01,
+        "version": "1.2",
+        "peak_rss": 3_000_000,
+        "pss": 2_000_000,
+    }
+
+
+def rows() -> list[Row]:
+    """Two rounds of two prompts. In decoding, our plain mode gives 4 tokens a second, our lookup 8
+    and then 10, the rival 5 in both; its lookup 2, in other words."""
+    text = list(range(11))  # 10 tokens of decoding
+    found = []
+    for number, lookup_seconds in enumerate((1.25, 1.0)):
+        for prompt in ("a", "b"):
+            found += [
+                row(CONTENDERS[0].name, number, prompt, text, 3.5),
+                row(LOOKUP, number, prompt, text, 1 + lookup_seconds),
+                row(RIVAL, number, prompt, text, 3.0),
+                row(WORSE, number, prompt, [0, 1, 2, 99, *range(7)], 6.0),
+            ]
+    return found
 
 
 def test_speeds_ratios_and_agreement_by_hand() -> None:
-    figures = rival_rows.figures()
-    found = figures["precisions"]["fp32"]["short"]
-    lookup = found[rival_rows.LOOKUP]
-    assert lookup["tokens_per_second"] == {
-        "median": 9.0,
-        "least": 8.0,
-        "greatest": 10.0,
-        "by_round": [8.0, 10.0],
-    }
-    assert lookup["prefill_ms"]["median"] == 1000
-    assert lookup["peak_rss"] == 3_000_000
+    found = report.summarise(rows(), CONTENDERS, {"short": {WORSE: 0.25, LOOKUP: 1.0}})["short"]
+    lookup, worse = found[LOOKUP], found[WORSE]
+    speed = {"median": 9.0, "least": 8.0, "greatest": 10.0, "by_round": [8.0, 10.0]}
+    assert lookup["tokens_per_second"] == speed
+    assert (lookup["prefill_ms"]["median"], lookup["peak_rss"]) == (1000, 3_000_000)
     assert lookup["repeats_itself"]
-    assert lookup["others_cpu_share"] == 0.01 / 2.0
     for key in ("same_engine", "same_weights"):
         assert lookup[key]["reference"] == "specsplit, plain"
         assert (lookup[key]["identical"], lookup[key]["prompts"]) == (2, 2)
-    worse = found[rival_rows.WORSE]
     assert worse["same_weights"] is None, "nobody else has them"
-    assert worse["same_engine"]["reference"] == rival_rows.RIVAL
-    assert worse["same_engine"]["identical"] == 0
     difference = {"prompt": "a", "position": 3, "expected": 3, "got": 99}
     assert worse["same_engine"]["differences"][0] == difference
-    assert (worse["fp32_choices"], lookup["fp32_choices"]) == (0.25, 1)
-    best, plain, prefill = figures["best"]
-    assert (best["ours"], best["rival"]) == (rival_rows.LOOKUP, rival_rows.RIVAL)
+    best, plain, prefill = report.aims("fp32", {"short": found})
+    assert (best["ours"], best["rival"]) == (LOOKUP, RIVAL)
     assert (best["ratio"], best["least"], best["greatest"]) == (9 / 5, 8 / 5, 10 / 5)
-    assert (plain["ours"], plain["ratio"]) == ("specsplit, plain", 4 / 5)
-    assert prefill["ratio"] == 1
-    assert report.aim_lines([best]) == [
-        "fp32, short prompts, best mode: 1.80 (1.60 to 2.00), specsplit, lookup over Other, plain"
-    ]
-    shown = report.table("fp32", {"short": found}).splitlines()
-    line = "| Other, lookup | short | 2.0 | 2.0 to 2.0 | 1000 | 3 | 2 | 0 of 2 |  | 25.0% |"
-    assert shown[-1] == line
-
-
-def test_a_text_that_ends_earlier_is_a_difference() -> None:
-    found = report.compare({"p": [1, 2, 3], "q": [1]}, {"p": [1, 2], "r": [5]})
-    assert found["prompts"] == 1
-    assert found["differences"] == [{"prompt": "p", "position": 2, "expected": 3, "got": None}]
-
-
-def test_a_text_that_changes_from_round_to_round_is_seen() -> None:
-    rows = rival_rows.rows()
-    rows[-1] = {**rows[-1], "tokens": [5, 6]}
-    found = report.summarise(rows, rival_rows.CONTENDERS)["short"]
-    assert not found[rival_rows.WORSE]["repeats_itself"]
-    assert found[rival_rows.RIVAL]["repeats_itself"]
+    assert (plain["ratio"], prefill["ratio"]) == (4 / 5, 1)
+    line = "| Other, lookup | short | 2.0 (2.0 to 2.0) | 1000 | 3 | 2 | 0 of 2 |  | 25.0% |"
+    assert report.table("fp32", {"short": found}).splitlines()[-1] == line
+    ended = report.compare({"p": [1, 2, 3], "q": [1]}, {"p": [1, 2], "r": [5]})
+    assert ended["differences"] == [{"prompt": "p", "position": 2, "expected": 3, "got": None}]
+    others = rows()
+    others[-1] = {**others[-1], "tokens": [5, 6]}
+    assert not report.summarise(others, CONTENDERS)["short"][WORSE]["repeats_itself"]
 
 
 def test_a_token_that_fp32_would_not_choose_counts_once(workshop: Workshop) -> None:
@@ -263,17 +274,17 @@ def test_a_token_that_fp32_would_not_choose_counts_once(workshop: Workshop) -> N
     text = engine.generate([5, 6, 7], max_new_tokens=40, ignore_eos=True).token_ids
     worse = [*text[:-1], (text[-1] + 1) % 64]
     rows = [
-        rival_rows.row("one", 0, "p", [1], 2.0),
-        rival_rows.row("one", 1, "p", text, 2.0),
-        rival_rows.row("two", 1, "p", worse, 2.0),
-        {**rival_rows.row("one", 1, "p", worse, 2.0), "context": "long"},
+        row("one", 0, "p", [1], 2.0),
+        row("one", 1, "p", text, 2.0),
+        row("two", 1, "p", worse, 2.0),
+        {**row("one", 1, "p", worse, 2.0), "context": "long"},
     ]
     asked = [race.Context(name, {"p": [5, 6, 7]}) for name in ("short", "long", "empty")]
     found = fidelity.choices(bundle, 1, asked, rows)
     assert found == {"short": {"one": 1, "two": 39 / 40}, "long": {"one": 39 / 40}}
 
 
-# ---- environments and the field ----
+# ---- environments
 
 
 def test_an_environment_is_made_once_and_anew_for_other_versions(
@@ -295,38 +306,15 @@ def test_an_environment_is_made_once_and_anew_for_other_versions(
     assert len(ran) == 5
 
 
-def test_an_environment_below_a_relative_folder_is_installed_by_its_own_interpreter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """pip runs in the environment's folder, where a relative path would lead nowhere."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Environment, "_install", lambda self, work, step: [program(self), "-V"])
-
-    def program(environment: Environment) -> str:
-        return str(environment.program(Path("work")))
-
-    Environment("one", (("engine==2.0",),)).make(Path("work"))
-    assert (tmp_path / "work" / "environments" / "one" / environments.STAMP).is_file()
-
-
-def test_what_an_installer_says_last_is_the_reason() -> None:
-    code = "print('a\\nno such version\\n'); raise SystemExit(4)"
-    with pytest.raises(RivalError, match="ended with code 4: no such version"):
-        environments.run([sys.executable, "-c", code])
-
-
-def test_versions_are_pinned_and_everybody_missing_has_a_reason() -> None:
+def test_versions_are_pinned() -> None:
     for rival in field.RIVALS:
         for step in rival.environment.steps:
             assert all("==" in word or "@" in word for word in step), rival.name
-        assert rival.environment.version[0].isdigit()
         assert (field.WORKERS / rival.worker).is_file()
         assert set(rival.forms) <= set(field.PRECISIONS)
-    options = Options(1, (2,), 256, 5, 3, True, None)
-    transformers = field.RIVALS[0]
-    assert "assisted" in transformers.modes
-    assert field.modes(transformers, options) == ("plain", "lookup")
-    assert "assisted" in field.modes(transformers, replace(options, assistant=Path("draft")))
+    code = "print('a\\nno such version\\n'); raise SystemExit(4)"
+    with pytest.raises(RivalError, match="ended with code 4: no such version"):
+        environments.run([sys.executable, "-c", code])
 
 
 # ---- the command ----
@@ -368,7 +356,7 @@ def test_the_command_measures_ours_and_names_who_fails(
     words += ["--precision", "fp32", "--long-limit", "0", "--rounds", "2"]
     args = compare_rivals.parser().parse_args([*words, "--max-new-tokens", "6", "--threads", "1"])
     args.rival = ["there", "gone"]
-    assert compare_rivals.run(args) == 0
+    compare_rivals.run(args)
     found = json.loads(out.read_text())
     contenders = found["precisions"]["fp32"]["short"]
     assert list(contenders) == ["specsplit, plain", "specsplit, drafter", "There, plain"]
@@ -386,35 +374,10 @@ def test_the_command_measures_ours_and_names_who_fails(
     assert len((tmp_path / "out.rows.jsonl").read_text().splitlines()) == 1 + 2 * 3
 
     monkeypatch.setattr(compare_rivals, "Worker", None)  # what is over is not opened again
-    assert compare_rivals.run(args) == 0
+    compare_rivals.run(args)
     again = json.loads(out.read_text())
     assert again["precisions"] == found["precisions"]
     assert again["versions"] == found["versions"]
-
-
-def test_texts_too_short_for_a_long_prompt_are_refused(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "fp32").symlink_to(workshop.bundle("parallelspec"))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"prompt": "word " * 40}) + "\n")
-    paths = {"--prompts": prompts, "--bundles": tmp_path, "--json": tmp_path / "out.json"}
-    paths["--model"] = workshop.llama()
-    words = [str(word) for pair in paths.items() for word in pair]
-    assert compare_rivals.main([*words, "--precision", "fp32", "--long-tokens", "100000"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: got ")
-    assert "--long-tokens" in error
-    words += ["--precision", "fp32", "--long-limit", "0", "--max-new-tokens", "100000"]
-    assert compare_rivals.main(words) == 2
-    assert "and 100000 new ones, expected at most" in capsys.readouterr().err
-
-
-def test_contenders_have_their_settings(tmp_path: Path) -> None:
-    options = Options(2, (2,), 256, 5, 3, False, None)
-    ours = {each.mode: each for each in field.ours(tmp_path, "int8", options)}
-    assert [each.is_ours for each in ours.values()] == [True] * 4
-    assert ours["plain"].settings["drafter"] == "none"
-    both = ours["drafter + lookup"].settings
-    assert (both["drafter"], both["lookup"], both["profile"]) == (None, True, False)
-    assert both["threads"] == 2
+    args.max_new_tokens = 100_000
+    with pytest.raises(UserError, match="and 100000 new ones, expected at most"):
+        compare_rivals.run(args)
