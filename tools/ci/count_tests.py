@@ -23,7 +23,8 @@ KINDS = {
     "tests/export/": "training and export",
     "tests/fuzz/": "fuzzing",
     "tests/faults/": "faults and soak",
-    "tests/test_soak.py": "faults and soak",
+    "tests/scripts/test_soak.py": "faults and soak",
+    "tests/scripts/": "scripts of tools",
     "tests/": "whole project",
 }
 MARKERS = ("slow", "gpu", "model")

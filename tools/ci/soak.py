@@ -1,8 +1,6 @@
-#!/usr/bin/env python3
 """Sends mixed requests to one bundle from several threads for a while and compares every answer.
 
-usage: python -m tools.ci.soak [--minutes 10] [--seed 0] [--bundle DIR | --toy] [--workers 4]
-       [--json OUT]
+    python -m tools.ci.soak --minutes 10 --seed 0 [--bundle DIR | --toy] --json OUT
 
 The requests are drawn from a pool made of the seed: texts, raw texts, token ids and chats that
 grow turn by turn; greedy and sampled, with penalties, biases, stop strings and log-probabilities;
@@ -17,14 +15,13 @@ What streams give before they are closed must begin that answer. Acceptance by r
 acceptance, whose answers need not be those of plain decoding, are run and not compared.
 
 Resident memory, threads and open files are sampled throughout. Exit code 1 if an answer differs,
-something else than ValueError is raised, a request hangs, threads or open files are never again as
-few in the last quarter as they were at most in the quarter before, or memory grows by more than 1
-MB a minute over the last half (16 MB in all in a run of under two minutes).
+bad arguments raise anything but UserError, a request hangs, threads or open files are never again
+as few in the last quarter as they were at most in the quarter before, or memory grows by more than
+1 MB a minute over the last half (16 MB in all in a run of under two minutes).
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import os
@@ -38,19 +35,21 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spec_runtime import Engine, GenerationResult, load
-from spec_runtime.bundle import manifest as bundle
-from spec_runtime.files.writing import write_atomically
-from spec_runtime.measure import provenance
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.errors import UserError
 from spec_runtime.measure.audit import first_difference, replay
 from spec_runtime.proposers import BUILT_IN
 from spec_runtime.sampling import Sampler, SamplingParams
 from spec_runtime.target import NEAR_TIE
+from tools.figures import command_line, manifest_of, run, write
 
 ROOT = Path(__file__).parents[2]
 NOTE = "a pool of requests of its own; not recorded: prompts"
@@ -235,62 +234,66 @@ class Worker:
         self.reference, self.findings = reference, findings
 
     def run(self, deadline: float) -> None:
-        kinds: dict[Callable[[Engine, Request], None], int] = {
-            self.generate: 6,
-            self.stream: 4,
-            self.steps: 2,
-            self.close_early: 2,
-            self.drop: 2,
-            self.interrupt: 2,
-            self.chat: 2,
-            self.open_another: 1,
-            self.other_rules: 1,
-            self.refuse: 2,
-        }
-        weights = list(kinds.values())
+        kinds: list[tuple[int, Callable[[Engine, Request], None]]] = [
+            (6, self.generate),
+            (4, partial(self.stream, "stream")),
+            (2, self.steps),
+            (2, partial(self.stream, "closed early")),
+            (2, partial(self.stream, "dropped")),
+            (2, partial(self.stream, "interrupted")),
+            (2, self.chat),
+            (1, self.open_another),
+            (1, self.other_rules),
+            (2, self.refuse),
+        ]
+        weights = [weight for weight, _ in kinds]
         while time.monotonic() < deadline:
-            kind = self.rng.choices(list(kinds), weights)[0]
+            _, ask = self.rng.choices(kinds, weights)[0]
             name = self.rng.choice(list(self.engines))
             request = self.rng.choice(self.requests)
             try:
-                kind(self.engines[name], request)
+                ask(self.engines[name], request)
             except Exception:
                 last = traceback.format_exc().strip().splitlines()[-1]
-                self.findings.fail(f"{kind.__name__} with {name}: {request.key[:200]}: {last}")
+                self.findings.fail(f"{ask} with {name}: {request.key[:200]}: {last}")
 
     def generate(self, engine: Engine, request: Request, kind: str = "generate") -> None:
         got = engine.generate(request.prompt, **request.options)
-        self._compare(kind, engine, request, got)
-
-    def stream(self, engine: Engine, request: Request) -> None:
-        text = "".join(engine.stream(request.prompt, **request.options))
-        self._compare_text("stream", engine, request, text, is_whole=True)
+        expected = self.reference.answer(request)
+        if not self._judge_tokens(kind, engine, request, got.token_ids):
+            return
+        same = (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
+        if not same or not _logprobs_agree(got, expected):
+            self.findings.fail(
+                f"{kind} with {engine.drafter}: {request.key[:200]}: same tokens, other "
+                "text, reason or log-probabilities"
+            )
 
     def steps(self, engine: Engine, request: Request) -> None:
         steps = engine.steps(request.prompt, **request.options)
-        got = [token for step in steps for token in step.tokens]
+        self._judge_tokens("steps", engine, request, [t for step in steps for t in step.tokens])
+
+    def stream(self, kind: str, engine: Engine, request: Request) -> None:
+        """Reads a stream whole, or some pieces of it before its end comes as `kind` says."""
+        pieces = engine.stream(request.prompt, **request.options)
+        count = None if kind == "stream" else self.rng.randint(0, 4)
+        text = "".join(islice(pieces, count))
+        if kind == "closed early":
+            pieces.close()
+        elif kind == "dropped":
+            del pieces
+        elif kind == "interrupted":
+            with suppress(KeyboardInterrupt):
+                pieces.throw(KeyboardInterrupt())
         expected = self.reference.answer(request)
-        position = first_difference(expected.token_ids, got)
-        self._judge("steps", engine, request, position, len(got), expected.token_ids, got)
-
-    def close_early(self, engine: Engine, request: Request) -> None:
-        pieces = engine.stream(request.prompt, **request.options)
-        text = "".join(_some(pieces, self.rng.randint(0, 4)))
-        pieces.close()
-        self._compare_text("closed early", engine, request, text, is_whole=False)
-
-    def drop(self, engine: Engine, request: Request) -> None:
-        pieces = engine.stream(request.prompt, **request.options)
-        text = "".join(_some(pieces, self.rng.randint(0, 4)))
-        del pieces
-        self._compare_text("dropped", engine, request, text, is_whole=False)
-
-    def interrupt(self, engine: Engine, request: Request) -> None:
-        pieces = engine.stream(request.prompt, **request.options)
-        text = "".join(_some(pieces, self.rng.randint(0, 4)))
-        with suppress(KeyboardInterrupt):
-            pieces.throw(KeyboardInterrupt())
-        self._compare_text("interrupted", engine, request, text, is_whole=False)
+        agrees = expected.text == text if count is None else expected.text.startswith(text)
+        position = None
+        if not agrees:  # it parts at the first token whose text the stream does not have
+            num_tokens = len(expected.token_ids)
+            texts = (self.reference.text_until(request, i + 1) for i in range(num_tokens))
+            parted = (i for i, each in enumerate(texts) if not text.startswith(each))
+            position = next(parted, num_tokens)
+        self._judge(kind, engine, request, position, 0, expected.text, text)
 
     def chat(self, engine: Engine, request: Request) -> None:
         """Asks turn after turn; each repeats all messages before it, as clients do."""
@@ -320,7 +323,7 @@ class Worker:
         prompt, asked = self.rng.choice(REFUSED)
         try:
             engine.generate(prompt, **asked)
-        except ValueError as error:
+        except UserError as error:
             if "\n" in str(error):
                 self.findings.fail(f"refused in several lines: {error}")
             self.findings.add("bad arguments", "refused")
@@ -329,34 +332,14 @@ class Worker:
         else:
             self.findings.fail(f"not refused: {str(prompt)[:20]!r} {asked}")
 
-    # ---- comparing ----
-
-    def _compare(self, kind: str, engine: Engine, request: Request, got: GenerationResult) -> None:
-        expected = self.reference.answer(request)
-        position = first_difference(expected.token_ids, got.token_ids)
-        self._judge(
-            kind, engine, request, position, len(got.token_ids), expected.token_ids, got.token_ids
-        )
-        if position is not None:
-            return
-        same = (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
-        if not same or not _logprobs_agree(got, expected):
-            self.findings.fail(
-                f"{kind} with {engine.drafter}: {request.key[:200]}: same tokens, other "
-                "text, reason or log-probabilities"
-            )
-
-    def _compare_text(
-        self, kind: str, engine: Engine, request: Request, text: str, is_whole: bool
-    ) -> None:
-        expected = self.reference.answer(request)
-        agrees = expected.text == text if is_whole else expected.text.startswith(text)
-        position = None
-        if not agrees:  # it parts at the first token whose text the stream does not have
-            count = len(expected.token_ids)
-            texts = (self.reference.text_until(request, i) for i in range(1, count + 1))
-            position = next((i for i, t in enumerate(texts) if not text.startswith(t)), count)
-        self._judge(kind, engine, request, position, 0, expected.text, text)
+    def _judge_tokens(
+        self, kind: str, engine: Engine, request: Request, token_ids: list[int]
+    ) -> bool:
+        """Counts an answer's tokens; says whether they are those of the reference."""
+        expected = self.reference.answer(request).token_ids
+        position = first_difference(expected, token_ids)
+        self._judge(kind, engine, request, position, len(token_ids), expected, token_ids)
+        return position is None
 
     def _judge(
         self,
@@ -378,11 +361,6 @@ class Worker:
                 f"{kind} with {engine.drafter}: {request.key[:200]}: parts at token {position}: "
                 f"got {got!r:.200}, expected {expected!r:.200}"
             )
-
-
-def _some(pieces: Iterator[str], count: int) -> Iterator[str]:
-    for _, piece in zip(range(count), pieces, strict=False):
-        yield piece
 
 
 def _logprobs_agree(got: GenerationResult, expected: GenerationResult) -> bool:
@@ -432,21 +410,13 @@ def sizes(samples: list[Sample]) -> dict[str, Any]:
     if (grown > MAX_SHORT_GROWTH) if seconds < 120 else (slope > MAX_GROWTH):
         failures.append(f"memory grows by {slope:.1f} MB a minute")
     # An engine that is opened meanwhile holds some for a moment, so that single samples vary.
-    quarters = [
-        [s for s in half if (s.seconds >= 0.75 * seconds) == is_last] for is_last in (False, True)
-    ]
+    third = [s for s in half if s.seconds < 0.75 * seconds]
+    last = half[len(third) :]
     counts = {
-        name: [
-            max(getattr(s, name) for s in quarters[0]),
-            min(getattr(s, name) for s in quarters[1]),
-        ]
+        name: [max(getattr(s, name) for s in third), min(getattr(s, name) for s in last)]
         for name in ("threads", "files")
     }
-    failures += [
-        f"{name} grow from {before} to {after}"
-        for name, (before, after) in counts.items()
-        if after > before
-    ]
+    failures += [f"{n} grow from {was} to {now}" for n, (was, now) in counts.items() if now > was]
     return {
         "memory_mb": {
             "warm": round(warm.memory_mb, 1),
@@ -464,9 +434,9 @@ def sizes(samples: list[Sample]) -> dict[str, Any]:
 
 
 def soak(folder: Path, seconds: float, seed: int, workers: int) -> tuple[Findings, list[Sample]]:
-    """Runs the workers for so many seconds; returns what they found and the samples."""
+    """Runs the workers for some seconds; returns what they found and the samples."""
     engine = load(folder, profile=False)
-    manifest = bundle.read(folder, verify=False).manifest
+    manifest = manifest_of(folder)
     engines = {"first": engine}
     for name in [*(info.name for info in manifest.drafters), *BUILT_IN, "none"]:
         engines[name] = engine.with_drafter(
@@ -513,41 +483,34 @@ def toy_bundle() -> Iterator[Path]:
 
 @contextmanager
 def chosen_bundle(folder: Path | None, is_toy: bool) -> Iterator[Path]:
-    """Gives the bundle to soak; raises ValueError if it is not fp32."""
+    """Gives the bundle to soak; raises UserError if it is not fp32."""
     if is_toy:
         with toy_bundle() as made:
             yield made
         return
-    folder = folder or bundle.find()
-    precision = bundle.read(folder, verify=False).manifest.target.precision
+    folder = folder or bundles.find()
+    precision = manifest_of(folder).target.precision
     if precision != "fp32":
-        raise ValueError(
+        raise UserError(
             f"got a bundle of {precision}, expected fp32: rounding of other precisions makes other "
             "answers"
         )
     yield folder
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(words: list[str] | None = None) -> int:
+    parser = command_line(__doc__, "--bundle", "--json")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bundle", type=Path, help="default: the newest under ./bundles")
     parser.add_argument("--toy", action="store_true", help="a tiny bundle made for this run")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    args = parser.parse_args()
-    try:
-        with chosen_bundle(args.bundle, args.toy) as folder:
-            manifest = bundle.read(folder, verify=False).manifest
-            findings, samples = soak(folder, 60 * args.minutes, args.seed, args.workers)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args = parser.parse_args(words)
+    with chosen_bundle(args.bundle, args.toy) as folder:
+        manifest = manifest_of(folder)
+        findings, samples = soak(folder, 60 * args.minutes, args.seed, args.workers)
     size = sizes(samples)
     failures = [*findings.failures, *size.pop("failures")]
     figures = {
-        "provenance": provenance.collect(manifest=manifest, note=NOTE),
         "seed": args.seed,
         "minutes": args.minutes,
         "workers": args.workers,
@@ -559,24 +522,11 @@ def main() -> int:
         "failed": len(failures),
         "failures": failures,
     }
-    for name in (
-        "requests",
-        "by_kind",
-        "outcomes",
-        "tokens",
-        "memory_mb",
-        "rss_mb",
-        "threads",
-        "files",
-    ):
-        print(f"{name:9} {figures[name]}")
-    for failure in failures:
-        print(f"FAILED {failure}")
-    print(f"{args.minutes} minutes, seed {args.seed}, failures: {len(failures)}")
-    if args.json is not None:
-        write_atomically(args.json, json.dumps(figures, indent=2) + "\n")
+    for name, found in figures.items():
+        print(f"{name:9} {found}")
+    write(args.json, figures, manifest=manifest, note=NOTE)
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)
