@@ -12,10 +12,6 @@ Then the answer is known, and it shows its candidates along it (AlongTruth):
     a_k^(r) = the share of positions where the answer's token k + 1 steps ahead is the r-th guess,
               among the positions where the tokens before it were guessed (Medusa's tree search).
 
-A one-pass drafter needs one pass alone: its guesses at each position are kept, and both trees are
-grown of them afterwards. First they are used to fit how far its probabilities can be trusted, guess
-by guess (depth_scales.py); all that is measured is then that of the scaled guesses.
-
 This file needs no torch.
 """
 
@@ -29,18 +25,16 @@ from typing import Any
 
 import numpy as np
 
-from spec_export import depth_scales, reference
+from spec_export import reference
 from spec_runtime import load
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.prompts import read_prompts
-from spec_runtime.proposers.base import Guesser, Proposer
+from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.trees.budget import AlongTruth, Budget
-from spec_runtime.trees.grow import grow
-from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
 SIZES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of the trees whose accepted length is stored
@@ -63,44 +57,6 @@ class _TreeRecorder(ProposerWrapper):
         budget = self._budget_at(len(self.trees), budget)
         self.trees.append(super().propose(token, budget))
         return TokenTree.root(token)
-
-
-class _GuessRecorder(ProposerWrapper):
-    """Keeps what a one-pass drafter guesses at each position, with the depth that its tree may have
-    there, and proposes the root alone."""
-
-    def __init__(self, drafter: Proposer) -> None:
-        super().__init__(drafter)
-        assert isinstance(drafter, Guesser), drafter
-        self.seen: list[tuple[int | None, Guesses]] = []
-        self._drafter = drafter
-
-    def propose(self, token: int, budget: Budget) -> TokenTree:
-        self.seen.append((budget.max_depth, self._drafter.guess(token).copy()))
-        return TokenTree.root(token)
-
-
-@dataclasses.dataclass(frozen=True)
-class GuessedAnswer:
-    """Holds one answer's tokens and, for each position but the last, how deep a tree may be there
-    and what a one-pass drafter guesses."""
-
-    tokens: list[int]
-    seen: list[tuple[int | None, Guesses]]
-
-    def trials(self) -> list[tuple[Guesses, list[int]]]:
-        """Returns the guesses at each position, and the tokens that really followed."""
-        return [(guesses, self.tokens[p + 1 :]) for p, (_, guesses) in enumerate(self.seen)]
-
-    def answer(self, scales: Sequence[Sequence[float]]) -> Answer:
-        """Returns what the drafter shows with these scales."""
-        scale_K2, grown, along = np.array(scales, np.float64), list[TokenTree](), list[TokenTree]()
-        for position, (max_depth, guesses) in enumerate(self.seen):
-            root, truth = self.tokens[position], tuple(self.tokens[position + 1 :])
-            scaled = guesses.scaled(scale_K2)
-            grown.append(grow(root, scaled, Budget(SIZES[-1], max_depth)))
-            along.append(grow(root, scaled, Budget(2, growth=AlongTruth(truth))))
-        return _answer(self.tokens, grown, along)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +121,10 @@ def run(
     found = {}
     for info in infos:
         engine = plain.with_drafter(info.name, lookup=False)
-        look = watch_guesses if isinstance(engine.proposer, Guesser) else watch
         seen = []
         for done, prompt_ids in enumerate(encoded):
             on_prompt(info.name, done, len(encoded))
-            seen.append(look(engine, prompt_ids, max_new_tokens))
+            seen.append(watch(engine, prompt_ids, max_new_tokens))
         found[info.name] = summarise(seen)
         on_found(info.name, found[info.name])
     _store(bundle, found)
@@ -223,19 +178,6 @@ def watch(engine: Engine, prompt: list[int], max_new_tokens: int) -> Answer:
     return _answer(tokens, grown[: len(list(same)) - 1], along)
 
 
-def watch_guesses(engine: Engine, prompt: list[int], max_new_tokens: int) -> GuessedAnswer:
-    """Answers the prompt by plain decoding and returns what a one-pass drafter guessed."""
-    recorders: list[_GuessRecorder] = []
-
-    def wrap(proposer: Proposer) -> Proposer:
-        recorders.append(_GuessRecorder(proposer))
-        return recorders[0]
-
-    watched = engine.observed(wrap)
-    tokens = watched.generate(prompt, max_new_tokens=max_new_tokens, reuse=False).token_ids
-    return GuessedAnswer(tokens, recorders[0].seen[: len(tokens) - 1])
-
-
 def _answer(tokens: list[int], grown: list[TokenTree], along: list[TokenTree]) -> Answer:
     """Returns what these trees show, both from the first position on."""
     truths = [tokens[position + 1 :] for position in range(len(grown))]
@@ -273,18 +215,9 @@ def _ranks_along(tree: TokenTree, truth: Sequence[int]) -> list[int | None]:
     return ranks
 
 
-def summarise(seen: Sequence[Answer | GuessedAnswer]) -> dict[str, Any]:
+def summarise(seen: Sequence[Answer]) -> dict[str, Any]:
     """Returns the calibration as bundle.DrafterInfo has it; raises ValueError without answers."""
-    scaling: dict[str, Any] = {}
-    guessed = [each for each in seen if isinstance(each, GuessedAnswer) and each.seen]
-    if guessed:
-        scales, errors = depth_scales.fit(
-            [depth_scales.by_guess(each.trials()) for each in guessed]
-        )
-        scaling = {"depth_scales": scales, "ece": errors}
-    answers = [each for each in seen if isinstance(each, Answer)]
-    answers += [each.answer(scaling["depth_scales"]) for each in guessed]
-    answers = [answer for answer in answers if answer.nodes]
+    answers = [answer for answer in seen if answer.nodes]
     if not answers:
         raise UserError(
             "got no answer of two tokens or more, expected prompts that fit the context and have "
@@ -304,7 +237,6 @@ def summarise(seen: Sequence[Answer | GuessedAnswer]) -> dict[str, Any]:
             str(n): round(accepted_length([answer.nodes for answer in answers], n), 4)
             for n in SIZES
         },
-        **scaling,
     }
 
 

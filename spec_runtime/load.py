@@ -21,10 +21,9 @@ from spec_runtime.files.writing import sha256
 from spec_runtime.kv import open_cache
 from spec_runtime.machine import warn_of_threads
 from spec_runtime.options import Option
-from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS, VARIANTS
+from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
 from spec_runtime.proposers.adaptive import DraftPauser, scale_probabilities
 from spec_runtime.proposers.base import PlainProposer, Proposer
-from spec_runtime.proposers.lookup import LookupProposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.target import STRICT_GAPS, Target
 from spec_runtime.text.tokenizer import Tokenizer
@@ -142,7 +141,7 @@ def load(
     warn_of_threads(options.threads)
     bundle = bundles.read(_local(path), options.verify)
     known = _drafter_names(bundle)
-    if drafter is not None and drafter not in (*known, *VARIANTS):  # before anything slow
+    if drafter is not None and drafter not in known:  # before anything slow
         raise UnknownDrafterError(drafter, known)
     if options.strict:
         _require_strictness(bundle.manifest)
@@ -218,11 +217,10 @@ class DrafterOpener:
 
     def _open(self, name: str, lookup: bool | None) -> OpenedDrafter:
         """Opens a drafter with the bundle's own trees."""
-        if name not in (*self._known, *VARIANTS):
+        if name not in self._known:
             raise UnknownDrafterError(name, self._known)
         target = self._target
-        factories = PROPOSERS | VARIANTS
-        if name not in factories:
+        if name not in PROPOSERS:
             raise UserError(
                 f"drafter {name!r} needs a newer runtime: this one has {', '.join(PROPOSERS)}"
             )
@@ -231,9 +229,9 @@ class DrafterOpener:
         memory = self._options.memory
         proposer: Proposer
         if memory and name == "prompt_lookup":
-            proposer = LookupProposer(memory)
+            proposer = MergedProposer(PlainProposer(), memory=memory)
         else:
-            proposer = factories[name](self._bundle, entry, self._options, target)
+            proposer = PROPOSERS[name](self._bundle, entry, self._options, target)
         if entry is None:
             if lookup:
                 raise UserError(

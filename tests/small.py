@@ -21,7 +21,7 @@ from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.load import DEFAULT_BUDGET
 from spec_runtime.proposers.base import PlainProposer, Proposer
-from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.target import Target
 from spec_runtime.text.tokenizer import ChatTemplate
 
@@ -100,7 +100,7 @@ class ToyOpener:
     bundle_hash = ""
 
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
-        proposer: Proposer = PlainProposer() if name == "none" else LookupProposer()
+        proposer: Proposer = PlainProposer() if name == "none" else MergedProposer(PlainProposer())
         return OpenedDrafter(name or "prompt_lookup", proposer, DEFAULT_BUDGET)
 
 

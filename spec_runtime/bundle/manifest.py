@@ -31,7 +31,6 @@ MAX_MANIFEST_BYTES = 64 << 20
 LARGEST_SIZE = 2**31 - 1  # of anything that is counted: tokens, heads, an axis
 MAX_NAME = 200  # characters
 MAX_AXES = 8
-LARGEST_SCALE = 100.0  # of a log-probability's slope or offset
 
 
 class BundleError(UserError):
@@ -240,15 +239,15 @@ class TargetInfo:
 
 
 CALIBRATION_KEYS = ("prompts", "positions", "accuracy", "reliability", "accepted_length")
-SCALE_KEYS = ("depth_scales", "ece")  # one-pass drafters' alone
+# What older versions stored of one-pass drafters as well; it is read by nothing.
+OLD_CALIBRATION_KEYS = ("depth_scales", "ece")
 
 
 def _check_calibration(where: str, calibration: dict[str, Any]) -> None:
     _require(
-        set(calibration) in (set(CALIBRATION_KEYS), {*CALIBRATION_KEYS, *SCALE_KEYS}),
+        set(calibration).difference(OLD_CALIBRATION_KEYS) == set(CALIBRATION_KEYS),
         f"{where}: got keys {brief(', '.join(calibration) or 'none')}, expected "
-        f"{', '.join(CALIBRATION_KEYS)}, and perhaps {' and '.join(SCALE_KEYS)}; run spec-export "
-        "calibrate again",
+        f"{', '.join(CALIBRATION_KEYS)}; run spec-export calibrate again",
     )
     accuracy, reliability = calibration["accuracy"], calibration["reliability"]
     lengths = calibration["accepted_length"]
@@ -266,29 +265,6 @@ def _check_calibration(where: str, calibration: dict[str, Any]) -> None:
         isinstance(lengths, dict)
         and all(nodes.isdecimal() and _is_number(value) for nodes, value in lengths.items()),
         f"{where}: got accepted_length {lengths!r:.60}, expected lengths by number of nodes",
-    )
-    if "depth_scales" in calibration:
-        _check_scales(where, calibration["depth_scales"], calibration["ece"])
-
-
-def _check_scales(where: str, scales: Any, ece: Any) -> None:
-    _require(
-        isinstance(scales, list) and len(scales) > 0 and all(map(_is_scale, scales)),
-        f"{where}: got depth_scales {scales!r:.60}, expected a slope above 0 and an offset, both "
-        f"of at most {LARGEST_SCALE}, for each guess; run spec-export calibrate again",
-    )
-    _require(
-        _is_table(ece) and len(ece[0]) == 2 and len(ece) == len(scales),
-        f"{where}: got ece {ece!r:.60}, expected an error before and one after for each guess",
-    )
-
-
-def _is_scale(pair: Any) -> bool:
-    return (
-        isinstance(pair, list)
-        and len(pair) == 2
-        and all(type(value) in (int, float) and abs(value) <= LARGEST_SCALE for value in pair)
-        and pair[0] > 0
     )
 
 
@@ -317,11 +293,7 @@ class DrafterInfo:
     - "reliability": rows of (path probability by the drafter, share of such nodes that were
       accepted, their number), with rising probability;
     - "accepted_length": by the number of nodes of a grown tree, {"16": 1.9};
-    - "prompts" and "positions": how many it was measured on;
-    - of one-pass drafters "depth_scales", by guess the slope and offset that make its
-      log-probabilities honest (Guesses.scaled), which all of the above are measured with, and
-      "ece", by guess the expected calibration error before and after, on answers left out of the
-      fit. Slope 1 and offset 0 mean that scales did not help there.
+    - "prompts" and "positions": how many it was measured on.
 
     The runtime reads of the `config` of a drafter that guesses in one pass:
 

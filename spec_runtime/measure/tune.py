@@ -135,7 +135,9 @@ def _recording(engine: Engine, budget: Budget) -> tuple[Engine, Recorder]:
 
 def _alone(proposer: Proposer) -> Proposer:
     """Returns the drafter without prompt lookup's candidates."""
-    return proposer.drafter if isinstance(proposer, MergedProposer) else proposer
+    if isinstance(proposer, MergedProposer) and proposer.has_drafter:
+        return proposer.drafter
+    return proposer
 
 
 def _draft_ms(

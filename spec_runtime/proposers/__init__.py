@@ -13,9 +13,9 @@ from spec_runtime.bundle.manifest import Bundle, DrafterInfo
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.feature import FeatureProposer
-from spec_runtime.proposers.heads import LastFeatureProposer, OnePassProposer, open_by_form
+from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.lookahead import NUM_NODES, LookaheadProposer
-from spec_runtime.proposers.lookup import LookupProposer, PublishedLookupProposer
+from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.sequential import SequentialProposer
 from spec_runtime.proposers.skip_layer import SkipLayerProposer
 from spec_runtime.target import Target
@@ -26,13 +26,13 @@ ProposerFactory = Callable[[Bundle, DrafterInfo | None, Runtime, Target], Propos
 # target to draft for)
 PROPOSERS: dict[str, ProposerFactory] = {
     "none": lambda bundle, info, runtime, target: PlainProposer(),
-    "prompt_lookup": lambda bundle, info, runtime, target: LookupProposer(),
+    "prompt_lookup": lambda bundle, info, runtime, target: MergedProposer(PlainProposer()),
     "lookahead": lambda bundle, info, runtime, target: LookaheadProposer(),
     "parallelspec": OnePassProposer.open,
     "eagle": FeatureProposer.open,
     "draft_model": DraftModelProposer.open,
-    "medusa": LastFeatureProposer.open,
-    "amphista": open_by_form,
+    "medusa": OnePassProposer.open,
+    "amphista": OnePassProposer.open,
     "hydra": SequentialProposer.open,
     "semi_autoregressive": SequentialProposer.open,
     "redrafter": SequentialProposer.open,
@@ -42,7 +42,3 @@ PROPOSERS: dict[str, ProposerFactory] = {
 BUILT_IN = ("prompt_lookup", "lookahead", "none")
 # The nodes of their trees, where the default budget is too small.
 BUILT_IN_NODES = {"lookahead": NUM_NODES}
-# Forms of them as their papers have them, to compare with; no list of drafters shows these.
-VARIANTS: dict[str, ProposerFactory] = {
-    "prompt_lookup:published": lambda bundle, info, runtime, target: PublishedLookupProposer(),
-}

@@ -186,6 +186,6 @@ class ProbabilityScaler(ProposerWrapper):
 
 def scale_probabilities(proposer: Proposer) -> Proposer:
     """Wraps the drafter in a `ProbabilityScaler`, below prompt lookup where that is merged."""
-    if isinstance(proposer, MergedProposer):
+    if isinstance(proposer, MergedProposer) and proposer.has_drafter:
         return proposer.with_drafter(ProbabilityScaler(proposer.drafter))
     return ProbabilityScaler(proposer)

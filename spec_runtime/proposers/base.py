@@ -10,7 +10,6 @@ import numpy as np
 from spec_runtime.backends import Backend
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
-from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
 
@@ -82,12 +81,3 @@ class Fusable(Protocol):
 
     def fusable(self) -> tuple[Follower, Backend | None]:
         """Returns who follows the fused steps, and the backend whose cache they write, if any."""
-
-
-@runtime_checkable
-class Guesser(Protocol):
-    """A one-pass proposer, whose guesses are all known before a tree is grown of them."""
-
-    def guess(self, token: int) -> Guesses:
-        """Returns the guesses behind `token`, the last committed one, as the drafter gives them,
-        without scales. Takes the place of `propose`; they are valid until the next call."""

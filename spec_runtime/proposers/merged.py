@@ -1,7 +1,8 @@
-"""Merges two drafts into one tree: a drafter's, and the continuations that prompt lookup finds.
+"""Drafts by prompt lookup, what followed the end of the text earlier in this very text: without a
+drafter, or merged into a drafter's trees.
 
-They fail differently: the drafter knows the language, lookup knows this very text. No tree changes
-what the target draws.
+The two fail differently: the drafter knows the language, lookup knows this text. Lookup needs no
+model and no features, only an index of the text, which is extended token by token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from spec_runtime.proposers.base import Proposer
+from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.text_index import Place, TextIndex
 from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
@@ -38,16 +39,23 @@ class MergedProposer(ProposerWrapper):
     """Lets the nodes of a drafter's tree and those of prompt lookup compete for the places of one
     tree, by the estimated probabilities of their paths.
 
-    Lookup also goes on behind the drafter's nodes. Where the two disagree both are less often
+    Over `PlainProposer` this is prompt lookup by itself. It drafts the likeliest continuations of
+    the longest suffix that occurred before, and of its own suffixes. Example with the text
+    "a b c d a b" and root "b": the 3-gram "d a b" is new, the 2-gram "a b" was followed by
+    "c d a b", so the tree is the root with that chain. Of a growth that is not `Grown`, only the
+    size counts: a rank says nothing about a match.
+
+    Lookup also continues the paths of the drafter. Where the two disagree both are less often
     right, so that a token's probability follows from both (`combined`). A static tree has no
     probabilities: there lookup gets at most `lookup_nodes` nodes, before the drafter's. Drawn trees
-    stay as they were drawn. With `memory`, up to so many tokens of earlier answers are looked up as
+    stay as they were drawn. With `memory`, that many tokens of earlier answers are looked up as
     well.
     """
 
-    def __init__(self, drafter: Proposer, lookup_nodes: int, memory: int = 0) -> None:
-        assert lookup_nodes >= 1, lookup_nodes
+    def __init__(self, drafter: Proposer, lookup_nodes: int = 0, memory: int = 0) -> None:
         super().__init__(drafter)
+        self.has_drafter = not isinstance(drafter, PlainProposer)
+        assert (lookup_nodes > 0) == self.has_drafter, (drafter, lookup_nodes)
         self.lookup_nodes = lookup_nodes
         self._memory = memory
         self._index = TextIndex(memory)
@@ -68,7 +76,10 @@ class MergedProposer(ProposerWrapper):
         self._prompt_length = len(prompt)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        self._index.extend([token])
+        index = self._index
+        index.extend([token])
+        if not self.has_drafter:
+            return grow_best_first(token, index.end(), index.continuations, index.advance, budget)
         drafted = super().propose(token, budget)
         if drafted.draws or budget.is_root_only or isinstance(budget.growth, AlongTruth):
             return drafted
@@ -79,11 +90,12 @@ class MergedProposer(ProposerWrapper):
 
     def commit(self, step: Step) -> None:
         super().commit(step)
+        # the root came with `propose`, the last token will come with the next one
         self._index.extend(step.tokens[:-1])
 
     def truncate(self, length: int) -> None:
         super().truncate(length)
-        # a new request begins: what stands behind the last prompt is its answer
+        # a new request begins: what follows the last prompt is its answer
         self._index.remember(self._prompt_length)
         self._index.truncate(length)
         self._prompt_length = min(self._prompt_length, length)

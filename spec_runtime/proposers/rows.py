@@ -60,9 +60,7 @@ class LastFeature:
         """Keeps the last of these features of committed positions."""
         if self.wants_features:
             assert features_PF is not None, "no features"
-            self._feature_1F = features_PF[
-                -1:
-            ].copy()  # a copy, which does not hold the whole prompt
+            self._feature_1F = features_PF[-1:].copy()  # a view would hold the whole prompt
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         """See Proposer.start."""
@@ -76,6 +74,16 @@ class LastFeature:
 
     def truncate(self, length: int) -> None:
         self._feature_1F = None  # `start` brings the next one
+
+    def enter(self, token: int) -> None:
+        """See base.Follower."""
+
+    def follow(self, tokens: list[int]) -> None:
+        """See base.Follower."""
+
+    def leave(self, feature_1F: np.ndarray) -> None:
+        """See base.Follower."""
+        self.take(feature_1F)
 
     def run(self, outputs: Sequence[str]) -> dict[str, np.ndarray]:
         """Runs the graph on the position last committed."""

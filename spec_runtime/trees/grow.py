@@ -63,16 +63,15 @@ def grow(root_token: int, guesses: Guesses, budget: Budget) -> TokenTree:
     parent if the guesses are pairs. Nodes of a grown tree come in order of falling probability,
     which also puts parents first.
 
-    Example: independent candidates [[7, 8], [9, 6]] of probability [[.6, .3], [.5, .1]] and 4 nodes
-    give 7 (.6), then 8 (.3) or 7-9 (.3); the one found first wins the tie.
+    Example: candidates [[7, 8], [9, 6]] of probability [[.6, .3], [.5, .1]] without pairs and 4
+    nodes give 7 (.6), then 8 (.3) and 7-9 (.3).
     """
     growth = budget.growth
     if isinstance(growth, Grown):
         if budget.coupling is not None:
             guesses = guesses.coupled(budget.coupling)
-        best = _best_products if guesses.pair_KCC is None else _best_conditioned
         max_depth = _max_depth(budget, len(guesses))
-        tree = best(root_token, guesses, max_depth, budget.max_nodes, growth.log_floor)
+        tree = _best_paths(root_token, guesses, max_depth, budget.max_nodes, growth.log_floor)
         return cut_to_paying(tree, growth)
     level = itertools.count()
 
@@ -122,44 +121,10 @@ def _max_depth(budget: Budget, num_levels: int) -> int:
     return num_levels if budget.max_depth is None else min(num_levels, budget.max_depth)
 
 
-def _best_products(
+def _best_paths(
     root_token: int, guesses: Guesses, max_depth: int, max_nodes: int, floor: float
 ) -> TokenTree:
-    """Returns the likeliest paths of independent guesses, none below `floor`, likeliest first.
-
-    Only the next sibling and the first child of a node taken can be the best of what is left, so
-    a heap holds no more than these.
-    """
-    tree, path_log_prob = TreeBuilder(root_token), [0.0]
-    if max_depth == 0:
-        return tree.build(path_log_prob)
-    token, log_prob = guesses.token_KC.tolist(), guesses.log_prob_KC.tolist()
-    num_candidates = len(token[0])
-    # an entry: (-log probability, ticket, depth index, rank, parent node, parent log probability)
-    heap = [(-log_prob[0][0], 0, 0, 0, 0, 0.0)]
-    ticket = 0
-    while heap and len(tree) < max_nodes:
-        cost, _, k, rank, parent, parent_log_prob = heapq.heappop(heap)
-        if -cost < floor or cost == math.inf:
-            break
-        node = tree.add(parent, token[k][rank])
-        if node == len(path_log_prob):
-            path_log_prob.append(-cost)
-        if rank + 1 < num_candidates:
-            sibling = -(parent_log_prob + log_prob[k][rank + 1])
-            ticket += 1
-            heapq.heappush(heap, (sibling, ticket, k, rank + 1, parent, parent_log_prob))
-        if k + 1 < max_depth:
-            ticket += 1
-            heapq.heappush(heap, (cost - log_prob[k + 1][0], ticket, k + 1, 0, node, -cost))
-    return tree.build(path_log_prob)
-
-
-def _best_conditioned(
-    root_token: int, guesses: Guesses, max_depth: int, max_nodes: int, floor: float
-) -> TokenTree:
-    """Returns the likeliest paths of guesses conditioned in pairs, none below `floor`, likeliest
-    first.
+    """Returns the likeliest paths, none below `floor`, likeliest first.
 
     No child is likelier than its parent, so the best paths of all depths are found exactly if each
     depth keeps as many as there are nodes to take.
@@ -167,7 +132,6 @@ def _best_conditioned(
     width = max_nodes - 1
     if max_depth == 0 or width == 0:
         return TokenTree.root(root_token)
-    assert guesses.pair_KCC is not None
     num_candidates = guesses.token_KC.shape[1]
     rank_W = np.arange(min(width, num_candidates))
     cost_W = -guesses.log_prob_KC[0, : len(rank_W)].astype(np.float64)
@@ -175,7 +139,7 @@ def _best_conditioned(
     parents = [np.full(len(rank_W), -1)]  # of each path the index of the one before its last node
     first = 0
     for k in range(1, max_depth):
-        pair_WC = np.minimum(guesses.pair_KCC[k - 1][rank_W], 0.0)
+        pair_WC = np.minimum(guesses.after_parent_KCC[k - 1][rank_W], 0.0)
         cost_P = (cost_W[:, None] - pair_WC).reshape(-1)
         best_W = cost_P.argpartition(width)[:width] if len(cost_P) > width else slice(None)
         parent_W, rank_W = np.divmod(np.arange(len(cost_P))[best_W], num_candidates)

@@ -30,7 +30,8 @@ from spec_export.graphs.quantize import quantize
 from spec_export.graphs.slots import to_slots
 from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint
-from spec_runtime.proposers.heads import LastFeatureProposer
+from spec_runtime.proposers.heads import OnePassProposer
+from spec_runtime.proposers.rows import LastFeature
 
 TOLERANCE = 1e-4
 D = HEADS * HEAD_DIM
@@ -385,7 +386,8 @@ def test_a_stateless_one_runs_from_the_last_feature(workshop: Workshop, tmp_path
         BuildOptions(str(workshop.llama()), ["amphista"], [saved], "fp32", out=tmp_path / "bundle")
     )
     engine = spec_runtime.load(bundle, threads=1, lookup=False)
-    assert isinstance(engine.proposer, LastFeatureProposer)
+    assert isinstance(engine.proposer, OnePassProposer)
+    assert isinstance(engine.proposer._rows, LastFeature)
     options: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
     result = engine.generate("say abc, 3", **options)
     assert (

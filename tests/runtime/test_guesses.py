@@ -133,16 +133,3 @@ def test_impossible_pairs_are_left_out() -> None:
     drawn = grow(0, guesses, Budget(9, growth=growth))
     assert [8, 4] not in paths(drawn)
     assert [8, 5] not in paths(drawn)
-
-
-def test_scales_change_each_guess_and_no_sum_exceeds_one() -> None:
-    scaled = CONDITIONED.scaled(np.array([[1.0, 0.0], [0.5, 0.0], [2.0, -0.1]]))
-    assert scaled.pair_KCC is not None
-    np.testing.assert_allclose(np.exp(scaled.log_prob_KC[0]), [0.6, 0.3])
-    square_roots = np.sqrt([0.9, 0.1])  # of sum 1.26
-    np.testing.assert_allclose(np.exp(scaled.pair_KCC[0, 0]), square_roots / square_roots.sum())
-    expected = np.array([0.8, 0.1]) ** 2 * np.exp(-0.1)
-    np.testing.assert_allclose(np.exp(scaled.pair_KCC[1, 1]), expected)
-    alone = Guesses(TOKENS, CONDITIONED.log_prob_KC).scaled(np.array([[1, 0], [1, 0], [2, 0]]))
-    assert alone.pair_KCC is None
-    np.testing.assert_allclose(np.exp(alone.log_prob_KC[2]), [0.25, 0.16])

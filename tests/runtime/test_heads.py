@@ -13,7 +13,7 @@ from toy_engine import make_engine, make_proposer, random_prompt
 from spec_runtime.bundle.manifest import BundleError, DrafterInfo, Graph, TensorSpec
 from spec_runtime.kv import SlotCache
 from spec_runtime.proposers import rows
-from spec_runtime.proposers.heads import GuessReader, OnePassProposer
+from spec_runtime.proposers.heads import OnePassProposer, read_pairs
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
@@ -180,25 +180,11 @@ def test_its_guesses_are_mostly_right_on_a_peaked_target(with_features: bool) ->
 # ---- what a manifest promises of the graph
 
 
-def drafter_entry(
-    outputs: dict[str, tuple[int | str, ...]], scales: int | None = None, **config: Any
-) -> DrafterInfo:
-    """Returns the entry of a drafter whose graph has these outputs, with scales of so many
-    guesses."""
+def drafter_entry(outputs: dict[str, tuple[int | str, ...]], **config: Any) -> DrafterInfo:
+    """Returns the entry of a drafter whose graph has these outputs."""
     specs = tuple(TensorSpec(name, "float32", shape) for name, shape in outputs.items())
-    calibration = None
-    if scales is not None:
-        calibration = {
-            "prompts": 1,
-            "positions": 1,
-            "accuracy": [[0.5]],
-            "reliability": [[0.5, 0.5, 1]],
-            "accepted_length": {"2": 1.5},
-            "depth_scales": [[0.9, -0.1]] * scales,
-            "ece": [[0.1, 0.05]] * scales,
-        }
     graph = Graph("drafter.onnx", "slots", (), specs)
-    return DrafterInfo("x", config, {"drafter": graph}, None, calibration, {}, None)
+    return DrafterInfo("x", config, {"drafter": graph}, None, None, {}, None)
 
 
 GUESSES: dict[str, tuple[int | str, ...]] = {"guess_ids": (3, 5), "guess_log_probs": (3, 5)}
@@ -206,16 +192,11 @@ FREE: dict[str, tuple[int | str, ...]] = {"guess_ids": ("M", 5), "guess_log_prob
 PAIRS: dict[str, tuple[int | str, ...]] = {"pair_log_probs": (2, 5, 5)}
 
 
-def test_guesses_pairs_and_scales_that_fit_are_read() -> None:
-    plain = GuessReader.open(drafter_entry(GUESSES, num_guesses=3))
-    assert (plain.has_pairs, plain.scale_K2) == (False, None)
-    assert not GuessReader.open(drafter_entry({}, num_masks=3)).has_pairs
+def test_pairs_that_fit_are_read() -> None:
+    assert not read_pairs(drafter_entry(GUESSES, num_guesses=3))
+    assert not read_pairs(drafter_entry({}, num_masks=3))
     for outputs, masks in ((GUESSES, {}), (FREE, {"num_masks": 2})):
-        entry = drafter_entry(outputs | PAIRS, 3, num_guesses=3, **masks)
-        reader = GuessReader.open(entry)
-        assert reader.outputs == ["guess_ids", "guess_log_probs", "pair_log_probs"]
-        assert reader.scale_K2 is not None
-        assert reader.scale_K2.tolist() == [[0.9, -0.1]] * 3
+        assert read_pairs(drafter_entry(outputs | PAIRS, num_guesses=3, **masks))
 
 
 @pytest.mark.parametrize(
@@ -233,11 +214,9 @@ def test_guesses_pairs_and_scales_that_fit_are_read() -> None:
             r"got pair_log_probs as \[3, 5, 5\], expected \[2, 5, 5\]",
         ),
         (drafter_entry(GUESSES | PAIRS), "expected num_guesses and drafter"),
-        (drafter_entry(GUESSES, 4, num_guesses=3), "got depth_scales of 4 guesses, expected 3"),
-        (drafter_entry(GUESSES, 3), "expected num_guesses and drafter"),
     ],
 )  # fmt: skip
 def test_outputs_that_do_not_fit_each_other_are_one_line(entry: DrafterInfo, why: str) -> None:
     with pytest.raises(BundleError, match=why) as raised:
-        GuessReader.open(entry)
+        read_pairs(entry)
     assert "\n" not in str(raised.value)

@@ -214,15 +214,6 @@ def test_memory_needs_lookup(tmp_path: Path) -> None:
         spec_runtime.load(folder, memory=-1)
 
 
-def test_published_lookup_goes_by_its_name(tmp_path: Path) -> None:
-    engine = spec_runtime.load(write_bundle(tmp_path), "prompt_lookup:published")
-    assert engine.drafter == "prompt_lookup:published"
-    plain = engine.with_drafter("none")
-    for prompt in ("hello hello hello", "abcabcab"):
-        expected = plain.generate(prompt, max_new_tokens=40).token_ids
-        assert engine.generate(prompt, max_new_tokens=40).token_ids == expected
-
-
 def test_what_lookup_cannot_be_merged_into(tmp_path: Path) -> None:
     folder = write_bundle(tmp_path, ("parallelspec",))
     with pytest.raises(ValueError, match="with drafter none, expected a trained one"):

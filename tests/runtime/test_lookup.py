@@ -5,10 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_runtime.proposers.lookup import LookupProposer, PublishedLookupProposer
+from spec_runtime.proposers.base import PlainProposer
+from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.tree import TokenTree
+
+
+def lookup(memory: int = 0) -> MergedProposer:
+    return MergedProposer(PlainProposer(), memory=memory)
 
 
 def drafted(tree: TokenTree) -> list[str]:
@@ -19,7 +24,7 @@ def drafted(tree: TokenTree) -> list[str]:
 
 def propose(text: str, budget: Budget) -> TokenTree:
     """The tree after this text, whose last character is the root."""
-    proposer = LookupProposer()
+    proposer = lookup()
     proposer.start([ord(c) for c in text[:-1]], None, 0)
     return proposer.propose(ord(text[-1]), budget)
 
@@ -82,12 +87,12 @@ def test_depth_is_limited() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_index_after_commits_and_truncation_is_that_of_the_text(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    proposer, text = LookupProposer(), rng.integers(0, 3, 10).tolist()
+    proposer, text = lookup(), rng.integers(0, 3, 10).tolist()
     proposer.start(text, None, 0)
     for _ in range(60):
         root = int(rng.integers(0, 3))
         tree = proposer.propose(root, Budget(12))
-        fresh = LookupProposer()
+        fresh = lookup()
         fresh.start(text, None, 0)
         again = fresh.propose(root, Budget(12))
         assert (tree.token_N == again.token_N).all()
@@ -103,7 +108,7 @@ def test_index_after_commits_and_truncation_is_that_of_the_text(seed: int) -> No
 
 
 def test_two_tokens_left_over_from_an_interrupted_step_go_with_truncate_zero() -> None:
-    proposer = LookupProposer()
+    proposer = lookup()
     proposer.start([1, 2, 3], None, 0)
     proposer.propose(4, Budget(5))  # never committed
     proposer.truncate(0)
@@ -111,42 +116,10 @@ def test_two_tokens_left_over_from_an_interrupted_step_go_with_truncate_zero() -
     assert proposer.propose(8, Budget(5)).token_N.tolist() == [8, 7, 8, 7, 8]
 
 
-# --------------------------------------------------------------------------- as it was published
-
-
-def published(text: str, budget: Budget) -> list[str]:
-    proposer = PublishedLookupProposer(num_tokens=4)
-    proposer.start([ord(c) for c in text[:-1]], None, 0)
-    return drafted(proposer.propose(ord(text[-1]), budget))
-
-
-def test_the_first_match_with_enough_tokens_behind_it_is_published_as_a_chain() -> None:
-    assert published("abc1234..abc5678..abc", Budget(12)) == ["1234"]  # not the newer one
-    assert published("abc1234..abc5678..abc", Budget(3)) == ["12"]
-    assert published("abc1234..abc5678..abc", Budget(12, max_depth=1)) == ["1"]
-    assert published("ac1234..abc", Budget(12)) == ["1234"]  # by "c" alone
-    assert published("abc123abc", Budget(12)) == ["123a"]
-    assert published("xabc", Budget(12)) == []
-    # three tokens are all that follows "ab", so the shorter "b" is taken
-    assert published("zb1234ab.ab", Budget(12)) == ["1234"]
-
-
-def test_the_published_index_follows_cuts() -> None:
-    proposer = PublishedLookupProposer(num_tokens=2)
-    proposer.start([1, 2, 3, 4, 1], None, 0)
-    assert proposer.propose(2, Budget(8)).token_N.tolist() == [2, 3, 4]
-    proposer.truncate(4)
-    proposer.start([1, 2, 3, 4, 5, 3], None, 4)
-    assert proposer.propose(2, Budget(8)).token_N.tolist() == [2, 3, 4]
-    proposer.truncate(0)
-    proposer.start([3, 9, 9, 9], None, 0)
-    assert proposer.propose(3, Budget(8)).token_N.tolist() == [3, 9, 9]
-
-
 # ------------------------------------------------------------------------------ earlier answers
 
 
-def answer(proposer: LookupProposer, prompt: list[int], tokens: list[int]) -> TokenTree:
+def answer(proposer: MergedProposer, prompt: list[int], tokens: list[int]) -> TokenTree:
     """One request as an engine runs it; returns the tree behind the first token of the answer."""
     proposer.truncate(0)
     proposer.start(prompt, None, 0)
@@ -157,7 +130,7 @@ def answer(proposer: LookupProposer, prompt: list[int], tokens: list[int]) -> To
 
 def test_memory_finds_what_an_earlier_answer_had_and_only_there() -> None:
     for memory, expected in ((0, 1), (100, 4)):
-        proposer, other = LookupProposer(memory), LookupProposer(memory)
+        proposer, other = lookup(memory), lookup(memory)
         assert answer(proposer, [1, 2, 3], [4, 5, 6, 7, 8]).num_nodes == 1
         assert answer(proposer, [9, 3], [4, 0]).num_nodes == expected
         # prompts are not remembered, and no proposer sees another one's answers
@@ -166,7 +139,7 @@ def test_memory_finds_what_an_earlier_answer_had_and_only_there() -> None:
 
 
 def test_memory_forgets_the_oldest_answers() -> None:
-    proposer = LookupProposer(memory=20)
+    proposer = lookup(20)
     answer(proposer, [0], [*range(100, 109)])
     answer(proposer, [0], [*range(200, 209)])
     assert answer(proposer, [0], [100, 50]).num_nodes == 4
@@ -178,7 +151,7 @@ def test_memory_forgets_the_oldest_answers() -> None:
 
 def test_a_place_in_memory_survives_a_cut() -> None:
     """A conversation goes on: its beginning stays, and is looked up in the memory again."""
-    proposer = LookupProposer(memory=50)
+    proposer = lookup(50)
     answer(proposer, [1], [2, 3, 4, 5, 6, 0])
     answer(proposer, [8, 9], [7, 7, 0])
     proposer.truncate(2)  # 8 9 stay

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from spec_runtime.proposers.adaptive import ProbabilityScaler
-from spec_runtime.proposers.base import Proposer
-from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import AGAINST_DRAFTER, AGAINST_LOOKUP, MergedProposer, combined
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown
@@ -121,7 +120,7 @@ def test_the_likelier_nodes_of_both_get_the_places() -> None:
 
 
 def test_agreement_counts_for_a_token_and_what_the_other_says_against_it() -> None:
-    alone = LookupProposer()
+    alone = MergedProposer(PlainProposer())
     alone.start(ONCE[:-1], None, 0)
     (found,) = probabilities(alone.propose(2, Budget(2)))
     for own in (0.05, 0.9):

@@ -12,7 +12,7 @@ from spec_runtime.kv import open_cache
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.heads import OnePassProposer
 from spec_runtime.proposers.lookahead import LookaheadProposer
-from spec_runtime.proposers.lookup import LookupProposer
+from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
@@ -60,7 +60,7 @@ def make_proposer(
     if drafter == "none":
         return PlainProposer()
     if drafter == "prompt_lookup":
-        return LookupProposer()
+        return MergedProposer(PlainProposer())
     if drafter == "lookahead":
         return LookaheadProposer(level=4, window=2, pool=2)
     network = ToyDrafter(
