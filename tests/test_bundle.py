@@ -242,10 +242,11 @@ CALIBRATION = {
 
 
 def test_what_older_versions_stored_of_a_calibration_is_ignored(folder: Path) -> None:
+    calibration: tuple[Any, ...] = ("drafters", 0, "calibration")
     old = CALIBRATION | {"depth_scales": [[0.9, -0.1]], "ece": "anything"}
-    edit(folder, "drafters", 0, "calibration", value=old)
+    edit(folder, *calibration, value=old)
     assert bundle.read(folder).manifest.drafters[0].calibration == old
-    edit(folder, "drafters", 0, "calibration", value=CALIBRATION | {"other": 1})
+    edit(folder, *calibration, value=CALIBRATION | {"other": 1})
     with pytest.raises(BundleError, match=r"got keys prompts, .*, other, expected prompts"):
         bundle.read(folder)
 
