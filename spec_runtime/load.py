@@ -61,7 +61,7 @@ class LoadOptions(Runtime):
     drafter: Annotated[
         str | None,
         Option(
-            "A drafter of the bundle, prompt_lookup, prompt_lookup:published, lookahead, or none",
+            "A drafter of the bundle, prompt_lookup, lookahead, or none",
             unset="the bundle's first",
         ),
     ] = None
