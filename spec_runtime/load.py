@@ -20,6 +20,7 @@ from spec_runtime.errors import UnknownDrafterError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.kv import open_cache
 from spec_runtime.machine import warn_of_threads
+from spec_runtime.mapping import require_keys
 from spec_runtime.options import Option
 from spec_runtime.proposers import BUILT_IN, BUILT_IN_NODES, PROPOSERS
 from spec_runtime.proposers.adaptive import DraftPauser, scale_probabilities
@@ -330,17 +331,8 @@ def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
     max_nodes = DEFAULT_BUDGET.max_nodes if paths is None else 1 + len(paths)
     known: dict[str, Any] = {"max_nodes": max_nodes, "min_probability": 0.0, "lookup_nodes": 0}
     known |= {"paths": None, "template": None}
-    if unknown := set(entry.trees) - set(known):
-        raise bundles.BundleError(
-            f"drafter {entry.name!r}: got trees keys {sorted(unknown)!r:.200}, expected "
-            f"{list(known)}"
-        )
+    require_keys(entry.trees, known, (), f"drafter {entry.name!r}: trees", bundles.BundleError)
     values = known | entry.trees
-    lookup_nodes = values["lookup_nodes"]
-    if type(lookup_nodes) is not int or lookup_nodes < 0:
-        raise bundles.BundleError(
-            f"drafter {entry.name!r}: got lookup_nodes {lookup_nodes!r:.60}, expected a count"
-        )
     grown = Grown(values["min_probability"])
     growth = grown if paths is None else Static(paths)
-    return Budget(values["max_nodes"], growth=growth), lookup_nodes
+    return Budget(values["max_nodes"], growth=growth), values["lookup_nodes"]

@@ -280,15 +280,19 @@ def _with_keys(data: Any, cls: Any) -> Any:
 
 
 def require_keys(
-    given: Collection[str], known: Collection[str], required: Collection[str], where: str = ""
+    given: Collection[str],
+    known: Collection[str],
+    required: Collection[str],
+    where: str = "",
+    error: type[UserError] = UserError,
 ) -> None:
-    """Raises UserError if a given key is not known or a required one is not given."""
+    """Raises `error` if a given key is not known or a required one is not given."""
     wrong = [f"unknown key {key!r:.60}" for key in given if key not in known]
     wrong += [f"missing key {key!r}" for key in required if key not in given]
     if wrong:
         wrong = [*wrong[:8], *([f"{len(wrong) - 8} more"] if len(wrong) > 8 else [])]
         got = f"{where}{': ' if where else ''}got {brief(', '.join(wrong))}"
-        raise UserError(f"{got}; expected keys {', '.join(known)}")
+        raise error(f"{got}; expected keys {', '.join(known)}")
 
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
@@ -308,10 +312,10 @@ class _Fault(NamedTuple):
 
 # Says in our words what pydantic found, where its own are long.
 _WORDS = {
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "{ge:g} or more",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "{ge} or more",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
     "int_type": "int",
     "float_type": "float",
     "finite_number": "a finite float",
@@ -339,7 +343,7 @@ def _fault(data: Any, error: ValidationError, none: str) -> _Fault:
         raise refused
     alike = [each for (other, _), each in problems if other == place]
     words = (
-        _WORDS[each["type"]].format(**each.get("ctx", {}), none=none)
+        _WORDS[each["type"]].format(**_numbers(each.get("ctx", {})), none=none)
         if each["type"] in _WORDS
         else each["msg"].removeprefix("Input should be ")
         for each in alike
@@ -350,6 +354,11 @@ def _fault(data: Any, error: ValidationError, none: str) -> _Fault:
     expected = f"{', '.join(first)} or {last}" if first else last
     field = str(problem["loc"][0]) if problem["loc"] else ""
     return _Fault(field, "".join(place), value, expected, refused)
+
+
+def _numbers(context: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns bounds as messages write them: 1e+09 rather than 1000000000.0."""
+    return {key: f"{x:g}" if isinstance(x, float) else x for key, x in context.items()}
 
 
 def _follow(data: Any, loc: Sequence[Any]) -> tuple[list[str], Any]:

@@ -18,7 +18,7 @@ def folder(tmp_path: Path) -> Path:
     return write_small_bundle(tmp_path / "bundles" / "small")
 
 
-def edit(folder: Path, *keys: str, value: Any = None, drop: bool = False) -> None:
+def edit(folder: Path, *keys: str | int, value: Any = None, drop: bool = False) -> None:
     """Sets or drops the value of the manifest that `keys` lead to."""
     file = folder / bundle.MANIFEST
     data = json.loads(file.read_text())
@@ -103,7 +103,7 @@ def test_unknown_and_missing_keys_are_named(
     ("keys", "value", "message"),
     [
         (("target", "dims", "num_layers"), "one", r"dims\.num_layers: got str 'one', expected int"),
-        (("target", "dims", "num_layers"), 0, "expected a positive number"),
+        (("target", "dims", "num_layers"), 0, "num_layers: got int 0, expected 1 or more"),
         (("target", "dims", "num_kv_heads"), 3, "expected a multiple"),
         (("target", "target_modified"), 1, "expected bool"),
         (("target", "position_convention"), "relative", "expected one of absolute"),
@@ -172,51 +172,31 @@ def test_find_takes_the_newest_and_no_half_built_one(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (("name",), "\x1b[31mred", "got name '.x1b"),
+        (("name",), "\x1b[31mred", "manifest.name: got str '.x1b"),
         (("name",), "x" * 9999, "expected 1 to 200 printable"),
-        (("target", "family"), "\x1b[31m", "target.family: got name"),
+        (("target", "family"), "\x1b[31m", "target.family: got str"),
         (("target", "max_length"), 2**70, "target.max_length: got int 1180"),
-        (("target", "scratch"), 0, "target.scratch: got 0, expected a positive number"),
-        (("target", "taps"), [-1], "target.taps: got -1"),
-        (("target", "dims", "vocab_size"), 2**40, "vocab_size: got 1099511627776, expected"),
-        (("graphs", "target", "file"), "\x1b[31m", "graph file: got name"),
-        (("graphs", "target", "form"), "\x1b" * 500, "got form '.x1b"),
+        (("target", "scratch"), 0, "target.scratch: got int 0, expected 1 or more"),
+        (("target", "taps"), [-1], r"target.taps\[0\]: got int -1"),
+        (("target", "dims", "vocab_size"), 2**40, "got int 1099511627776, expected at most 214748"),
+        (("graphs", "target", "file"), "\x1b[31m", "graphs.target.file: got str"),
+        (("graphs", "target", "form"), "\x1b" * 500, "form: got str '.x1b.*, expected one of"),
         (("graphs", "target", "form"), "stateless", "got a target of the stateless form, expected"),
-        (("graphs", "target", "inputs", 0, "name"), "\x1b[31m", "tensor: got name"),
-        (("graphs", "target", "inputs", 0, "shape"), [1] * 9, "got 9 axes, expected at most 8"),
-        (("graphs", "target", "inputs", 0, "shape"), [-1], "size: got -1, expected"),
-        (("graphs", "target", "inputs", 0, "shape"), ["\n"], "axis: got name"),
+        (("graphs", "target", "inputs", 0, "name"), "\x1b[31m", r"inputs\[0\].name: got str"),
+        (("graphs", "target", "inputs", 0, "shape"), [1] * 9, "got list .*, expected at most 8"),
+        (("graphs", "target", "inputs", 0, "shape"), [-1], "got int -1, expected 0 or more"),
+        (("graphs", "target", "inputs", 0, "shape"), ["\n"], "expected int or 1 to 200 printable"),
         (("graphs", "target", "outputs"), [], None),
         (("drafters", 0, "name"), "../x", "expected a name without / and"),
         (("drafters", 0, "name"), "a\\b", "expected a name without / and"),
-        (("drafters", 0, "config"), {"num_masks": "3"}, "got config key num_masks '3', "),
-        (("drafters", 0, "config"), {"num_masks": True}, "config key num_masks True, expected an"),
-        (("drafters", 0, "config"), {"num_masks": 10**12}, "config key num_masks 1000000000000"),
-        (("drafters", 0, "config"), {"num_guesses": 0}, "config key num_guesses 0, expected"),
-        (("drafters", 0, "config"), {"num_guesses": None}, "config key num_guesses None, expected"),
-        (("drafters", 0, "config"), {"max_width": 1.5}, "config key max_width 1.5, expected an"),
-        (("drafters", 0, "config"), {"mask_token_base": -1}, "config key mask_token_base -1, exp"),
-        (("drafters", 0, "config"), {"taps": 3}, "config key taps 3, expected a list of layers"),
-        (("drafters", 0, "config"), {"taps": ["1"]}, "config key taps .*, expected a list"),
-        (("drafters", 0, "config"), {"top_k": "x"}, "config key top_k 'x', expected an integer"),
-        (("drafters", 0, "config"), {"inputs": []}, "config key inputs .*, expected a text"),
-        (("drafters", 0, "config"), {"parameters": "1"}, "config key parameters '1', expected"),
-        (("drafters", 0, "config"), {"markov_rank": "8"}, "got config key markov_rank '8', "),
-        (("drafters", 0, "config"), {"markov_rank": -1}, "got config key markov_rank -1, "),
-        (("drafters", 0, "config"), {"mask_reads_token": 1}, "mask_reads_token 1, expected true"),
-        (("drafters", 0, "config"), {"mask_reads_token": "no"}, "mask_reads_token 'no', expected"),
-        (("drafters", 0, "trees"), {"max_nodes": "8"}, "got trees key max_nodes '8', expected"),
-        (("drafters", 0, "trees"), {"max_nodes": 0}, "got trees key max_nodes 0, expected"),
-        (("drafters", 0, "trees"), {"min_probability": "x"}, "trees key min_probability 'x', "),
-        (("drafters", 0, "trees"), {"min_probability": 2}, "trees key min_probability 2, "),
         (("drafters", 0, "expected_accepted_length"), 10**400, "got int of 1329 bits, expected"),
         (("tokenizer", "special_ids"), {"bos": "1", "eos": [], "pad": None}, "expected bos, eos"),
         (("tokenizer", "special_ids"), {"bos": 1, "eos": ["2"], "pad": 0}, "expected bos, eos"),
         (("tokenizer", "special_ids"), {"bos": 1, "eos": [-2], "pad": 0}, "expected bos, eos"),
         (("tokenizer", "special_ids"), {"bos": 1, "eos": [[]], "pad": 0}, "expected bos, eos"),
         (("tokenizer", "sha256"), "\x1b[31m", "does not match"),
-        (("files", "tokenizer.json"), "\x1b[31m", "got sha256 .*, expected 64 hexadecimal digits"),
-        (("files", "a\x00b"), "0" * 64, "got name 'a.x00b', expected"),
+        (("files", "tokenizer.json"), "\x1b[31m", "got str '.*', expected 64 hexadecimal digits"),
+        (("files", "a\x00b"), "0" * 64, "files: got str 'a.x00b', expected 1 to 200 printable"),
     ],
 )  # fmt: skip
 def test_every_field_is_checked_before_it_is_used(
@@ -230,6 +210,39 @@ def test_every_field_is_checked_before_it_is_used(
         bundle.read(folder)
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "message"),
+    [
+        ("config", "num_masks", "3", "got str '3', expected int"),
+        ("config", "num_masks", True, "got bool True, expected int"),
+        ("config", "num_masks", 10**12, "got int 1000000000000, expected at most 1024"),
+        ("config", "num_guesses", 0, "got int 0, expected 1 or more"),
+        ("config", "num_guesses", None, "got null, expected int"),
+        ("config", "max_width", 1.5, "got float 1.5, expected int"),
+        ("config", "mask_token_base", -1, "got int -1, expected 0"),
+        ("config", "taps", 3, "got int 3, expected a list"),
+        ("config", "taps", ["1"], r"\[0\]: got str '1', expected int"),
+        ("config", "top_k", "x", "got str 'x', expected int"),
+        ("config", "inputs", [], r"got list \[\], expected str or null"),
+        ("config", "parameters", "1", "got str '1', expected int"),
+        ("config", "markov_rank", "8", "got str '8', expected int"),
+        ("config", "markov_rank", -1, "got int -1, expected 0"),
+        ("config", "mask_reads_token", 1, "got int 1, expected bool"),
+        ("config", "mask_reads_token", "no", "got str 'no', expected"),
+        ("trees", "max_nodes", "8", "got str '8', expected int"),
+        ("trees", "max_nodes", 0, "got int 0, expected 1 or more"),
+        ("trees", "min_probability", "x", "got str 'x', expected float"),
+        ("trees", "min_probability", 2, "got int 2, expected at most 1"),
+    ],
+)
+def test_what_is_read_of_a_drafter_is_checked(
+    folder: Path, section: str, key: str, value: object, message: str
+) -> None:
+    edit(folder, "drafters", 0, section, value={key: value})
+    with pytest.raises(BundleError, match=rf"drafter 'parallelspec': {section}\.{key}.*{message}"):
+        bundle.read(folder)
 
 
 CALIBRATION = {

@@ -10,12 +10,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
-from spec_runtime.bundle.drafter_entry import config_fault, trees_fault
+from annotated_types import Ge, Le, MaxLen, MinLen
+
+from spec_runtime.bundle.drafter_entry import KnownConfig, KnownTrees, check_known
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import sha256, temporaries, write_atomically
-from spec_runtime.mapping import added_later, brief, from_mapping, parse_json, to_json
+from spec_runtime.mapping import Must, added_later, brief, from_mapping, parse_json, to_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -42,12 +44,26 @@ def _require(condition: bool, message: str) -> None:
         raise BundleError(message)
 
 
-def _require_name(what: str, name: str) -> None:
-    """Refuses a name that a terminal would not print as it is, or that fills the screen."""
-    _require(
-        name.isprintable() and 1 <= len(name) <= MAX_NAME,
-        f"{what}: got name {name!r:.60}, expected 1 to {MAX_NAME} printable characters",
-    )
+def _is_name(name: str) -> bool:
+    """Says whether a terminal prints a name as it is, and on less than a screen."""
+    return name.isprintable() and 1 <= len(name) <= MAX_NAME
+
+
+def _is_inside(path: str) -> bool:
+    """Says whether a path stays in its folder: a bundle may come from anywhere."""
+    pure = PurePosixPath(path)
+    return not pure.is_absolute() and ".." not in pure.parts
+
+
+def _one_of(names: tuple[str, ...]) -> Must:
+    return Must(names.__contains__, f"one of {', '.join(names)}")
+
+
+Name = Annotated[str, Must(_is_name, f"1 to {MAX_NAME} printable characters")]
+FilePath = Annotated[Name, Must(_is_inside, "a path inside the bundle")]
+Sha256 = Annotated[str, Must(re.compile("[0-9a-f]{64}").fullmatch, "64 hexadecimal digits")]
+Size = Annotated[int, Ge(1), Le(LARGEST_SIZE)]
+Index = Annotated[int, Ge(0), Le(LARGEST_SIZE)]
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -55,38 +71,17 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(name for name in names if name.isprintable())[:80] or "no axes"
 
 
-def _require_size(what: str, size: int, least: int = 1) -> None:
-    _require(
-        least <= size <= LARGEST_SIZE,
-        f"{what}: got {size if abs(size) <= 2**63 else 'a larger number'}, expected a "
-        f"{'positive number' if least == 1 else f'number from {least}'} of at most {LARGEST_SIZE}",
-    )
-
-
 @dataclass(frozen=True)
 class TensorSpec:
     """One input or output of a graph. A string in `shape` names a free axis: [1, "N"]."""
 
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
+    name: Name
+    dtype: Annotated[str, _one_of(DTYPES)]
+    shape: Annotated[tuple[Index | Name, ...], MaxLen(MAX_AXES)]
 
-    def __post_init__(self) -> None:
-        _require_name("tensor", self.name)
-        _require(
-            self.dtype in DTYPES,
-            f"tensor {self.name}: got dtype {self.dtype!r:.60}, expected one of "
-            f"{', '.join(DTYPES)}",
-        )
-        _require(
-            len(self.shape) <= MAX_AXES,
-            f"tensor {self.name}: got {len(self.shape)} axes, expected at most {MAX_AXES}",
-        )
-        for size in self.shape:
-            if isinstance(size, str):
-                _require_name(f"tensor {self.name}: axis", size)
-            else:
-                _require_size(f"tensor {self.name}: size", size, least=0)
+
+def _are_rising(sizes: tuple[int, ...]) -> bool:
+    return len(sizes) == 3 and 1 <= sizes[0] <= sizes[1] <= sizes[2] <= LARGEST_SIZE
 
 
 @dataclass(frozen=True)
@@ -98,36 +93,18 @@ class Plan:
     axis of the graph's inputs its least, likeliest and largest size: {"N": (1, 8, 64)}.
     """
 
-    file: str
-    flavour: str
-    version: str
-    compute_capability: str
-    key: str
-    profiles: tuple[dict[str, tuple[int, ...]], ...]
-
-    def __post_init__(self) -> None:
-        _require_name("plan file", self.file)
-        for name, is_right, expected in (
-            ("flavour", self.flavour in FLAVOURS, f"one of {', '.join(FLAVOURS)}"),
-            ("version", re.fullmatch(r"\d+(\.\d+)+", self.version), "numbers, as 11.4.0"),
-            (
-                "compute_capability",
-                re.fullmatch(r"\d+\.\d", self.compute_capability),
-                "one as 8.9",
-            ),
-            ("key", re.fullmatch("[0-9a-f]{64}", self.key), "a sha256 in hex"),
-            ("profiles", self.profiles, "at least one"),
-        ):
-            got = getattr(self, name)
-            _require(
-                bool(is_right), f"plan {self.file}: got {name} {got!r:.80}, expected {expected}"
-            )
-        for sizes in (size for profile in self.profiles for size in profile.values()):
-            _require(
-                len(sizes) == 3 and 1 <= sizes[0] <= sizes[1] <= sizes[2] <= LARGEST_SIZE,
-                f"plan {self.file}: got profile sizes {list(sizes[:4])!r:.80}, expected three, "
-                "rising from 1",
-            )
+    file: Name
+    flavour: Annotated[str, _one_of(FLAVOURS)]
+    version: Annotated[str, Must(re.compile(r"\d+(\.\d+)+").fullmatch, "numbers, as 11.4.0")]
+    compute_capability: Annotated[str, Must(re.compile(r"\d+\.\d").fullmatch, "one as 8.9")]
+    key: Sha256
+    profiles: Annotated[
+        tuple[
+            dict[str, Annotated[tuple[int, ...], Must(_are_rising, "three sizes, rising from 1")]],
+            ...,
+        ],
+        MinLen(1),
+    ]
 
 
 @dataclass(frozen=True)
@@ -139,29 +116,19 @@ class Graph:
     slots form, by a mask in both: "bias" up to the highest row in use, "full_buffer" whole buffers.
     """
 
-    file: str
-    form: str
+    file: Name
+    form: Annotated[str, _one_of(FORMS)]
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     plans: tuple[Plan, ...] = added_later(())
-    attention: str = added_later(ATTENTIONS[0])
+    attention: Annotated[str, _one_of(ATTENTIONS)] = added_later(ATTENTIONS[0])
 
     def __post_init__(self) -> None:
-        _require_name("graph file", self.file)
         for kind, specs in (("inputs", self.inputs), ("outputs", self.outputs)):
             _require(
                 len({spec.name for spec in specs}) == len(specs),
                 f"graph {self.file}: got {kind} of equal names, expected each name once",
             )
-        _require(
-            self.form in FORMS,
-            f"graph {self.file}: got form {self.form!r:.60}, expected one of {', '.join(FORMS)}",
-        )
-        _require(
-            self.attention in ATTENTIONS,
-            f"graph {self.file}: got attention {self.attention!r:.60}, expected one of "
-            f"{', '.join(ATTENTIONS)}: build the bundle again",
-        )
         _require(
             self.attention == ATTENTIONS[0] or self.form == "slots",
             f"graph {self.file}: got attention {self.attention} with the {self.form} form, "
@@ -193,16 +160,14 @@ class Graph:
 class Dims:
     """The target's sizes. `num_heads` query heads share `num_kv_heads` key/value heads."""
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    vocab_size: Size
+    hidden_size: Size
+    num_layers: Size
+    num_heads: Size
+    num_kv_heads: Size
+    head_dim: Size
 
     def __post_init__(self) -> None:
-        for key, value in dataclasses.asdict(self).items():
-            _require_size(f"target.dims.{key}", value)
         _require(
             self.num_heads % self.num_kv_heads == 0,
             f"target.dims: got {self.num_heads} heads for {self.num_kv_heads} key/value heads, "
@@ -214,28 +179,15 @@ class Dims:
 class TargetInfo:
     """The target. `max_length` is the context in tokens; caches hold `scratch` slots more."""
 
-    family: str
+    family: Name
     dims: Dims
-    precision: str
-    max_length: int
-    scratch: int
+    precision: Name
+    max_length: Size
+    scratch: Size
     rope: dict[str, Any]
-    taps: tuple[int, ...]
-    position_convention: str
+    taps: tuple[Index, ...]
+    position_convention: Annotated[str, _one_of(POSITION_CONVENTIONS)]
     target_modified: bool
-
-    def __post_init__(self) -> None:
-        _require_name("target.family", self.family)
-        _require_name("target.precision", self.precision)
-        _require_size("target.max_length", self.max_length)
-        _require_size("target.scratch", self.scratch)
-        for tap in self.taps:
-            _require_size("target.taps", tap, least=0)
-        _require(
-            self.position_convention in POSITION_CONVENTIONS,
-            f"target.position_convention: got {self.position_convention!r:.60}, "
-            f"expected one of {', '.join(POSITION_CONVENTIONS)}",
-        )
 
 
 CALIBRATION_KEYS = ("prompts", "positions", "accuracy", "reliability", "accepted_length")
@@ -282,6 +234,10 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e300
 
 
+def _is_plain(name: str) -> bool:
+    return not set(name) & set("/\\") and not name.startswith(".")
+
+
 @dataclass(frozen=True)
 class DrafterInfo:
     """One trained drafter: its graphs by role, and what it was measured to be worth.
@@ -306,7 +262,7 @@ class DrafterInfo:
     order and the ids of `guess_ids`.
     """
 
-    name: str
+    name: Annotated[Name, Must(_is_plain, "a name without / and \\")]
     config: dict[str, Any]
     graphs: dict[str, Graph]
     draft_token_ids: str | None
@@ -315,13 +271,9 @@ class DrafterInfo:
     expected_accepted_length: float | None
 
     def __post_init__(self) -> None:
-        _require_name("drafter", self.name)
-        _require(
-            not set(self.name) & set("/\\") and not self.name.startswith("."),
-            f"drafter {self.name!r}: got a path, expected a name without / and \\",
-        )
-        for fault in (config_fault(self.config), trees_fault(self.trees)):
-            _require(fault is None, f"drafter {self.name!r}: {fault}")
+        where = f"drafter {self.name!r}"
+        check_known(KnownConfig, self.config, f"{where}: config", BundleError)
+        check_known(KnownTrees, self.trees, f"{where}: trees", BundleError)
         if self.calibration is not None:
             _check_calibration(f"drafter {self.name!r}: calibration", self.calibration)
 
@@ -343,27 +295,27 @@ def require_config(
     return info
 
 
+def _are_special_ids(ids: dict[str, Any]) -> bool:
+    return (
+        set(ids) == {"bos", "eos", "pad"}
+        and isinstance(ids["eos"], list)
+        and all(type(i) is int and 0 <= i <= LARGEST_SIZE for i in ids["eos"])
+        and all(ids[key] is None or type(ids[key]) is int for key in ("bos", "pad"))
+    )
+
+
 @dataclass(frozen=True)
 class TokenizerInfo:
     """The tokenizer. `special_ids` is {"bos": id or None, "eos": [ids], "pad": id or None}."""
 
     file: str
     sha256: str
-    vocab_size: int
-    special_ids: dict[str, Any]
+    vocab_size: Size
+    special_ids: Annotated[
+        dict[str, Any],
+        Must(_are_special_ids, "bos, eos (a list) and pad, all token ids, or null for bos and pad"),
+    ]
     chat_template: str | None
-
-    def __post_init__(self) -> None:
-        _require_size("tokenizer.vocab_size", self.vocab_size)
-        ids = self.special_ids
-        _require(
-            set(ids) == {"bos", "eos", "pad"}
-            and isinstance(ids["eos"], list)
-            and all(type(i) is int and 0 <= i <= LARGEST_SIZE for i in ids["eos"])
-            and all(ids[key] is None or type(ids[key]) is int for key in ("bos", "pad")),
-            f"tokenizer.special_ids: got {ids!r:.80}, expected bos, eos (a list) and pad, all of "
-            "them token ids, or null for bos and pad",
-        )
 
 
 @dataclass(frozen=True)
@@ -371,13 +323,13 @@ class Manifest:
     """Everything about a bundle. `files` maps each file but the manifest to its sha256."""
 
     schema_version: int
-    name: str
+    name: Name
     target: TargetInfo
-    graphs: dict[str, Graph]
+    graphs: dict[Name, Graph]
     drafters: tuple[DrafterInfo, ...]
     tokenizer: TokenizerInfo
     provenance: dict[str, Any]
-    files: dict[str, str]
+    files: dict[FilePath, Sha256]
 
     def __post_init__(self) -> None:
         _require(
@@ -388,9 +340,6 @@ class Manifest:
             self.graphs["target"].form != "stateless",
             "graphs: got a target of the stateless form, expected slots or contiguous",
         )
-        _require_name("manifest", self.name)
-        for name in (*self.graphs, *self.files):
-            _require_name("graphs and files", name)
         names = [drafter.name for drafter in self.drafters]
         _require(
             len(set(names)) == len(names), f"drafters: got {names!r:.200}, expected each name once"
@@ -489,22 +438,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_names(folder: Path, manifest: Manifest) -> None:
-    """Checks that the files are hashed, and that their names and hashes are such."""
+    """Checks that the files which the manifest names are hashed, the tokenizer as it says."""
     for name in _named_files(manifest):
         _require(
             name in manifest.files,
             f"{folder}: {brief(name, 80)} is named in the manifest but not hashed under its files",
-        )
-    for name, expected in manifest.files.items():
-        pure = PurePosixPath(name)
-        # A bundle may come from anywhere: its paths must not lead out of it.
-        _require(
-            not pure.is_absolute() and ".." not in pure.parts,
-            f"{folder}: got file path {name!r:.200}, expected one inside the bundle",
-        )
-        _require(
-            re.fullmatch("[0-9a-f]{64}", expected) is not None,
-            f"{folder}: {name}: got sha256 {expected!r:.80}, expected 64 hexadecimal digits",
         )
     listed = manifest.files[manifest.tokenizer.file]
     _require(
@@ -578,8 +516,9 @@ def write_manifest(path: str | Path, manifest: Manifest) -> None:
         _require_inside(folder, folder / name)
     files = {name: sha256(folder / name) for name in sorted(own)}
     tokenizer = dataclasses.replace(manifest.tokenizer, sha256=files[manifest.tokenizer.file])
-    complete = dataclasses.replace(manifest, files=files, tokenizer=tokenizer)
-    write_atomically(folder / MANIFEST, json.dumps(to_json(complete), indent=2) + "\n")
+    complete = to_json(dataclasses.replace(manifest, files=files, tokenizer=tokenizer))
+    from_mapping(Manifest, complete, "manifest", BundleError)  # writes what can be read
+    write_atomically(folder / MANIFEST, json.dumps(complete, indent=2) + "\n")
 
 
 def own_files(folder: Path) -> set[str] | None:
