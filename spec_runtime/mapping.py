@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -186,8 +186,6 @@ class Checked:
     the field as its `param`: "got top_k 0, expected 1 or more or None".
     """
 
-    __pydantic_config__: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}
-
     def __post_init__(self) -> None:
         from pydantic import ValidationError
 
@@ -201,17 +199,19 @@ class Checked:
         else:
             self.__dict__.update(values)
             return
-        got = f"got {fault.field} {brief(repr(given[fault.field]), 60)}"
+        got = f"got {fault.field} {_quoted(given[fault.field])}"
         raise UserError(f"{got}, expected {fault.expected}", param=fault.field)
 
 
 def _plain(value: Any) -> Any:
     """Returns NumPy's scalars and arrays as Python's numbers and lists, also as a mapping's."""
-    if isinstance(value, np.generic | np.ndarray):
-        return value.tolist()
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    return value
+        return {_listed(key): _listed(item) for key, item in value.items()}
+    return _listed(value)
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value
 
 
 @cache
@@ -224,10 +224,19 @@ def _validator(cls: type, of_fields: bool = False) -> SchemaValidator:
     from pydantic_core import SchemaValidator
 
     most = None if of_fields else MAX_INTEGER
-    schema = _strict(TypeAdapter(cls).core_schema, most)
+    # The list is there because TypeAdapter takes no config with a dataclass itself.
+    adapter = TypeAdapter(list[cls], config={"arbitrary_types_allowed": True})  # type: ignore[valid-type]
+    schema = _strict(_item_schema(adapter.core_schema), most)
     while of_fields and schema["type"] != "dataclass-args":
         schema = schema["schema"]
     return SchemaValidator(schema)
+
+
+def _item_schema(schema: Any) -> Any:
+    """Returns the schema of a list's items."""
+    if schema["type"] == "definitions":
+        return schema | {"schema": _item_schema(schema["schema"])}
+    return schema["items_schema"]
 
 
 def _strict(schema: Any, most: int | None) -> Any:
@@ -384,6 +393,14 @@ def _shown(data: Any) -> str:
     """Returns what a message calls a value: "str 'one'", "list [0.9]", "null"."""
     if data is None:
         return "null"
-    if isinstance(data, int) and data.bit_length() > 128:  # Python prints no number of any length
+    if isinstance(data, int) and data.bit_length() > 128:
         return f"int of {data.bit_length()} bits"
     return f"{type(data).__name__} {data!r:.40}"
+
+
+def _quoted(value: Any) -> str:
+    """Returns an argument as a message quotes it: on one line, and not long."""
+    try:
+        return brief(repr(value), 60)
+    except ValueError:  # Python prints no integer of any length
+        return f"{type(value).__name__} that is too large to print"

@@ -151,6 +151,11 @@ def test_bounds_hold_for_constructors_and_mappings(name: str, value: Any, expect
         from_mapping(Bounded, {name: value}, "top", Refused, none="None")
 
 
+def test_an_integer_that_cannot_be_printed_is_refused() -> None:
+    with pytest.raises(UserError, match="got count int that is too large to print, expected at m"):
+        Bounded(10**5000)
+
+
 def test_constructors_take_numpys_numbers() -> None:
     got = Bounded(np.int32(3), np.float32(0.5), np.array(["a", "b"]))  # type: ignore[arg-type]
     assert got == Bounded(3, 0.5, ["a", "b"])
