@@ -161,10 +161,6 @@ def test_the_command_itself_needs_the_standard_library_alone() -> None:
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
 
 
-def test_each_part_of_the_command_has_its_function() -> None:
-    assert list(gpu_part.PARTS) == list(gpu_check.SECONDS)
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -209,22 +205,18 @@ def test_whatever_a_piece_raises_is_a_failure_but_a_reason_to_leave_it_out(
     )
 
 
-def test_a_dry_run_judges_no_numbers_but_everything_else() -> None:
+def test_a_dry_run_judges_no_numbers_and_nothing_begins_after_the_deadline() -> None:
     found = Findings(is_dry_run=True)
     found.add({"n": 1})
     found.figure = "1 of 2"
     found.fail_number("it differs")
     line = report.verdict("parity", found.as_dict(0.0))
     assert line.endswith("ok          0.0 s  1 of 2; 1 numbers off, not judged")
-    found.fail("it crashed")
-    assert (found.status, found.failures) == ("FAILED", ["it crashed"])
-
-
-def test_no_piece_is_begun_after_the_deadline() -> None:
-    found = Findings(deadline=0.0)
+    found.deadline = 0.0
     assert found.attempt("it", lambda: 1) is None
     assert found.missing == [{"what": "it", "why": "the part's time was over"}]
-    assert found.status == "left out"
+    found.fail("it crashed")
+    assert (found.status, found.failures) == ("FAILED", ["it crashed"])
 
 
 # ---- the environment of the parts ----
@@ -467,19 +459,13 @@ def test_parity_fails_by_value(
         assert target["scores, worst"] is None
 
 
-def test_a_wrong_acceptance_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_tokens_fail(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a wrong acceptance, and those of a wrong fused step."""
+
     def take_the_first_child(tree: Any, draw: Callable[[int], int]) -> tuple[list[int], int]:
         path = [0, *tree.children(0)[:1]]
         return path, draw(path[-1])
 
-    monkeypatch.setattr(generate, "by_target_sampling", take_the_first_child)
-    found = run("losslessness")
-    rows = {(row["drafter"], row["decoding"]): row["real"] for row in found.tables["measured"]}
-    assert min(rows["parallelspec", way] for way in same.DECODINGS) > 0
-    assert found.failures[0].startswith("toy fp32, parallelspec, greedy: ")
-
-
-def test_a_wrong_fused_step_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     step = OrtStepper.step
 
     def off_by_one(self: OrtStepper) -> np.ndarray:
@@ -487,6 +473,12 @@ def test_a_wrong_fused_step_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         result[0] = (result[0] + 1) % 90
         return result
 
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "by_target_sampling", take_the_first_child)
+        found = run("losslessness")
+    real = {(row["drafter"], row["decoding"]): row["real"] for row in found.tables["measured"]}
+    assert min(real["parallelspec", way] for way in same.DECODINGS) > 0
+    assert found.failures[0].startswith("toy fp32, parallelspec, greedy: ")
     monkeypatch.setattr(OrtStepper, "step", off_by_one)
     rows = {row["drafter"]: row for row in run("losslessness").tables["measured"]}
     assert [name for name, row in rows.items() if row["real"]] == FUSED

@@ -74,34 +74,28 @@ def padded_sizes(
     return wider if has_room else dict(sizes)
 
 
-def pad_rows(
+def plan_padding(
     graph: Graph,
     feeds: Mapping[str, np.ndarray],
     sizes: Mapping[str, int],
     capacity: int,
     most: Mapping[str, int] | None = None,
-) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Pads each axis of rows, see padded_sizes; returns new feeds and their sizes.
+) -> tuple[Mapping[str, np.ndarray], Mapping[str, int], dict[str, int]]:
+    """Returns feeds that PaddedRows can write, their sizes, and the sizes to pad them to.
 
-    What a padding row holds is in PaddedRows. In the contiguous form it is written after all other
-    rows, where the next run writes, and feeds stay as they are if there is no room.
+    Only a perm changes: in the contiguous form padding rows are written after all other rows, where
+    the next run writes. Nothing is padded if there is no room for them.
 
     Example in the contiguous form, with 5 nodes and one moved row: src [9] and perm
     [0, 1, 2, 3, 4, 5] become, with 8 nodes, src [9] and perm [0, 1, 2, 3, 4, 5, 6, 7, 8].
     """
-    feeds, wider = dict(feeds), padded_sizes(graph, sizes, capacity, most)
-    if graph.form == "contiguous":
-        if int(feeds["write_index"][0]) + wider["A+N"] > capacity:
-            return feeds, dict(sizes)
-        feeds["perm"] = _wider_perm(feeds["perm"], sizes, wider)
-        sizes = {**sizes, "A+N": wider["A+N"]}
-    arrays = {
-        spec.name: np.empty(shape_of(spec, wider), feeds[spec.name].dtype)
-        for spec in graph.inputs
-        if not is_cache(spec)
-    }
-    PaddedRows(graph, sizes, wider, arrays).write(feeds)
-    return arrays, wider
+    wider = padded_sizes(graph, sizes, capacity, most)
+    if graph.form != "contiguous":
+        return feeds, sizes, wider
+    if int(feeds["write_index"][0]) + wider["A+N"] > capacity:
+        return feeds, sizes, dict(sizes)
+    perm = _wider_perm(feeds["perm"], sizes, wider)
+    return {**feeds, "perm": perm}, {**sizes, "A+N": wider["A+N"]}, wider
 
 
 def padded_width(num_rows: int, most: int) -> int:

@@ -23,7 +23,7 @@ from spec_runtime.backends.cuda_api import Cuda, open_cuda
 from spec_runtime.backends.device_rows import DeviceRows
 from spec_runtime.backends.graph_cache import GraphCache
 from spec_runtime.backends.layout import Layout, PackedFeeds
-from spec_runtime.backends.pad_rows import pad_rows
+from spec_runtime.backends.pad_rows import PaddedRows, plan_padding
 from spec_runtime.backends.shapes import (
     axis_sizes,
     is_cache,
@@ -73,16 +73,6 @@ def choose_profile(
 # ------------------------------------------------------------------------------- running
 
 
-class BoundContext(ShapedContext):
-    """A context with its feeds in pinned memory, and where its results are on the device."""
-
-    def __init__(
-        self, context: Any, trt: TensorRT, cuda: Cuda, feeds: PackedFeeds, results: Layout
-    ) -> None:
-        super().__init__(context, trt, cuda)
-        self.feeds, self.results = feeds, results
-
-
 class PinnedMemory:
     """Pinned host memory that grows to the most that was asked for."""
 
@@ -119,7 +109,7 @@ class TensorRTBackend(DeviceBackend):
         _check_engine(engine, graph, plan, capacity)
         self._allocated: list[int] = []
         self._maker = ContextMaker(engine, trt, plan, cuda)
-        self._runs: GraphCache[BoundContext] = GraphCache(has_cuda_graphs)
+        self._runs: GraphCache[ShapedContext] = GraphCache(has_cuda_graphs)
         # Registered first: a later allocation may fail.
         weakref.finalize(self, _release, cuda, self._runs, self._maker, self._allocated)
         self._inputs = {s.name: s for s in graph.inputs if not is_cache(s)}
@@ -165,17 +155,15 @@ class TensorRTBackend(DeviceBackend):
         sizes = axis_sizes(self._graph, {name: feeds[name].shape for name in self._inputs})
         profile = choose_profile(self._profiles, sizes)
         most = {axis: three[-1] for axis, three in self._profiles[profile].items()}
-        feeds, wider = pad_rows(self._graph, feeds, sizes, self.capacity, most)
+        given, given_sizes, wider = plan_padding(self._graph, feeds, sizes, self.capacity, most)
         run = self._runs.get((profile, *sorted(wider.items())), lambda: self._bind(profile, wider))
         self.num_runs += 1
-        for name, place in run.feeds.arrays.items():
-            feed = feeds[name]
-            assert feed.dtype == place.dtype, (name, feed.dtype, place.dtype)
-            place[...] = feed
+        places = run.feeds.arrays
+        assert all(given[name].dtype == place.dtype for name, place in places.items()), given
+        PaddedRows(self._graph, given_sizes, wider, places).write(given)
         packed = run.feeds.memory
         self._cuda.to_device(self._feeds, packed.ctypes.data, packed.nbytes)
         self._runs.run(run)
-        # Rows after these are those that pad_rows added.
         results = self._fetch_results(run.results, outputs, sizes)
         if self.num_runs == 1:
             self._maker.save()
@@ -213,7 +201,7 @@ class TensorRTBackend(DeviceBackend):
             results[name] = content.view(spec.dtype).reshape(shape_of(spec, sizes))
         return results
 
-    def _bind(self, profile: int, sizes: Mapping[str, int]) -> BoundContext:
+    def _bind(self, profile: int, sizes: Mapping[str, int]) -> ShapedContext:
         context = self._maker.make()
         context.set_device_memory(self._scratch, self._scratch_bytes)
         # Nobody else uses the stream: later work on it comes after the switch.
@@ -236,7 +224,7 @@ class TensorRTBackend(DeviceBackend):
                 f"TensorRT does not take rows {dict(sizes)} of profile {profile}: "
                 f"{self._trt.reason}"
             )
-        return BoundContext(context, self._trt, self._cuda, feeds, results)
+        return ShapedContext(context, self._trt, self._cuda, feeds, results)
 
     def _malloc(self, nbytes: int) -> int:
         self._allocated.append(self._cuda.malloc(nbytes))
@@ -244,7 +232,7 @@ class TensorRTBackend(DeviceBackend):
 
 
 def _release(
-    cuda: Cuda, runs: GraphCache[BoundContext], maker: ContextMaker, allocated: list[int]
+    cuda: Cuda, runs: GraphCache[ShapedContext], maker: ContextMaker, allocated: list[int]
 ) -> None:
     maker.save()
     runs.clear()

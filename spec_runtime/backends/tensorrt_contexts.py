@@ -6,6 +6,7 @@ from typing import Any
 
 from spec_runtime.backends.cuda_api import Cuda
 from spec_runtime.backends.graph_cache import GraphRun
+from spec_runtime.backends.layout import Layout, PackedFeeds
 from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.backends.tensorrt_kernels import KernelStore, kernels_path
 from spec_runtime.bundle.manifest import Plan
@@ -63,10 +64,14 @@ class ShapedContext(GraphRun):
     """One execution context, set up for one profile and one set of shapes.
 
     It is never changed again: a CUDA graph is valid only as long as the context that it was
-    captured from stays as it was.
+    captured from stays as it was. `feeds` are in pinned memory, `results` says where the outputs
+    lie in the results' memory.
     """
 
-    def __init__(self, context: Any, trt: TensorRT, cuda: Cuda) -> None:
+    def __init__(
+        self, context: Any, trt: TensorRT, cuda: Cuda, feeds: PackedFeeds, results: Layout
+    ) -> None:
+        self.feeds, self.results = feeds, results
         self._context, self._trt, self._cuda = context, trt, cuda
         self._executable: Any = None
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spec_runtime.backends.pad_rows import pad_rows, padded_width
+from spec_runtime.backends.pad_rows import PaddedRows, padded_width, plan_padding
+from spec_runtime.backends.shapes import shape_of
 from spec_runtime.bundle.manifest import Graph, TensorSpec
 from spec_runtime.kv import ContiguousCache, open_cache
 from spec_runtime.trees.tree import chain_parents
@@ -49,6 +50,18 @@ def feeds_of(graph: Graph, cache: Any, parent_N: np.ndarray) -> tuple[Any, dict[
     if graph.form == "contiguous":
         sizes |= {"A": len(feeds["src"]), "A+N": len(feeds["perm"])}
     return feeds, sizes
+
+
+def pad_rows(
+    graph: Graph, feeds: Any, sizes: Any, capacity: int, most: Any = None
+) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Returns padded feeds in arrays of their own, and their sizes."""
+    given, sizes, wider = plan_padding(graph, feeds, sizes, capacity, most)
+    arrays = {
+        spec.name: np.empty(shape_of(spec, wider), given[spec.name].dtype) for spec in graph.inputs
+    }
+    PaddedRows(graph, sizes, wider, arrays).write(given)
+    return arrays, wider
 
 
 def written(feeds: Any, rows_S: np.ndarray) -> np.ndarray:
