@@ -96,7 +96,7 @@ def test_requests_have_it() -> None:
 
 def test_replicas_have_it() -> None:
     ray_app = pytest.importorskip("spec_runtime.serving.ray_app", reason="Ray is not installed")
-    annotation, default = ray_app.loaded_fields(MoreLoading)["num_lanes"]
+    annotation, default = ray_app.declared_fields(MoreLoading)["num_lanes"]
     assert pydantic.TypeAdapter(annotation).validate_python("4") == 4
     assert default == 1
 

@@ -210,13 +210,13 @@ def workers_of(parent: int) -> list[int]:
     ("options", "message"),
     [
         (["--api-key-env", "NO_SUCH_VARIABLE_HERE"], "got --api-key-env NO_SUCH_VARIABLE_HERE"),
-        (["--timeout", "0"], "got timeout 0.0, expected seconds above 0"),
+        (["--timeout", "0"], "got timeout 0.0, expected more than 0"),
         (["--drafter", "hydra"], "got drafter 'hydra', expected one of"),
         (["--host", "192.168..1"], "got --host 192.168..1, expected an address or a name"),
-        (["--grace", "inf"], "got --grace inf, expected a number of seconds"),
+        (["--grace", "inf"], "got grace inf, expected a finite float"),
         (["--host", "no.such.host.invalid"], "got --host no.such.host.invalid"),
         (["--workers", "0"], "Invalid value for '--workers'"),
-        (["--max-prompt", "0"], "Invalid value for '--max-prompt'"),
+        (["--max-prompt", "0"], "got max_prompt 0, expected 1 or more or None"),
         (["--port", "{taken}"], "--port {taken}, expected an address that is free here"),
     ],
 )

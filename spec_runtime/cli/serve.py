@@ -1,6 +1,5 @@
 """Implements spec-runtime serve: OpenAI's API and a page, over HTTP."""
 
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,10 +7,16 @@ from typing import Annotated, Any
 import typer
 
 from spec_runtime.cli import options
-from spec_runtime.cli.flags import with_flags
-from spec_runtime.errors import UserError
+from spec_runtime.cli.flags import Flags, with_flags
 from spec_runtime.load import LoadOptions
 from spec_runtime.options import declared
+from spec_runtime.serving.settings import (
+    LOOPBACK,
+    ServerLimits,
+    Settings,
+    key_from,
+    plain_host,
+)
 
 BundleArgument = Annotated[
     Path | None, typer.Argument(help="Bundle folder", show_default="the newest under ./bundles")
@@ -44,24 +49,6 @@ AllowHost = Annotated[
         show_default="on loopback its names, elsewhere any",
     ),
 ]
-MaxWaiting = Annotated[
-    int, typer.Option("--max-waiting", min=0, help="Requests that wait; more get 429")
-]
-MaxStreams = Annotated[
-    int, typer.Option("--max-streams", min=1, help="Streams open at a time; more get 429")
-]
-MaxBody = Annotated[
-    int, typer.Option("--max-body", min=1, help="Bytes of a request; larger ones get 413")
-]
-MaxPrompt = Annotated[
-    int | None,
-    typer.Option(
-        "--max-prompt", min=1, help="Tokens of a prompt", show_default="the bundle's context"
-    ),
-]
-Timeout = Annotated[
-    float, typer.Option("--timeout", help="Seconds of a request, its wait included")
-]
 MapWeights = Annotated[
     bool | None,
     typer.Option(
@@ -70,13 +57,11 @@ MapWeights = Annotated[
         show_default="with several workers on the CPU",
     ),
 ]
-Grace = Annotated[
-    float, typer.Option("--grace", min=0, help="Seconds to finish running answers at a stop")
-]
 
 
-@with_flags(loading=options.loading("strict", "memory", "map_weights"))
+@with_flags(limits=Flags(ServerLimits), loading=options.loading("strict", "memory", "map_weights"))
 def command(
+    limits: dict[str, Any],
     loading: dict[str, Any],
     bundle: BundleArgument = None,
     host: Host = "127.0.0.1",
@@ -85,35 +70,22 @@ def command(
     name: Name = None,
     api_key_env: ApiKeyEnv = None,
     allow_host: AllowHost = None,
-    max_waiting: MaxWaiting = 32,
-    max_streams: MaxStreams = 64,
-    max_body: MaxBody = 1 << 20,
-    max_prompt: MaxPrompt = None,
-    timeout: Timeout = 300.0,
-    grace: Grace = 60.0,
     map_weights: MapWeights = None,
 ) -> None:
     """Serve OpenAI's API, and a page to look at."""
     from spec_runtime.bundle import manifest as bundles
     from spec_runtime.machine import default_threads
     from spec_runtime.serving import processes
-    from spec_runtime.serving.settings import LOOPBACK, Settings, key_from, plain_host
 
-    if not math.isfinite(grace):
-        raise UserError(f"got --grace {grace}, expected a number of seconds; 86400 are a day")
     folder = bundle or bundles.find()
     manifest = bundles.read(folder).manifest
     is_loopback = plain_host(host) in LOOPBACK
     hosts = (*(LOOPBACK if is_loopback else ()), *(allow_host or ()))
     settings = Settings(
         name=name or manifest.name,
-        max_waiting=max_waiting,
-        max_streams=max_streams,
-        max_body=max_body,
-        max_prompt=max_prompt,
-        timeout=timeout,
         api_key=None if api_key_env is None else key_from(api_key_env),
         hosts=hosts or None,
+        **limits,
     )
     if loading["threads"] is None and workers > 1:
         loading["threads"] = max(1, default_threads() // workers)
@@ -131,7 +103,7 @@ def command(
             print(f"{how} {what}", file=sys.stderr, flush=True)
 
         if workers == 1:
-            processes.serve(served, bound, grace, lambda: say("serving"))
+            processes.serve(served, bound, lambda: say("serving"))
         else:
             say(f"starting {workers} processes that serve")
-            processes.serve_by_workers(served, bound, grace, workers)
+            processes.serve_by_workers(served, bound, workers)

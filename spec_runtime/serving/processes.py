@@ -108,26 +108,22 @@ def url(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve(
-    bundle: ServedBundle, bound: socket.socket, grace: float, ready: Callable[[], None]
-) -> None:
+def serve(bundle: ServedBundle, bound: socket.socket, ready: Callable[[], None]) -> None:
     """Serves in this process until it is told to stop; calls `ready` once it listens."""
-    server = uvicorn.Server(make_config(bundle.open(), grace))
+    server = uvicorn.Server(make_config(bundle.open(), bundle.settings.grace))
     with _signals_handled(server.handle_exit):
         bound.listen(server.config.backlog)
         ready()
         server.run([bound])
 
 
-def serve_by_workers(
-    bundle: ServedBundle, bound: socket.socket, grace: float, workers: int
-) -> None:
+def serve_by_workers(bundle: ServedBundle, bound: socket.socket, workers: int) -> None:
     """Serves by several processes, and replaces one that dies. Raises UserError if they cannot
     start."""
     with tempfile.TemporaryDirectory(prefix="specsplit-metrics-") as folder, _signals_handled():
         os.environ[SHARED_FOLDER] = folder
         try:
-            config = make_config(bundle, grace, factory=True, workers=workers)
+            config = make_config(bundle, bundle.settings.grace, factory=True, workers=workers)
             pool = Workers(config, [bound])
             pool.run()
         finally:

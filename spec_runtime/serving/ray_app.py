@@ -44,7 +44,7 @@ from spec_runtime.serving.metrics import CarriedMetrics, Metrics
 from spec_runtime.serving.processes import set_up_logs
 from spec_runtime.serving.relay import Messages, Relay, ReplicaDied, answers_of
 from spec_runtime.serving.service import Service
-from spec_runtime.serving.settings import Settings, key_from
+from spec_runtime.serving.settings import ServerLimits, Settings, key_from
 
 MOST_AT_FRONT = 10_000  # requests; it is the replicas' queue that is limited
 LOOK_SECONDS = 1.0  # between two looks at what Ray says of the application
@@ -57,42 +57,41 @@ Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 
 
-# Options of `load` that replicas have no use for, or by another name: num_cpus for threads.
-NOT_SERVED = ("threads", "verify", "strict", "memory")
+# Options that replicas have no use for, or by another name: num_cpus for threads, and the numbers
+# of requests for max_waiting and max_streams.
+NOT_SERVED = ("threads", "verify", "strict", "memory", "max_waiting", "max_streams")
 
 
-def loaded_fields(declaration: type) -> dict[str, Any]:
-    """Returns pydantic's fields of arguments for the options of `load`."""
-    fields: dict[str, Any] = {
+def declared_fields(declaration: type) -> dict[str, Any]:
+    """Returns pydantic's fields of arguments for the options of a declaration."""
+    return {
         name: (option.annotation, option.default)
         for name, option in declared(declaration).items()
         if name not in NOT_SERVED
     }
-    return fields | {"map_weights": (bool | None, None)}  # None: where replicas may be neighbours
 
 
-Loaded: Any = create_model(
-    "Loaded",
-    __config__=ConfigDict(extra="forbid"),
-    __module__=__name__,
-    **loaded_fields(LoadOptions),
+LOADED = declared_fields(LoadOptions)
+LOADED["map_weights"] = (bool | None, None)  # None: where replicas may be neighbours
+LIMITS = declared_fields(ServerLimits)
+Declared: Any = create_model(
+    "Declared", __config__=ConfigDict(extra="forbid"), __module__=__name__, **LOADED, **LIMITS
 )
 
 
-class Arguments(Loaded):  # type: ignore[misc]
+class Arguments(Declared):  # type: ignore[misc]
     """Says what is served, by how many replicas, and with which limits.
 
     `serve run` makes it of `key=value`, and a Serve config of `args`. The options of
-    `spec_runtime.load` are among them; each replica opens the bundle by this path, on whichever
-    node it runs.
-    `num_cpus` are the threads of a replica and, with `num_gpus`, what Ray reserves for it.
-    `autoscaling_config` is Ray's own, and takes the place of `num_replicas`.
+    `spec_runtime.load` and the limits of a server are among them. Each replica opens the bundle by
+    this path, on whichever node it runs. `num_cpus` are the threads of a replica and, with
+    `num_gpus`, what Ray reserves for it. `autoscaling_config` is Ray's own, and takes the place of
+    `num_replicas`.
 
     A replica has up to `max_ongoing_requests`, of which it answers one at a time; up to
-    `max_queued_requests` wait in the front for a place, and further ones get 429. `timeout` are the
-    seconds of a request, its waiting included. A replica that is stopped has `grace` seconds to
-    finish its requests. `api_key_env` names an environment variable of the front's process.
-    The other limits are those of Settings.
+    `max_queued_requests` wait in the front for a place, and further ones get 429. A replica that is
+    stopped has `grace` seconds to finish its requests. `api_key_env` names an environment variable
+    of the front's process, and `hosts` are those of Settings.
     """
 
     bundle: str
@@ -106,10 +105,6 @@ class Arguments(Loaded):  # type: ignore[misc]
     max_queued_requests: Count = 32
     health_check_seconds: Seconds = 5.0
 
-    max_body: Count = 1 << 20
-    max_prompt: Count | None = None
-    timeout: Seconds = 300.0
-    grace: Seconds = 60.0
     api_key_env: str | None = None
     hosts: tuple[str, ...] | None = None
 
@@ -130,12 +125,17 @@ class Arguments(Loaded):  # type: ignore[misc]
     def load_options(self) -> dict[str, Any]:
         """Returns the arguments of `spec_runtime.load`. Replicas that may be neighbours on a node
         share weights, as the workers of one server do."""
-        options = {name: getattr(self, name) for name in loaded_fields(LoadOptions)}
+        options = {name: getattr(self, name) for name in LOADED}
         options["threads"] = self.num_cpus
         if options["map_weights"] is None:
             has_neighbours = self.autoscaling_config is not None or self.num_replicas > 1
             options["map_weights"] = has_neighbours and options["backend"] == "onnxruntime"
         return options
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Returns the fields of ServerLimits."""
+        return {name: getattr(self, name) for name in LIMITS}
 
 
 class EngineReplica:
@@ -149,9 +149,7 @@ class EngineReplica:
             name,
             max_waiting=most,
             max_streams=most,
-            max_body=arguments.max_body,
-            max_prompt=arguments.max_prompt,
-            timeout=arguments.timeout,
+            **arguments.limits,
         )
         engine = load(bundle, **arguments.load_options)
         set_up_logs()
@@ -183,10 +181,9 @@ class Front:
         variable = arguments.api_key_env
         self._settings = Settings(
             "front",
-            max_body=arguments.max_body,
-            timeout=arguments.timeout,
             api_key=None if variable is None else key_from(variable),
             hosts=arguments.hosts,
+            **arguments.limits,
         )
         self._replicas = replicas
         self._asked = replicas.options(method_name="answer", stream=True)

@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt
 
 from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
+from spec_runtime.options import Option
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Holds what `make_app` needs to know in addition to the engine.
-
-    `name` is the model's id. `max_waiting` requests wait while the engine answers
-    another one; `max_streams` streams are open at a time. `max_body` bytes and `max_prompt` tokens
-    are the most of one request (None: the bundle's context), and `max_choices` the answers that it
-    may ask for. `timeout` are the seconds that one request may take, its wait included. `api_key`,
-    if there is one, is what a client has to send. `hosts` are the names by which requests may
-    address the server, see `plain_host`; None allows all.
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits(Checked):
+    """Declares how much clients may ask of a server, from which flags and Ray's arguments are made.
 
     Raises UserError for a value outside of its range.
     """
 
+    max_waiting: Annotated[int, Ge(0), Option("Requests that wait; more get 429")] = 32
+    max_streams: Annotated[int, Ge(1), Option("Streams open at a time; more get 429")] = 64
+    max_body: Annotated[int, Ge(1), Option("Bytes of a request; larger ones get 413")] = 1 << 20
+    max_prompt: Annotated[
+        int | None, Ge(1), Option("Tokens of a prompt", unset="the bundle's context")
+    ] = None
+    timeout: Annotated[float, Gt(0), Option("Seconds of a request, its wait included")] = 300.0
+    grace: Annotated[float, Ge(0), Option("Seconds to finish running answers at a stop")] = 60.0
+
+
+@dataclass(frozen=True)
+class Settings(ServerLimits):
+    """Holds what `make_app` needs to know in addition to the engine.
+
+    `name` is the model's id. A request asks for at most `max_choices` answers. Clients have to send
+    `api_key`, if there is one. `hosts` are the names by which requests may address the server, see
+    `plain_host`; None allows all.
+    """
+
     name: str
-    max_waiting: int = 32
-    max_streams: int = 64
-    max_body: int = 1 << 20
-    max_prompt: int | None = None
     max_choices: int = 8
-    timeout: float = 300.0
     api_key: str | None = None
     hosts: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("max_waiting", 0), ("max_streams", 1), ("max_body", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"got {name} {getattr(self, name)}, expected {least} or more")
-        if self.max_prompt is not None and self.max_prompt < 1:
-            raise UserError(f"got max_prompt {self.max_prompt}, expected 1 or more, or None")
+        super().__post_init__()
         if self.hosts is not None:
             object.__setattr__(self, "hosts", tuple(plain_host(host) for host in self.hosts))
-        if not 0 < self.timeout < math.inf:
-            raise UserError(f"got timeout {self.timeout}, expected seconds above 0")
         if self.api_key is not None and not self.api_key:
             raise UserError("got an empty API key, expected some characters, or None for none")
 

@@ -305,9 +305,9 @@ def test_a_full_queue_asks_for_patience_by_how_long_the_last_took(
         ({"max_waiting": -1}, "got max_waiting -1, expected 0 or more"),
         ({"max_streams": 0}, "got max_streams 0, expected 1 or more"),
         ({"max_body": 0}, "got max_body 0, expected 1 or more"),
-        ({"max_prompt": 0}, "got max_prompt 0, expected 1 or more, or None"),
-        ({"timeout": 0.0}, "got timeout 0.0, expected seconds above 0"),
-        ({"timeout": float("nan")}, "got timeout nan, expected seconds above 0"),
+        ({"max_prompt": 0}, "got max_prompt 0, expected 1 or more or None"),
+        ({"timeout": 0.0}, "got timeout 0.0, expected more than 0"),
+        ({"timeout": float("nan")}, "got timeout nan, expected a finite float"),
         ({"api_key": ""}, "got an empty API key"),
     ],
 )
