@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from spec_runtime.errors import UserError
@@ -170,10 +169,9 @@ def _target_distribution(
     target_ND: Tensor, index_C: Tensor, head_VD: Tensor, log_weight_V: Tensor | None
 ) -> Tensor:
     """Returns p of the positions index_C, f32[C, V]; neighbours that are equal share the work."""
-    with record_function("soft labels"):  # tools/training/profile_training.py reads the name
-        position, inverse = torch.unique_consecutive(index_C, return_inverse=True)
-        p = torch.softmax(_logits(target_ND[position], head_VD, log_weight_V), -1)
-        return p if len(p) == len(index_C) else p.index_select(0, inverse)
+    position, inverse = torch.unique_consecutive(index_C, return_inverse=True)
+    p = torch.softmax(_logits(target_ND[position], head_VD, log_weight_V), -1)
+    return p if len(p) == len(index_C) else p.index_select(0, inverse)
 
 
 def _chunk(

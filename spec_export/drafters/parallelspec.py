@@ -25,7 +25,6 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.profiler import record_function
 
 from spec_export import decoder
 from spec_export.drafters.layers import (
@@ -296,14 +295,13 @@ class Drafter(DrafterBase):
             q, k, v = layer.project_qkv(x)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             parts = [part.split((B * R, B * A * K)) for part in (q, k, v.to(q.dtype))]
-            with record_function("attention"):  # tools/training/profile_training.py reads the name
-                q, k, v = (of_real.unflatten(0, (B, R)).transpose(1, 2) for of_real, _ in parts)
-                mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-                attended = mixed.transpose(1, 2).flatten(2).flatten(0, 1)
-                if K:
-                    qm, km, vm = (of_mask.unflatten(0, (B, A, K)) for _, of_mask in parts)
-                    of_masks = self._attend_groups(qm, km, vm, k, v, visible_BAR, group_KK)
-                    attended = torch.cat((attended, of_masks.flatten(0, 2)))
+            q, k, v = (of_real.unflatten(0, (B, R)).transpose(1, 2) for of_real, _ in parts)
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            attended = mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+            if K:
+                qm, km, vm = (of_mask.unflatten(0, (B, A, K)) for _, of_mask in parts)
+                of_masks = self._attend_groups(qm, km, vm, k, v, visible_BAR, group_KK)
+                attended = torch.cat((attended, of_masks.flatten(0, 2)))
         return x, attended
 
     def _attend_groups(

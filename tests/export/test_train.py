@@ -47,7 +47,6 @@ from spec_export.training.events import EventWriter
 from spec_export.training.pace import Pace
 from spec_export.training.trainer import Trainer
 from spec_runtime.trees.budget import Budget
-from tools.training import profile_training
 
 NUM_ROWS = 14
 RECIPE = """
@@ -1330,30 +1329,3 @@ def test_a_finished_cache_is_shown_as_finished(model: Any, tmp_path: Path) -> No
     features.build(tmp_path, examples, model, "t", (), lambda *x: seen.append(x))
     total = sum(len(example.token_T) for example in examples)
     assert seen == [(total, total)]
-
-
-# ---- the cost of a step ----
-
-
-def test_the_cost_of_steps_is_measured_for_each_variant(
-    recipe: Path, finished: Path, tmp_path: Path
-) -> None:
-    given = [str(recipe), "--cache", str(finished / "features"), "--steps", "1"]
-    figures = tmp_path / "steps.json"
-    slow = ["--variant", "in float32: train.precision=fp32, train.shortlist=0"]
-    profile_training.main([*given, *slow, "--json", str(figures)])
-    rows = json.loads(figures.read_text())["rows"]
-    assert [row["variant"] for row in rows] == ["in float32", "the recipe"]
-    assert rows[0]["overrides"] == ["train.precision=fp32", "train.shortlist=0"]
-    assert rows[0]["tokens"] == rows[1]["tokens"] > 0
-    assert all(row["part_seconds"]["layer"] > 0 for row in rows)
-
-
-def test_a_variant_without_settings_is_refused(
-    recipe: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = [str(recipe), "--cache", str(finished / "features"), "--variant", "bare"]
-    with pytest.raises(SystemExit) as stop:
-        profile_training.main(given)
-    assert stop.value.code == 2
-    assert "got --variant 'bare', expected 'LABEL: KEY=VALUE,KEY=VALUE'" in capsys.readouterr().err

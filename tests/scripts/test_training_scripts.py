@@ -10,13 +10,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-import torch
-from formulas import make_batch
-from tiny_backbone import backbone_of, tiny
 from workshop import Workshop
 
-from spec_export import drafters, target
-from spec_export.drafters.parallelspec import Config, Drafter
+from spec_export import drafters
 from spec_export.training import recipe
 from spec_export.training import run as train
 from spec_export.training.batches import epoch_batches
@@ -26,9 +22,8 @@ from tools.training import (
     ablations,
     broad_prompts,
     data_summary,
-    fit_merge,
+    fit_lookup,
     overlap,
-    profile_training,
     train_drafters,
 )
 
@@ -126,30 +121,13 @@ def test_drafters_are_trained_on_one_cache(workshop: Workshop, tmp_path: Path) -
     assert list((tmp_path / "out").glob("*/features")) == []
 
 
-def test_every_part_of_a_step_is_found() -> None:
-    torch.manual_seed(1)
-    config = Config(num_masks=2, soft_weight=0.5, mask_feature="anchor")
-    drafter = Drafter(config, target.ends(backbone_of(tiny("llama"))))
-    batch = make_batch((20, 10))
-    cost = profile_training.Steps(drafter, lambda number: batch, is_bf16=True).cost(2)
-    assert cost.tokens == 2 * 30
-    assert tuple(cost.part_seconds) == profile_training.PARTS
-    assert min(cost.part_seconds.values()) > 0
-
-
-def test_the_two_numbers_of_merging_are_fitted(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    turn = {"prompt": [5, 6, 7, 5, 6, 7, 5], "response": [1]}
-    rows = [turn, {"turns": [turn, {"prompt": [9], "response": [1]}]}]
-    path = written(tmp_path / "answers.jsonl", *rows, *rows)
-    bundle = str(workshop.bundle(DRAFTER))
-    fit_merge.main([str(path), "--bundle", bundle, "--max-new-tokens", "6"])
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[0].startswith("4 prompts, ")
-    fitted, kept = zip(*(map(float, line.split()[:2]) for line in shown[2:]), strict=True)
-    assert fitted == kept, "all rows are alike"
-    assert fitted[1] == min(fitted), "the best of the grid"
+def test_tables_of_lookup_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": [5, 6, 7, 5, 6, k], "response": [5, 6, k, 5, 6, 7]} for k in range(30)]
+    path = written(tmp_path / "answers.jsonl", *rows)
+    fit_lookup.main([str(path)])
+    shown = capsys.readouterr().out
+    assert shown.startswith("30 rows, ")
+    assert "LONGEST: from length, row (a, b, c, d)" in shown
 
 
 # ---- training data

@@ -10,7 +10,6 @@ a shorter match? One third of the rows is kept for the check that is printed bel
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import random
@@ -21,6 +20,7 @@ import numpy as np
 
 from spec_runtime.proposers.suffix_automaton import SuffixAutomaton
 from spec_runtime.proposers.text_index import LONGEST, MAX_FOLLOWERS, MAX_LEVELS, SHORTER
+from tools.figures import command_line, run
 
 BINS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.0)
 HELD_OUT = 3  # each third row
@@ -94,11 +94,11 @@ def read(path: Path, num_rows: int, rng: random.Random) -> list[dict[str, list[i
     return [row["turns"][0] if "turns" in row else row for row in rows]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(words: list[str] | None = None) -> None:
+    parser = command_line(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--rows", type=int, default=900, help="of each file")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     rng = random.Random(1)
     rows = [row for path in arguments.files for row in read(path, arguments.rows, rng)]
     found = [t for i, row in enumerate(rows) for t in trials(i, row["prompt"], row["response"])]
@@ -124,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
