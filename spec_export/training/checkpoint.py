@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -247,8 +247,6 @@ class _CheckpointHeader:
 @dataclass(frozen=True)
 class _States:
     """The content of states.pt: an optimiser's state, and uint8 tensors of random states."""
-
-    __pydantic_config__: ClassVar[dict[str, bool]] = {"arbitrary_types_allowed": True}  # tensors
 
     optimizer: dict[str, Any]
     torch_rng: torch.Tensor
