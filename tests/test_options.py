@@ -17,9 +17,10 @@ from spec_runtime.cli.flags import Flags, with_flags
 from spec_runtime.errors import UserError
 from spec_runtime.load import LoadOptions
 from spec_runtime.mapping import from_mapping, parse_json, parse_toml
-from spec_runtime.options import Option
+from spec_runtime.options import Option, declared
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.serving.schemas import sampled_fields
+from spec_runtime.serving.settings import ServerLimits
 from tools.docs import reference, typed_arguments
 
 
@@ -37,9 +38,17 @@ class MoreLoading(LoadOptions):
     num_lanes: Annotated[int, Ge(1), Option("Answers computed at once", unset="one")] = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoreLimits(ServerLimits):
+    """The limits of a server, and one that is added here and nowhere else."""
+
+    max_images: Annotated[int, Ge(0), Option("Images of a request")] = 4
+
+
 ADDED = [
     (MoreSampling, "mirostat_tau", 3.5, 10.0, "Aim at this surprise"),
     (MoreLoading, "num_lanes", 4, 0, "Answers computed at once"),
+    (MoreLimits, "max_images", 7, -1, "Images of a request"),
 ]
 added = pytest.mark.parametrize(("declaration", "name", "good", "bad", "help_"), ADDED)
 
@@ -96,9 +105,16 @@ def test_requests_have_it() -> None:
 
 def test_replicas_have_it() -> None:
     ray_app = pytest.importorskip("spec_runtime.serving.ray_app", reason="Ray is not installed")
-    annotation, default = ray_app.declared_fields(MoreLoading)["num_lanes"]
-    assert pydantic.TypeAdapter(annotation).validate_python("4") == 4
-    assert default == 1
+    for declaration, name, expected in (
+        (MoreLoading, "num_lanes", 1),
+        (MoreLimits, "max_images", 4),
+    ):
+        annotation, default = ray_app.declared_fields(declaration)[name]
+        assert pydantic.TypeAdapter(annotation).validate_python("4") == 4
+        assert default == expected
+    arguments = ray_app.Arguments.model_validate({"bundle": "b", "timeout": "9.5"})
+    assert set(arguments.limits) == set(declared(ServerLimits)) - set(ray_app.NOT_SERVED)
+    assert arguments.limits["timeout"] == 9.5
 
 
 def test_typed_arguments_are_those_of_the_declarations() -> None:
