@@ -18,10 +18,10 @@ class BoundRun(GraphRun):
     def __init__(self, session: Any, binding: Any, naming: NamingGraph, copies: Copies) -> None:
         self._session, self._binding, self._naming = session, binding, naming
         self._copies = copies
-        self._options = run_options(NO_GRAPH, copies.waits)
+        self._options = run_options(NO_GRAPH, waits=False)
 
     def enqueue(self) -> None:
-        """See GraphRun.enqueue. Waits for the end of the run if `copies` share no stream."""
+        """See GraphRun.enqueue. On CUDA the work is put on the stream; nobody waits for it here."""
         with self._naming:
             self._session.run_with_iobinding(self._binding, self._options)
 
@@ -30,7 +30,7 @@ class BoundRun(GraphRun):
         graph_id = next(_graph_ids)
         with self._naming:
             self._session.run_with_iobinding(self._binding, run_options(graph_id))
-        self._options = run_options(graph_id, self._copies.waits)
+        self._options = run_options(graph_id, waits=False)
 
     replay = enqueue
 

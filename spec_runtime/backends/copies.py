@@ -51,11 +51,6 @@ class Copies:
         """Returns provider options for the sessions that compute on these values."""
         return {}
 
-    @property
-    def waits(self) -> bool:
-        """Returns whether a run must wait for its own end."""
-        return True
-
     def host(self, nbytes: int) -> np.ndarray:
         """Returns memory u8[nbytes] to send from."""
         return np.zeros(nbytes, np.uint8)
@@ -87,10 +82,6 @@ class StreamCopies(Copies):
     @property
     def settings(self) -> dict[str, str]:
         return {"user_compute_stream": str(self.cuda.stream)}
-
-    @property
-    def waits(self) -> bool:
-        return False
 
     def host(self, nbytes: int) -> np.ndarray:
         return self.cuda.pinned(nbytes).view(np.uint8)
