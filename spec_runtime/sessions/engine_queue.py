@@ -187,9 +187,8 @@ class Job:
         end: BaseException | None = None
         try:
             self.prepared.result()
-            for number, call in enumerate(self._calls):
-                if not self._is_ended:
-                    self._run_call(number, call)
+            for number, call in enumerate(self._calls):  # those that were ended give a result too
+                self._run_call(number, call)
         except CancelledError:  # ended before it was prepared
             end = RuntimeError(NEVER_BEGUN)
         except BaseException as error:
