@@ -31,7 +31,7 @@ from spec_runtime.engine import Engine
 
 trained = pytest.mark.parametrize("name", drafters.trainable())
 # Where the guesses themselves count, also masks that read the root's token.
-VARIANTS = [*drafters.trainable(), "parallelspec+pairs"]
+VARIANTS = [*drafters.trainable(), "parallelspec+token"]
 in_every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_drafter = pytest.mark.parametrize(
     "name", [*drafters.trainable(), "prompt_lookup", "lookahead"]

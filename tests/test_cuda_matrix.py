@@ -135,7 +135,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Pa
     saved = []
     for name in drafters.trainable():
         definition = drafters.load(name)
-        options = OPTIONS.get(f"{name}+pairs", OPTIONS.get(name, ""))  # what adds operators
+        options = OPTIONS.get(f"{name}+token", OPTIONS.get(name, ""))  # what adds operators
         config = definition.Config(**tomllib.loads(options))
         state = definition.Drafter(config, ends).state_dict()
         saved.append(checkpoint.save_drafter(folder / name, state, name, config, {}))

@@ -34,7 +34,7 @@ from spec_runtime.trees.tree import TokenTree  # noqa: E402
 
 FUSABLE = ("parallelspec", "amphista", "medusa")
 fusable = pytest.mark.parametrize("name", FUSABLE)
-CONDITIONED = "parallelspec+pairs"
+CONDITIONED = "parallelspec+token"
 # Built for "cuda", the bundle is in fp16 and has banks (spec_export/graphs/banks.py); at fp32 it
 # reads whole buffers (attention "full_buffer"). All run on the CPU.
 FORMS = (("cpu", None), ("cuda", None), ("cuda", "fp32"))

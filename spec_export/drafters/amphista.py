@@ -35,7 +35,6 @@ from spec_export.drafters.layers import (
     as_traceable,
     fusion,
 )
-from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export, step_inputs
 from spec_runtime.errors import UserError
 
@@ -50,9 +49,6 @@ class Config:
     `position_table` false, `staged` "one" (one SAL for all heads) or "none" (the heads read h_t,
     without sampled token and taps), and `sampled_token` false. Two `attention_layers` make the
     paper's variant alpha. `taps` are target layers that fc1 reads beside h_t.
-
-    Ours: `markov_rank` r > 0 adds a bias of rank r through which a guess reads the guess before it
-    (see `markov.py`); with `markov_reads_hidden` it depends on the guess's own row too.
     """
 
     num_heads: int = 4
@@ -67,8 +63,6 @@ class Config:
     top_k: int = 10
     lambda_soft: float = 1.0
     lambda_hard: float = 1.0
-    markov_rank: int = 0
-    markov_reads_hidden: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("heads", HEADS), ("staged", tuple(STAGES))):
@@ -90,7 +84,6 @@ class Config:
                 f"got lambda_soft {self.lambda_soft} and lambda_hard {self.lambda_hard}, expected "
                 "none negative and one positive"
             )
-        require_rank(self.markov_rank, self.markov_reads_hidden, self.num_heads)
 
 
 class Mixer(nn.Module):
@@ -242,7 +235,6 @@ class Drafter(HeadsDrafter):
             "mask_token_base": len(self.embed_VD),
             "taps": list(self.config.taps),
             "top_k": self.config.top_k,
-            **({"markov_rank": self.config.markov_rank} if self.config.markov_rank else {}),
         }
 
     def export(
@@ -252,7 +244,7 @@ class Drafter(HeadsDrafter):
 
         Its inputs are input_ids i64[1,N], features f32[1,N,F], position_ids, mask, logit_rows
         i64[M] and the caches; its outputs guess_ids i64[K,C] and guess_log_probs f32[K,C] of the
-        last logit row, with a `markov_rank` pair_log_probs f32[K-1,C,C], and the caches. The
+        last logit row, with a table of bigrams pair_log_probs f32[K-1,C,C], and the caches. The
         stateless graph reads only features f32[1,D] of the last committed position.
         """
         outputs, width = self.output_names(), self.dims.hidden_size
@@ -273,7 +265,7 @@ class _DrafterGraph(nn.Module):
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
         super().__init__()
-        self.drafter, self.tables = drafter, drafter.candidate_tables()
+        self.drafter, self.pairs = drafter, drafter.bigrams
         self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
 
     def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
@@ -290,7 +282,7 @@ class _DrafterGraph(nn.Module):
             stage = [x]
             rows.append(x.index_select(1, logit_rows[-1:]))
             caches += (k, v)
-        return (*drafter.graph_outputs(drafter.exchange(rows), self.tables), *caches)
+        return (*drafter.graph_outputs(drafter.exchange(rows), self.pairs), *caches)
 
 
 class _StatelessGraph(nn.Module):
@@ -298,8 +290,8 @@ class _StatelessGraph(nn.Module):
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
-        self.drafter, self.tables = drafter, drafter.candidate_tables()
+        self.drafter, self.pairs = drafter, drafter.bigrams
 
     def forward(self, features: Tensor) -> tuple[Tensor, ...]:
         drafter = self.drafter
-        return tuple(drafter.graph_outputs(drafter.exchange([features[None]]), self.tables))
+        return tuple(drafter.graph_outputs(drafter.exchange([features[None]]), self.pairs))

@@ -6,11 +6,11 @@ less likely candidate c is after candidate p than anywhere,
 
     b(p, c) = w · log (P(c|p) / P(c)),
 
-and the graph conditions the candidates by it as by a trained bias, see `markov.py`:
+and the graph conditions the candidates by it:
 
     P(c|p) = q_c e^b(p,c) / (Σ_kept q_c' e^b(p,c') + 1 − Σ_kept q_c').
 
-Here the tokens that are no candidates keep what they have: under P(c) the mean of P(c|p) / P(c) is
+The tokens that are no candidates keep what they have: under P(c) the mean of P(c|p) / P(c) is
 1. For its pairs the graph has a hash table, because that takes no branches and no search: pair
 (p, c) of a draft vocabulary of Vd tokens is the key p · Vd + c, which lies in one of the H buckets,
 number key mod H, of B keys each.
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export.drafters.markov import conditioned_log_probs
 from spec_runtime.errors import UserError
 
 NO_KEY = -1  # fills up a bucket
@@ -64,12 +63,12 @@ class BigramPairs(nn.Module):
         self.register_buffer("bias_HB", torch.from_numpy(bias_HB), persistent=False)
         self.register_buffer("unseen_V1", torch.from_numpy(unseen_V[:, None]), persistent=False)
 
-    def forward(self, rows: Tensor, index: Tensor, log_prob: Tensor) -> Tensor:
+    def forward(self, index: Tensor, log_prob: Tensor) -> Tensor:
         """Returns the log-probability [..., K-1, C, C] of candidate c of guess k + 1 after
         candidate p of guess k, entry [k, p, c].
 
         index i64[..., K, C] are the candidates' rows of the draft vocabulary, log_prob f32[..., K,
-        C] their log-probabilities without a bias. The hidden `rows` are not read.
+        C] their log-probabilities without a bias.
         """
         bias = self.bias(index[..., :-1, :], index[..., 1:, :])
         return conditioned_log_probs(log_prob[..., 1:, :], bias.float())
@@ -81,6 +80,20 @@ class BigramPairs(nn.Module):
         is_found = F.embedding(bucket, self.key_HB) == key.unsqueeze(-1)
         above = (is_found.to(self.bias_HB.dtype) * F.embedding(bucket, self.bias_HB)).sum(-1)
         return above + F.embedding(before, self.unseen_V1)
+
+
+def conditioned_log_probs(log_prob: Tensor, bias: Tensor) -> Tensor:
+    """Returns log P(c|p) f32[..., C, C] of the module docstring, from the log-probabilities
+    f32[..., C] of the candidates kept and their bias f32[..., C, C], entry [p, c].
+
+    The tail, what the candidates leave of q, is one more candidate, whose bias is 0.
+    """
+    # rounding may bring the sum of all candidates above 1
+    tail = torch.log((1 - log_prob.exp().sum(-1, keepdim=True)).clamp(min=1e-9))
+    C = log_prob.shape[-1]
+    tail = tail.unsqueeze(-2).expand(*log_prob.shape[:-1], C, 1)
+    biased = log_prob.unsqueeze(-2) + bias
+    return torch.log_softmax(torch.cat((biased, tail), -1), -1)[..., :C]
 
 
 def hashed(key_P: np.ndarray, value_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

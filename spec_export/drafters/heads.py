@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from spec_export.drafters.bigram_pairs import BigramPairs
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
 from spec_export.drafters.losses import IGNORED, head_cross_entropy, trained_head_cross_entropy
-from spec_export.drafters.markov import CandidateTables
 
 HEADS = ("own", "shared")
 
@@ -40,9 +39,8 @@ class ResidualBlock(nn.Module):
 class HeadsDrafter(DrafterBase):
     """The base of drafters with one head per guess.
 
-    `config` has `num_heads` K, `top_k`, `markov_rank` and `markov_reads_hidden` (see `markov.py`),
-    and `heads`: "own" is an output head per guess, which starts as the target's; "shared" is the
-    target's, frozen. weight_K f32[K] and soft_weight are those of
+    `config` has `num_heads` K, `top_k` and `heads`: "own" is an output head per guess, which starts
+    as the target's; "shared" is the target's, frozen. weight_K f32[K] and soft_weight are those of
     the module docstring.
     """
 
@@ -69,7 +67,6 @@ class HeadsDrafter(DrafterBase):
         )
         count = config.num_heads if config.heads == "own" else 0
         self.output_heads = nn.ParameterList(self.head_VD.clone() for _ in range(count))
-        self.add_markov_bias(config.markov_rank, config.markov_reads_hidden)
 
     @property
     def trains_output_head(self) -> bool:
@@ -99,8 +96,6 @@ class HeadsDrafter(DrafterBase):
         for k, weight in enumerate(self.weight_K / count_K.clamp(min=1)):
             keep_N = label_NK[:, k] != IGNORED
             rows_RD, label_R = rows_NKD[keep_N, k], label_NK[keep_N, k]
-            if k:  # guess 0 has no guess before it
-                rows_RD = self.condition(rows_RD, batch.token_BT[b[keep_N], t[keep_N] + 1 + k])
             # guess k of row t is what the target's own row t + 1 + k predicts
             target_RF = batch.feature_BTF[b[keep_N], t[keep_N] + 1 + k]
             teacher_RD = target_RF[:, : self.dims.hidden_size].to(rows_RD.dtype)
@@ -144,8 +139,7 @@ class HeadsDrafter(DrafterBase):
         chunks = rows_NKD.split(max(1, 4096 // self.config.num_heads))
         parts = [self.top_tokens(self.logits(chunk), top_k) for chunk in chunks]
         ids, log_probs = (torch.cat(x).unflatten(0, (B, T - 1)) for x in zip(*parts, strict=True))
-        rows = rows_NKD.unflatten(0, (B, T - 1))
-        return ids, log_probs, self.pairs(rows, lambda row: row, ids, log_probs)
+        return ids, log_probs, self.pairs(ids, log_probs)
 
     def logits(self, rows_NKD: Tensor) -> Tensor:
         """Returns the logits [N, K, Vd] of head rows.
@@ -159,18 +153,13 @@ class HeadsDrafter(DrafterBase):
         head_VD = self.head_VD.to(rows_NKD.dtype)
         return F.linear(rows_NKD.flatten(0, 1), head_VD).unflatten(0, rows_NKD.shape[:2])
 
-    def heads_behind_others(self) -> Tensor:
-        return torch.cat([*self.output_heads][1:]) if self.output_heads else self.head_VD
-
-    def graph_outputs(
-        self, rows_1KD: Tensor, tables: CandidateTables | BigramPairs | None
-    ) -> list[Tensor]:
+    def graph_outputs(self, rows_1KD: Tensor, pairs: BigramPairs | None) -> list[Tensor]:
         """Returns a graph's outputs of one row of heads: guess_ids and guess_log_probs [K, C], and
-        with `tables` pair_log_probs [K-1, C, C]."""
+        with `pairs` pair_log_probs [K-1, C, C]."""
         index_KC, log_prob_KC = self.top_draft_tokens(self.logits(rows_1KD)[0], self.config.top_k)
         outputs = [self.draft_token_ids[index_KC], log_prob_KC]
-        if tables is not None:
-            outputs.append(tables(rows_1KD[0], index_KC, log_prob_KC))
+        if pairs is not None:
+            outputs.append(pairs(index_KC, log_prob_KC))
         return outputs
 
     def output_names(self) -> list[str]:

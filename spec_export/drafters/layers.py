@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from spec_export import decoder
 from spec_export.drafters.bigram_pairs import BigramPairs
 from spec_export.drafters.losses import IGNORED, Shortlist, draw_shortlist
-from spec_export.drafters.markov import CandidateTables, MarkovBias
 from spec_runtime.errors import UserError
 
 
@@ -95,7 +94,6 @@ class DrafterBase(nn.Module):
     head_VD: Tensor
     cos: Tensor
     sin: Tensor
-    markov: MarkovBias | None
     bigrams: BigramPairs | None
 
     def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
@@ -115,7 +113,6 @@ class DrafterBase(nn.Module):
         }
         for name, tensor in borrowed.items():
             self.register_buffer(name, tensor, persistent=False)
-        self.markov = None
         self.bigrams = None
         self.shortlist_size = 0
         self.shortlist: Shortlist | None = None
@@ -158,36 +155,20 @@ class DrafterBase(nn.Module):
         label_BT = torch.where(batch.loss_BT, self.draft_index_V[batch.token_BT], IGNORED)
         return tokens_ahead(label_BT, num_guesses, IGNORED)
 
-    def add_markov_bias(self, rank: int, reads_hidden: bool = False) -> None:
-        """Gives the drafter a bias of this rank (see `markov.py`); none for rank 0."""
-        if rank:
-            self.markov = MarkovBias(rank, reads_hidden, self.embed_VD)
-
     def add_bigrams(self, table: Mapping[str, np.ndarray]) -> None:
         """Conditions the guesses by these arrays of bigrams.table. Raises UserError if the drafter
         knows its own guesses already, or if the table is that of another draft vocabulary."""
-        if not self.is_one_pass or self.markov is not None:
+        if not self.is_one_pass:
             raise UserError(
-                "got a table of bigrams, expected a drafter that guesses in one pass and has no "
-                "markov_rank: others know what they guessed before"
+                "got a table of bigrams, expected a drafter that guesses in one pass: others know "
+                "what they guessed before"
             )
         self.bigrams = BigramPairs(table, self.draft_token_ids)
 
     @property
     def has_pairs(self) -> bool:
-        """Says whether guesses are conditioned on the guess before, by a bias or by a table."""
-        return self.markov is not None or self.bigrams is not None
-
-    def condition(self, rows: Tensor, previous_token: Tensor) -> Tensor:
-        """Returns the rows [..., D] that the head reads after the guess before, whose true token
-        is previous_token i64[...]; unchanged without a bias.
-
-        A row whose previous token is IGNORED, as guess 0 has none, stays as it is.
-        """
-        if self.markov is None:
-            return rows
-        conditioned: Tensor = self.markov(rows, previous_token, self.embed_VD)
-        return conditioned
+        """Says whether a table conditions guesses on the guess before."""
+        return self.bigrams is not None
 
     def top_tokens(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the best tokens of logits [..., Vd]: ids i64 and log-probabilities f32, both
@@ -203,20 +184,6 @@ class DrafterBase(nn.Module):
         top = torch.log_softmax(logits.float(), -1).topk(top_k, dim=-1)
         return top.indices, top.values
 
-    def candidate_tables(self) -> CandidateTables | BigramPairs | None:
-        """Returns the module that conditions candidates on those of the guess before, None without
-        `has_pairs`. It holds a trained bias as it is so far."""
-        if self.markov is None:
-            return self.bigrams
-        return CandidateTables(
-            self.markov, self.embed_VD[self.draft_token_ids], self.heads_behind_others()
-        )
-
-    def heads_behind_others(self) -> Tensor:
-        """Returns the head of all guesses after another one, [Vd, D], or the heads of guess 1, 2 …
-        one below the other, [(K-1)·Vd, D]."""
-        return self.head_VD
-
     @torch.no_grad()
     def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns the drafter's `guesses`, token ids and log-probabilities [B, T-1, K, C], and if
@@ -226,25 +193,18 @@ class DrafterBase(nn.Module):
         return ids, log_probs, None
 
     @torch.no_grad()
-    def pairs(
-        self,
-        rows: Tensor,
-        output_rows: Callable[[Tensor], Tensor],
-        ids: Tensor,
-        log_probs: Tensor,
-    ) -> Tensor | None:
-        """Returns the pairs of `guesses_with_pairs` from hidden rows [B, T-1, K, D] and their top
-        guesses [B, T-1, K, C]; None without `has_pairs`."""
-        tables = self.candidate_tables()
-        if tables is None:
+    def pairs(self, ids: Tensor, log_probs: Tensor) -> Tensor | None:
+        """Returns the pairs of `guesses_with_pairs` from the top guesses [B, T-1, K, C]; None
+        without a table."""
+        if self.bigrams is None:
             return None
         parts = [
-            tables(output_rows(rows_NKD), self.draft_index_V[ids_NKC], log_prob_NKC)
-            for rows_NKD, ids_NKC, log_prob_NKC in zip(
-                *(x.flatten(0, 1).split(256) for x in (rows, ids, log_probs)), strict=True
+            self.bigrams(self.draft_index_V[ids_NKC], log_prob_NKC)
+            for ids_NKC, log_prob_NKC in zip(
+                *(x.flatten(0, 1).split(256) for x in (ids, log_probs)), strict=True
             )
         ]
-        return torch.cat(parts).unflatten(0, rows.shape[:2])
+        return torch.cat(parts).unflatten(0, ids.shape[:2])
 
     @torch.no_grad()
     def top_guesses(

@@ -21,7 +21,6 @@ from spec_export import decoder
 from spec_export.drafters.heads import HEADS, HeadsDrafter
 from spec_export.drafters.layers import Batch, TargetEnds
 from spec_export.drafters.losses import position_weights
-from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export
 from spec_runtime.errors import UserError
 
@@ -33,9 +32,6 @@ class Config:
     There are `num_heads` K heads of `num_layers` residual blocks. `heads` is "shared" (the target's
     LM head) or "own" (a trained copy for each). They read only the final feature: `taps` stays
     empty. `soft_weight` is the share of the target's distribution in the labels.
-
-    Ours: `markov_rank` r > 0 adds a bias of rank r through which a guess reads the guess before it
-    (see `markov.py`); with `markov_reads_hidden` it depends on the guess's own row too.
     """
 
     num_heads: int = 4
@@ -45,8 +41,6 @@ class Config:
     top_k: int = 10
     decay: float = 0.8
     soft_weight: float = 0.0
-    markov_rank: int = 0
-    markov_reads_hidden: bool = False
 
     def __post_init__(self) -> None:
         if self.heads not in HEADS:
@@ -60,7 +54,6 @@ class Config:
             )
         if not 0 <= self.soft_weight <= 1:
             raise UserError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
-        require_rank(self.markov_rank, self.markov_reads_hidden, self.num_heads)
 
 
 class Drafter(HeadsDrafter):
@@ -90,13 +83,12 @@ class Drafter(HeadsDrafter):
         return torch.stack([block(hidden_ND) for block in self.blocks], dim=-2)
 
     def runtime_config(self) -> dict[str, Any]:
-        """Returns what the manifest says; the proposer reads no more than `markov_rank`."""
+        """Returns what the manifest says of the drafter."""
         config = self.config
         return {
             "num_guesses": config.num_heads,
             "taps": list(config.taps),
             "top_k": config.top_k,
-            **({"markov_rank": config.markov_rank} if config.markov_rank else {}),
         }
 
     def export(
@@ -105,7 +97,7 @@ class Drafter(HeadsDrafter):
         """Returns the stateless graph "drafter".
 
         Its input is features f32[1, D] of the last committed position; its outputs are guess_ids
-        i64[K, C] and guess_log_probs f32[K, C], and with a `markov_rank` pair_log_probs
+        i64[K, C] and guess_log_probs f32[K, C], and with a table of bigrams pair_log_probs
         f32[K-1, C, C].
         """
         features = GraphInput("features", torch.zeros(1, self.dims.hidden_size), {})
@@ -118,9 +110,9 @@ class _DrafterGraph(nn.Module):
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
-        self.drafter, self.tables = drafter, drafter.candidate_tables()
+        self.drafter, self.pairs = drafter, drafter.bigrams
 
     def forward(self, features: Tensor) -> tuple[Tensor, ...]:
         # products of rank 3, as the quantised forms want them
         rows_1KD = self.drafter.blocks_of(features[None])[0]
-        return tuple(self.drafter.graph_outputs(rows_1KD, self.tables))
+        return tuple(self.drafter.graph_outputs(rows_1KD, self.pairs))

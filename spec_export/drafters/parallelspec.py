@@ -46,7 +46,6 @@ from spec_export.drafters.losses import (
     head_losses,
     position_weights,
 )
-from spec_export.drafters.markov import require_rank
 from spec_export.graphs.trace import GraphInput, export, step_inputs
 from spec_runtime.errors import UserError
 
@@ -67,10 +66,6 @@ class Config:
 
     The other fields leave the paper's form where they are not their defaults:
 
-    - `markov_rank` r > 0 adds a bias of rank r through which a guess reads the guess before it (see
-      `markov.py`). With `markov_reads_hidden` the bias depends on the guess's own row too. In
-      training the guess before is the true token; the share `markov_drop` of the rows reads none,
-      so that the unconditioned rows, which choose the candidates, learn too.
     - `mask_reads_token`: mask rows read the embedding of the root beside their own.
     - `loss`: "ce" is the paper's cross-entropy. "tv" is `tv_weight` times the total variation
       distance between the target's distribution and the drafter's, and 1 − `tv_weight` times the
@@ -97,9 +92,6 @@ class Config:
     w_reg: float = 1.0
     w_cls: float = 0.1
     anchor_fraction: float = 1.0
-    markov_rank: int = 0
-    markov_reads_hidden: bool = False
-    markov_drop: float = 0.0
     mask_reads_token: bool = False
     loss: str = "ce"
     tv_weight: float = 0.9
@@ -144,12 +136,6 @@ class Config:
                 f"got feature_noise {self.feature_noise} with style {self.style!r}, expected 0: "
                 "noise is a part of style 'eagle'"
             )
-        if not 0 <= self.markov_drop < 1 or (self.markov_drop and not self.markov_rank):
-            raise UserError(
-                f"got markov_drop {self.markov_drop} with markov_rank {self.markov_rank}, expected "
-                "a share in [0, 1), and 0 without a bias"
-            )
-        require_rank(self.markov_rank, self.markov_reads_hidden, self.num_masks + 1)
 
 
 @dataclass(frozen=True)
@@ -214,7 +200,6 @@ class Drafter(DrafterBase):
             norm_D = torch.full((D,), self.feature_scale)
         if config.style == "medusa":
             self.final_norm = nn.Parameter(norm_D)
-        self.add_markov_bias(config.markov_rank, config.markov_reads_hidden)
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -356,15 +341,10 @@ class Drafter(DrafterBase):
         # the other rows are needed only as keys and values
         chosen = (x.index_select(0, rows.index_R) for x in self.attended_rows(seen, anchor_BA))
         out = self.output_rows(self.layers[-1].finish(*chosen))
-        return self._loss_of_rows(batch, label_BRK, rows, out, generator)
+        return self._loss_of_rows(batch, label_BRK, rows, out)
 
     def _loss_of_rows(
-        self,
-        batch: Batch,
-        label_BRK: Tensor,
-        rows: _Rows,
-        out: Tensor,
-        generator: torch.Generator | None,
+        self, batch: Batch, label_BRK: Tensor, rows: _Rows, out: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns what `loss` does from the rows that train and what the head reads of them, `out`
         [R, D]."""
@@ -377,7 +357,7 @@ class Drafter(DrafterBase):
         if batch.feature_BTF is not None:
             target_ND = batch.feature_BTF.flatten(0, 1)[:, : self.dims.hidden_size].to(out.dtype)
         losses = head_losses(
-            self.condition(out, self._previous_tokens(batch, rows, generator)),
+            out,
             self.head_VD,
             label_R,
             Objective(config.loss, config.soft_weight, config.tv_weight),
@@ -433,18 +413,6 @@ class Drafter(DrafterBase):
         order = (rows.b_R * (R + K) + rows.t_R + rows.k_R).argsort(stable=True)
         return rows.only(order)
 
-    def _previous_tokens(
-        self, batch: Batch, rows: _Rows, generator: torch.Generator | None
-    ) -> Tensor:
-        """Returns the true token before each row's label, i64[R]: IGNORED for guess 0, and for the
-        share `markov_drop` of the others."""
-        token_R = batch.token_BT.flatten()[rows.target_position(batch)]
-        has_none_R = rows.k_R == 0
-        if self.config.markov_drop:
-            drawn_R = torch.rand(len(token_R), generator=generator).to(token_R.device)
-            has_none_R = has_none_R | (drawn_R < self.config.markov_drop)
-        return torch.where(has_none_R, IGNORED, token_R)
-
     def _depth_weights(
         self, shape: tuple[int, ...], rows: _Rows, label_probability_R: Tensor
     ) -> Tensor:
@@ -493,9 +461,8 @@ class Drafter(DrafterBase):
 
     @torch.no_grad()
     def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        rows = self._all_rows(batch)
-        ids, log_probs = self.top_guesses(rows, self.output_rows, top_k)
-        return ids, log_probs, self.pairs(rows, self.output_rows, ids, log_probs)
+        ids, log_probs = self.guesses(batch, top_k)
+        return ids, log_probs, self.pairs(ids, log_probs)
 
     def _all_rows(self, batch: Batch) -> Tensor:
         """Returns the hidden rows of all guesses at every real row, [B, T-1, K+1, D]."""
@@ -508,11 +475,6 @@ class Drafter(DrafterBase):
 
     def runtime_config(self) -> dict[str, Any]:
         """Returns what the proposer reads: see `spec_runtime/proposers/heads.py`."""
-        added: dict[str, Any] = {}
-        if self.config.markov_rank:
-            added["markov_rank"] = self.config.markov_rank
-        if self.config.mask_reads_token:
-            added["mask_reads_token"] = True
         return {
             "inputs": self.config.inputs,
             "mask_feature": self.config.mask_feature,
@@ -522,7 +484,7 @@ class Drafter(DrafterBase):
             "taps": list(self.config.taps),
             "style": self.config.style,
             "top_k": self.config.top_k,
-            **added,
+            **({"mask_reads_token": True} if self.config.mask_reads_token else {}),
         }
 
     def export(
@@ -535,7 +497,7 @@ class Drafter(DrafterBase):
         guess_log_probs f32[M,C] and the caches. With V = mask_token_base mask k has the id
         V + k − 1, and with `mask_reads_token` the id k · V + root token. If the drafter `has_pairs`
         there is the output pair_log_probs f32[K,C,C] over the first K+1 rows of logits, see
-        `CandidateTables` and `BigramPairs`.
+        `BigramPairs`.
         """
         config = replace(target, num_layers=self.config.layers, taps=())
         inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
@@ -566,7 +528,7 @@ class _DrafterGraph(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
-        self.tables = drafter.candidate_tables()
+        self.pairs = drafter.bigrams
         # row 0 is what real rows add to their token, nothing
         self.register_buffer("mask_KD", F.pad(drafter.mask_embed.detach(), (0, 0, 1, 0)))
         if drafter.num_features:
@@ -596,17 +558,17 @@ class _DrafterGraph(nn.Module):
         logits_MV = F.linear(rows_MD, drafter.head_VD)
         index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, drafter.config.top_k)
         outputs = [drafter.draft_token_ids[index_MC], log_prob_MC]
-        if self.tables is not None:
+        if self.pairs is not None:
             # The pairs have a fixed shape, which axes of logit rows cannot give, and rows chosen
             # by a slice do not have for TensorRT. A run of the prompt has fewer rows, and the last
             # one repeated: nobody reads its guesses.
             K = drafter.config.num_masks
             first = torch.arange(K + 1)
             outputs.append(
-                self.tables(
+                self.pairs(
                     *(
                         torch.cat((x, x[-1:].expand(K, -1))).index_select(0, first)
-                        for x in (rows_MD, index_MC, log_prob_MC)
+                        for x in (index_MC, log_prob_MC)
                     )
                 )
             )

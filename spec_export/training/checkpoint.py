@@ -420,7 +420,7 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
         )
     return SavedDrafter(
         name=header.name,
-        config=header.config,
+        config=_without_removed_options(header.config, folder),
         state={
             key: tensor.float() if tensor.is_floating_point() else tensor
             for key, tensor in tensors.items()
@@ -430,6 +430,19 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
         path=folder,
         bigrams=bigrams or None,
     )
+
+
+def _without_removed_options(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns a drafter's config without the options of the Markov bias, which older versions had.
+
+    Raises CheckpointError for a drafter that was trained with such a bias.
+    """
+    if config.get("markov_rank"):
+        raise CheckpointError(
+            f"{folder}: got a drafter with markov_rank {config['markov_rank']!r:.20}, expected one "
+            "without: train it again; a table of bigrams took the bias's place"
+        )
+    return {key: value for key, value in config.items() if not key.startswith("markov_")}
 
 
 def _finished_drafter(folder: Path) -> Path:

@@ -154,7 +154,7 @@ class ExportSection:
     tokens that its head can guess; it is trained and exported so. Absent means the whole
     vocabulary. A prompt's token counts `draft_vocab_prompts` times as much as an answer's: rows
     with broad prompts hold words that answers to others will need. `bigrams` gives a drafter that
-    guesses in one pass, without a Markov bias, a table of which tokens follow which in the
+    guesses in one pass a table of which tokens follow which in the
     answers, see bigrams.py.
     """
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,8 +31,6 @@ from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob
 from spec_runtime.errors import UserError
 from spec_runtime.files import writing as files
 
-MARKOV = "markov."  # begins the names of a Markov bias' tensors
-
 
 def run(
     recipe_path: Path,
@@ -49,9 +46,8 @@ def run(
     `config.json`); the curves lie beside it.
 
     out: the folder for checkpoints and drafter (runs/<recipe's stem> by default); cache: the
-    feature cache (out/features); init: a drafter of the same shape to start from, perhaps without a
-    Markov bias, or the run that made it. If it learnt an output head of its own, its draft
-    vocabulary is taken over too.
+    feature cache (out/features); init: a drafter of the same shape to start from, or the run that
+    made it. If it learnt an output head of its own, its draft vocabulary is taken over too.
     tensorboard: write TensorBoard events into `out`/tensorboard.
     Raises UserError on a bad recipe, bad data or a bad checkpoint, if the answers are of another
     target, if `out` holds a run already and `resume` is not set, if it holds none and `resume` is
@@ -134,7 +130,7 @@ def _new_trainer(
         drafter = _started_from(saved, drafter, plan.drafter_name, backbone)
         provenance["init"] = checkpoint.origin(saved)
     table = None
-    if plan.export.bigrams and drafter.is_one_pass and drafter.markov is None:
+    if plan.export.bigrams and drafter.is_one_pass:
         ids = drafter.draft_token_ids.cpu().numpy()
         table = bigrams.table(training, ids, model.config.vocab_size)
         if table is not None:
@@ -194,8 +190,8 @@ def _started_from(
     """Returns the drafter of this name with the weights of `saved`, another run's.
 
     The rows of a trained output head belong to the draft vocabulary that it was trained with, which
-    then takes the place of the new data's. A Markov bias that `saved` has not starts as in a new
-    run. Raises UserError if the two drafters differ otherwise in kind or shape.
+    then takes the place of the new data's. Raises UserError if the two drafters differ otherwise in
+    kind or shape.
     """
     if saved.name != name:
         raise UserError(
@@ -211,9 +207,6 @@ def _started_from(
             )
         ends = target.ends(backbone)
         drafter = type(drafter)(drafter.config, ends, torch.from_numpy(old_ids))
-    bias = {name: each for name, each in drafter.state_dict().items() if name.startswith(MARKOV)}
-    if not any(name.startswith(MARKOV) for name in saved.state):
-        saved = replace(saved, state={**saved.state, **bias})
     saved.load_into(drafter)
     return drafter
 

@@ -263,8 +263,6 @@ def reference_loss(drafter: Drafter, batch: Batch) -> tuple[Tensor, list[int], l
             if own is None:
                 continue
             row = rows[t, k]
-            if k:
-                row = drafter.condition(row, batch.token_BT[0, t + 1 + k])
             log_q_V = torch.log_softmax(row @ drafter.head_VD.T, -1)
             p_V = torch.softmax(feature_D @ drafter.head_VD.T, -1)
             soft = config.soft_weight
@@ -303,9 +301,7 @@ def reference_loss(drafter: Drafter, batch: Batch) -> tuple[Tensor, list[int], l
         {"depth_weights": "reach", "style": "eagle", "w_cls": 1.0},
         {"prompt_weight": 0.3, "soft_weight": 0.5},
         {"prompt_weight": 1.5, "style": "eagle"},
-        {"markov_rank": 6},
-        {"markov_rank": 6, "markov_reads_hidden": True, "style": "eagle", "loss": "tv"},
-        {"markov_rank": 6, "loss": "lk", "depth_weights": "reach", "prompt_weight": 0.5},
+        {"loss": "lk", "depth_weights": "reach", "prompt_weight": 0.5},
     ],
 )
 def test_the_loss_and_its_gradient_are_the_formulas(
@@ -348,21 +344,6 @@ def test_groups_thin_out_with_depth(backbone: Backbone) -> None:
     assert count_K != loss_of(drafter, batch, 1)[1]
     drafter.config = dataclasses.replace(drafter.config, depth_keep=1.0)
     assert loss_of(drafter, batch, 0)[1] == [8 * 48, 8 * 47, 8 * 46, 8 * 45]
-
-
-def test_a_dropped_token_leaves_the_row_without_a_bias(backbone: Backbone) -> None:
-    drafter = make_drafter(backbone, num_masks=2, markov_rank=8, markov_drop=0.5)
-    batch = make_batch(drafter, (30,))
-    drawn = loss_of(drafter, batch, 0)
-    assert drawn == loss_of(drafter, batch, 0)
-    assert drawn != loss_of(drafter, batch, 1)
-    drafter.config = dataclasses.replace(drafter.config, markov_drop=0.999999)
-    none = loss_of(drafter, batch, 0)
-    drafter.config = dataclasses.replace(drafter.config, markov_drop=0.0)
-    every = loss_of(drafter, batch, 0)
-    drafter.markov = None
-    assert none == loss_of(drafter, batch, 0)
-    assert len({drawn[0], every[0], none[0]}) == 3
 
 
 def test_noise_is_eagles_and_the_targets_own_features_stay(backbone: Backbone) -> None:
@@ -489,9 +470,8 @@ def test_what_the_proposer_is_told(backbone: Backbone) -> None:
         "style": "medusa",
         "top_k": 7,
     }
-    other = make_drafter(backbone, mask_reads_token=True, markov_rank=4).runtime_config()
+    other = make_drafter(backbone, mask_reads_token=True).runtime_config()
     assert other["mask_reads_token"] is True
-    assert other["markov_rank"] == 4
 
 
 # ---- config ----
@@ -514,8 +494,6 @@ def test_what_the_proposer_is_told(backbone: Backbone) -> None:
         ({"depth_weights": "flat"}, "got depth_weights 'flat', expected one of decay, reach"),
         ({"tv_weight": 1.5}, r"got tv_weight 1.5 .* in \[0, 1\]"),
         ({"depth_keep": 0.0}, r"depth_keep 0.0, expected .* in \(0, 1\]"),
-        ({"markov_drop": 1.0, "markov_rank": 4}, "got markov_drop 1.0 with markov_rank 4"),
-        ({"markov_drop": 0.1}, "got markov_drop 0.1 with markov_rank 0, expected"),
         ({"prompt_weight": -1.0}, "got prompt_weight -1.0 .* expected neither negative"),
         ({"feature_noise": 0.1}, "got feature_noise 0.1 with style 'medusa', expected 0"),
     ],
@@ -530,22 +508,12 @@ def test_a_config_saved_before_these_fields_is_the_papers_form() -> None:
     """As the first shipped drafter's did."""
     saved = load_drafter(str(SHIPPED))
     added = {
-        *(
-            "markov_rank",
-            "markov_reads_hidden",
-            "markov_drop",
-            "mask_reads_token",
-            "loss",
-            "tv_weight",
-        ),
+        *("mask_reads_token", "loss", "tv_weight"),
         *("depth_weights", "prompt_weight", "depth_keep", "feature_noise"),
     }
     fields = {name: value for name, value in saved.config.items() if name not in added}
     config = build_config(Config, fields, "config.json")
     assert {name: getattr(config, name) for name in added} == {
-        "markov_rank": 0,
-        "markov_reads_hidden": False,
-        "markov_drop": 0.0,
         "mask_reads_token": False,
         "loss": "ce",
         "tv_weight": 0.9,

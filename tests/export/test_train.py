@@ -247,22 +247,6 @@ def test_training_starts_from_another_drafter(recipe: Path, finished: Path, tmp_
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_markov_bias_may_be_added_to_a_trained_drafter(
-    recipe: Path, finished: Path, tmp_path: Path
-) -> None:
-    settings = ["train.lr=1e-12", "drafter.markov_rank=4"]
-    cache = finished / "features"
-    train.run(recipe, settings, tmp_path / "added", cache=cache, init=finished / "drafter")
-    before, after = (
-        checkpoint.load_drafter(folder / "drafter").state
-        for folder in (finished, tmp_path / "added")
-    )
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert {name for name in after if name not in before} == {"markov.read", "markov.write"}
-    with pytest.raises(ValueError, match=r"unexpected markov\.read"):
-        train.run(recipe, [], tmp_path / "less", cache=cache, init=tmp_path / "added/drafter")
-
-
 def test_training_ends_when_its_time_is_over(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,10 +35,7 @@ draft_vocab = 80
 # have a second set of fields behind a plus sign.
 OPTIONS = {
     "parallelspec": 'taps = [1]\nmask_feature = "anchor"',
-    # guesses conditioned in pairs, and masks that read the root's token
-    "parallelspec+pairs": 'taps = [1]\nmask_feature = "anchor"\nmarkov_rank = 32\n'
-    "markov_reads_hidden = true\nmask_reads_token = true",
-    "medusa": "markov_rank = 32",
+    "parallelspec+token": 'taps = [1]\nmask_feature = "anchor"\nmask_reads_token = true',
     "hydra": "prefix_layer = true",
     "skip_layer": "layers = 1",
     "draft_model": "hidden_size = 64\nintermediate_size = 96\nlayers = 2\nnum_heads = 4",
@@ -46,7 +43,7 @@ OPTIONS = {
 
 
 def drafter_name(variant: str) -> str:
-    """Returns the drafter that a variant is of: "parallelspec+pairs" -> "parallelspec"."""
+    """Returns the drafter that a variant is of: "parallelspec+token" -> "parallelspec"."""
     return variant.partition("+")[0]
 
 

@@ -3,8 +3,8 @@
     python -m tools.training.ablations num_masks --data answers.jsonl --cache FOLDER \\
         --out runs/num_masks --steps 100 --json ablation-num-masks.json
     python -m tools.training.ablations parallelspec_options --data answers.jsonl --cache FOLDER \\
-        --out runs/two-best --token-rows 1e7 --only "Markov, rank 256" "all that pay" \\
-        --variant "all that pay: drafter.markov_rank=256,drafter.mask_reads_token=true"
+        --out runs/two-best --token-rows 1e7 --only "two layers" "all that pay" \\
+        --variant "all that pay: drafter.layers=2,drafter.mask_reads_token=true"
 
 num_masks: ParallelSpec with 1 to 6 masks. parallelspec_options: what ParallelSpec can have besides
 its paper's form. amphista: the drafter and the five ablations of its paper. semi_autoregressive:
@@ -80,12 +80,6 @@ STUDIES = {
         {
             "baseline": (),
             "token in mask rows": ("drafter.mask_reads_token=true",),
-            "Markov, rank 64": ("drafter.markov_rank=64",),
-            "Markov, rank 256": ("drafter.markov_rank=256",),
-            "Markov, rank 256, reads hidden": (
-                "drafter.markov_rank=256",
-                "drafter.markov_reads_hidden=true",
-            ),
             "two layers": ("drafter.layers=2",),
             "five taps": ("drafter.taps=[5, 10, 15, 20, 25]",),
             "loss tv": ("drafter.loss=tv",),
