@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn
+    from small import Run
     from workshop import FluentWorkshop, Workshop
+
+    from spec_runtime import Engine
 
 # Tests import onnxruntime themselves, too; see spec_runtime/backends/session.py.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -43,6 +48,47 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if name == "shown":
                 terminalreporter.section(report.nodeid)
                 terminalreporter.write_line(str(text))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Returns a small bundle, which only commands that load a stand-in can run."""
+    from small import write_small_bundle
+
+    return write_small_bundle(tmp_path / "bundles" / "small")
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Lets commands load toy engines, whatever the bundle, and returns those that they loaded."""
+    from small import toy_engine
+
+    import spec_runtime
+
+    loaded: list[Engine] = []
+
+    def load(path: Path, drafter: str | None = None, **options: object) -> Engine:
+        loaded.append(toy_engine(drafter))
+        loaded[-1].target.strict_gap = 0.01 if options.get("strict") else None
+        return loaded[-1]
+
+    monkeypatch.setattr(spec_runtime, "load", load)
+    return loaded
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Returns a function that runs a command: (exit code, stdout, stderr)."""
+    from spec_runtime import cli
+
+    def run(*argv: object, stdin: str = "", main: Any = cli.main) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as end:
+            main([str(argument) for argument in argv])
+        captured = capsys.readouterr()
+        return int(end.value.code or 0), captured.out, captured.err
+
+    return run
 
 
 @pytest.fixture(scope="session")

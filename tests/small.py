@@ -25,6 +25,8 @@ from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.target import Target
 from spec_runtime.text.tokenizer import ChatTemplate
 
+Run = Callable[..., tuple[int, str, str]]  # see conftest.run
+
 CONTEXT = 224
 # The shares of right guesses by depth and rank, and the calibration that has them.
 ACCURACY = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.0]]

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import CONTEXT, raising, toy_engine, write_small_bundle
+from small import CONTEXT, Run, raising, toy_engine
 
 import spec_runtime
 from spec_export import cli as export_cli
 from spec_runtime import Engine, generate
 from spec_runtime import cli as runtime_cli
 from spec_runtime.errors import UserError
+from spec_runtime.load import LoadOptions
 from spec_runtime.measure import audit, bench
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
+from spec_runtime.options import declared
 from spec_runtime.sampling import SamplingParams
 
 PROMPT = "abcabcabc"
@@ -44,86 +46,49 @@ FIGURES = {
     "divergences",
 }
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_small_bundle(tmp_path / "bundles" / "small")
-
-
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
-    """The engines that commands load: toy ones, whatever the bundle."""
-    loaded: list[Engine] = []
-
-    def load(
-        path: Path,
-        drafter: str | None = None,
-        threads: int | None = None,
-        lookup: bool | None = None,
-        profile: bool = True,
-        strict: bool = False,
-        backend: str = "onnxruntime",
-        fused: bool | None = None,
-        cuda_graphs: bool = True,
-        memory: int = 0,
-    ) -> Engine:
-        loaded.append(toy_engine(drafter))
-        loaded[-1].target.strict_gap = 0.01 if strict else None
-        return loaded[-1]
-
-    monkeypatch.setattr(spec_runtime, "load", load)
-    return loaded
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run a command: (exit code, stdout, stderr)."""
-
-    def run(*argv: object, stdin: str = "", main: Any = runtime_cli.main) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in argv])
-        assert end.value.code is None or isinstance(end.value.code, int)
-        captured = capsys.readouterr()
-        return end.value.code or 0, captured.out, captured.err
-
-    return run
+# Options of `load` with values that are not their defaults, and the flags that say so.
+LOADING: dict[str, tuple[Any, str]] = {
+    "backend": ("cuda", "--backend=cuda"),
+    "threads": (1, "--threads=1"),
+    "cuda_graphs": (False, "--no-cuda-graphs"),
+    "drafter": ("none", "--drafter=none"),
+    "lookup": (False, "--no-lookup"),
+    "profile": (False, "--no-profile"),
+    "fused": (True, "--fused"),
+    "strict": (True, "--strict"),
+    "memory": (7, "--memory=7"),
+}
 
 
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    ("words", "without"),
     [
-        ([], (None, True)),
-        (["--fused"], (True, True)),
-        (["--no-fused", "--no-cuda-graphs"], (False, False)),
+        (["generate", PROMPT], {"strict", "memory"}),
+        (["chat"], {"strict"}),
+        (["bench"], {"strict"}),
+        (["audit"], {*LOADING} - {"threads", "drafter", "lookup", "strict"}),
     ],
 )
-@pytest.mark.parametrize("words", [["generate", PROMPT], ["chat"], ["bench"]])
-def test_the_fused_step_and_cuda_graphs_are_asked_for(
-    run: Run,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    flags: list[str],
-    expected: tuple[bool | None, bool],
+def test_the_flags_of_load_reach_it(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], without: set[str]
 ) -> None:
-    asked: list[object] = []
+    """Each verb hands on all of its flags, and their defaults without them."""
+    asked: list[dict[str, Any]] = []
 
-    def load(
-        *arguments: object, fused: bool | None, cuda_graphs: bool, **options: object
-    ) -> Engine:
-        asked.append((fused, cuda_graphs))
+    def load(path: Path, **options: Any) -> Engine:
+        asked.append(options)
         return raising(UserError("not here"))()
 
     monkeypatch.setattr(spec_runtime, "load", load)
-    prompts = folder / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n')
-    more = ["--prompts", prompts] if words == ["bench"] else []
-    code, _, err = run(*words, *more, *flags, "--bundle", folder)
-    assert (code, asked) == (2, [expected])
-    assert err.count("\n") == 1
+    if words[0] in ("bench", "audit"):
+        words = [*words, "--prompts", str(write_prompts(folder / "prompts.jsonl"))]
+    given = {name: value for name, value in LOADING.items() if name not in without}
+    for flags in ([], [flag for _, flag in given.values()]):
+        code, _, err = run(*words, *flags, "--bundle", folder)
+        assert (code, err) == (2, "error: not here\n")
+    fixed = {"profile": False} if words[0] == "audit" else {}
+    defaults = {name: declared(LoadOptions)[name].default for name in given}
+    assert asked == [defaults | fixed, {name: value for name, (value, _) in given.items()} | fixed]
 
 
 def test_generate_streams_text_and_ends_with_a_summary(
@@ -177,56 +142,50 @@ SAMPLING: dict[str, Any] = {
     "presence_penalty": 0.4,
     "frequency_penalty": 0.1,
     "seed": 3,
-    "acceptance": "typical",
     "typical_epsilon": 0.2,
     "typical_delta": 0.6,
 }
 
 
-@pytest.mark.parametrize("without", [*SAMPLING, "logit_bias"])
+@pytest.mark.parametrize("verb", ["generate", "chat"])
 def test_sampling_flags_have_the_names_of_the_parameters(
-    run: Run,
-    folder: Path,
-    engines: list[Engine],
-    monkeypatch: pytest.MonkeyPatch,
-    without: str,
+    run: Run, folder: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
-    """Each one reaches the engine, on its own too."""
-    seen: list[dict[str, Any]] = []
+    seen: list[SamplingParams] = []
     inner = Engine.chunks
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
 
     def chunks(self: Engine, prompt: Any, **options: Any) -> Any:
-        names = {field.name for field in dataclasses.fields(SamplingParams)}
-        seen.append({name: value for name, value in options.items() if name in names})
+        given = {name: value for name, value in options.items() if name in names}
+        seen.append(SamplingParams(**given))
         return inner(self, prompt, **options)
 
     monkeypatch.setattr(Engine, "chunks", chunks)
-    wanted = {name: value for name, value in SAMPLING.items() if name != without}
-    flags = [
-        text for name, value in wanted.items() for text in (f"--{name}".replace("_", "-"), value)
-    ]
-    if without != "logit_bias":
-        flags += ["--logit-bias", "97=2.5", "--logit-bias", "99=-1"]
-        wanted["logit_bias"] = {97: 2.5, 99: -1.0}
-    more = ["--stop", "zz", "--draw-widths", "3,1", "--draw-with-replacement"]
-    more += ["--stop-token-id", "9", "--stop-token-id", "8", "--ignore-eos"]
-    for verb, words in (("generate", [PROMPT]), ("chat", [])):
-        code, _, err = run(
-            *(verb, *words, "--bundle", folder, "--max-new-tokens", 20, *flags, *more), stdin=PROMPT
-        )
+    flags = [word for name, value in SAMPLING.items() for word in (f"--{name}", value)]
+    flags = [str(word).replace("_", "-") if str(word)[:2] == "--" else word for word in flags]
+    flags += ["--logit-bias", "97=2.5", "--logit-bias", "99=-1", "--acceptance", "typical"]
+    flags += ["--stop", "zz", "--draw-widths", "3,1", "--draw-with-replacement"]
+    flags += ["--stop-token-id", "9", "--stop-token-id", "8", "--ignore-eos"]
+    words = [verb, PROMPT] if verb == "generate" else [verb]
+    for more in (flags, []):
+        words = [*words, "--bundle", str(folder), "--max-new-tokens", "20"]
+        code, _, err = run(*words, *more, stdin=PROMPT)
         assert code == 0
-        assert ("not the target's distribution" in err) == (
-            {"acceptance", "temperature"}.isdisjoint({without})
-        )
-    defaults = SamplingParams()
-    for options in seen:
-        params = SamplingParams(**options)
-        for name in (*SAMPLING, "logit_bias"):
-            assert getattr(params, name) == wanted.get(name, getattr(defaults, name)), name
-        assert (params.stop, params.draw_widths) == (("zz",), (3, 1))
-        assert (params.stop_token_ids, params.ignore_eos) == ((9, 8), True)
-        assert (params.max_new_tokens, params.draw_with_replacement) == (20, True)
-    assert len(seen) == 2
+        assert ("not the target's distribution" in err) == bool(more)
+    assert seen == [
+        SamplingParams(
+            **SAMPLING,
+            max_new_tokens=20,
+            acceptance="typical",
+            logit_bias={97: 2.5, 99: -1.0},
+            stop=("zz",),
+            draw_widths=(3, 1),
+            draw_with_replacement=True,
+            stop_token_ids=(9, 8),
+            ignore_eos=True,
+        ),
+        SamplingParams(max_new_tokens=20),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -665,49 +624,6 @@ def test_altered_bundle_and_unknown_drafter(run: Run, folder: Path) -> None:
     code, _, err = run("generate", "hello", "--bundle", folder)
     assert (code, err.count("\n")) == (2, 1)
     assert "truncated or altered" in err
-
-
-@pytest.mark.parametrize(
-    ("failure", "code", "message"),
-    [
-        (UserError("got this,\nexpected that"), 2, "error: got this, expected that\n"),
-        (FileNotFoundError(2, "No such file", "x"), 2, "error: [Errno 2] No such file: 'x'\n"),
-        (
-            ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime.capi"),
-            2,
-            "error: onnxruntime is not installed, which this command needs; "
-            "run pip install 'specsplit[cpu]'\n",
-        ),
-        (KeyboardInterrupt(), 130, ""),
-    ],
-)
-def test_failures_are_one_line(
-    run: Run,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    failure: BaseException,
-    code: int,
-    message: str,
-) -> None:
-    monkeypatch.setattr(spec_runtime, "load", raising(failure))
-    assert run("generate", "hello", "--bundle", folder) == (code, "", message)
-
-
-def test_an_own_mistake_is_no_missing_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*arguments: object, **options: object) -> Engine:
-        raise ModuleNotFoundError("No module named 'spec_runtime.typo'", name="spec_runtime.typo")
-
-    monkeypatch.setattr(spec_runtime, "load", load)
-    with pytest.raises(ModuleNotFoundError):
-        runtime_cli.main(["generate", "hello", "--bundle", str(folder)])
-
-
-@pytest.mark.parametrize("main", [runtime_cli.main, export_cli.main])
-def test_unknown_verbs_and_options_are_usage_errors(run: Run, main: Any) -> None:
-    for arguments in (["compose"], ["build", "--colour"], ["generate", "--colour"]):
-        code, out, err = run(*arguments, main=main)
-        assert (code, out) == (2, "")
-        assert "No such" in err
 
 
 def test_export_says_which_model_is_missing(run: Run, tmp_path: Path) -> None:

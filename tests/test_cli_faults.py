@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small import ACCURACY, CALIBRATION, raising, toy_engine, write_small_bundle
+from small import ACCURACY, CALIBRATION, Run, raising
 
 import spec_runtime
 from spec_export import cli as export_cli
@@ -32,37 +32,6 @@ from spec_runtime.measure.prompts import read_prompts
 
 TESTS = Path(__file__).parent
 ESCAPE = "\x1b[31m"
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_small_bundle(tmp_path / "bundles" / "small")
-
-
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets commands load a toy engine, whatever the bundle."""
-
-    def load(path: Path, drafter: str | None = None, **options: object) -> Engine:
-        return toy_engine(drafter)
-
-    monkeypatch.setattr(spec_runtime, "load", load)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-
-    def run(*argv: object, main: Any = runtime_cli.main) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return int(end.value.code or 0), captured.out, captured.err
-
-    return run
-
 
 # Runs the command in a process of its own, on toy engines.
 PROGRAM = f"""
@@ -108,14 +77,18 @@ def no_number(*arguments: object, **options: object) -> None:
     int("x")
 
 
-@pytest.mark.parametrize("failure", [shapes_that_do_not_fit, no_number])
+def module_of_ours(*arguments: object, **options: object) -> None:
+    raise ModuleNotFoundError("No module named 'spec_runtime.typo'", name="spec_runtime.typo")
+
+
+@pytest.mark.parametrize("failure", [shapes_that_do_not_fit, no_number, module_of_ours])
 def test_a_mistake_of_ours_is_a_traceback_with_a_request(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     failure: Callable[..., None],
 ) -> None:
     monkeypatch.setattr(spec_runtime, "load", failure)
-    with pytest.raises(ValueError, match=r"broadcast|invalid literal") as found:
+    with pytest.raises(Exception, match=r"broadcast|invalid literal|No module named") as found:
         runtime_cli.main(["generate", "hello", "--bundle", str(folder)])
     (note,) = found.value.__notes__
     assert "Please report it to the project's issue tracker" in note
@@ -135,20 +108,32 @@ def test_the_request_stands_under_the_traceback(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("failure", "code", "message"),
     [
-        UserError("got this"),
-        bundle.BundleError("got this"),
-        OSError(errno.EIO, "lost"),
-        MemoryError(),
+        (UserError("got this,\nexpected that"), 2, "error: got this, expected that\n"),
+        (UserError("got this", hint="do that"), 2, "error: got this; do that\n"),
+        (bundle.BundleError("got this"), 2, "error: got this\n"),
+        (FileNotFoundError(2, "No such file", "x"), 2, "error: [Errno 2] No such file: 'x'\n"),
+        (MemoryError(), 2, "error: not enough memory\n"),
+        (
+            ModuleNotFoundError("No module named 'onnxruntime'", name="onnxruntime.capi"),
+            2,
+            "error: onnxruntime is not installed, which this command needs; "
+            "run pip install 'specsplit[cpu]'\n",
+        ),
+        (KeyboardInterrupt(), 130, ""),
     ],
 )
-def test_what_we_raise_for_the_user_is_one_line(
-    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+def test_failures_are_one_line(
+    run: Run,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    code: int,
+    message: str,
 ) -> None:
-    monkeypatch.setattr(spec_runtime, "load", raising(error))
-    message = str(error) or "not enough memory"
-    assert run("generate", "hello", "--bundle", folder) == (2, "", f"error: {message}\n")
+    monkeypatch.setattr(spec_runtime, "load", raising(failure))
+    assert run("generate", "hello", "--bundle", folder) == (code, "", message)
 
 
 # ---- the command line
@@ -164,6 +149,8 @@ def test_what_we_raise_for_the_user_is_one_line(
         (runtime_cli.main, ["bench"], "Missing option '--prompts'"),
         (runtime_cli.main, ["generate", "--stop"], "--stop"),
         (export_cli.main, ["train"], "Missing argument"),
+        (export_cli.main, ["compose"], "No such command 'compose'"),
+        (export_cli.main, ["build", "--colour"], "No such option"),
         (export_cli.main, ["build", "--precision", "fp7"], "Invalid value for '--precision'"),
     ],
 )
@@ -366,7 +353,7 @@ NO_TEXT: list[str | bytes] = ['{"prompt": "\\ud800"}', b'{"prompt": "\xff"}']
 @pytest.mark.parametrize("line", NO_TEXT)
 @pytest.mark.parametrize("verb", ["bench", "audit"])
 def test_a_line_that_is_no_text_is_left_out_and_named(
-    run: Run, folder: Path, engines: None, tmp_path: Path, line: str | bytes, verb: str
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path, line: str | bytes, verb: str
 ) -> None:
     prompts = some_prompts(tmp_path / "prompts.jsonl", line, '{"prompt": "bcbc"}')
     out = tmp_path / "out.json"
@@ -389,7 +376,7 @@ def test_a_line_that_is_no_text_is_left_out_and_named(
     ],
 )
 def test_a_hostile_line_is_one_line(
-    run: Run, folder: Path, engines: None, tmp_path: Path, line: str, message: str
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path, line: str, message: str
 ) -> None:
     prompts = some_prompts(tmp_path / "prompts.jsonl", line)
     code, _, err = run("bench", "--bundle", folder, "--prompts", prompts)
@@ -414,7 +401,7 @@ HOSTILE = ["[/b]", "[link", f"{ESCAPE}red", "[bold]x", "a\nb", "\u202egnp", ":sm
 
 @pytest.mark.parametrize("category", HOSTILE)
 def test_a_category_is_no_markup(
-    run: Run, folder: Path, engines: None, tmp_path: Path, category: str
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path, category: str
 ) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     rows = [{"prompt": "abc", "category": category, "id": category}]
@@ -447,7 +434,7 @@ def hostile_bundle(folder: Path, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["b[/x]", *HOSTILE])
 def test_a_manifest_is_no_markup(
-    run: Run, folder: Path, engines: None, tmp_path: Path, text: str
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path, text: str
 ) -> None:
     hostile_bundle(folder, text)
     prompts = some_prompts(tmp_path / "prompts.jsonl")
@@ -460,7 +447,7 @@ def test_a_manifest_is_no_markup(
 
 
 def test_errors_and_warnings_are_no_escape_sequences(
-    run: Run, folder: Path, tmp_path: Path, engines: None
+    run: Run, folder: Path, tmp_path: Path, engines: list[Engine]
 ) -> None:
     code, _, err = run("show", "--bundle", tmp_path / ESCAPE)
     assert code == 2
@@ -483,7 +470,7 @@ def test_a_terminal_gets_no_escape_sequence_of_a_model(monkeypatch: pytest.Monke
 
 
 def test_figures_come_before_the_table(
-    run: Run, folder: Path, engines: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, out = some_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
     for verb in ("bench", "audit"):
@@ -496,7 +483,7 @@ def test_figures_come_before_the_table(
 
 
 def test_the_table_is_printed_though_the_disk_is_full(
-    run: Run, folder: Path, engines: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, out = some_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -626,7 +613,7 @@ def test_too_many_threads_are_one_line(run: Run, folder: Path) -> None:
 
 
 def test_a_temperature_that_is_greedy_is_audited_as_greedy(
-    run: Run, folder: Path, engines: None, tmp_path: Path
+    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
 ) -> None:
     out = tmp_path / "out.json"
     prompts = some_prompts(tmp_path / "prompts.jsonl")

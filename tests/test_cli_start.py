@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small import toy_engine, write_small_bundle
+from small import Run, toy_engine
 
 import spec_runtime
 from spec_export import cli as export_cli
@@ -24,27 +22,13 @@ from spec_runtime.cli import completion
 ROOT = Path(__file__).parents[1]
 PROMPT = "abcabcabc"
 
-Run = Callable[..., tuple[int, str, str]]
+pytestmark = pytest.mark.usefixtures("plain_engine")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_small_bundle(tmp_path / "bundles" / "small")
-
-
-@pytest.fixture
-def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command on a toy engine: (exit code, stdout, stderr)."""
+def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets commands load a toy engine without a drafter."""
     monkeypatch.setattr(spec_runtime, "load", lambda path, *args, **options: toy_engine("none"))
-
-    def run(*argv: object, stdin: str = "", main: Any = runtime_cli.main) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as end:
-            main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return int(end.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
