@@ -13,7 +13,7 @@ from tools.measure.load_server import Load, Outcome
 
 def test_every_kind_of_request_ends_as_it_should() -> None:
     kinds = load_server.kinds(21, seed=1)
-    assert set(kinds) == set(load_server.SHARES)
+    assert set(kinds) == set(load_server.KINDS)
     with served() as server:
         before = load_server.resources(os.getpid())
         load = Load(server.url, 40, kinds)

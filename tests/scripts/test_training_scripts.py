@@ -164,12 +164,6 @@ def test_overlap_is_thirteen_words_or_a_whole_short_text(tmp_path: Path) -> None
     assert counts[""] == overlap.Counts(rows=3, prompts=2, answers=2, either=3)
 
 
-FUNCTION = '''def add(a):
-    """Returns more by 1."""
-    b = a
-    return b + 1'''
-
-
 def test_prompts_are_the_same_for_a_seed_and_of_every_kind(tmp_path: Path) -> None:
     maths = ({"question": f"{i}?", "answer": "1"} for i in range(9))
     written(tmp_path / "gsm8k_train.jsonl", *maths)
@@ -181,16 +175,15 @@ def test_prompts_are_the_same_for_a_seed_and_of_every_kind(tmp_path: Path) -> No
     english = "Use :func:`open`, not *this*, in every one of your programs."
     german = "Nimm :func:`open` und nicht *dies* in jedem deiner Programme."
     catalogue.write_text(f'msgid ""\n"{english}"\nmsgstr "{german}"\n')
-    pairs = [*broad_prompts.catalogue_pairs({}, tmp_path)]
+    pairs = [*broad_prompts.catalogue_pairs(tmp_path)]
     assert pairs[0].text.startswith("Nimm open und nicht dies")
     passages = [
         broad_prompts.Passage(f"Passage {i} tells of a town. " * 12, origin, question)
         for i in range(40)
         for origin, question in (("quoref", f"Which town is {i}?"), ("answers", None))
     ]
-    functions = [broad_prompts.Passage(FUNCTION.replace("1", str(i)), "python") for i in range(9)]
     wording = broad_prompts.tomllib.loads(broad_prompts.WORDING.read_text(encoding="utf-8"))
-    material = broad_prompts.Material(tmp_path, passages, functions, pairs, wording)
+    material = broad_prompts.Material(tmp_path, passages, pairs, wording)
     prompts = broad_prompts.draw(material, 200, 3, lambda text: len(text) < 3000)
     assert prompts == broad_prompts.draw(material, 200, 3, lambda text: len(text) < 3000)
     assert {p.kind for p in prompts} == set(broad_prompts.SHARES)
@@ -205,8 +198,6 @@ def test_prompts_are_the_same_for_a_seed_and_of_every_kind(tmp_path: Path) -> No
     sources = json.loads((tmp_path / "out.jsonl.sources.json").read_text())
     assert sum(entry["prompts"] for entry in sources.values()) == len(rows)
     assert sources["maths/gsm8k"]["licence"] == "MIT"
-    assert broad_prompts.without_body(FUNCTION) == "\n".join(FUNCTION.splitlines()[:2])
-    assert broad_prompts.without_docstring(FUNCTION).splitlines()[1] == "    b = a"
 
 
 def test_tokens_are_summed_by_source_licence_temperature_and_turns(tmp_path: Path) -> None:

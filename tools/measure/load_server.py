@@ -1,8 +1,6 @@
-#!/usr/bin/env python3
 """Sends good and bad requests to a server from several clients at once, and says how it bore them.
 
-usage: python -m tools.measure.load_server --bundle DIR [--requests 200] [--clients 16] [--seed 0]
-       [--max-new-tokens 48] [--compare ROUNDS] [--drafter NAME] [--threads N] [--json OUT]
+    python -m tools.measure.load_server --bundle DIR [--requests 200] [--clients 16] --compare 5
 
 Starts `spec-runtime serve` in a process of its own. Most requests are streams, some whole answers.
 About a third are unkind: readers that wait before each part, clients that leave in the midst of an
@@ -14,7 +12,7 @@ streams (median and 99th percentile); how often a request was overtaken by one t
 least 50 ms after it; and the server's memory, threads and open files before and after. Exit code 1
 if a request ended as it should not, or the server keeps threads or files.
 
-`--compare` measures, for so many rounds in turn, the same streams by one client of the server and
+`--compare` measures, in turn for this many rounds, the same streams by one client of the server and
 by the engine itself in this process, and prints the ratio of their tokens per second.
 """
 
@@ -22,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
 import random
 import re
@@ -33,18 +30,20 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+
+import httpx
 
 import spec_runtime
-from spec_runtime.files.writing import require_writable, write_atomically
-from spec_runtime.measure import provenance
+from spec_runtime.errors import UserError
+from spec_runtime.files.writing import require_writable
+from tools.figures import command_line, manifest_of, run, write
 
 NOTE = "requests of its own; not recorded: prompts"
 PATH = "/v1/chat/completions"
+HEADERS = {"Content-Type": "application/json"}
 PATIENCE = 300.0  # seconds that a request may take
 SLOW_SECONDS = 0.02  # that a slow reader waits before each part
 OVERTAKEN_SECONDS = 0.05
@@ -60,24 +59,15 @@ QUESTIONS = (
     "What should I pack for a day in the mountains?",
     "Summarise the plot of a fairy tale that you know.",
 )
-# How many of a hundred requests are of each kind, and the outcomes that are right for it.
-SHARES = {
-    "stream": 50,
-    "whole": 15,
-    "slow reader": 10,
-    "disconnect": 10,
-    "malformed JSON": 5,
-    "bad UTF-8": 5,
-    "oversized body": 5,
-}
-RIGHT = {
-    "stream": {"answered"},
-    "whole": {"answered"},
-    "slow reader": {"answered"},
-    "disconnect": {"left"},
-    "malformed JSON": {"400"},
-    "bad UTF-8": {"400"},
-    "oversized body": {"413"},
+# Of each kind: how many of a hundred requests it makes, and how such a request has to end.
+KINDS = {
+    "stream": (50, "answered"),
+    "whole": (15, "answered"),
+    "slow reader": (10, "answered"),
+    "disconnect": (10, "left"),
+    "malformed JSON": (5, "400"),
+    "bad UTF-8": (5, "400"),
+    "oversized body": (5, "413"),
 }
 
 
@@ -94,7 +84,7 @@ class Outcome:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Returns the speed behind the first part; None for answers of one part."""
+        """Returns the speed after the first part; None for answers of one part."""
         if self.first is None or self.last is None or self.last == self.first or self.tokens < 2:
             return None
         return (self.tokens - 1) / (self.last - self.first)
@@ -123,15 +113,15 @@ class Load:
                         await ask(self.url, body_of(kind, number, self.max_new_tokens), outcome)
                 except TimeoutError:
                     outcome.ended_as = "hung"
-                except (OSError, asyncio.IncompleteReadError) as error:
+                except httpx.HTTPError as error:
                     outcome.ended_as = type(error).__name__
 
         await asyncio.gather(*(client() for _ in range(num_clients)))
 
 
 def kinds(num_requests: int, seed: int) -> list[str]:
-    """Returns the kinds of so many requests, in a random order."""
-    names, shares = list(SHARES), list(SHARES.values())
+    """Returns the kinds of some requests, in a random order."""
+    names, shares = list(KINDS), [share for share, _ in KINDS.values()]
     drawn = random.Random(seed).choices(names, shares, k=num_requests)
     return names[:num_requests] + drawn[len(names) :]  # each kind at least once
 
@@ -139,17 +129,15 @@ def kinds(num_requests: int, seed: int) -> list[str]:
 def body_of(kind: str, number: int, max_new_tokens: int) -> bytes:
     """Returns the body of a request."""
     question = f"{QUESTIONS[number % len(QUESTIONS)]} (Request {number})"
+    if kind == "oversized body":
+        question = "x" * TOO_LARGE
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": question}],
         "max_tokens": max_new_tokens,
         "temperature": 0,
-        "stream": kind != "whole",
-        "stream_options": {"include_usage": True},
     }
-    if kind == "whole":
-        del body["stream_options"]
-    if kind == "oversized body":
-        body["messages"][0]["content"] = "x" * TOO_LARGE
+    if kind != "whole":
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
     data = json.dumps(body).encode()
     if kind == "malformed JSON":
         return data[:-2]
@@ -160,43 +148,29 @@ def body_of(kind: str, number: int, max_new_tokens: int) -> bytes:
 
 async def ask(url: str, body: bytes, outcome: Outcome) -> None:
     """Sends one request over a connection of its own and notes how it ends."""
-    address = urlsplit(url)
-    reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    try:
-        head = (
-            f"POST {PATH} HTTP/1.1\r\nHost: {address.netloc}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode() + body)
-        await writer.drain()
-        status = (await reader.readline()).split()[1].decode()
-        while (await reader.readline()).strip():
-            pass  # headers
-        if status != "200":
-            outcome.ended_as = status
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client,
+        client.stream("POST", PATH, content=body, headers=HEADERS) as reply,
+    ):
+        if reply.status_code != 200:
+            outcome.ended_as = str(reply.status_code)
         elif outcome.kind == "whole":
-            reply = json.loads(await reader.read())
-            outcome.tokens = reply["usage"]["completion_tokens"]
+            outcome.tokens = json.loads(await reply.aread())["usage"]["completion_tokens"]
             outcome.ended_as = "answered"
         else:
-            await read_stream(reader, outcome)
-    finally:
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
+            await read_stream(reply, outcome)
 
 
-async def read_stream(reader: asyncio.StreamReader, outcome: Outcome) -> None:
+async def read_stream(reply: httpx.Response, outcome: Outcome) -> None:
     """Reads events to the end, or leaves after a few, as the outcome's kind wants."""
     num_parts = 0
     outcome.ended_as = "cut off"
-    while line := await reader.readline():
-        if not line.startswith(b"data: "):
-            continue  # the sizes of chunks
-        if line == b"data: [DONE]\n":
+    async for line in reply.aiter_lines():
+        if line == "data: [DONE]":
             outcome.ended_as = "answered"
+        if not line.startswith("data: {"):
             continue
-        event = json.loads(line.removeprefix(b"data: "))
+        event = json.loads(line.removeprefix("data: "))
         if "error" in event:
             outcome.ended_as = str(event["error"]["code"])
         elif event.get("usage"):
@@ -216,17 +190,16 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Returns the figures of a load."""
     by_kind = {
         kind: dict(Counter(each.ended_as for each in outcomes if each.kind == kind))
-        for kind in SHARES
+        for kind in KINDS
     }
-    wrong = [each for each in outcomes if each.ended_as not in RIGHT[each.kind]]
-    # a slow reader sees its parts later than they came
+    # A slow reader sees its parts later than they came.
     timed = [each for each in outcomes if each.kind in ("stream", "disconnect")]
     firsts = [each.first - each.sent for each in timed if each.first is not None]
     rates = [rate for each in timed if (rate := each.tokens_per_second) is not None]
     return {
         "requests": len(outcomes),
         "outcomes": by_kind,
-        "wrong": len(wrong),
+        "wrong": sum(each.ended_as != KINDS[each.kind][1] for each in outcomes),
         "tokens": sum(each.tokens for each in outcomes),
         "first_token_seconds": quantiles(firsts),
         "tokens_per_second": quantiles(rates),
@@ -281,7 +254,7 @@ def start_server(arguments: argparse.Namespace) -> tuple[subprocess.Popen[str], 
     found = re.search(r"http://\S+", line)
     if found is None:
         process.kill()
-        raise ValueError(f"the server did not start: {line}{process.stderr.read()}")
+        raise UserError(f"the server did not start: {line}{process.stderr.read()}")
     return process, found[0]
 
 
@@ -308,25 +281,25 @@ def compare(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
     engine = spec_runtime.load(
         arguments.bundle, drafter=arguments.drafter, threads=arguments.threads
     )
-    served_rates, bare_rates = [], []
+    rates: list[tuple[float, float]] = []
     for number in range(arguments.compare + 1):
         bodies = [
             body_of("stream", 1000 * number + i, arguments.max_new_tokens)
             for i in range(len(QUESTIONS))
         ]
         begun = time.perf_counter()
-        tokens = sum(num_streamed(url, body) for body in bodies)
-        served_seconds = time.perf_counter() - begun
-        begun, bare_tokens = time.perf_counter(), 0
-        for body in bodies:
-            messages = json.loads(body)["messages"]
-            for chunk in engine.chunks(messages, max_new_tokens=arguments.max_new_tokens):
-                bare_tokens += len(chunk.token_ids)
-        bare_seconds = time.perf_counter() - begun
-        if number > 0:  # the first round warms both up
-            served_rates.append(tokens / served_seconds)
-            bare_rates.append(bare_tokens / bare_seconds)
-    ratios = [mine / bare for mine, bare in zip(served_rates, bare_rates, strict=True)]
+        served = sum(num_streamed(url, body) for body in bodies)
+        middle = time.perf_counter()
+        bare = sum(
+            len(chunk.token_ids)
+            for body in bodies
+            for chunk in engine.chunks(
+                json.loads(body)["messages"], max_new_tokens=arguments.max_new_tokens
+            )
+        )
+        rates.append((served / (middle - begun), bare / (time.perf_counter() - middle)))
+    served_rates, bare_rates = zip(*rates[1:], strict=True)  # the first round warms both up
+    ratios = [mine / other for mine, other in rates[1:]]
     return {
         "rounds": arguments.compare,
         "served_tokens_per_second": statistics.median(served_rates),
@@ -337,33 +310,29 @@ def compare(url: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def num_streamed(url: str, body: bytes) -> int:
-    """Returns the number of tokens in a stream, by a client whose own work takes no time from the
-    engine: the events are read as they come, and looked at when all are there."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE)
-    with closing(connection):
-        connection.request("POST", PATH, body, {"Content-Type": "application/json"})
-        *_, last, done, _ = connection.getresponse().read().split(b"\n\n")
+    """Returns the number of tokens in a stream.
+
+    The client's own work takes no time from the engine: events are looked at when all are there.
+    """
+    reply = httpx.post(f"{url}{PATH}", content=body, headers=HEADERS, timeout=PATIENCE)
+    *_, last, done, _ = reply.content.split(b"\n\n")
     assert done == b"data: [DONE]", done
     return int(json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--bundle", type=Path, required=True)
+def main(words: Sequence[str] | None = None) -> int:
+    flags = ("--bundle", "--drafter", "--max-new-tokens", "--threads", "--json")
+    parser = command_line(__doc__, *flags, required=("--bundle",), max_new_tokens=48)
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--compare", type=int, default=0, metavar="ROUNDS")
-    parser.add_argument("--drafter", help="the bundle's first if not given")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures here")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     if arguments.json is not None:
         require_writable(arguments.json)
     process, url = start_server(arguments)
     try:
-        warm_up = Load(url, arguments.max_new_tokens, 3 * list(SHARES))
+        warm_up = Load(url, arguments.max_new_tokens, 3 * list(KINDS))
         asyncio.run(warm_up.run(arguments.clients))
         before = resources(process.pid)
         load = Load(url, arguments.max_new_tokens, kinds(arguments.requests, arguments.seed))
@@ -381,14 +350,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.kill()
         process.wait()
     print(json.dumps(figures, indent=2))
-    if arguments.json is not None:
-        manifest = spec_runtime.bundle.manifest.read(arguments.bundle, verify=False).manifest
-        about = provenance.collect(threads=arguments.threads, manifest=manifest, note=NOTE)
-        whole = {"provenance": about, **figures}
-        write_atomically(arguments.json, json.dumps(whole, indent=2) + "\n")
+    manifest = manifest_of(arguments.bundle)
+    write(arguments.json, figures, threads=arguments.threads, manifest=manifest, note=NOTE)
     is_bad = figures["wrong"] or kept(before, figures["after"]) or figures["exit_code"]
     return 1 if is_bad else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

