@@ -1,1 +1,1 @@
-"""Holds conversations with an engine, and engines for asyncio."""
+"""Holds conversations with an engine, engines for asyncio, and the queue in front of engines."""

@@ -1,1 +1,1 @@
-"""Lets callers wait for the target, and ends what takes too long."""
+"""Bounds how many requests wait, lets callers have the target in order, and ends calls early."""
