@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -40,7 +40,7 @@ def answer_alone(seed: int, max_new_tokens: int) -> GenerationResult:
 def mixture(drafter: str, num_calls: int = 10) -> list[str]:
     """Returns what is wrong with a mixture of calls, on an engine and others of its target."""
     engine = engine_of(drafter)
-    plain = make_proposer("none", engine.target._backend)  # type: ignore[arg-type]
+    plain = make_proposer("none", cast(Any, engine.target.lend()[0]))
     engines = [engine, engine.with_budget(Budget(3)), engine.observed(lambda _: plain, Budget(1))]
     options = {"max_new_tokens": 24, "temperature": 0.7, "seed": 3}
 
@@ -89,7 +89,7 @@ class Call:
     def __init__(self, engine: Engine, seed: int = 9, done: list[int] | None = None) -> None:
         self.result: GenerationResult | None = None
         self._seed = seed
-        before = queued(engine)
+        before = engine.target.lock.num_holders
 
         def work() -> None:
             self.result = engine.generate(random_prompt(seed), max_new_tokens=12)
@@ -99,7 +99,7 @@ class Call:
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
         # where nobody is before it, it may be over before this thread looks
-        wait_until(lambda: queued(engine) > before or not self._thread.is_alive())
+        wait_until(lambda: engine.target.lock.num_holders > before or not self._thread.is_alive())
 
     @property
     def is_waiting(self) -> bool:
@@ -110,10 +110,6 @@ class Call:
         self._thread.join(PATIENCE)
         assert self.result is not None, "still waiting"
         return self.result.token_ids == answer_alone(self._seed, 12).token_ids
-
-
-def queued(engine: Engine) -> int:
-    return len(engine.target.lock._queue)
 
 
 def open_stream(engine: Engine) -> Any:
@@ -201,7 +197,7 @@ def test_an_interrupted_thread_leaves_the_queue() -> None:
     assert call.is_waiting
     streams[0].close()
     assert call.answers_rightly()
-    assert queued(engine) == 0
+    assert engine.target.lock.num_holders == 0
 
 
 def test_an_interruption_between_two_steps_gives_the_target_back(
