@@ -109,11 +109,10 @@ class LoadOptions(Runtime):
 
 
 class LoadArguments(TypedDict, total=False):
-    """Lists the keyword arguments of `load` after its drafter: the fields of LoadOptions."""
+    """Lists the keyword arguments of `load` after the first three: the fields of LoadOptions."""
 
     # made by tools/docs/typed_arguments.py
     backend: str
-    threads: int | None
     cuda_graphs: bool
     map_weights: bool
     lookup: bool | None
@@ -126,7 +125,10 @@ class LoadArguments(TypedDict, total=False):
 
 
 def load(
-    path: str | Path, drafter: str | None = None, **arguments: Unpack[LoadArguments]
+    path: str | Path,
+    drafter: str | None = None,
+    threads: int | None = None,
+    **arguments: Unpack[LoadArguments],
 ) -> Engine:
     """Opens a bundle and returns an engine that generates with it.
 
@@ -138,7 +140,7 @@ def load(
     """
     if not isinstance(path, str | os.PathLike):
         raise UserError(f"got path {path!r:.60}, expected the folder of a bundle", param="path")
-    options = LoadOptions(drafter=drafter, **arguments)
+    options = LoadOptions(drafter=drafter, threads=threads, **arguments)
     warn_of_threads(options.threads)
     bundle = bundles.read(_local(path), options.verify)
     known = _drafter_names(bundle)

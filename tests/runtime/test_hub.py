@@ -282,7 +282,7 @@ def test_what_is_not_a_bundle_is_refused(hub: FakeHub, files: dict[str, bytes]) 
         "a/short": (without, r"tokenizer\.json is named in its manifest and missing there"),
         "a/out": (
             damaged(files, files=manifest["files"] | {"../out": digest}),
-            r"got file path '\.\./out', expected one inside the bundle",
+            r"files: got str '\.\./out', expected a path inside the bundle",
         ),
     }
     for name, (held, message) in cases.items():

@@ -24,6 +24,7 @@ WRITTEN: tuple[tuple[str, str, type], ...] = (
     ("spec_runtime/requests/options.py", "CallOptions", Request),
     ("spec_runtime/load.py", "LoadArguments", LoadOptions),
 )
+NAMED = ("drafter", "threads")  # arguments of `load` by themselves, which also go by their place
 MARKER = "    # made by tools/docs/typed_arguments.py\n"
 
 
@@ -36,7 +37,7 @@ def keys(declaration: type) -> str:
     fields = [
         each
         for each in dataclasses.fields(typing.cast(Any, declaration))
-        if (declaration, each.name) != (LoadOptions, "drafter")  # an argument of its own
+        if declaration is not LoadOptions or each.name not in NAMED
     ]
     return "".join(f"    {each.name}: {_text(hints[each.name])}\n" for each in fields)
 
