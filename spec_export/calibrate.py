@@ -43,7 +43,7 @@ NUM_OCTAVES = 12
 
 
 class _TreeRecorder(ProposerWrapper):
-    """Keeps the tree that a drafter makes at each position, and proposes the root alone.
+    """Keeps the tree that a drafter makes at each position, and proposes only the root.
 
     budget_at: gives the drafter's budget from the position and the budget of decoding there.
     """
@@ -96,8 +96,8 @@ def run(
     on_prompt: is called with the drafter, the prompts done and their number.
     on_skip: is called with the reason for each prompt left out because it exceeds the context.
     on_found: is called with each drafter and its calibration, before anything is stored.
-    Returns the calibrations by drafter, see bundle.DrafterInfo. Raises ValueError for a damaged
-    bundle, an unknown drafter, or if no prompt can be used, and ValueError or OSError, before
+    Returns the calibrations by drafter, see bundle.DrafterInfo. Raises UserError for a damaged
+    bundle, an unknown drafter, or if no prompt can be used, and UserError or OSError, before
     anything is measured, if the manifest cannot be written.
     """
     opened = bundles.read(bundle)
@@ -116,7 +116,7 @@ def run(
     for number, content in enumerate(contents, 1):
         try:
             encoded.append(plain.encode(content))
-        except ValueError as error:
+        except UserError as error:
             on_skip(f"prompt {number} skipped: {error}")
     found = {}
     for info in infos:
@@ -216,7 +216,7 @@ def _ranks_along(tree: TokenTree, truth: Sequence[int]) -> list[int | None]:
 
 
 def summarise(seen: Sequence[Answer]) -> dict[str, Any]:
-    """Returns the calibration as bundle.DrafterInfo has it; raises ValueError without answers."""
+    """Returns the calibration as bundle.DrafterInfo has it; raises UserError without answers."""
     answers = [answer for answer in seen if answer.nodes]
     if not answers:
         raise UserError(
@@ -255,8 +255,8 @@ def _accuracy(ranks: Sequence[Sequence[int | None]], num_candidates: int) -> lis
 def accepted_length(nodes: Sequence[Sequence[Sequence[int]]], num_nodes: int) -> float:
     """Returns the accepted length of decoding these answers with trees of `num_nodes` nodes.
 
-    That is the number of committed tokens per step if each tree has its first `num_nodes` nodes
-    alone, root included. `nodes`: by answer and position, as in Answer.
+    That is the number of committed tokens per step if each tree has only its first `num_nodes`
+    nodes, root included. `nodes`: by answer and position, as in Answer.
     """
     num_steps = 0
     for answer in nodes:

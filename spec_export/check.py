@@ -138,7 +138,7 @@ def run(
 
     model: a folder, hub id or GGUF file; None means the demo. It must be the one that the bundle
     was built from. precisions: for fresh exports only; fp32 is checked in both forms of the graph.
-    Measures the drafters' accepted length on the reference prompts too. Raises ValueError for a
+    Measures the drafters' accepted length on the reference prompts too. Raises UserError for a
     damaged bundle, or for one of another model.
     """
     opened = None if bundle is None else bundles.read(bundle)
@@ -165,7 +165,7 @@ def run(
 
 
 def _require_origin(opened: bundles.Bundle, source: target.Source) -> None:
-    """Raises ValueError unless the bundle was built from this model."""
+    """Raises UserError unless the bundle was built from this model."""
     origin = opened.manifest.provenance.get("model", opened.manifest.name)
     if origin != source.name:
         raise UserError(
@@ -180,14 +180,14 @@ def _is_writable(opened: bundles.Bundle, report: Report) -> bool:
         return False
     try:
         require_writable(opened.path / bundles.MANIFEST)
-    except (OSError, ValueError) as error:
+    except (OSError, UserError) as error:
         report.line(f"accepted lengths will not be stored in the bundle: {error}")
         return False
     return True
 
 
 def _require_same_dims(opened: bundles.Bundle, raw: Any) -> None:
-    """Raises ValueError unless a model of this transformers config has the bundle's sizes."""
+    """Raises UserError unless a model of this transformers config has the bundle's sizes."""
     info = opened.manifest.target
     config = read_config(raw, (), min(info.max_length, raw.max_position_embeddings))
     for field in dataclasses.fields(info.dims):
@@ -212,7 +212,7 @@ def _check_bundle(
         return [*rows, CheckRow("logits", name, None, note=why)]
     try:
         backend = open_graph(opened, graph, info.max_length + info.scratch)
-    except ValueError as error:
+    except UserError as error:
         return [*rows, CheckRow("logits", name, None, note=str(error))]
     text = tokenizer.encode(reference.prose(), special_tokens=True)
     truth = TransformersModel(truth.model, info.taps)

@@ -224,18 +224,17 @@ def run(
     """
     _check_options(engine, SamplingParams(**options))
     report = AuditReport(precision)
+    auditor = _Auditor(engine, options, report)
     for prompt in prompts:
         try:
             prompt_ids = engine.encode(prompt.content)
             if len(prompt_ids) == engine.target.max_length:
                 raise UserError(f"{len(prompt_ids)} tokens leave no room in the context")
-        except ValueError as error:
+        except UserError as error:
             report.skipped.append({"prompt": prompt.id, "reason": str(error)})
             on_skip(f"prompt {prompt.id} skipped: {error}")
         else:
-            report.answers.append(
-                _answer(engine, prompt.id, prompt_ids, options, report, reference)
-            )
+            report.answers.append(auditor.answer(prompt.id, prompt_ids, reference))
         on_prompt()
     if precision != "fp32" and report.answers and not report.chain_rows:
         raise UserError("got no answer of 3 tokens, expected one to measure the rounding with")
@@ -270,118 +269,110 @@ class _Emitted(NamedTuple):
     expected_id: int | None
     num_nodes: int
 
-    @property
-    def is_justified(self) -> bool:
-        return self.num_nodes == 0 or self.id == self.expected_id
 
+class _Auditor:
+    """Decodes prompts plainly and speculatively, and adds what it finds to `report`."""
 
-def _emitted(engine: Engine, prompt_ids: list[int], options: SamplingOptions) -> Iterator[_Emitted]:
-    """Yields the tokens of one answer with the rows that decided them."""
-    sampler = Sampler(SamplingParams(**options), engine.target.vocab_size, prompt_ids)
-    position = len(prompt_ids)
-    for step in engine.steps(prompt_ids, reuse=False, **options):
-        tree = None if step.verified is None else step.verified.tree
-        node: int | None = 0
-        for place, token in enumerate(step.tokens):
-            if step.verified is None or tree is None:
-                yield _Emitted(token, None, None, 0)
-            elif node is None or step.path[place : place + 1] != [node]:
-                node = None
-                yield _Emitted(token, None, None, tree.num_nodes)
-            else:
-                logits_V = step.verified.row(node)
-                yield _Emitted(token, logits_V, sampler(logits_V, position), tree.num_nodes)
-                node = tree.child(node, token)
-            position += 1
+    def __init__(self, engine: Engine, options: SamplingOptions, report: AuditReport) -> None:
+        self._engine, self._options, self._report = engine, options, report
+        self._params = SamplingParams(**options)
 
+    def answer(self, prompt: str | int, prompt_ids: list[int], reference: Engine | None) -> Answer:
+        """Decodes one prompt both ways and returns the answers, judged by `reference` too."""
+        target, report = self._engine.target, self._report
+        plain, kept, last = self._decode_plainly(prompt, prompt_ids)
+        speculative, parting_V = self._decode_speculatively(prompt, prompt_ids, plain, kept)
+        assert self._engine.last_result is not None
+        stats = self._engine.last_result.stats
+        report.chain_rows += _chain_rows(target, [*prompt_ids, *plain[:-1]], last)
+        divergence = None
+        position = first_difference(plain, speculative)
+        if position is not None:
+            logits_V = replay(target, [*prompt_ids, *plain[:position]])
+            sampler = Sampler(self._params, target.vocab_size, prompt_ids)
+            score_V = scores(sampler, logits_V, len(prompt_ids) + position)
+            divergence = _divergence(prompt, position, plain, speculative, score_V, logits_V)
+            if parting_V is not None and position not in kept:
+                report.rows.append(_row_delta(prompt, position, parting_V, logits_V))
+        log_probs = None
+        if reference is not None:
+            log_probs = (
+                quality.log_prob(reference.target, prompt_ids, plain),
+                quality.log_prob(reference.target, prompt_ids, speculative),
+            )
+        return Answer(prompt, plain, speculative, stats, divergence, log_probs)
 
-def _answer(
-    engine: Engine,
-    prompt: str | int,
-    prompt_ids: list[int],
-    options: SamplingOptions,
-    report: AuditReport,
-    reference: Engine | None,
-) -> Answer:
-    target, params = engine.target, SamplingParams(**options)
-    plain, kept, last = _decode_plainly(engine, prompt, prompt_ids, options, report)
-    speculative, parting_V = _decode_speculatively(
-        engine, prompt, prompt_ids, options, report, plain, kept
-    )
-    assert engine.last_result is not None
-    stats = engine.last_result.stats
-    report.chain_rows += _chain_rows(target, [*prompt_ids, *plain[:-1]], last)
-    divergence = None
-    position = first_difference(plain, speculative)
-    if position is not None:
-        logits_V = replay(target, [*prompt_ids, *plain[:position]])
-        sampler = Sampler(params, target.vocab_size, prompt_ids)
-        score_V = scores(sampler, logits_V, len(prompt_ids) + position)
-        divergence = _divergence(prompt, position, plain, speculative, score_V, logits_V)
-        if parting_V is not None and position not in kept:
-            report.rows.append(_row_delta(prompt, position, parting_V, logits_V))
-    log_probs = None
-    if reference is not None:
-        log_probs = (
-            quality.log_prob(reference.target, prompt_ids, plain),
-            quality.log_prob(reference.target, prompt_ids, speculative),
-        )
-    return Answer(prompt, plain, speculative, stats, divergence, log_probs)
+    def _decode_plainly(
+        self, prompt: str | int, prompt_ids: list[int]
+    ) -> tuple[list[int], dict[int, np.ndarray], list[np.ndarray]]:
+        """Returns the tokens, the sampled rows by position, and the last rows."""
+        stride = max(1, self._params.max_new_tokens // SAMPLED_ROWS)
+        plain: list[int] = []
+        kept: dict[int, np.ndarray] = {}
+        last: deque[np.ndarray] = deque(maxlen=min(CHAIN_ROWS, self._engine.target.max_nodes))
+        tokens = self._emitted(self._engine.with_drafter("none"), prompt_ids)
+        for position, token in enumerate(tokens):
+            self._judge(prompt, position, token, is_plain=True)
+            plain.append(token.id)
+            if token.logits_V is not None:
+                last.append(token.logits_V.copy())
+                if position % stride == 0:
+                    kept[position] = last[-1]
+        return plain, kept, list(last)
 
-
-def _decode_plainly(
-    engine: Engine,
-    prompt: str | int,
-    prompt_ids: list[int],
-    options: SamplingOptions,
-    report: AuditReport,
-) -> tuple[list[int], dict[int, np.ndarray], list[np.ndarray]]:
-    """Returns the tokens, the sampled rows by position, and the last rows."""
-    stride = max(1, SamplingParams(**options).max_new_tokens // SAMPLED_ROWS)
-    plain: list[int] = []
-    kept: dict[int, np.ndarray] = {}
-    last: deque[np.ndarray] = deque(maxlen=min(CHAIN_ROWS, engine.target.max_nodes))
-    tokens = _emitted(engine.with_drafter("none"), prompt_ids, options)
-    for position, token in enumerate(tokens):
-        _judge(report, prompt, position, token, is_plain=True)
-        plain.append(token.id)
-        if token.logits_V is not None:
-            last.append(token.logits_V.copy())
-            if position % stride == 0:
-                kept[position] = last[-1]
-    return plain, kept, list(last)
-
-
-def _decode_speculatively(
-    engine: Engine,
-    prompt: str | int,
-    prompt_ids: list[int],
-    options: SamplingOptions,
-    report: AuditReport,
-    plain: list[int],
-    kept: dict[int, np.ndarray],
-) -> tuple[list[int], np.ndarray | None]:
-    """Returns the tokens and the tree's row that decided the first one unlike ``plain``'s (None:
-    there is none). Up to there, compares rows of trees with those ``kept`` of plain decoding."""
-    target = engine.target
-    judged, redone, seconds = target.num_judged, target.num_redone, target.redo_seconds
-    speculative: list[int] = []
-    is_same, parting_V = True, None
-    for position, token in enumerate(_emitted(engine, prompt_ids, options)):
-        _judge(report, prompt, position, token, is_plain=False)
-        speculative.append(token.id)
-        if not is_same:
-            continue
-        is_same = plain[position : position + 1] == [token.id]
-        if token.logits_V is not None and token.num_nodes > 1:
-            if position in kept:
-                report.rows.append(_row_delta(prompt, position, token.logits_V, kept[position]))
+    def _decode_speculatively(
+        self,
+        prompt: str | int,
+        prompt_ids: list[int],
+        plain: list[int],
+        kept: dict[int, np.ndarray],
+    ) -> tuple[list[int], np.ndarray | None]:
+        """Returns the tokens and the tree's row that decided the first one unlike ``plain``'s
+        (None: there is none). Up to there, compares rows of trees with those ``kept`` of plain
+        decoding."""
+        target, report = self._engine.target, self._report
+        judged, redone, seconds = target.num_judged, target.num_redone, target.redo_seconds
+        speculative: list[int] = []
+        is_same, parting_V = True, None
+        for position, token in enumerate(self._emitted(self._engine, prompt_ids)):
+            self._judge(prompt, position, token, is_plain=False)
+            speculative.append(token.id)
             if not is_same:
-                parting_V = token.logits_V.copy()
-    report.num_judged += target.num_judged - judged
-    report.num_redone += target.num_redone - redone
-    report.redo_seconds += target.redo_seconds - seconds
-    return speculative, parting_V
+                continue
+            is_same = plain[position : position + 1] == [token.id]
+            if token.logits_V is not None and token.num_nodes > 1:
+                if position in kept:
+                    report.rows.append(_row_delta(prompt, position, token.logits_V, kept[position]))
+                if not is_same:
+                    parting_V = token.logits_V.copy()
+        report.num_judged += target.num_judged - judged
+        report.num_redone += target.num_redone - redone
+        report.redo_seconds += target.redo_seconds - seconds
+        return speculative, parting_V
+
+    def _emitted(self, engine: Engine, prompt_ids: list[int]) -> Iterator[_Emitted]:
+        """Yields the tokens of one answer with the rows that decided them."""
+        sampler = Sampler(self._params, engine.target.vocab_size, prompt_ids)
+        position = len(prompt_ids)
+        for step in engine.steps(prompt_ids, reuse=False, **self._options):
+            tree = None if step.verified is None else step.verified.tree
+            node: int | None = 0
+            for place, token in enumerate(step.tokens):
+                if step.verified is None or tree is None:
+                    yield _Emitted(token, None, None, 0)
+                elif node is None or step.path[place : place + 1] != [node]:
+                    node = None
+                    yield _Emitted(token, None, None, tree.num_nodes)
+                else:
+                    logits_V = step.verified.row(node)
+                    yield _Emitted(token, logits_V, sampler(logits_V, position), tree.num_nodes)
+                    node = tree.child(node, token)
+                position += 1
+
+    def _judge(self, prompt: str | int, position: int, token: _Emitted, is_plain: bool) -> None:
+        if token.num_nodes and token.id != token.expected_id:
+            found = Unjustified(prompt, position, is_plain, token.id, token.expected_id)
+            self._report.unjustified.append(found)
 
 
 def _row_delta(
@@ -389,15 +380,6 @@ def _row_delta(
 ) -> RowDelta:
     delta = float(np.abs(tree_V - alone_V).max())
     return RowDelta(prompt, position, delta, float(np.ptp(alone_V)))
-
-
-def _judge(
-    report: AuditReport, prompt: str | int, position: int, token: _Emitted, is_plain: bool
-) -> None:
-    if not token.is_justified:
-        report.unjustified.append(
-            Unjustified(prompt, position, is_plain, token.id, token.expected_id)
-        )
 
 
 def _chain_rows(

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from spec_runtime.errors import UserError
 from spec_runtime.measure import audit
 from spec_runtime.measure.prompts import BenchPrompt
 from spec_runtime.stats import Stats, ratio
@@ -83,7 +84,7 @@ def run(
     contenders += [(engine, options) for engine in engines]
     reports = [BenchReport() for _ in engines]
 
-    def skip(prompt: BenchPrompt, turn: int, error: ValueError) -> None:
+    def skip(prompt: BenchPrompt, turn: int, error: UserError) -> None:
         for report in reports:
             report.skipped.append({"prompt": prompt.id, "turn": turn, "reason": str(error)})
         where = f"prompt {prompt.id}" + (f", turn {turn}," if turn > 1 else "")
@@ -97,7 +98,7 @@ def run(
             try:
                 for chat in chats:
                     chat.ask(question)
-            except ValueError as error:
+            except UserError as error:
                 skip(prompt, turn, error)
                 break
             if num_done == 0 and turn == 1:  # page in weights and buffers outside the timing

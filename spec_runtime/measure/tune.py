@@ -95,8 +95,8 @@ def measure_verify(
 ) -> tuple[float, dict[int, float]]:
     """Returns the milliseconds of one target pass: in plain decoding, and by tree size.
 
-    Passes over trees return what `wants` says, those of plain decoding logits alone. The times are
-    medians of interleaved rounds behind some 200 committed rows, which are `tokens` repeated.
+    Passes over trees return what `wants` says, those of plain decoding only logits. The times are
+    medians of interleaved rounds after some 200 committed rows, which are `tokens` repeated.
     """
     with target.alone():
         num_rows = max(1, min(CONTEXT_ROWS, target.max_length // 2))
@@ -133,7 +133,7 @@ def _recording(engine: Engine, budget: Budget) -> tuple[Engine, Recorder]:
     return engine.observed(lambda _: recorder, budget), recorder
 
 
-def _alone(proposer: Proposer) -> Proposer:
+def _without_lookup(proposer: Proposer) -> Proposer:
     """Returns the drafter without prompt lookup's candidates."""
     if isinstance(proposer, MergedProposer) and proposer.has_drafter:
         return proposer.drafter
@@ -211,7 +211,7 @@ def tune(
     list of token ids.
 
     `calibration`: the bundle's, see DrafterInfo. `quick`: no race, the predictions decide.
-    `sweep`: measure trees of many sizes as well. Raises ValueError for an engine that has no trees
+    `sweep`: measure trees of many sizes as well. Raises UserError for an engine that has no trees
     to tune, and for prompts that the target answers with nothing.
     """
     require_trees(engine)
@@ -226,8 +226,8 @@ def tune(
 
     on_stage("trees of the drafter")
     num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
-    alone = engine.observed(_alone)
-    recording, recorder = _recording(alone, Budget(min(num_nodes, limit)))
+    unmerged = engine.observed(_without_lookup)
+    recording, recorder = _recording(unmerged, Budget(min(num_nodes, limit)))
     run = race({"run": recording}, prompts, max_new_tokens, num_rounds=1)["run"]
     if not run.steps:
         raise UserError("got prompts that the target answers with nothing; give others")
@@ -239,7 +239,7 @@ def tune(
     if curve.reliability and target.strict_gap is None:
         on_stage("trees at temperature 1")
         budget = Budget(min(DRAFT_NODES, limit), growth=_grown(curve))
-        trust = _sampled_trust(alone, budget, prompts, max_new_tokens)
+        trust = _sampled_trust(unmerged, budget, prompts, max_new_tokens)
     merged = curve
     if lookup_nodes and curve.reliability:
         on_stage("trees with prompt lookup")
@@ -249,7 +249,7 @@ def tune(
         merged = replace(Curve.observed(merging.seen), accuracy=curve.accuracy)
 
     on_stage("drafting")
-    draft_ms = _draft_ms(alone, recorder, prompts[0], min(DRAFT_NODES, limit))
+    draft_ms = _draft_ms(unmerged, recorder, prompts[0], min(DRAFT_NODES, limit))
     costs = _costs(*verify_ms, *draft_ms, run)
 
     candidates = [Candidate(PLAIN, None, 1.0, expected_speedup=1.0)]
@@ -310,7 +310,7 @@ def _trusting(candidate: Candidate, trust: float) -> Candidate:
 
 
 def require_trees(engine: Engine) -> None:
-    """Raises ValueError if the engine has no trees to tune."""
+    """Raises UserError if the engine has no trees to tune."""
     if engine.drafter == "none":
         raise UserError("got drafter none, expected one whose trees can be tuned")
 
@@ -345,8 +345,8 @@ def _candidates(
 
     `curve` is the drafter's, `merged` that of its trees with prompt lookup's candidates. A grown
     tree's places go to the likeliest nodes of both, so `merged` predicts it. A static tree keeps
-    room for lookup's nodes, and its prediction is of the drafter alone. Of equal predictions the
-    first is preferred.
+    room for lookup's nodes, and its prediction is of the drafter without lookup. Of equal
+    predictions the first is preferred.
     """
     found = []
     own = max(2, limit - lookup_nodes)
@@ -419,9 +419,11 @@ def _measured(candidate: Candidate, stats: Stats, plain: Stats) -> Candidate:
 def _sweep(
     engine: Engine, points: Sequence[Point], prompts: Sequence[list[int]], max_new_tokens: int
 ) -> list[dict[str, float]]:
-    """Returns the predicted and measured speed-ups of the drafter alone, by tree size."""
+    """Returns the predicted and measured speed-ups of the drafter without lookup, by tree size."""
     shown = {f"{p.nodes:.1f}": p for p in points if p.budget.max_nodes in SIZES}
-    engines = {name: engine.observed(_alone, point.budget) for name, point in shown.items()}
+    engines = {
+        name: engine.observed(_without_lookup, point.budget) for name, point in shown.items()
+    }
     engines[PLAIN] = decoding(engine, None)
     stats = race(engines, prompts, max_new_tokens, num_rounds=1)
     plain = stats[PLAIN].tokens_per_second

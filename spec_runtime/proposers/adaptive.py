@@ -41,12 +41,12 @@ LARGEST_TRUST = 4.0  # the smallest is its inverse
 
 
 class DraftPauser(ProposerWrapper):
-    """Passes on the trees of `proposer`, or, while drafting does not pay, proposes roots alone.
+    """Passes on the trees of `proposer`, or, while drafting does not pay, proposes only roots.
 
     `gain` is what `tune` saw at temperature 0 and `sampled_gain` at temperature 1; the averages
     begin each generation there, in proportion to its temperature. Where that would not pay or is
     not known, and after a rest, they begin at the break-even point and are judged after
-    PROBE_STEPS, so that what is seen alone decides.
+    PROBE_STEPS, so that only what is seen decides.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class DraftPauser(ProposerWrapper):
 
     @property
     def is_resting(self) -> bool:
-        """True while trees are roots alone."""
+        """True while trees are only roots."""
         return self._rest > 0
 
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:

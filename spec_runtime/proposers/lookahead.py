@@ -1,4 +1,4 @@
-"""Drafts by lookahead decoding (Fu et al.): Jacobi iterations beside the text, kept as n-grams.
+"""Drafts by lookahead decoding (Fu et al.): n-grams from Jacobi iterations run with the text.
 
 The window holds W columns of N - 1 guessed tokens. The target's argmax after the newest token of
 column i completes an n-gram,

@@ -136,7 +136,7 @@ class MergedProposer(ProposerWrapper):
             return child, index.advance(here, token), depth + 1
 
         root: _Place = (0, index.end(), 0)
-        # what is given to it are worths, not predictions, and they have been coupled
+        # the probabilities are worths already, not predictions, and they have been coupled
         priced = Grown(floor, growth.step_ms, growth.level_ms)
         budget = replace(budget, growth=priced, coupling=None)
         num_levels = max(1, int(drafted.depth_N.max()))
@@ -144,7 +144,7 @@ class MergedProposer(ProposerWrapper):
 
 
 def guessed_below(drafted: TokenTree, worth: Sequence[float], node: int | None) -> dict[int, float]:
-    """Returns the probability of each token that a drafter's tree has behind `node`; nothing where
+    """Returns the probability of each token that a drafter's tree has after `node`; nothing where
     `node` is None, outside of the tree. `worth` is the probability of each node's path."""
     if node is None or not worth[node]:
         return {}
@@ -167,7 +167,7 @@ def combined(
         p  = 1 - (1 - d') (1 - l').
 
     What one source gives to other tokens speaks against a guess of the other, but little against a
-    match that is nearly certain; what is left of both counts as independent evidence. Example: the
+    match that is nearly certain; the rest of both counts as independent evidence. Example: the
     drafter says "the" with .6, lookup "a" with .5: "the" has .6 · (1 - .8 · .5) = .36 and "a"
     .5 / (.5 + .5 · exp(1.4 · .6)) = .30.
     """

@@ -2,7 +2,7 @@
 
 A drafter with a key/value cache has a row a committed token, and some rows that are still to be
 run. If it reads features, its rows are pairs: row t holds (feature of position t, token t + 1), so
-the row of the last committed position waits for the root. If it reads tokens alone, as a draft
+the row of the last committed position waits for the root. If it reads only tokens, as a draft
 model does, row t is token t. A drafter without a cache reads the last feature only.
 """
 
@@ -114,7 +114,7 @@ def open_reader(
 
 
 def require_levels_fit(info: DrafterInfo, scratch: int) -> None:
-    """Raises BundleError if a drafter's levels have more nodes than a cache has rows behind the
+    """Raises BundleError if a drafter's levels have more nodes than a cache has rows after the
     context; the contiguous form writes one row more."""
     num_guesses, max_width = info.config["num_guesses"], info.config["max_width"]
     if (num_guesses - 1) * max_width >= scratch:
@@ -131,7 +131,7 @@ class DrafterRows:
     extra rows (see `run`) have the features of the last row kept, not zeros. bank: the target, if
     the graph reads features from its banks (graphs/banks.py); none then come by way of the host,
     and `wants_features` is False. In the drafter's own banks, the M rows of logits of a run that is
-    kept are rows 0 to M - 1, and node k of the forest behind them (see `run_nodes`) is row 1 + k.
+    kept are rows 0 to M - 1, and node k of the forest after them (see `run_nodes`) is row 1 + k.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class DrafterRows:
         """Runs the waiting rows (at least one) and keeps them; returns the outputs for the last row
         kept and for the extra rows.
 
-        The rows `extra_ids` i64[E] come behind the waiting ones in the same chain and are not kept.
+        The rows `extra_ids` i64[E] come after the waiting ones in the same chain and are not kept.
         """
         self._catch_up(most_waiting=CHUNK_ROWS)
         return self._run(outputs, extra_ids)
@@ -251,7 +251,7 @@ class DrafterRows:
         first: int,
         features: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, np.ndarray]:
-        """Runs nodes `first` … N - 1 of a forest behind the committed rows; keeps nothing.
+        """Runs nodes `first` … N - 1 of a forest after the committed rows; keeps nothing.
 
         `parent_N` i64[N] is as in kv.Cache.place, over all nodes; those before `first` were run by
         earlier calls. `token_N` i64 holds the new nodes only, and so does what `features` feeds:
@@ -275,7 +275,7 @@ class DrafterRows:
         """Runs nodes `first` … of a tree that is grown level by level (grow.grow_by_levels).
 
         The root is the last of the waiting rows, which are run and kept; the nodes below it are a
-        forest behind them. `features` is as in `run_nodes`; the root brings its own.
+        forest after them. `features` is as in `run_nodes`; the root brings its own.
         """
         if first == 0:
             return self.run(outputs)

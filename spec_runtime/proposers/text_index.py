@@ -1,6 +1,6 @@
 """Finds what followed the end of a text before, and estimates how likely it follows again.
 
-The index holds one text, and optionally earlier answers beside it. It knows nothing of trees.
+The index holds one text, and optionally earlier answers. It knows nothing of trees.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class TracedStep:
     """What one step did. The prompt's step, which is the first, has no tree.
 
     `path` are the accepted nodes from the root on, and `node_texts` one text a node, as it reads
-    behind its parent. `bonus_text` is None where generation ended with a drafted token. `pieces`
+    after its parent. `bonus_text` is None where generation ended with a drafted token. `pieces`
     are (text, depth), as in Chunk. `seconds` are those of the step by phase, see Stats.
     """
 
@@ -125,7 +125,7 @@ def whole_path(tree: TokenTree, step: Step) -> list[int]:
 def node_texts(
     codec: Codec, tree: TokenTree, path: Sequence[int], step: Step
 ) -> tuple[list[str], str | None]:
-    """Returns the text of each node and of the bonus, each as it reads behind what is before it.
+    """Returns the text of each node and of the bonus, each as it reads after the text before it.
 
     The bonus is None if the step has none.
     """

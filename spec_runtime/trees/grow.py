@@ -76,7 +76,7 @@ def grow(root_token: int, guesses: Guesses, budget: Budget) -> TokenTree:
     level = itertools.count()
 
     def expand(nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
-        return guesses.behind(next(level), nodes.tokens[first:])
+        return guesses.after(next(level), nodes.tokens[first:])
 
     return grow_by_levels(root_token, expand, budget, len(guesses), max_width=budget.max_nodes)
 
@@ -88,7 +88,7 @@ def grow_by_levels(
     level by level.
 
     `expand(nodes, first)` runs the drafter at nodes `first` … of the tree grown so far (at first
-    the root alone) and returns their candidates, best first: token ids i64[n, C] and
+    only the root) and returns their candidates, best first: token ids i64[n, C] and
     log-probabilities f32[n, C]. At most `num_levels` levels are run, and of a grown or drawn tree
     at most `max_width` nodes a level.
     """
@@ -253,7 +253,7 @@ def cut_to_paying(tree: TokenTree, growth: Grown, num_levels: int = 1) -> TokenT
 
 
 def _grow_along(root_token: int, expand: Expand, truth: Sequence[int]) -> TokenTree:
-    """Returns all candidates, best first, behind the root and each token of `truth`, down to the
+    """Returns all candidates, best first, after the root and each token of `truth`, down to the
     first of these that is not among them."""
     tree, chain = TreeBuilder(root_token), TreeBuilder(root_token)
     log_prob, parent = [0.0], 0

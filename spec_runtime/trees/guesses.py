@@ -50,7 +50,7 @@ class Guesses:
         K, C = self.token_KC.shape
         return np.broadcast_to(self.log_prob_KC[1:, None], (K - 1, C, C))
 
-    def behind(self, k: int, parent_tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def after(self, k: int, parent_tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the candidates of row k after each of these n tokens of row k - 1, best first:
         token ids i64[n, C] and log-probabilities f32[n, C]."""
         if k == 0:

@@ -181,7 +181,7 @@ def paths_of(entry: DrafterInfo, num_nodes: int = DEFAULT_NODES) -> tuple[RankPa
         size = entry.trees.get("max_nodes", num_nodes)
         try:
             paths = [list(path) for path in parse_tree(f"{template!s:.80}", accuracy, size)]
-        except ValueError as error:
+        except UserError as error:
             raise BundleError(f"drafter {entry.name!r}: {error}") from None
     if paths is None:
         return None
