@@ -97,6 +97,12 @@ def test_rows_are_turned_into_columns() -> None:
     found = results.pivot(rows, "d", "t")
     assert [row["key"] for row in found] == ["a", "b"]
     assert results.cell('{across."0.7".n}', found[1]) == "b0.7"
+    columns = render.columns_for('d := {key} | t = {each} := {across."{each}".n}', found)
+    assert [head for head, _ in columns] == ["d", "t = 0.0", "t = 0.7"]
+    assert results.cell(columns[2][1], found[0]) == "a0.7"
+    guesses = [{"top1_K": [0.5]}, {"top1_K": [0.5, 0.25]}]
+    columns = render.columns_for("guess {k} := {top1_K.{k}?:.2f}", guesses)
+    assert columns == [("guess 1", "{top1_K.0?:.2f}"), ("guess 2", "{top1_K.1?:.2f}")]
 
 
 def test_what_bench_writes_today_can_be_rendered(

@@ -3,7 +3,7 @@
     python -m tools.docs.render [--check]
 
 A block is everything between `<!-- figures: NAME [ARGUMENT] -->` and `<!-- /figures -->`: one of
-the tables of tables.py, such as `sweep int8`, or `source FILE`, the line under it. Figures are
+the tables of tables.toml, such as `sweep int8`, or `source FILE`, the line under it. Figures are
 never typed by hand, so that a new measurement needs this command and no editing. With --check
 nothing is written: the exit code is 1 if a block is not what its JSON says.
 """
@@ -11,15 +11,19 @@ nothing is written: the exit code is 1 if a block is not what its JSON says.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tools.docs.results import ROOT, FigureError, cell, source
-from tools.docs.tables import TABLES
+from tools.docs import rows
+from tools.docs.results import ROOT, FigureError, Row, cell, rows_of, source
 from tools.figures import markdown
 
+TABLES = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+REPEATED = re.compile(r'(?P<field>\w+)\."?\{(?P<mark>k|each)\}')
 BLOCK = re.compile(
     r"(?P<begin><!-- figures: (?P<name>[^>]+?) -->)(?P<body>.*?)(?P<end><!-- /figures -->)",
     re.DOTALL,
@@ -34,10 +38,53 @@ def render(name: str) -> str:
     if word not in TABLES:
         raise FigureError(f"got figures block {name!r}, expected source or {', '.join(TABLES)}")
     table = TABLES[word]
-    rows = table.rows_for(argument)
-    heads, templates = zip(*table.columns_for(rows), strict=True)
-    cells = [[cell(template, row) for template in templates] for row in rows]
-    return f"\n\n{markdown(heads, cells, table.left)}\n\n"
+    found = rows_for(table["rows"].replace("{}", argument), argument)
+    columns = columns_for(table["columns"], found)
+    cells = [[cell(template, row) for _, template in columns] for row in found]
+    return f"\n\n{markdown([head for head, _ in columns], cells, table.get('left', 1))}\n\n"
+
+
+def rows_for(where: str, argument: str) -> list[Row]:
+    """Returns the rows of "FILE:PATH", or those that a function of rows.py makes."""
+    file, colon, path = where.partition(":")
+    if colon:
+        return rows_of(file, path)
+    function, _, own_argument = where.partition(" ")
+    return getattr(rows, function)(own_argument or argument)
+
+
+def columns_for(text: str, found: Sequence[Row]) -> list[tuple[str, str]]:
+    """Returns heads and templates, with those repeated whose cell has {k} or {each}.
+
+    With rows {n: {a: 1, b: 2}} the column "at {each} := {n.{each}}" becomes "at a := {n.a}" and
+    "at b := {n.b}".
+    """
+    pairs = [column.partition(":=")[::2] for column in re.split(r"[|\n]", text.strip())]
+    columns = []
+    for _, group in itertools.groupby(pairs, key=lambda pair: REPEATED.search(pair[1]) is None):
+        alike = list(group)
+        repeated = REPEATED.search(alike[0][1])
+        names = [("", "")]
+        if repeated is not None:
+            names = names_in(found, repeated["field"], repeated["mark"])
+        columns += [
+            (head.replace("{k}", shown).replace("{each}", shown).strip(), _named(template, name))
+            for name, shown in names
+            for head, template in alike
+        ]
+    return columns
+
+
+def names_in(found: Sequence[Row], field: str, mark: str) -> list[tuple[str, str]]:
+    """Returns the keys of a field in any row, or its places from 0, and how heads show them."""
+    if mark == "k":
+        return [(str(k), str(k + 1)) for k in range(max(len(row[field]) for row in found))]
+    keys = dict.fromkeys(key for row in found for key in row[field])
+    return [(key, key) for key in keys]
+
+
+def _named(template: str, name: str) -> str:
+    return template.replace("{k}", name).replace("{each}", name).strip()
 
 
 def rendered(text: str) -> str:
