@@ -12,7 +12,6 @@ from typing import Any
 
 _cudart = ctypes.CDLL("libcudart.so.13")
 _cudart.cudaGetErrorString.restype = ctypes.c_char_p
-_cudart.cudaGetErrorName.restype = ctypes.c_char_p
 
 cudaStreamDefault = 0
 cudaStreamNonBlocking = 1
@@ -68,30 +67,8 @@ def cudaGetDeviceCount() -> tuple[cudaError_t, int]:
     return _call_for(ctypes.c_int(), "cudaGetDeviceCount")
 
 
-def cudaSetDevice(device: int) -> tuple[cudaError_t]:
-    return _call("cudaSetDevice", device)
-
-
-def cudaDriverGetVersion() -> tuple[cudaError_t, int]:
-    return _call_for(ctypes.c_int(), "cudaDriverGetVersion")
-
-
-def cudaRuntimeGetVersion() -> tuple[cudaError_t, int]:
-    return _call_for(ctypes.c_int(), "cudaRuntimeGetVersion")
-
-
 def cudaDeviceGetAttribute(attribute: cudaDeviceAttr, device: int) -> tuple[cudaError_t, int]:
     return _call_for(ctypes.c_int(), "cudaDeviceGetAttribute", int(attribute), device)
-
-
-def cudaMemGetInfo() -> tuple[cudaError_t, int, int]:
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    error = _cudart.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total))
-    return cudaError_t(error), free.value, total.value
-
-
-def cudaGetErrorName(error: int) -> tuple[cudaError_t, bytes]:
-    return cudaError_t.cudaSuccess, _cudart.cudaGetErrorName(int(error))
 
 
 def cudaGetErrorString(error: int) -> tuple[cudaError_t, bytes]:
@@ -147,24 +124,8 @@ def cudaStreamCreateWithFlags(flags: int) -> tuple[cudaError_t, int]:
     return _call_for(ctypes.c_void_p(), "cudaStreamCreateWithFlags", ctypes.c_uint(flags))
 
 
-def cudaStreamDestroy(stream: int) -> tuple[cudaError_t]:
-    return _call("cudaStreamDestroy", _pointer(stream))
-
-
 def cudaStreamSynchronize(stream: int) -> tuple[cudaError_t]:
     return _call("cudaStreamSynchronize", _pointer(stream))
-
-
-def cudaDeviceSynchronize() -> tuple[cudaError_t]:
-    return _call("cudaDeviceSynchronize")
-
-
-def cudaThreadExchangeStreamCaptureMode(
-    mode: cudaStreamCaptureMode,
-) -> tuple[cudaError_t, cudaStreamCaptureMode]:
-    exchanged = ctypes.c_int(int(mode))
-    error = _cudart.cudaThreadExchangeStreamCaptureMode(ctypes.byref(exchanged))
-    return cudaError_t(error), cudaStreamCaptureMode(exchanged.value)
 
 
 def cudaStreamBeginCapture(stream: int, mode: cudaStreamCaptureMode) -> tuple[cudaError_t]:
