@@ -106,10 +106,7 @@ def test_the_contiguous_form_is_not_built_for_cuda(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (
-            {"attention": "chain"},
-            "got attention 'chain', expected one of bias, full_buffer: build the bundle again",
-        ),
+        ({"attention": "chain"}, "attention: got str 'chain', expected one of bias, full_buffer"),
         ({"attention": "full_buffer", "form": "contiguous"}, "with the contiguous form, expected"),
         ({"attention": 3}, "attention: got int 3, expected str"),
     ],
