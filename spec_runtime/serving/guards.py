@@ -2,8 +2,8 @@
 stops, and a line of log for each request.
 
 All of it is one plain ASGI wrapper, so that the app sees a client's disconnect. Starlette's
-TrustedHostMiddleware and RequestBodyLimitMiddleware answer in plain text, know neither "localhost."
-nor a limit of time, and break the connection of a client that still sends its body.
+TrustedHostMiddleware and RequestBodyLimitMiddleware do less: they answer in plain text, do not take
+"localhost." for "localhost", and limit no body's time, nor read on so that its sender hears why.
 """
 
 from __future__ import annotations
@@ -91,11 +91,13 @@ class Guards:
             await reply.end_with(error)
         except ClientGone:
             scope["log"]["gone"] = True
-        except asyncio.CancelledError:  # uvicorn does so when it stops, and never else
+        except asyncio.CancelledError:  # uvicorn does so only when it stops
             if self._has_ids:
                 raise
             if not reply.is_complete:
-                with suppress(TimeoutError, asyncio.CancelledError):  # of one who reads nothing
+                with suppress(
+                    TimeoutError, asyncio.CancelledError
+                ):  # of a client that reads nothing
                     async with asyncio.timeout(NOTICE_SECONDS):
                         await reply.end_with(stopped())
 
@@ -118,8 +120,8 @@ class Guards:
         is_right = hmac.compare_digest(_digest(key.strip().encode("latin-1")), self._key)
         if not (is_right and is_bearer):
             message = "Incorrect API key provided." if key else "You didn't provide an API key."
-            headers_too = {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, message, code="invalid_api_key", headers=headers_too)
+            challenge = {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=challenge)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """Returns the body. Raises ApiError if it is too large or does not come in time, and
