@@ -1,20 +1,17 @@
-#!/usr/bin/env python3
 """Counts the tests by kind, parameters included, and writes the counts for docs/reliability.md.
 
-usage: python -m tools.ci.count_tests [--json OUT]
+python -m tools.ci.count_tests --json recipes/smollm2-135m/results/tests.json
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
-from spec_runtime.files.writing import write_atomically
-from spec_runtime.measure import provenance
+from tools.figures import command_line, run, write
 
 ROOT = Path(__file__).parents[2]
 # The first beginning that fits a test's file says its kind.
@@ -39,23 +36,18 @@ def collect(marker: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("tests/")]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the counts here")
-    args = parser.parse_args()
+def main(words: list[str] | None = None) -> None:
+    args = command_line(__doc__, "--json").parse_args(words)
     ids = collect("")
     kinds = Counter(next(k for start, k in KINDS.items() if i.startswith(start)) for i in ids)
     figures = {
-        "provenance": provenance.collect(note="not recorded: prompts, bundle"),
         "tests": len(ids),
         "kinds": {kind: kinds[kind] for kind in dict.fromkeys(KINDS.values()) if kinds[kind]},
         "markers": {marker: len(collect(marker)) for marker in MARKERS},
     }
-    print(json.dumps({name: figures[name] for name in ("tests", "kinds", "markers")}, indent=2))
-    if args.json is not None:
-        write_atomically(args.json, json.dumps(figures, indent=2) + "\n")
-    return 0
+    print(json.dumps(figures, indent=2))
+    write(args.json, figures, note="not recorded: prompts, bundle")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -1,10 +1,9 @@
-#!/usr/bin/env python3
 """Disturbs build, distill, train, tune and bench, and counts what was lost: nothing, it is hoped.
 
-usage: python -m tools.ci.faults [--kills 100] [--seed 0] [--scenarios NAME,NAME…] [--json OUT]
+    python -m tools.ci.faults --kills 1000 --seed 0 --json faults.json
 
 Each scenario is one command on a tiny target. Kills: SIGKILL or SIGTERM at a random moment, two of
-three right before a random operation on a file, the others at a random time. Besides, each command
+three right before a random operation on a file, the others at a random time. Each command also
 runs on file systems of several sizes that are too small for it, on some that get full meanwhile, on
 one that is mounted read-only, and beside a second process of itself. After each disturbance what
 was there before has to be whole; the same command is then run again, and has to make what it makes
@@ -17,8 +16,6 @@ root; without it those trials are skipped and the reason is printed. Exit code 1
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import tempfile
@@ -26,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests" / room) for room in ("faults", "export")]
@@ -34,8 +30,8 @@ sys.path[:0] = [str(ROOT / "tests" / room) for room in ("faults", "export")]
 from fault_scenarios import SCENARIOS, Shop  # noqa: E402  (tests are no package)
 from fault_trials import Disturber, Trial, why_no_mounts  # noqa: E402
 
-from spec_runtime.files.writing import write_atomically  # noqa: E402
-from spec_runtime.measure import provenance  # noqa: E402
+from spec_runtime.errors import UserError  # noqa: E402
+from tools.figures import command_line, run, write  # noqa: E402
 
 SHARES_OF_DISK = (0.02, 0.3, 0.6, 0.9)  # room, as shares of what the command writes
 SHARES_OF_WORK = (0.2, 0.5, 0.8)  # when the disk gets full under a command
@@ -72,18 +68,15 @@ def count(done: list[Trial]) -> dict[str, dict[str, dict[str, int]]]:
     return table
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(words: list[str] | None = None) -> int:
+    parser = command_line(__doc__, "--json")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scenarios", default=",".join(SCENARIOS), help="names, with commas")
-    parser.add_argument("--json", type=Path, help="write counts and failures here")
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     names = args.scenarios.split(",")
     if unknown := set(names) - set(SCENARIOS):
-        known = ", ".join(SCENARIOS)
-        print(f"error: got scenarios {sorted(unknown)}, expected {known}", file=sys.stderr)
-        return 2
+        raise UserError(f"got scenarios {sorted(unknown)}, expected {', '.join(SCENARIOS)}")
     started, done = time.monotonic(), []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         no_mounts = why_no_mounts(Path(folder) / "mount")
@@ -105,20 +98,18 @@ def main() -> int:
             print(f"{kind:10} {name:15} tried {each['tried']:4}  recovered {each['recovered']:4}")
     failures = [str(trial) for trial in done if trial.problems]
     print(f"{len(done)} trials in {seconds:.0f} s, seed {args.seed}, failures: {len(failures)}")
-    if args.json is not None:
-        figures: dict[str, Any] = {
-            "provenance": provenance.collect(threads=1, packages=PACKAGES, note=NOTE),
-            "seed": args.seed,
-            "seconds": round(seconds, 1),
-            "skipped": no_mounts,
-            "trials": len(done),
-            "counts": table,
-            "failed": len(failures),
-            "failures": failures,
-        }
-        write_atomically(args.json, json.dumps(figures, indent=2) + "\n")
-    return 1 if failures else 0
+    figures = {
+        "seed": args.seed,
+        "seconds": round(seconds, 1),
+        "skipped": no_mounts,
+        "trials": len(done),
+        "counts": table,
+        "failed": len(failures),
+        "failures": failures,
+    }
+    write(args.json, figures, threads=1, packages=PACKAGES, note=NOTE)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

@@ -38,6 +38,14 @@ def _axes(width: float, height: float) -> tuple[Figure, Any]:
     return figure, figure.add_subplot()
 
 
+def _errors(spreads: list[dict[str, float]]) -> tuple[list[float], tuple[list[float], list[float]]]:
+    """Returns medians, and how far the least and the greatest are from them."""
+    medians = [each["median"] for each in spreads]
+    below = [each["median"] - each["least"] for each in spreads]
+    above = [each["greatest"] - each["median"] for each in spreads]
+    return medians, (below, above)
+
+
 def speedup_by_category() -> str:
     """Bars: the tuned trees' speed-up on each subset, with the range over repeats."""
     figure, axes = _axes(8, 3.6)
@@ -45,11 +53,9 @@ def speedup_by_category() -> str:
         speedup = _load(f"sweep-{precision}")["contenders"]["tuned"]["speedup"]
         keys = ("all", *SUBSETS)
         places = [index + offset for index in range(len(keys))]
-        medians = [speedup[key]["median"] for key in keys]
-        below = [speedup[key]["median"] - speedup[key]["least"] for key in keys]
-        above = [speedup[key]["greatest"] - speedup[key]["median"] for key in keys]
+        medians, errors = _errors([speedup[key] for key in keys])
         axes.bar(places, medians, 0.25, color=colour, label=precision)
-        axes.errorbar(places, medians, (below, above), fmt="none", ecolor="#222", capsize=2)
+        axes.errorbar(places, medians, errors, fmt="none", ecolor="#222", capsize=2)
     axes.axhline(1, color="#222", linewidth=0.8)
     axes.set_xticks(range(len(SUBSETS) + 1), ["all", *SUBSETS], rotation=15)
     axes.set_ylabel("speed-up over plain decoding")
@@ -65,13 +71,8 @@ def speed_by_nodes() -> str:
         sizes = ["plain", "4 nodes", "8 nodes", "16 nodes"]
         points = [contenders[name] for name in sizes if name in contenders]
         nodes = [each["nodes"] for each in points]
-        all_ = [each["speedup"]["all"] for each in points]
-        medians = [each["median"] for each in all_]
-        below = [each["median"] - each["least"] for each in all_]
-        above = [each["greatest"] - each["median"] for each in all_]
-        axes.errorbar(
-            nodes, medians, (below, above), color=colour, marker="o", capsize=3, label=precision
-        )
+        medians, errors = _errors([each["speedup"]["all"] for each in points])
+        axes.errorbar(nodes, medians, errors, color=colour, marker="o", capsize=3, label=precision)
         tuned = contenders["tuned"]
         axes.plot(
             [tuned["nodes"]],
@@ -185,17 +186,16 @@ def rivals_of(figures: dict[str, Any]) -> str:
             for axes, context in zip(row, contexts, strict=True):
                 contenders = found.get(context, {})
                 places = range(len(contenders), 0, -1)
-                speeds = [each["tokens_per_second"] for each in contenders.values()]
-                medians = [each["median"] for each in speeds]
-                below = [each["median"] - each["least"] for each in speeds]
-                above = [each["greatest"] - each["median"] for each in speeds]
+                medians, errors = _errors(
+                    [each["tokens_per_second"] for each in contenders.values()]
+                )
                 colours = [
                     COLOURS[precision] if each["ours"] else "#bbb" for each in contenders.values()
                 ]
                 axes.barh(places, medians, 0.7, color=colours)
                 if contenders:
                     axes.errorbar(
-                        medians, places, xerr=(below, above), fmt="none", ecolor="#222", capsize=2
+                        medians, places, xerr=errors, fmt="none", ecolor="#222", capsize=2
                     )
                     axes.set_yticks(places, list(contenders))
                 axes.set_title(f"{precision}, {context} prompts", fontsize=9)

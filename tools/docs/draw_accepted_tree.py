@@ -1,6 +1,6 @@
 """Draws one tree of a real generation: the step with the most accepted tokens, as SVG.
 
-python tools/docs/draw_accepted_tree.py --bundle BUNDLE --out tree.svg "Why is the sky blue?"
+python -m tools.docs.draw_accepted_tree --bundle BUNDLE --out tree.svg "Why is the sky blue?"
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import spec_runtime
+from spec_runtime.bundle import manifest as bundles
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.proposers.wrapper import ProposerWrapper
@@ -19,6 +21,7 @@ from spec_runtime.tracing.record import node_texts
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.drawing import accepted_tree_svg
 from spec_runtime.trees.tree import TokenTree
+from tools.figures import command_line, run
 
 
 class StepRecorder(ProposerWrapper):
@@ -41,12 +44,12 @@ class StepRecorder(ProposerWrapper):
 def best_step(steps: Sequence[tuple[TokenTree, Step]]) -> tuple[TokenTree, Step]:
     """Returns the first of the steps with the most accepted tokens that were not cut short.
 
-    Raises ValueError if none of them accepted a drafted token.
+    Raises UserError if none of them accepted a drafted token.
     """
     whole = [(tree, step) for tree, step in steps if step.num_accepted < len(step.tokens)]
     tree, step = max(whole, key=lambda each: each[1].num_accepted, default=(None, None))
     if tree is None or step is None or step.num_accepted == 0:
-        raise ValueError("got no step with an accepted token; give another prompt, or more tokens")
+        raise UserError("got no step with an accepted token; give another prompt, or more tokens")
     return tree, step
 
 
@@ -70,20 +73,16 @@ def drawn(engine: spec_runtime.Engine, prompt: str, max_new_tokens: int, nodes: 
     return accepted_tree_svg(tree, step.path, texts, bonus, title)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+def main(words: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__, "--bundle", "--drafter", "--max-new-tokens", "--threads")
     parser.add_argument("prompt")
-    parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True, help="the SVG file to write")
-    parser.add_argument("--drafter", help="the bundle's first if not given")
     parser.add_argument("--lookup", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--nodes", type=int, help="of a tree, root included; else the bundle's")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(words)
     require_writable(arguments.out)
     engine = spec_runtime.load(
-        arguments.bundle,
+        arguments.bundle or bundles.find(),
         arguments.drafter,
         threads=arguments.threads,
         lookup=arguments.lookup,
@@ -95,4 +94,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,17 +1,15 @@
-#!/usr/bin/env python3
 """Says where training rows come from: tokens by source, licence, temperature and turns.
 
     python -m tools.training.data_summary DATA.jsonl … [--target MODEL] [--json OUT]
 
 Rows are those that `distill` writes. A source is looked up among the licences of
-broad_prompts.toml by what stands behind its "/"; rows without one are the target's own text
+broad_prompts.toml by what stands after its "/"; rows without one are the target's own text
 ("Magpie"). A row without a temperature has that of its file's sidecar. An answer is cut if it
 has no end token. Of each file the SHA-256 is printed, which a result can cite.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tomllib
 from collections.abc import Iterable
@@ -21,9 +19,8 @@ from typing import Any
 
 from spec_export import target
 from spec_export.training import data
-from spec_runtime.cli.options import write_figures
 from spec_runtime.files.writing import require_writable, sha256
-from spec_runtime.measure import provenance
+from tools.figures import command_line, markdown, run, write
 
 WORDING = Path(__file__).with_name("broad_prompts.toml")
 OWN = "(the target's own)"
@@ -94,42 +91,28 @@ def sidecar_temperature(path: Path) -> str:
     return str(json.loads(sidecar.read_bytes())["settings"]["temperature"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(words: list[str] | None = None) -> None:
+    parser = command_line(__doc__, "--json")
     parser.add_argument("data", type=Path, nargs="+")
     parser.add_argument("--target", help="whose tokenizer the rows have; default: the demo")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.json:
         require_writable(arguments.json)
     tokenizer = target.load_tokenizer(target.resolve(arguments.target))
     tables = summarize(arguments.data, set(tokenizer.all_special_ids))
-    for name, table in tables.items():
-        print(
-            f"\n{'by ' + name:34} {'rows':>8} {'prompt':>10} {'answer':>10} {'mean':>7} {'cut':>7}"
-        )
-        for key, totals in sorted(table.items()):
-            f = totals.figures()
-            print(
-                f"{key:34} {f['rows']:8} {f['prompt_tokens']:10} {f['answer_tokens']:10} "
-                f"{f['mean_answer']:7} {f['cut']:7.2%}"
-            )
+    figures = {
+        name: {key: totals.figures() for key, totals in sorted(table.items())}
+        for name, table in tables.items()
+    }
+    for name, rows in figures.items():
+        cells = [[key, *(f"{number:,}" for number in row.values())] for key, row in rows.items()]
+        print("\n" + markdown([f"by {name}", *next(iter(rows.values()))], cells))
     digests = {path.name: sha256(path) for path in arguments.data}
-    print("\nSHA-256")
     for name, digest in digests.items():
-        print(f"{digest}  {name}")
-    if arguments.json:
-        figures = {
-            name: {key: totals.figures() for key, totals in sorted(table.items())}
-            for name, table in tables.items()
-        }
-        about = provenance.collect(
-            packages=("transformers",), note="nothing is decoded; not recorded: prompts"
-        )
-        write_figures(arguments.json, {"provenance": about, "sha256": digests, **figures})
+        print(f"SHA-256 {digest}  {name}")
+    about = {"packages": ("transformers",), "note": "nothing is decoded; not recorded: prompts"}
+    write(arguments.json, {"sha256": digests, **figures}, **about)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

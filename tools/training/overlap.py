@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Says which rows of data files share text with evaluation files, and can leave these rows out.
 
     python -m tools.training.overlap DATA.jsonl … --eval EVAL.jsonl … [--target MODEL] [--words 13]
@@ -13,7 +12,6 @@ same name. Of evaluation files every text in a row counts, reference answers too
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,9 +21,8 @@ from typing import Any
 
 from spec_export import target
 from spec_export.training import data
-from spec_runtime.cli.options import write_figures
 from spec_runtime.files.writing import require_writable, write_atomically
-from spec_runtime.measure import provenance
+from tools.figures import command_line, markdown, run, write
 
 WORDS = 13
 # Shorter questions than these are in many texts that never saw the evaluation file.
@@ -131,57 +128,36 @@ def compare(
     return counts, clean
 
 
-def total(counts: Iterable[Counts]) -> Counts:
-    every = Counts()
-    for entry in counts:
-        for name, value in asdict(entry).items():
-            setattr(every, name, getattr(every, name) + value)
-    return every
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments_given: list[str] | None = None) -> None:
+    parser = command_line(__doc__, "--json")
     parser.add_argument("data", type=Path, nargs="+")
     parser.add_argument("--eval", type=Path, nargs="+", required=True)
     parser.add_argument("--target", help="whose tokenizer the rows have; default: the demo")
     parser.add_argument("--words", type=int, default=WORDS)
     parser.add_argument("--without", type=Path, metavar="FOLDER")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(arguments_given)
     if arguments.json:
         require_writable(arguments.json)
     tokenizer = target.load_tokenizer(target.resolve(arguments.target))
     index = Index(evaluation_texts(arguments.eval), arguments.words)
-    figures = {}
+    files = {}
     for path in arguments.data:
         counts, clean = compare(path, index, tokenizer)
-        print(f"{path}\n{'source':32} {'rows':>7} {'prompts':>8} {'answers':>8} {'either':>7}")
-        for source, entry in [*sorted(counts.items()), ("all", total(counts.values()))]:
-            share = entry.either / max(entry.rows, 1)
-            print(
-                f"{source or '(none)':32} {entry.rows:7} {entry.prompts:8} {entry.answers:8} "
-                f"{entry.either:7} {share:7.2%}"
-            )
-        figures[path.name] = {source: asdict(entry) for source, entry in counts.items()}
+        files[path.name] = {source: asdict(entry) for source, entry in sorted(counts.items())}
+        cells = [[s or "(none)", *map(str, each.values())] for s, each in files[path.name].items()]
+        print(markdown([path.name, "rows", "prompts", "answers", "either"], cells))
         if arguments.without:
             arguments.without.mkdir(parents=True, exist_ok=True)
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in clean)
-            write_atomically(arguments.without / path.name.removesuffix(".xz"), lines.encode())
-    if arguments.json:
-        write_figures(
-            arguments.json,
-            {
-                "provenance": provenance.collect(
-                    packages=("transformers",), note="nothing is decoded; not recorded: prompts"
-                ),
-                "words": arguments.words,
-                "evaluation": [path.name for path in arguments.eval],
-                "files": figures,
-            },
-        )
+            write_atomically(arguments.without / path.name.removesuffix(".xz"), lines)
+    figures = {
+        "words": arguments.words,
+        "evaluation": [path.name for path in arguments.eval],
+        "files": files,
+    }
+    about = {"packages": ("transformers",), "note": "nothing is decoded; not recorded: prompts"}
+    write(arguments.json, figures, **about)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
