@@ -91,9 +91,9 @@ class Engine:
     """One drafter on one target, which several engines may share, each with a drafter of its own.
 
     Threads may share an engine or a target: its generations run one after the other, in the order
-    of their calls, and each gives what it would give alone. `generate` waits for those before it. A
-    stream waits at its first piece, and from then on the others wait until it is exhausted, closed
-    or dropped. A thread that would wait for the stream that it read last itself gets a
+    of their calls, and each gives what it would give by itself. `generate` waits for those
+    before it. A stream waits at its first piece, and from then on the others wait until it is
+    exhausted, closed or dropped. A thread that would wait for the stream that it read last itself gets a
     RuntimeError. With asyncio, use AsyncEngine.
 
     `close` gives the memory back, and so does `with load(…) as engine:`. A closed engine raises
@@ -205,10 +205,10 @@ class Engine:
     def generate(self, prompt: Prompt, **options: Unpack[CallOptions]) -> GenerationResult:
         """Returns the whole answer to a string, chat messages or token ids.
 
-        `options` are the fields of SamplingParams, or `params` in their place, and what CallOptions
-        lists besides. Raises ValueError for bad arguments and for a prompt longer than the context,
-        and RuntimeError if this thread has not finished a stream on the same target, or the engine
-        is closed.
+        `options` are those of CallOptions: the fields of SamplingParams, or `params` in their
+        place, and more. Raises UserError for bad arguments, ContextLengthError for a prompt longer
+        than the context, and RuntimeError if this thread has not finished a stream on the same
+        target, or the engine is closed.
         """
         call = self.prepare(prompt, **options)
         call.is_stream = False
@@ -304,7 +304,7 @@ class Engine:
         """Returns the prompt's token ids, checked against vocabulary and context.
 
         `control_tokens` lets the names of control tokens in the prompt, such as "<|im_end|>",
-        become these tokens. None allows it in raw prompts alone: what a user types is text.
+        become these tokens. None allows it only in raw prompts: what a user types is text.
         """
         ids = encode_prompt(
             self.tokenizer, prompt, raw, system, tools, continue_final, control_tokens

@@ -162,7 +162,8 @@ def from_mapping(
 
 @dataclass(frozen=True)
 class Must:
-    """Says in an annotation what a value has to be besides its type, by a test and in words:
+    """Says in an annotation what a value has to be in addition to its type, by a test
+    and in words:
     `Annotated[str, Must(str.isprintable, "printable characters")]`."""
 
     test: Callable[[Any], object]

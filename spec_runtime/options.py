@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Option:
-    """Describes an option beside its type and bounds: `Annotated[int, Ge(1), Option("Threads")]`.
+    """Describes an option, next to its type and bounds: `Annotated[int, Ge(1), Option("Threads")]`.
 
     `help` is one sentence. `unset` says what the default does, where its value does not. `flag`
     names the flag on command lines, where that is not the field's name, and `metavar` its value.
@@ -28,7 +28,7 @@ class Option:
 
 
 class Declared(NamedTuple):
-    """One option of a declaration: its name, its annotation, what it takes besides None, its
+    """One option of a declaration: its name, its annotation, what it takes apart from None, its
     default, and its description."""
 
     name: str

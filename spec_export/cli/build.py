@@ -14,7 +14,7 @@ Drafters = Annotated[
     typer.Option(
         "--drafter",
         help="Name of a drafter to include; repeatable",
-        show_default="the demo's best; for other targets prompt_lookup alone",
+        show_default="the demo's best; for other targets only prompt_lookup",
         rich_help_panel=DRAFTERS,
     ),
 ]

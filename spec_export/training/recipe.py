@@ -76,7 +76,7 @@ class TrainSection:
     (an integer) or a share of all of them (a fraction below 1). `ema` is the decay per optimiser
     step of an exponential moving average of the weights, which is then validated and exported in
     their place; 0 means none. See average.py. With a `shortlist` a step's losses through the frozen
-    LM head read so many tokens of the draft vocabulary, drawn anew each step, in place of all of
+    LM head read that many tokens of the draft vocabulary, drawn anew each step, in place of all
     them; 0 means all. See losses.py.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from annotated_types import Ge, Le, MaxLen
+from annotated_types import Ge, Le, MaxLen, MinLen
 
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import Must, from_mapping
@@ -18,6 +18,8 @@ _LARGEST_ID = 2**31 - 1
 _Count = Annotated[int, Ge(0), Le(MOST)]
 _AtLeastOne = Annotated[int, Ge(1), Le(MOST)]
 _Id = Annotated[int, Ge(0), Le(_LARGEST_ID)]
+_Share = Annotated[float, Ge(0), Le(1)]
+_AtLeastZero = Annotated[float, Ge(0)]
 _Text = Annotated[str, MaxLen(100), Must(str.isprintable, "a printable text")]
 
 
@@ -46,8 +48,36 @@ class KnownTrees:
     """Holds the sizes of a drafter's trees; other keys are checked where the budget is made."""
 
     max_nodes: Annotated[int, Ge(1), Le(_LARGEST_ID)] = 1  # the scratch limits them, see Engine
-    min_probability: Annotated[float, Ge(0), Le(1)] = 0.0
+    min_probability: _Share = 0.0
     lookup_nodes: _Count = 0
+
+
+def _are_shares_of_one(rows: tuple[tuple[float, ...], ...]) -> bool:
+    widths = {len(row) for row in rows}
+    return len(widths) == 1 and 0 not in widths and all(sum(row) < 1.001 for row in rows)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Holds what `spec-export calibrate` found of a drafter, on `positions` of `prompts`.
+
+    accuracy [k][r]: of the positions where the tokens before depth k + 1 were among the drafter's
+    guesses, the share where the target's token at that depth was its r-th guess. reliability: rows
+    of (path probability by the drafter, share of such nodes that were accepted, their number), with
+    rising probability. accepted_length: by the number of nodes of a grown tree, {"16": 1.9}.
+    """
+
+    prompts: int
+    positions: Annotated[int, Ge(1)]
+    accuracy: Annotated[
+        tuple[tuple[_Share, ...], ...],
+        Must(_are_shares_of_one, "rows of equal length, of shares whose sum is at most 1"),
+    ]
+    reliability: Annotated[tuple[tuple[_Share, _Share, _AtLeastZero], ...], MinLen(1)]
+    accepted_length: dict[Annotated[str, Must(str.isdecimal, "a number of nodes")], _AtLeastZero]
+    # What older versions stored of one-pass drafters as well; nothing reads it.
+    depth_scales: Any = None
+    ece: Any = None
 
 
 def check_known(known: type, values: Mapping[str, Any], where: str, error: type[UserError]) -> None:

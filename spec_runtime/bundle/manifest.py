@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 
-from spec_runtime.bundle.drafter_entry import KnownConfig, KnownTrees, check_known
+from spec_runtime.bundle.drafter_entry import Calibration, KnownConfig, KnownTrees, check_known
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import sha256, temporaries, write_atomically
 from spec_runtime.mapping import Must, added_later, brief, from_mapping, parse_json, to_json
@@ -190,50 +190,6 @@ class TargetInfo:
     target_modified: bool
 
 
-CALIBRATION_KEYS = ("prompts", "positions", "accuracy", "reliability", "accepted_length")
-# What older versions stored of one-pass drafters as well; it is read by nothing.
-OLD_CALIBRATION_KEYS = ("depth_scales", "ece")
-
-
-def _check_calibration(where: str, calibration: dict[str, Any]) -> None:
-    _require(
-        set(calibration).difference(OLD_CALIBRATION_KEYS) == set(CALIBRATION_KEYS),
-        f"{where}: got keys {brief(', '.join(calibration) or 'none')}, expected "
-        f"{', '.join(CALIBRATION_KEYS)}; run spec-export calibrate again",
-    )
-    accuracy, reliability = calibration["accuracy"], calibration["reliability"]
-    lengths = calibration["accepted_length"]
-    _require(
-        _is_table(accuracy) and all(sum(row) < 1.001 for row in accuracy),
-        f"{where}: got accuracy {accuracy!r:.60}, expected rows of equal length, one a depth, of "
-        "shares whose sum is at most 1",
-    )
-    _require(
-        _is_table(reliability) and all(len(row) == 3 and max(row[:2]) <= 1 for row in reliability),
-        f"{where}: got reliability {reliability!r:.60}, expected rows of predicted and observed "
-        "acceptance and a count",
-    )
-    _require(
-        isinstance(lengths, dict)
-        and all(nodes.isdecimal() and _is_number(value) for nodes, value in lengths.items()),
-        f"{where}: got accepted_length {lengths!r:.60}, expected lengths by number of nodes",
-    )
-
-
-def _is_table(rows: Any) -> bool:
-    """Returns whether these are lists of numbers from 0 on, not empty, all of one length."""
-    return (
-        isinstance(rows, list)
-        and all(isinstance(row, list) and all(_is_number(value) for value in row) for row in rows)
-        and len({len(row) for row in rows}) == 1
-        and len(rows[0]) > 0
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 1e300
-
-
 def _is_plain(name: str) -> bool:
     return not set(name) & set("/\\") and not name.startswith(".")
 
@@ -242,23 +198,15 @@ def _is_plain(name: str) -> bool:
 class DrafterInfo:
     """One trained drafter: its graphs by role, and what it was measured to be worth.
 
-    spec-export calibrate writes `calibration`, a dictionary of:
-
-    - "accuracy" [k][r]: of the positions where the tokens before depth k + 1 were among the
-      drafter's guesses, the share where the target's token at that depth was its r-th guess;
-    - "reliability": rows of (path probability by the drafter, share of such nodes that were
-      accepted, their number), with rising probability;
-    - "accepted_length": by the number of nodes of a grown tree, {"16": 1.9};
-    - "prompts" and "positions": how many it was measured on.
-
-    The runtime reads of the `config` of a drafter that guesses in one pass:
+    spec-export calibrate writes `calibration`, see drafter_entry.Calibration. The runtime reads of
+    the `config` of a drafter that guesses in one pass:
 
     - "num_guesses": rows of its output `guess_ids`; "num_masks", mask rows of a run;
       "mask_token_base" V, where mask k has the input id V + k - 1;
     - "mask_reads_token": mask k has the id k * V + the root's token instead.
 
     If its graph has the output `pair_log_probs` f32[K-1, C, C], entry [k, p, c] is the
-    log-probability of candidate c of guess k + 1 behind candidate p of guess k. Candidates keep the
+    log-probability of candidate c of guess k + 1 after candidate p of guess k. Candidates keep the
     order and the ids of `guess_ids`.
     """
 
@@ -275,7 +223,7 @@ class DrafterInfo:
         check_known(KnownConfig, self.config, f"{where}: config", BundleError)
         check_known(KnownTrees, self.trees, f"{where}: trees", BundleError)
         if self.calibration is not None:
-            _check_calibration(f"drafter {self.name!r}: calibration", self.calibration)
+            from_mapping(Calibration, self.calibration, f"{where}: calibration", BundleError)
 
 
 def require_config(
@@ -395,7 +343,7 @@ def read(path: str | Path, verify: bool = True) -> Bundle:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest alone: the files that it names need not be there yet, but none of them
+    """Reads only the manifest: the files that it names need not be there yet, but none of them
     lies outside of the folder.
 
     Raises BundleError as `read` does.

@@ -38,7 +38,7 @@ Drafters = Annotated[
     typer.Option(
         "--drafter",
         help="As elsewhere; several are compared in one run. NAME+prompt_lookup merges prompt "
-        "lookup's candidates into its trees, and NAME beside it is then the drafter alone",
+        "lookup's candidates into its trees, and NAME next to it is then the drafter by itself",
         show_default="the bundle's first",
     ),
 ]
@@ -47,7 +47,7 @@ Nodes = Annotated[
     typer.Option(
         "--nodes",
         min=1,
-        help="Trees of so many nodes, root and merged candidates included, however probable",
+        help="Trees of N nodes, root and merged candidates included, however probable",
         show_default="the bundle's or the profile's trees",
     ),
 ]
@@ -149,7 +149,7 @@ def contenders(
     trees (None: as the bundle says).
 
     A name that ends in +prompt_lookup is merged. Beside it, the same name without the ending is the
-    drafter alone, unless --lookup or --no-lookup says which it is.
+    drafter by itself, unless --lookup or --no-lookup says which it is.
 
     >>> contenders(["medusa+prompt_lookup", "medusa", "prompt_lookup"], None)
     [('medusa', True), ('medusa', False), ('prompt_lookup', None)]
@@ -175,7 +175,7 @@ def _check_different(engines: "list[Engine]") -> None:
         if names.count(name) > 1:
             raise UserError(
                 f"got drafter {name} twice, expected different ones; --no-lookup leaves a trained "
-                "drafter alone, NAME+prompt_lookup merges prompt lookup into its trees"
+                "drafter by itself, NAME+prompt_lookup merges prompt lookup into its trees"
             )
 
 

@@ -171,9 +171,9 @@ class Chat:
                 f"got command /{name}, expected one of {names}; begin with // to send it as text"
             )
         if not wanted.argument and argument:
-            raise UserError(f"got /{name} {argument!r:.60}, expected nothing behind it")
+            raise UserError(f"got /{name} {argument!r:.60}, expected nothing after it")
         if wanted.argument and not wanted.argument.startswith("[") and not argument:
-            raise UserError(f"got /{name} alone, expected /{name} {wanted.argument}")
+            raise UserError(f"got /{name} without anything, expected /{name} {wanted.argument}")
         wanted.run(argument)
 
     # ---- answers ----

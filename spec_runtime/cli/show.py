@@ -123,7 +123,7 @@ def _named_tree(
     static tree of their size stands for them.
     """
     if nodes is not None and template not in (None, "searched"):
-        raise UserError(f"got --nodes with tree {template}, expected it with searched alone")
+        raise UserError(f"got --nodes with tree {template}, expected it only with searched")
     if nodes is None and template is None:
         own = templates.paths_of(entry)
         if own is not None:

@@ -1,4 +1,4 @@
-"""Declares what a caller may ask for besides the prompt and the sampling, and checks it."""
+"""Declares what a caller may ask for in addition to sampling, and checks it."""
 
 from __future__ import annotations
 

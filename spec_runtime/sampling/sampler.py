@@ -165,7 +165,7 @@ class Sampler:
     """Draws tokens from p: `sampler(logits_V, position, path)` returns the token at `position`.
 
     `path` holds the tokens between the committed ones and that token; it is read only if
-    `reads_path` is set. reads_top: the largest logits alone settle most draws, see
+    `reads_path` is set. reads_top: the largest logits settle most draws, see
     `draw_from_top`. `masks` are those of the request's grammar.
     """
 
@@ -243,7 +243,7 @@ class Sampler:
         return scaled
 
     def _top_survivors(self, top: TopLogits) -> tuple[np.ndarray, np.ndarray, bool] | None:
-        """Returns what `survivors` does, from the largest logits alone: ids, scaled logits, and
+        """Returns what `survivors` does, from the largest logits only: ids, scaled logits, and
         whether these are all that are left. Returns None if the largest logits cannot tell what is
         left."""
         params = self.params
