@@ -93,8 +93,8 @@ class Engine:
     Threads may share an engine or a target: its generations run one after the other, in the order
     of their calls, and each gives what it would give by itself. `generate` waits for those
     before it. A stream waits at its first piece, and from then on the others wait until it is
-    exhausted, closed or dropped. A thread that would wait for the stream that it read last itself gets a
-    RuntimeError. With asyncio, use AsyncEngine.
+    exhausted, closed or dropped. A thread that would wait for the stream that it read last itself
+    gets a RuntimeError. With asyncio, use AsyncEngine.
 
     `close` gives the memory back, and so does `with load(…) as engine:`. A closed engine raises
     RuntimeError.
