@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . tools/venv.sh
 extras=cpu,export,dev,docs,tensorboard,grammar,serve,hub,chat,ray
-# builds TensorRT plans without a GPU; 105 MB, and there are wheels for this platform alone
+# builds TensorRT plans without a GPU; 105 MB, and there are wheels for this platform only
 if [ "$(uname -sm)" = "Linux x86_64" ]; then extras+=,tensorrt-rtx; fi
 make_venv "$extras"
 

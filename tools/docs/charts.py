@@ -135,7 +135,7 @@ def guesses_by_drafter() -> str:
             label = name if key == "top1" else None
             axes.plot(range(1, count + 1), shares, "o", markersize=4, label=label, **line)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("position behind the root")
+        axes.set_xlabel("position after the root")
         axes.xaxis.get_major_locator().set_params(integer=True)
     panels[0].set_ylim(0, 1)
     panels[0].set_ylabel("share of held-out answers")

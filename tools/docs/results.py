@@ -94,7 +94,7 @@ def pivot(rows: list[Row], by: str, across: str) -> list[Row]:
     return list(found.values())
 
 
-# What a cell's format may be besides Python's own.
+# Formats of cells, in addition to Python's own.
 FORMS: dict[str, Callable[[Any], str]] = {
     "M": lambda count: f"{count / 1e6:.1f} M" if count else "",
     "MB": lambda count: f"{count / 1e6:.0f}",

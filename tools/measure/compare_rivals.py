@@ -6,7 +6,7 @@ The rivals' versions stand in rivals/environments.py; environments and models ar
 --work. DIR has a bundle of each precision (fp32, int8, int4: built if it is not there). Every
 engine and mode is one worker process; all of a precision are open together (at fp32 some 12 GB for
 the demo target), one decodes while the others wait, and whose turn comes first rotates. Decoding is
-greedy. Tokens a second are of decoding alone, without the first token, which the prompt's own pass
+greedy. Tokens a second are of decoding only, without the first token, which the prompt's own pass
 gives; that pass is timed apart. Memory is the process's peak resident size, loading included, and
 its proportional share at the end.
 

@@ -1,10 +1,9 @@
 """Measures all headline results in sequence, at one commit and on a quiet machine.
 
-usage: python -m tools.measure.measure_all --prompts SPEC_BENCH.jsonl --bundles DIR --results DIR
-       [--stages NAME ...] [--tiny] [--list]
+    python -m tools.measure.measure_all --prompts SPEC_BENCH.jsonl --bundles DIR --results DIR
 
 Missing bundles (DIR/fp32, DIR/int8 and DIR/int4: the demo target with its own drafter) are built
-first. Every stage is one command, writes one file of --results and can be run alone by its name;
+first. Every stage is one command, writes one file of --results and can be run by its name;
 what it takes is printed after it and once more at the end. A stage that fails is reported, the
 others still run, and the exit code is 1.
 
@@ -17,12 +16,13 @@ prompt or two and a few tokens of each, to see that everything runs; its figures
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.figures import command_line, run
 
 PRECISIONS = ("fp32", "int8", "int4")
 # Six prompts at fp32 and twelve below keep a sweep of five repeats within six minutes.
@@ -54,20 +54,25 @@ TINY = Sizes(1, 2, 4, 4, 4, 1, 1, (1, 0), 1, 1, (8,), 1, ("int8",))
 
 @dataclass(frozen=True)
 class Stage:
-    """One command, the bundle it needs (None: all) and the file it writes. ``is_tool``: a module
-    of tools.measure, else a verb of ``package``; those of spec_export need no bundle. Exit codes up
-    to ``worst_code`` are results."""
+    """One command, the bundle it needs (None: all) and the file it writes.
+
+    A command is a module of tools.measure, or a verb of ``package``; those of spec_export need no
+    bundle. Exit codes up to ``worst_code`` are results.
+    """
 
     name: str
     command: tuple[str, ...]
     precision: str | None
-    is_tool: bool = False
     worst_code: int = 0
     package: str = "spec_runtime"
 
     @property
+    def is_tool(self) -> bool:
+        return self.command[0].startswith("tools.")
+
+    @property
     def precisions(self) -> tuple[str, ...]:
-        """Those of the bundles it needs."""
+        """Returns those of the bundles it needs."""
         if self.package == "spec_export":
             return ()
         return PRECISIONS if self.precision is None else (self.precision,)
@@ -78,60 +83,42 @@ def stages(prompts: Path, sizes: Sizes) -> list[Stage]:
     given = ("--prompts", str(prompts))
     sixty = (*given, "--per-category", str(sizes.per_category))
     tokens = ("--max-new-tokens", str(sizes.bench_tokens))
-    found = [
-        Stage(f"bench-{precision}", ("bench", *sixty, *tokens, "--no-profile"), precision)
-        for precision in ("fp32", "int8")
-    ]
-    names = [word for name in LOOKUPS for word in ("--drafter", name)]
-    found += [
-        Stage(f"lookup-{precision}", ("bench", *sixty, *tokens, *names, "--no-profile"), precision)
-        for precision in ("fp32", "int8")
-    ]
+    short = ("--max-new-tokens", str(sizes.sweep_tokens))
     limit = ("--limit", str(sizes.prompts))
+    repeats = ("--repeats", str(sizes.repeats))
+    bench = ("bench", *sixty, *tokens, "--no-profile")
     audit = ("audit", *given, *limit, "--max-new-tokens", str(sizes.audit_tokens))
+    names = [word for name in LOOKUPS for word in ("--drafter", name)]
+    found = [Stage(f"bench-{each}", bench, each) for each in ("fp32", "int8")]
+    found += [Stage(f"lookup-{each}", (*bench, *names), each) for each in ("fp32", "int8")]
     found += [Stage(f"audit-{each}", audit, each, worst_code=1) for each in PRECISIONS]
     found.append(Stage("audit-fp32-strict", (*audit, "--strict"), "fp32", worst_code=1))
-    short = ("--max-new-tokens", str(sizes.sweep_tokens))
-    for precision in PRECISIONS:
-        found.append(Stage(f"tune-{precision}", ("tune", *short), precision))
-        few = ("--limit", str(sizes.tuned_prompts or TUNED_PROMPTS[precision]))
-        sweep = (
-            "tools.measure.sweep_budgets",
-            *given,
-            *few,
-            *short,
-            "--repeats",
-            str(sizes.repeats),
-        )
-        found.append(Stage(f"sweep-{precision}", sweep, precision, is_tool=True))
+    for each in PRECISIONS:
+        found.append(Stage(f"tune-{each}", ("tune", *short), each))
+        few = ("--limit", str(sizes.tuned_prompts or TUNED_PROMPTS[each]))
+        sweep = ("tools.measure.sweep_budgets", *given, *few, *short, *repeats)
+        found.append(Stage(f"sweep-{each}", sweep, each))
     contexts = ("--contexts", *map(str, sizes.contexts))
-    steps = ("tools.measure.step_costs", "--operators", "--repeats", str(sizes.repeats), *contexts)
-    found.append(Stage("steps", steps, None, is_tool=True))
+    steps = ("tools.measure.step_costs", "--operators", *repeats, *contexts)
     acceptance = ("tools.measure.compare_acceptance", *given, *limit, *short)
-    found.append(Stage("acceptance-int8", acceptance, "int8", is_tool=True))
-    memory = ("tools.measure.measure_memory", *short)
-    found.append(Stage("memory-fp32", memory, "fp32", is_tool=True))
-    other = (
-        "tools.measure.compare_with_transformers",
-        *given,
-        *tokens,
-        "--num",
-        str(sizes.other_prompts),
-    )
-    found.append(Stage("transformers-fp32", other, "fp32", is_tool=True, worst_code=1))
+    few = ("--num", str(sizes.other_prompts))
+    other = ("tools.measure.compare_with_transformers", *given, *tokens, *few)
     precisions = [word for each in sizes.checked for word in ("--precision", each)]
-    found.append(Stage("check", ("check", *precisions), None, worst_code=1, package="spec_export"))
+    found += [
+        Stage("steps", steps, None),
+        Stage("acceptance-int8", acceptance, "int8"),
+        Stage("memory-fp32", ("tools.measure.measure_memory", *short), "fp32"),
+        Stage("transformers-fp32", other, "fp32", worst_code=1),
+        Stage("check", ("check", *precisions), None, worst_code=1, package="spec_export"),
+    ]
     questions: tuple[str, ...] = ("tools.measure.spec_bench", *given, *tokens, "--no-profile")
     if sizes.questions is not None:
         questions += ("--per-category", str(sizes.questions))
-    found += [
-        Stage(f"spec-bench-{each}", questions, each, is_tool=True) for each in ("fp32", "int8")
-    ]
+    found += [Stage(f"spec-bench-{each}", questions, each) for each in ("fp32", "int8")]
     few_short, few_long = map(str, sizes.rival_prompts)
     field = ("--limit", few_short, "--long-limit", few_long, "--rounds", str(sizes.rival_rounds))
     rivals = ("tools.measure.compare_rivals", *given, *tokens, *field)
-    found.append(Stage("rivals", rivals, None, is_tool=True))
-    return found
+    return [*found, Stage("rivals", rivals, None)]
 
 
 def command_of(stage: Stage, bundles: Path, results: Path) -> list[str]:
@@ -164,10 +151,7 @@ def build(precision: str, bundles: Path) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--prompts", type=Path, required=True, help="Spec-Bench's questions")
+    parser = command_line(__doc__, "--prompts")
     parser.add_argument("--bundles", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--stages", nargs="+", metavar="NAME", help="these only; default: all")
@@ -204,4 +188,4 @@ def main(words: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

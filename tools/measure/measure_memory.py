@@ -5,7 +5,7 @@
 Each measurement is a fresh process, which reports three sizes of its own (Linux only, from /proc):
 
 - import: resident after importing the runtime, ONNX Runtime and the tokenizer, before anything is
-  loaded. `import spec_runtime` alone is lighter, since it leaves the engine for later.
+  loaded. `import spec_runtime` by itself is lighter, since it leaves the engine for later.
 - peak: the largest resident size until the answer is out, imports and mapped files included.
 - untouched: how much of the mapped files is not resident at the end. A drafter's file may hold a
   copy of the embedding table, for example, of which only the rows of drafted tokens are ever read.

@@ -8,7 +8,7 @@ What is decoded is kept in OUT with .parts.json in place of .json: the same comm
 the last whole question. --per-category keeps some questions of each subset, MT-Bench's taken from
 all of its categories.
 
-A speed-up is the ratio of tokens a second over all questions of a subset, of decoding alone and
+A speed-up is the ratio of tokens a second over all questions of a subset, of decoding only and
 with the prompts' passes. Spec-Bench's own is the ratio of the means over questions, prompts' passes
 included; it is given too, with the tokens counted exactly. Answers that are not identical to plain
 decoding's are listed with the gap between the two tokens where they part, and whether that is a

@@ -6,9 +6,9 @@
         --out runs/two-best --token-rows 1e7 --only "two layers" "all that pay" \\
         --variant "all that pay: drafter.layers=2,drafter.mask_reads_token=true"
 
-num_masks: ParallelSpec with 1 to 6 masks. parallelspec_options: what ParallelSpec can have besides
-its paper's form. amphista: the drafter and the five ablations of its paper. semi_autoregressive:
-the networks h_q of its paper. --variant adds combinations.
+num_masks: ParallelSpec with 1 to 6 masks. parallelspec_options: what ParallelSpec can have in
+addition to its paper's form. amphista: the drafter and the five ablations of its paper.
+semi_autoregressive: the networks h_q of its paper. --variant adds combinations.
 
 With --token-rows, and where variants differ in taps, two steps of the variant with most taps build
 the feature cache, so that it takes no variant's time. A variant that has finished under --out with

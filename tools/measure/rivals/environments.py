@@ -26,7 +26,7 @@ class Environment:
     """What a rival needs installed: `steps` are the requirements of one installation each.
 
     Torch comes first where it is needed, on its own, so that pip takes the build that this machine
-    is set up for (on one with an index of CPU builds, that) and keeps it in the steps behind.
+    is set up for (on one with an index of CPU builds, that) and keeps it in the steps that follow.
     `is_node` makes the packages npm's.
     """
 

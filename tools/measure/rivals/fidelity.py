@@ -17,7 +17,7 @@ def choices(
 ) -> dict[str, dict[str, float]]:
     """Returns, by context and contender, the share of its tokens that fp32 would choose there.
 
-    The fp32 target in `bundle` reads each text and gives its own best token behind every prefix of
+    The fp32 target in `bundle` reads each text and gives its own best token after every prefix of
     it (teacher forcing), so that a token that differs counts once and not for all that follow.
     """
     found: dict[str, dict[str, float]] = {}

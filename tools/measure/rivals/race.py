@@ -34,7 +34,7 @@ class Context:
 class Journal:
     """Keeps rows in a JSON Lines file, the first of which holds the run's settings.
 
-    Every row is appended at once, so that a run that was killed goes on behind its last whole row.
+    Every row is appended at once, so that a run that was killed goes on after its last whole row.
     Raises UserError if the file is there with other settings.
     """
 

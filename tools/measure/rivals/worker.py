@@ -88,7 +88,7 @@ class Worker:
             raise
 
     def generate(self, ids: Sequence[int], max_new_tokens: int) -> Answer:
-        """Returns what the worker decodes behind `ids`, greedily."""
+        """Returns what the worker decodes after `ids`, greedily."""
         assert self._process.stdin is not None
         job = json.dumps({"ids": list(ids), "max_new_tokens": max_new_tokens})
         try:
