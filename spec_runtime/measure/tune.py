@@ -127,12 +127,6 @@ def decoding(engine: Engine, budget: Budget | None) -> Engine:
     return engine.observed(scale_probabilities, budget)
 
 
-def _recording(engine: Engine, budget: Budget) -> tuple[Engine, Recorder]:
-    """Returns an engine like this one, and what records its trees."""
-    recorder = Recorder(engine.proposer)
-    return engine.observed(lambda _: recorder, budget), recorder
-
-
 def _without_lookup(proposer: Proposer) -> Proposer:
     """Returns the drafter without prompt lookup's candidates."""
     if isinstance(proposer, MergedProposer) and proposer.has_drafter:
@@ -155,8 +149,7 @@ def _draft_ms(
     depths = np.unique(np.linspace(1, max(1, num_levels), 5).round().astype(int))
     ms_D = []
     for depth in depths.tolist():
-        drafting, timed = _recording(engine, Budget(max_nodes, max_depth=depth))
-        drafting.generate(prompt, max_new_tokens=DRAFT_TOKENS, reuse=False)
+        timed, _ = _record(engine, Budget(max_nodes, max_depth=depth), [prompt], DRAFT_TOKENS)
         ms_D.append(1000 * statistics.median(timed.seconds or [0.0]))
     slope = float(np.polyfit(depths, ms_D, 1)[0]) if len(depths) > 1 else 0.0
     level = max(0.0, slope)
@@ -196,6 +189,20 @@ def race(
     return {name: Stats.total(stats) for name, stats in parts.items()}
 
 
+def _record(
+    engine: Engine,
+    budget: Budget,
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+) -> tuple[Recorder, Stats]:
+    """Decodes the prompts once with this budget; returns its trees and the total."""
+    recorder = Recorder(engine.proposer)
+    engines = {"run": engine.observed(lambda _: recorder, budget)}
+    stats = race(engines, prompts, max_new_tokens, num_rounds=1, temperature=temperature)
+    return recorder, stats["run"]
+
+
 def tune(
     engine: Engine,
     prompts: Sequence[list[int]],
@@ -227,25 +234,24 @@ def tune(
     on_stage("trees of the drafter")
     num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
     unmerged = engine.observed(_without_lookup)
-    recording, recorder = _recording(unmerged, Budget(min(num_nodes, limit)))
-    run = race({"run": recording}, prompts, max_new_tokens, num_rounds=1)["run"]
+    recorder, run = _record(unmerged, Budget(min(num_nodes, limit)), prompts, max_new_tokens)
     if not run.steps:
         raise UserError("got prompts that the target answers with nothing; give others")
     if calibration is None:
         curve = Curve.observed(recorder.seen)
     else:
         curve = Curve.from_calibration(calibration)
-    trust = 1.0
+    trust, merged = 1.0, curve
+    grown = Grown(reliability=monotone(curve.reliability))
     if curve.reliability and target.strict_gap is None:
         on_stage("trees at temperature 1")
-        budget = Budget(min(DRAFT_NODES, limit), growth=_grown(curve))
-        trust = _sampled_trust(unmerged, budget, prompts, max_new_tokens)
-    merged = curve
+        budget = Budget(min(DRAFT_NODES, limit), growth=grown)
+        sampled, _ = _record(unmerged, budget, prompts, max_new_tokens, temperature=1.0)
+        trust = _sampled_trust(sampled, grown)
     if lookup_nodes and curve.reliability:
         on_stage("trees with prompt lookup")
-        budget = Budget(min(RECORD_NODES, limit), growth=_grown(curve))
-        recording, merging = _recording(engine, budget)
-        race({"run": recording}, prompts, max_new_tokens, num_rounds=1)
+        budget = Budget(min(RECORD_NODES, limit), growth=grown)
+        merging, _ = _record(engine, budget, prompts, max_new_tokens)
         merged = replace(Curve.observed(merging.seen), accuracy=curve.accuracy)
 
     on_stage("drafting")
@@ -259,18 +265,8 @@ def tune(
     ]
     candidates.append(Candidate("bundle", engine.budget))
     if not quick:
-        on_stage("race")
-        engines = {c.name: decoding(engine, c.budget) for c in candidates}
-        stats = race(engines, prompts, max_new_tokens)
-        candidates = [_measured(c, stats[c.name], stats[PLAIN]) for c in candidates]
-    chosen = choose(candidates)
-    if not quick and chosen != PLAIN and target.strict_gap is None:
-        on_stage("race at temperature 1")
-        engines = {name: engines[name] for name in (PLAIN, chosen)}
-        stats = race(engines, prompts, max_new_tokens, temperature=1.0)
-        gain = _sampled_gain(stats[chosen], stats[PLAIN])
-        candidates = [replace(c, sampled_gain=gain) if c.name == chosen else c for c in candidates]
-    profile = Profile(key, costs, curve.source, tuple(candidates), chosen)
+        candidates = _raced(engine, candidates, prompts, max_new_tokens, on_stage)
+    profile = Profile(key, costs, curve.source, tuple(candidates), choose(candidates))
     if not sweep:
         return TuneReport(profile, [])
     on_stage("sizes of tree")
@@ -278,22 +274,36 @@ def tune(
     return TuneReport(profile, _sweep(engine, points, prompts, max_new_tokens))
 
 
-def _grown(curve: Curve) -> Grown:
-    return Grown(reliability=monotone(curve.reliability))
+def _raced(
+    engine: Engine,
+    candidates: Sequence[Candidate],
+    prompts: Sequence[list[int]],
+    max_new_tokens: int,
+    on_stage: Callable[[str], None],
+) -> list[Candidate]:
+    """Returns the candidates with what a race measured; the winner has its gain at temperature 1
+    too, except with strict decoding, which is greedy."""
+    on_stage("race")
+    engines = {c.name: decoding(engine, c.budget) for c in candidates}
+    stats = race(engines, prompts, max_new_tokens)
+    measured = [_measured(c, stats[c.name], stats[PLAIN]) for c in candidates]
+    chosen = choose(measured)
+    if chosen == PLAIN or engine.target.strict_gap is not None:
+        return measured
+    on_stage("race at temperature 1")
+    engines = {name: engines[name] for name in (PLAIN, chosen)}
+    stats = race(engines, prompts, max_new_tokens, temperature=1.0)
+    gain = _sampled_gain(stats[chosen], stats[PLAIN])
+    return [replace(c, sampled_gain=gain) if c.name == chosen else c for c in measured]
 
 
-def _sampled_trust(
-    engine: Engine, budget: Budget, prompts: Sequence[list[int]], max_new_tokens: int
-) -> float:
-    """Returns the drafted tokens accepted at temperature 1 over those that the budget's reliability
-    expects, within the bounds of a ProbabilityScaler."""
-    assert isinstance(budget.growth, Grown), budget
-    recording, recorder = _recording(engine, budget)
-    race({"run": recording}, prompts, max_new_tokens, num_rounds=1, temperature=1.0)
+def _sampled_trust(recorder: Recorder, grown: Grown) -> float:
+    """Returns the drafted tokens accepted over those that the growth's reliability expects of the
+    recorded trees, within the bounds of a ProbabilityScaler."""
     expected = accepted = 0.0
     for tree, path in recorder.seen:
         if tree.log_prob_N is not None:
-            worth_N = payoff.probabilities(tree.log_prob_N[1:], budget.growth.reliability)
+            worth_N = payoff.probabilities(tree.log_prob_N[1:], grown.reliability)
             expected += float(worth_N.sum())
             accepted += len(path) - 1
     trust = accepted / expected if expected else 1.0

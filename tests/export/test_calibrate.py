@@ -223,7 +223,7 @@ def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     texts = ["say abc, 3", "one two. one two. one", "x" * 5000]  # the last does not fit
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     before = bundles.read(folder).manifest
-    options = ["--prompts", str(prompts), "--max-new-tokens", "40", "--threads", "1"]
+    options = ["--prompts", str(prompts), "--max-new-tokens", "24", "--threads", "1"]
     with pytest.raises(SystemExit) as end:
         cli.main(["calibrate", "--bundle", str(folder), *options])
     assert end.value.code == 0
@@ -236,7 +236,7 @@ def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     assert before.drafters[0].calibration is None
     assert drafter.expected_accepted_length == before.drafters[0].expected_accepted_length
     engine = load(folder, name, threads=1, lookup=False, profile=False).with_budget(Budget(16))
-    runs = [engine.generate(text, max_new_tokens=40, reuse=False) for text in texts[:2]]
+    runs = [engine.generate(text, max_new_tokens=24, reuse=False) for text in texts[:2]]
     stats = Stats.total(run.stats for run in runs)
     positions = f"{stats.committed_tokens} positions of 2 answers"
     assert f"{name}: target's token among the guesses, {positions}" in out
