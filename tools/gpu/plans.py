@@ -11,23 +11,24 @@ nothing is executed.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import json
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.files.writing import write_atomically
 from spec_runtime.mapping import from_mapping, parse_json, to_json
-from spec_runtime.measure import provenance
+from tools.figures import command_line, write
 from tools.gpu.graphs import Shape, random_backbone
 
+T = TypeVar("T")
 PACKAGE = "tensorrt-rtx-cu13-libs"
 COMPUTE_CAPABILITY, NUM_NODES, NUM_LAYERS = "8.9", 24, 32
 # vocabulary, hidden, MLP, layers, heads, key/value heads, head dimension
@@ -90,18 +91,22 @@ def whole(rows: list[dict[str, Any]], num_layers: int) -> dict[str, float]:
     return found
 
 
-def measure(name: str, layers: list[int], context: int) -> list[dict[str, Any]]:
+def measure(shape: Shape, layers: list[int], context: int) -> list[dict[str, Any]]:
     """Returns a row of figures for each number of layers, each from processes of its own."""
     rows = []
     for num_layers in layers:
         with tempfile.TemporaryDirectory() as folder:
-            step = [sys.executable, "-m", "tools.gpu.plans", "--model", name]
-            step += ["--context", str(context), "--layers", str(num_layers), "--folder", folder]
-            subprocess.run([*step, "--step", "trace"], check=True)
-            ran = subprocess.run([*step, "--step", "build"], check=True, stdout=subprocess.PIPE)
-        rows.append({"layers": num_layers} | json.loads(ran.stdout.splitlines()[-1]))
-        print(f"{name}: {rows[-1]}", file=sys.stderr)
+            some = dataclasses.replace(shape, num_layers=num_layers)
+            _in_process(trace, some, context, Path(folder))
+            rows.append({"layers": num_layers} | _in_process(build, Path(folder)))
+        print(f"{shape.name}: {rows[-1]}", file=sys.stderr)
     return rows
+
+
+def _in_process(work: Callable[..., T], *arguments: Any) -> T:
+    """Returns what a function returns in a new process, whose memory is its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *arguments).result()
 
 
 def _largest_resident() -> float:
@@ -112,33 +117,20 @@ def _largest_resident() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = command_line(__doc__, "--json")
     parser.add_argument("--model", action="append", choices=SHAPES)
     parser.add_argument("--layers", default="1,2", help="two or more numbers, rising")
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--step", choices=("trace", "build"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     layers = [int(part) for part in arguments.layers.split(",")]
-    if arguments.step is None and len(layers) < 2:
+    if len(layers) < 2:
         parser.error(f"got --layers {arguments.layers}, expected two numbers or more, as 1,2")
-    names = arguments.model or list(SHAPES)
-    if arguments.step == "trace":
-        shape = dataclasses.replace(SHAPES[names[0]], num_layers=layers[0])
-        trace(shape, arguments.context, arguments.folder)
-    elif arguments.step == "build":
-        print(json.dumps(build(arguments.folder)))
-    else:
-        models = {}
-        for name in names:
-            rows = measure(name, layers, arguments.context)
-            models[name] = {"built": rows, "all_layers": whole(rows, NUM_LAYERS)}
-        found = {"provenance": provenance.collect(packages=(PACKAGE,)), "models": models}
-        text = json.dumps(found, indent=2) + "\n"
-        print(text)
-        if arguments.json is not None:
-            write_atomically(arguments.json, text)
+    models = {}
+    for name in arguments.model or SHAPES:
+        rows = measure(SHAPES[name], layers, arguments.context)
+        models[name] = {"built": rows, "all_layers": whole(rows, NUM_LAYERS)}
+    found = write(arguments.json, {"models": models}, packages=(PACKAGE,))
+    print(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":
