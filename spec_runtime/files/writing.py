@@ -1,16 +1,15 @@
 """Writes files and folders so that nobody ever sees half of one; locks and hashes them.
 
-Everything is written under a temporary name beside its place, brought to the disk, and renamed at
-the end. A process that is killed leaves such a temporary behind; the next one that writes to the
-same place removes it. Whether its writer still lives is asked of the kernel: a writer holds a lock
-(`flock`), which ends with the process however that ends. Where a file system has no locks,
-everything is written all the same, but nothing is known of others and nothing of theirs is removed.
+Everything is written under a temporary name beside its place, flushed to the disk, and renamed at
+the end. A process that is killed leaves such a temporary; the next one that writes to the same
+place removes it. A writer holds a lock (`filelock`), which the kernel ends with the process, so
+that a temporary whose lock is free has no writer. Where a file system has no locks, everything is
+written all the same, and nothing that may be another's is removed.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import glob
 import hashlib
 import os
@@ -20,16 +19,16 @@ import socket
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from spec_runtime.errors import UserError
 
-# Mark what is being written or removed, which is of no use to anyone, and a whole folder that was
-# renamed aside to be replaced.
+# Mark what is being written or removed, and a whole folder that was renamed aside to be replaced.
 TEMPORARY, REPLACED = ".tmp", ".old"
 _HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_OWNER = b"process "  # begins what a lock file says
+_OWNER = "process "  # begins what a lock file says
+_RETRY_SECONDS = 10.0  # for a temporary that a cleaning process holds for a moment
 _HAS_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -37,7 +36,7 @@ _HAS_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def require_regular_file(path: str | Path) -> None:
-    """Raises ValueError if there is something at `path` that is not a regular file.
+    """Raises UserError if there is something at `path` that is not a regular file.
 
     Folders, devices, pipes and symbolic links are refused: a rename over one would remove it.
     """
@@ -63,7 +62,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     removed and whatever was at `path` stays. Temporaries of `path` that dead processes left are
     removed first.
 
-    Raises ValueError, before the block, if something is at `path` that is not a regular file, and
+    Raises UserError, before the block, if something is at `path` that is not a regular file, and
     OSError if the folder is missing or cannot be written to.
     """
     final = Path(path)
@@ -71,17 +70,17 @@ def replacing(path: str | Path) -> Iterator[Path]:
     permissions = stat.S_IMODE(final.stat().st_mode) if final.exists() else None
     for left in temporaries(final):
         _remove_if_left(left)
-    temporary, descriptor = _locked_temporary(final, 0o666 if permissions is None else 0o600)
+    temporary = final.with_name(f".{final.stem}.{_token()}{TEMPORARY}{final.suffix}")
     try:
-        with _naming(final):
-            yield temporary
-            _bring_to_disk(temporary)
-        if permissions is not None:
-            temporary.chmod(permissions)
-        os.replace(temporary, final)
+        with _holding(temporary, _RETRY_SECONDS, is_private=permissions is not None):
+            with _naming(final):
+                yield temporary
+                _flush(temporary)
+            if permissions is not None:
+                temporary.chmod(permissions)
+            os.replace(temporary, final)
     finally:
         temporary.unlink(missing_ok=True)
-        os.close(descriptor)
 
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
@@ -98,7 +97,7 @@ class _Discarded(Exception):
 
 
 def require_writable(path: str | Path) -> None:
-    """Raises ValueError or OSError if `write_atomically` could not write `path` now.
+    """Raises UserError or OSError if `write_atomically` could not write `path` now.
 
     Makes its folders, and writes a few kilobytes beside it that are removed again. Call
     it before long work whose result goes to `path`.
@@ -112,38 +111,16 @@ def require_writable(path: str | Path) -> None:
 
 
 def temporaries(path: Path) -> list[Path]:
-    """Returns the temporaries of the file `path` that are there, in use or left behind."""
+    """Returns the temporaries of the file `path` in use or left by killed writers."""
     return _beside(path, path.stem, TEMPORARY + path.suffix)
-
-
-def _locked_temporary(final: Path, permissions: int) -> tuple[Path, int]:
-    """Makes a temporary file for `final`; returns it and a descriptor that holds its lock."""
-    while True:
-        temporary = final.with_name(f".{final.stem}.{_token()}{TEMPORARY}{final.suffix}")
-        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, permissions)
-        try:
-            _lock(descriptor)
-            if _is_at(descriptor, temporary):
-                return temporary, descriptor
-        except BlockingIOError:
-            pass  # another process took the file, not locked yet, for one that was left behind
-        except BaseException:
-            os.close(descriptor)
-            temporary.unlink(missing_ok=True)
-            raise
-        os.close(descriptor)
 
 
 def _remove_if_left(temporary: Path) -> None:
     """Removes a temporary file unless the process that writes it still lives."""
-    # an error says that it is gone meanwhile, held, or not ours to remove
-    with suppress(OSError):
-        descriptor = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            if _lock(descriptor):
-                temporary.unlink()
-        finally:
-            os.close(descriptor)
+    # An error says that it is gone meanwhile, held, or not ours to remove.
+    with suppress(OSError), _holding(temporary) as has_lock:
+        if has_lock:
+            temporary.unlink()
 
 
 # ---- folders ----
@@ -152,7 +129,7 @@ OwnFiles = Callable[[Path], Collection[str] | None]
 
 
 def require_replaceable(out: Path, own_files: OwnFiles, what: str) -> None:
-    """Raises ValueError unless `replacing_folder` may put a new folder at `out`.
+    """Raises UserError unless `replacing_folder` may put a new folder at `out`.
 
     It may if there is nothing, an empty folder, or a folder that holds nothing but files of ours:
     `own_files(out)` returns their paths relative to it, None if the folder is not ours. `what` says
@@ -192,7 +169,7 @@ def require_replaceable(out: Path, own_files: OwnFiles, what: str) -> None:
 
 
 def _files_in(folder: Path) -> set[str]:
-    """Returns the paths, relative to `folder`, of all that it holds besides real folders."""
+    """Returns the paths, relative to `folder`, of all that it holds, real folders left out."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -215,7 +192,7 @@ def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterato
     raises, the new folder is removed and `out` stays as it was. Other processes that write to `out`
     are kept out.
 
-    Raises ValueError before the block unless `out` may be replaced (see `require_replaceable`) and
+    Raises UserError before the block unless `out` may be replaced (see `require_replaceable`) and
     nobody else is writing to it. `out` is looked at again after the block.
     """
     out = _with_real_parent(out)
@@ -232,7 +209,7 @@ def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterato
                 _require_movable(out, temporary)
             with _naming(out):
                 yield temporary
-                _bring_tree_to_disk(temporary)
+                _flush_tree(temporary)
             require_replaceable(out, own_files, what)
             if out.exists():
                 temporary.chmod(stat.S_IMODE(out.stat().st_mode))
@@ -245,13 +222,13 @@ def replacing_folder(out: str | Path, own_files: OwnFiles, what: str) -> Iterato
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         with suppress(OSError):  # the new folder stands; some parents cannot be opened
-            _bring_to_disk(out.parent)
+            _flush(out.parent)
         if old.exists():
             _remove_as(old, temporary)
 
 
 def _require_movable(out: Path, temporary: Path) -> None:
-    """Raises ValueError if the folder `out` cannot be renamed, as one of a container's image.
+    """Raises UserError if the folder `out` cannot be renamed, as one of a container's image.
 
     A rename onto a folder that is not empty says so without ever taking place.
     """
@@ -296,7 +273,7 @@ def restore_folders(parent: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Removes a folder with all that it holds, so that nobody ever sees half of it.
 
-    What cannot be removed stays behind under a temporary name.
+    What cannot be removed stays under a temporary name.
     """
     _remove_as(folder, folder.with_name(f".{folder.name}.{_token()}{TEMPORARY}"))
 
@@ -308,7 +285,7 @@ def _remove_as(folder: Path, temporary: Path) -> None:
 
 
 def _restore(out: Path, is_alone: bool) -> None:
-    """Does what `restore_folder` says; removes nothing unless `is_alone`, which a lock says."""
+    """Does what `restore_folder` says. Removes nothing unless `is_alone`: others may be writing."""
     for old in _beside(out, out.name, REPLACED):
         if not out.exists():
             old.rename(out)
@@ -360,68 +337,57 @@ def locked(path: str | Path) -> Iterator[bool]:
     """
     path = Path(os.path.realpath(path))
     file = path.with_name(f".{path.name}.lock")
-    descriptor, has_lock = _open_locked(path, file)
+    with ExitStack() as stack:
+        try:
+            has_lock = stack.enter_context(_holding(file))
+        except TimeoutError:
+            raise LockedError(
+                f"{path} is being written by {_said_by(file).strip() or 'another process'}, "
+                "expected nobody; wait until it ends, or choose another name"
+            ) from None
+        try:
+            file.write_text(f"{_OWNER}{os.getpid()} on {socket.gethostname()}\n")
+            yield has_lock
+        finally:
+            with suppress(OSError):
+                file.unlink()
+
+
+@contextmanager
+def _holding(file: Path, seconds: float = 0.0, is_private: bool = False) -> Iterator[bool]:
+    """Makes `file` if it is missing, and locks it; gives False where the file system has no locks.
+
+    A private file is for its owner only. Raises TimeoutError if another process, or another block
+    of this one, holds the lock for longer than `seconds`.
+    """
+    from filelock import FileLock  # here: most commands lock nothing
+
+    mode = {"mode": 0o600} if is_private else {}
+    lock = FileLock(file, timeout=seconds, poll_interval=0.01, fallback_to_soft=False, **mode)
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _OWNER + f"{os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        yield has_lock
+        lock.acquire()
+    except OSError as error:
+        if error.errno not in _HAS_NO_LOCKS:
+            raise
+    try:
+        yield lock.is_locked
     finally:
-        with suppress(OSError):
-            file.unlink()
-        os.close(descriptor)
+        lock.release()
 
 
 def _is_lock_file(path: Path) -> bool:
     """Returns whether a file is one that `locked` wrote, or began to, as its first word says."""
-    with suppress(OSError):
-        if path.suffix == ".lock" and path.is_file():
-            with open(path, "rb") as file:
-                return file.read(len(_OWNER)) in (_OWNER, b"")
-    return False
-
-
-def _open_locked(path: Path, file: Path) -> tuple[int, bool]:
-    """Opens and locks the lock file of `path`; returns the descriptor and whether locks exist."""
-    while True:
-        descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o666)
-        try:
-            has_lock = _lock(descriptor)
-            if _is_at(descriptor, file):
-                return descriptor, has_lock
-        except BlockingIOError:
-            if _is_at(descriptor, file):
-                owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
-                os.close(descriptor)
-                raise LockedError(
-                    f"{path} is being written by {owner or 'another process'}, expected nobody; "
-                    "wait until it ends, or choose another name"
-                ) from None
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)  # its owner has just removed the file: another takes its place
-
-
-def _lock(descriptor: int) -> bool:
-    """Locks an open file; returns False where the file system has no locks.
-
-    Raises BlockingIOError if it is locked already.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in _HAS_NO_LOCKS:
-            raise
+    if path.suffix != ".lock" or not path.is_file():
         return False
-    return True
+    said = _said_by(path)
+    return not said or said.startswith(_OWNER)
 
 
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Returns whether the open file is the one that `path` names now."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False
+def _said_by(lock_file: Path) -> str:
+    """Returns the beginning of a file, "" if it cannot be read."""
+    with suppress(OSError), open(lock_file, errors="replace") as file:
+        return file.read(200)
+    return ""
 
 
 # ---- names, disk and hashes ----
@@ -448,8 +414,8 @@ def _beside(final: Path, name: str, mark: str) -> list[Path]:
     return list(final.parent.glob(f".{glob.escape(name)}.{'[0-9a-f]' * 8}{glob.escape(mark)}"))
 
 
-def _bring_to_disk(path: Path) -> None:
-    """Waits until a file or a folder's list of names is on the disk.
+def _flush(path: Path) -> None:
+    """Waits until a file, or a folder's list of names, is on the disk.
 
     Without that, a machine that crashes may keep the rename and lose what was renamed.
     """
@@ -463,12 +429,12 @@ def _bring_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _bring_tree_to_disk(folder: Path) -> None:
-    """Does it for the folder and all that it holds."""
+def _flush_tree(folder: Path) -> None:
+    """Waits until a folder and all that it holds is on the disk."""
     for root, _, files in os.walk(folder):
         for name in files:
-            _bring_to_disk(Path(root, name))
-        _bring_to_disk(Path(root))
+            _flush(Path(root, name))
+        _flush(Path(root))
 
 
 def sha256(path: str | Path) -> str:

@@ -156,7 +156,7 @@ def test_killed_twice_between_the_renames(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", ["files.Path.write_bytes = die", "files.os.replace = die", "files._bring_to_disk=die"]
+    "moment", ["files.Path.write_bytes = die", "files.os.replace = die", "files._flush=die"]
 )
 def test_a_file_is_the_old_or_the_new_one_and_litter_goes(tmp_path: Path, moment: str) -> None:
     file = tmp_path / "figures[1].json"
