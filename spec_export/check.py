@@ -27,7 +27,8 @@ from spec_runtime.files.writing import require_writable
 from spec_runtime.kv import open_cache
 from spec_runtime.measure import provenance
 from spec_runtime.stats import Stats
-from spec_runtime.text.tokenizer import Tokenizer, encode_prompt
+from spec_runtime.text.prompt import encode_prompt
+from spec_runtime.text.tokenizer import Tokenizer
 
 REFERENCE_TOKENS = 128  # generated per prompt to measure accepted length
 

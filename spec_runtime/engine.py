@@ -27,7 +27,10 @@ from spec_runtime.sampling import SamplingParams, TokenLogprob
 from spec_runtime.stats import Stats
 from spec_runtime.step import Ending, Step
 from spec_runtime.target import Target, Wants
-from spec_runtime.text.tokenizer import Codec, Message, Prompt, TextStream, Tools, encode_prompt
+from spec_runtime.text.messages import Message, Tools
+from spec_runtime.text.prompt import Prompt, encode_prompt
+from spec_runtime.text.stream import TextStream
+from spec_runtime.text.tokenizer import Codec
 from spec_runtime.trees.budget import Budget
 from spec_runtime.waiting.interruption import CANCELLED, Interrupted
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
 from spec_runtime.constraints.path_masks import PathMasks
-from spec_runtime.conversations.kept_rows import Restored
+from spec_runtime.conversations.row_store import RestoredRows
 from spec_runtime.proposers.base import Proposer
 from spec_runtime.sampling import Sampler, SamplingParams, TokenLogprob, token_logprob
 from spec_runtime.stats import Clock, Stats
@@ -46,7 +46,7 @@ class Generation:
     stats: Stats
     reused: int = 0
     taps: tuple[int, ...] = ()
-    restored: Restored | None = None
+    restored: RestoredRows | None = None
     masks: PathMasks | None = None
     tokens: list[int] = field(default_factory=list)
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
-from spec_runtime.text.tokenizer import ChatTemplate
+from spec_runtime.text.chat_template import ChatTemplate
 
 # Pairs that become one token, in this order; the last ones build on those before.
 MERGES = ('{ "', '" :', "t r", "u e", "tr ue", "f a", "n a", "m e", "na me", '" ,', "a b", "1 2")

@@ -23,7 +23,7 @@ from spec_runtime.load import DEFAULT_BUDGET
 from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.target import Target
-from spec_runtime.text.tokenizer import ChatTemplate
+from spec_runtime.text.chat_template import ChatTemplate
 
 Run = Callable[..., tuple[int, str, str]]  # see conftest.run
 

@@ -16,7 +16,7 @@ from bpe_tokenizer import definition
 from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
-from spec_runtime.text.tokenizer import ChatTemplate
+from spec_runtime.text.chat_template import ChatTemplate
 
 _COMMON = ("input_ids", "position_ids", "mask", "logit_rows")
 _FORM_FEEDS: dict[str, dict[str, type]] = {

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import numpy as np
 
-from spec_runtime.conversations.kept_rows import KeptRows, Restored, RowStore, common_length
+from spec_runtime.conversations.row_store import (
+    ConversationRows,
+    RestoredRows,
+    RowStore,
+    common_length,
+)
 from spec_runtime.conversations.rows_file import RowsOwner, read_rows, write_rows
 from spec_runtime.errors import UserError
 from spec_runtime.requests.call import Call
 from spec_runtime.step import Step
 from spec_runtime.target import Target
-from spec_runtime.text.tokenizer import Message
+from spec_runtime.text.messages import Message
 from spec_runtime.waiting.fair_lock import Holder
 
-KEPT_ROWS = 32  # fewer are read again sooner than copied, and are not worth their place
+MIN_ROWS = 32  # fewer are read again sooner than copied, and are not worth their place
 
 
 class Conversations:
@@ -36,7 +41,7 @@ class Conversations:
         self._held: list[int] = []  # tokens whose KV the target has while its rows are that run's
         self._features: list[np.ndarray] = []  # of these, if copies are kept and have some
 
-    def begin(self, call: Call) -> tuple[int, Restored | None]:
+    def begin(self, call: Call) -> tuple[int, RestoredRows | None]:
         """Returns how many of the prompt's rows the target has, perhaps brought back from a copy;
         copies what it has of another conversation.
 
@@ -50,9 +55,9 @@ class Conversations:
         may_reuse = call.reuse and (call.params.seed is None or target.precision == "fp32")
         length = common_length(self._held, prompt) if is_ours and may_reuse else 0
         kept, kept_length = store.find(prompt) if may_reuse else (None, 0)
-        if is_ours and self.max_bytes and len(self._held) - length >= KEPT_ROWS:
+        if is_ours and self.max_bytes and len(self._held) - length >= MIN_ROWS:
             store.add(self._copy(len(self._held)))
-        if kept is None or kept_length - length < KEPT_ROWS:
+        if kept is None or kept_length - length < MIN_ROWS:
             # One token fewer: the last row's feature and logits have to be computed anew.
             reused = max(0, length - 1)
             self._features = [np.concatenate(self._features)[:reused]] if self._features else []
@@ -61,7 +66,7 @@ class Conversations:
         target.restore_rows(kept.kv, reused)
         features = None if kept.features_TF is None else kept.features_TF[:reused]
         self._features = [] if features is None else [features]
-        return reused, Restored(features)
+        return reused, RestoredRows(features)
 
     def add(self, step: Step) -> None:
         """Takes in what a step committed."""
@@ -116,7 +121,7 @@ class Conversations:
     def _is_ours(self) -> bool:
         return self._holder is not None and self._target.rows_of is self._holder
 
-    def _copy(self, length: int) -> KeptRows:
+    def _copy(self, length: int) -> ConversationRows:
         """Returns copies of the first so many rows that the target has of our last run."""
         features = np.concatenate(self._features)[:length] if self._features and length else None
-        return KeptRows(self._held[:length], self._target.copy_rows(length), features)
+        return ConversationRows(self._held[:length], self._target.copy_rows(length), features)

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from spec_runtime.errors import UserError
 
@@ -362,8 +363,8 @@ def _holding(file: Path, seconds: float = 0.0, is_private: bool = False) -> Iter
     """
     from filelock import FileLock  # here: most commands lock nothing
 
-    mode = {"mode": 0o600} if is_private else {}
-    lock = FileLock(file, timeout=seconds, poll_interval=0.01, fallback_to_soft=False, **mode)
+    options: dict[str, Any] = {"mode": 0o600} if is_private else {}
+    lock = FileLock(file, timeout=seconds, poll_interval=0.01, fallback_to_soft=False, **options)
     try:
         lock.acquire()
     except OSError as error:

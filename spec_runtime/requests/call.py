@@ -11,7 +11,7 @@ from spec_runtime.requests.options import Request
 from spec_runtime.requests.result import Chunk, GenerationResult, Piece
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.step import Step
-from spec_runtime.text.tokenizer import TextStream
+from spec_runtime.text.stream import TextStream
 from spec_runtime.waiting.fair_lock import Holder
 from spec_runtime.waiting.interruption import Interruption
 

@@ -13,7 +13,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.mapping import Checked
 from spec_runtime.options import Option
 from spec_runtime.sampling import SamplingOptions, SamplingParams
-from spec_runtime.text.tokenizer import Tools
+from spec_runtime.text.messages import Tools
 from spec_runtime.waiting.interruption import Interruption
 
 

@@ -24,7 +24,8 @@ from spec_runtime.serving.streams import EventStream, event_of, unless_gone
 from spec_runtime.serving.tool_calls import CallReader
 from spec_runtime.serving.writers import ChatWriter, CompletionWriter, Writer
 from spec_runtime.sessions.engine_queue import EngineQueue, Prepare
-from spec_runtime.text.tokenizer import Prompt, Tools
+from spec_runtime.text.messages import Tools
+from spec_runtime.text.prompt import Prompt
 from spec_runtime.waiting.admission import Admission
 
 

@@ -11,7 +11,7 @@ from spec_runtime.requests.call import Call
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult
 from spec_runtime.sessions.engine_queue import EngineQueue, Job
-from spec_runtime.text.tokenizer import Prompt
+from spec_runtime.text.prompt import Prompt
 from spec_runtime.waiting.admission import Admission
 
 MAX_UNREAD = 4  # chunks of a stream that its reader may lag behind

@@ -12,7 +12,7 @@ from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult
 from spec_runtime.sessions.async_engine import AsyncEngine
 from spec_runtime.sessions.session import Transcript
-from spec_runtime.text.tokenizer import Message
+from spec_runtime.text.messages import Message
 
 
 class AsyncSession(Transcript):

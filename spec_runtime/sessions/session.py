@@ -12,7 +12,7 @@ from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult
-from spec_runtime.text.tokenizer import Message
+from spec_runtime.text.messages import Message
 
 OWN = ("system", "raw", "continue_final")  # options that a session sets itself
 

@@ -1,9 +1,9 @@
 """Renders chat templates, which are programs of strangers, in a sandbox with limits.
 
-jinja2's sandbox keeps a template from Python's internals, but not from looping for ever or from
-filling the memory. Here every loop, call, filter and operator that can make something large is
-metered: a rendering that takes longer than MAX_SECONDS, makes a value larger than MAX_WEIGHT, or
-makes more than MAX_TOTAL in all, is refused in one line.
+The sandbox is that of transformers: jinja2's immutable one, with the same filters and functions. It
+keeps a template from Python's internals, but not from looping for ever or from filling the memory.
+Here every turn of a loop, call, filter and operator looks at the clock, and every value that it
+makes is weighed. Those few that make much of little are refused before they run.
 """
 
 from __future__ import annotations
@@ -15,153 +15,153 @@ import re
 import threading
 import time
 import types
-from collections.abc import (
-    Callable,
-    ItemsView,
-    Iterable,
-    Iterator,
-    KeysView,
-    Mapping,
-    Sequence,
-    ValuesView,
-)
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from spec_runtime.constraints.tools import family_of
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
-
-Message = Mapping[str, Any]
+from spec_runtime.text.messages import Message, Tools
+from spec_runtime.text.tool_prompts import ToolPrompter
 
 MAX_SECONDS = 5.0  # of one rendering
 MAX_SOURCE = 1 << 18  # characters of a template
 MAX_WEIGHT = 16 << 20  # of one value, see _weight
 MAX_TOTAL = 1 << 30  # of all values that one rendering makes
-_ITEM_WEIGHT = 8  # of a number, and of each item of a list
+_ITEM_WEIGHT = 8  # of everything that is no text
 _MAX_BITS = 1 << 13  # of an integer
 
-# Filters that nobody needs for a prompt and whose work is hard to bound.
+# Filters that no prompt needs and whose work is hard to bound.
 _DROPPED_FILTERS = (
     *("batch", "filesizeformat", "pprint", "random", "slice", "striptags", "urlize", "wordwrap"),
     *("wordcount", "xmlattr"),
 )
 _DROPPED_GLOBALS = ("cycler", "joiner", "lipsum")
-# What may return more than it was given: at most its value times its largest argument.
-_GROWING_FILTERS = frozenset(("center", "indent", "join", "replace", "tojson"))
-_GROWING_METHODS = frozenset(
-    ("center", "expandtabs", "join", "ljust", "replace", "rjust", "to_bytes", "translate", "zfill")
-)
-_FORMAT_METHODS = frozenset(("format", "format_map"))
+# Filters and methods that may return up to their value times their largest argument.
+_GROWING = frozenset(
+    ("center", "expandtabs", "indent", "ljust", "rjust", "round", "to_bytes", "tojson")
+) | {"replace", "translate", "zfill"}
+_TICK, _JOIN, _WEIGH = "a turn", "a join", "a value"  # filters that no template can name
 _WIDE_FIELD = re.compile(r"[%{][^%{}]{0,100}\d{6}|%[^%a-zA-Z]{0,100}\*|\{[^{}]{0,100}\{")
 
-_CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
+class ChatTemplate:
+    """Renders a Hugging Face chat template within the limits of this file.
 
-class TemplateLimitError(UserError):
-    """Says which limit a chat template has gone beyond."""
-
-
-class _MessageRefusedError(UserError):
-    """Holds what the template says against the messages."""
-
-
-class MeteredTemplate:
-    """Renders a Hugging Face chat template in a sandbox, within the limits of this file.
-
-    `name` is what messages call the template. Raises ValueError if it is not valid.
+    `name` is what error messages call the template. Raises UserError if it is not valid.
     """
 
     def __init__(
-        self, source: str, bos_token: str, eos_token: str, name: str = "the chat template"
+        self, source: str, bos_token: str = "", eos_token: str = "", name: str = "the chat template"
     ) -> None:
+        self.tool_family = family_of(source)  # how the model writes calls, see constraints/tools.py
+        self._prompter = ToolPrompter(source)
         self._name = name
         self._names = {"bos_token": bos_token, "eos_token": eos_token}
         if len(source) > MAX_SOURCE:
             raise UserError(
                 f"{name} is not valid: got {len(source)} characters, expected at most {MAX_SOURCE}"
             )
-        self._meter = _Meter()
-        environment = _MeteredEnvironment(self._meter)
+        self._environment = environment = _Environment()
         try:
-            tree = _LoopMeter().visit(environment.parse(source))
+            tree = _Weighing().visit(environment.parse(source))
             tree.set_lineno(1)
             tree.set_environment(environment)
             self._template = environment.from_string(tree)
         except Exception as error:  # parsing and compiling what a stranger wrote raises anything
             raise UserError(f"{name} is not valid: {_reason(error)}") from None
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> str:
+    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> str:
         """Returns the messages as one text that ends where the assistant's answer begins.
 
-        `tools` are functions in OpenAI's form, which the template shows to the model.
-        Raises ValueError if the template refuses them, fails, or goes beyond a limit.
+        `tools` are functions in OpenAI's form. A template that knows none gets them, and calls and
+        their results, as text. Raises UserError if the template refuses the messages, fails, or
+        goes beyond a limit, and for tools in another form.
         """
-        self._meter.start()
+        prepared, checked_tools = self._prompter.prepared(messages, tools)
+        self._environment.limits.start()
         try:
             return self._template.render(
-                messages=list(messages),
+                messages=prepared,
                 add_generation_prompt=True,
-                tools=None if tools is None else list(tools),
+                tools=checked_tools,
                 documents=None,
                 **self._names,
             )
-        except _MessageRefusedError as error:
+        except _MessagesRefused as error:
             raise UserError(f"{self._name} refuses these messages: {error}") from None
         except Exception as error:  # the program of a stranger raises anything
             raise UserError(
                 f"{self._name} cannot render these messages: {_reason(error)}"
             ) from None
-        finally:
-            self._meter.stop()
+
+
+class _MessagesRefused(Exception):
+    """Holds what the template says against the messages."""
 
 
 def _reason(error: Exception) -> str:
     """Returns an error's text in one line, after its kind unless jinja2 or this file wrote it."""
     text = brief(error)
-    is_plain = isinstance(error, TemplateLimitError) or type(error).__module__.startswith("jinja2")
+    is_plain = isinstance(error, UserError) or type(error).__module__.startswith("jinja2")
     return text if is_plain and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
-class _Meter(threading.local):
-    """Counts time and sizes of the rendering that runs in this thread."""
+# ---- limits ----
+
+
+class _Limits(threading.local):
+    """Counts the time and the weights of the rendering that runs in this thread."""
 
     def __init__(self) -> None:
-        self.stop()
+        self.start()
 
     def start(self) -> None:
         self._deadline = time.monotonic() + MAX_SECONDS
         self._left = MAX_TOTAL
 
-    def stop(self) -> None:
-        self._deadline = float("inf")
-        self._left = MAX_TOTAL
-
     def tick(self) -> None:
-        """Raises TemplateLimitError when the time is over."""
+        """Raises UserError when the time is over."""
         if time.monotonic() > self._deadline:
-            raise TemplateLimitError(f"it takes longer than {MAX_SECONDS:g} s; mend its loops")
+            raise UserError(f"it takes longer than {MAX_SECONDS:g} s; mend its loops")
 
     def require(self, weight: int) -> None:
-        """Raises TemplateLimitError if a value of this weight may not be made; counts it."""
-        self._left -= weight
-        if weight > MAX_WEIGHT or self._left < 0:
-            raise TemplateLimitError(
+        """Raises UserError if a value of this weight may not be made."""
+        if weight > min(MAX_WEIGHT, self._left):
+            raise UserError(
                 f"it makes more text than {MAX_WEIGHT >> 20} MB at once or {MAX_TOTAL >> 20} MB in "
                 "all; mend it or shorten the messages"
             )
 
+    def require_bits(self, num_bits: int) -> None:
+        """Raises UserError if an integer of so many bits may not be made."""
+        if num_bits > _MAX_BITS:
+            raise UserError(f"it makes numbers of more than {_MAX_BITS} bits; mend it")
+
+    def weighed(self, value: Any) -> Any:
+        """Returns a new value and counts its weight; an iterator becomes a list."""
+        if isinstance(value, Iterator):
+            value = list(islice(value, MAX_WEIGHT // _ITEM_WEIGHT + 1))
+        if isinstance(value, int):
+            self.require_bits(value.bit_length())
+        weight = _weight(value)
+        self.require(weight)
+        self._left -= weight
+        return value
+
 
 def _weight(value: Any) -> int:
-    """Returns about how many bytes a value would print, counted up to a little above MAX_WEIGHT.
+    """Returns about how many characters a value would print, counted up to a little above
+    MAX_WEIGHT.
 
     What is in a list twice counts twice.
     """
@@ -170,51 +170,148 @@ def _weight(value: Any) -> int:
         item = waiting.pop()
         if isinstance(item, str | bytes):
             total += len(item)
-        elif isinstance(item, int):
-            total += _ITEM_WEIGHT + item.bit_length() // 3
-        elif isinstance(item, range):
-            total += _ITEM_WEIGHT * len(item)
-        elif isinstance(item, Mapping):
-            total += _ITEM_WEIGHT * len(item)
+            continue
+        total += _ITEM_WEIGHT
+        if isinstance(item, Mapping):
             waiting += item.keys()
             waiting += item.values()
-        elif isinstance(item, _CONTAINERS):
-            total += _ITEM_WEIGHT * len(item)
+        elif isinstance(item, Collection):
             waiting += item
-        else:
-            total += _ITEM_WEIGHT
     return total
 
 
-class _LoopMeter(NodeTransformer):
-    """Rewrites a template's syntax tree: a tick at the start of each loop's body, and meters around
-    what makes text and containers without a call: `a ~ b`, lists, tuples and dictionaries."""
+def _most(name: str, value: Any, given: Sequence[Any]) -> int:
+    """Returns the most that a filter or method of this name may make of `value`, 0 if that is never
+    much more than it was given. Raises UserError where no bound is known."""
+    if name in ("format", "format_map"):
+        text = str(value)
+        if _WIDE_FIELD.search(text):
+            raise UserError("it formats fields of a width that is not bounded; mend it")
+        return len(text) + (text.count("%") + text.count("{")) * _weight(list(given))
+    if name == "sum" and not all(isinstance(each, int | float | str) for each in given):
+        raise UserError("it sums what are no numbers; mend it")
+    if name == "replace" and isinstance(value, str) and len(given) > 1:
+        return len(value) + value.count(str(given[0])) * _weight(given[1])
+    if name == "join" and isinstance(value, Collection):
+        return _weight(value) + len(value) * _weight(list(given))
+    if name in _GROWING:
+        return max(1, _weight(value)) * max(map(_factor, given), default=1)
+    return 0
+
+
+def _factor(value: Any) -> int:
+    """Returns by how much an operand may multiply the other one."""
+    return abs(value) if isinstance(value, int) else _weight(value)
+
+
+# ---- the sandbox ----
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """A sandbox whose loops, operators, calls and filters keep to `limits`."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
+            optimized=False,  # constants are not computed while a template is compiled
+        )
+        self.limits = _Limits()
+        self.concat = self._concat  # type: ignore[method-assign]
+        for name in _DROPPED_GLOBALS:
+            del self.globals[name]
+        for name in _DROPPED_FILTERS:
+            del self.filters[name]
+        self.filters["tojson"] = _tojson  # jinja2's own escapes for HTML
+        self.filters = {name: self._limited(name, each) for name, each in self.filters.items()}
+        self.filters |= {_TICK: lambda value: self.limits.tick(), _WEIGH: self.limits.weighed}
+        self.filters[_JOIN] = lambda values: self._concat(map(str, values))
+        self.globals["namespace"] = _PlainNamespace
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda f: datetime.datetime.now().strftime(f)
+
+    def _concat(self, parts: Iterable[str]) -> str:
+        """Returns the joined parts; what is too much is not collected first."""
+        kept, total = list[str](), 0
+        for part in parts:
+            total += len(part)
+            self.limits.require(total)
+            kept.append(part)
+        return str(self.limits.weighed("".join(kept)))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self.limits.tick()
+        if operator == "%" and isinstance(left, str):
+            self.limits.require(_most("format", left, [right]))
+        elif operator == "*" and any(
+            isinstance(each, str | bytes | list | tuple) for each in (left, right)
+        ):
+            self.limits.require(_factor(left) * _factor(right))
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            self.limits.require_bits(left.bit_length() * abs(right))
+        return self.limits.weighed(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        # The names with underscores are jinja2's: a template may pass one called `self`.
+        __self.limits.tick()
+        if isinstance(__obj, types.BuiltinMethodType):
+            name, value, given = __obj.__name__, __obj.__self__, [*args, *kwargs.values()]
+            if name == "join" and given:
+                value, given[0] = given[0], value
+            __self.limits.require(_most(name, value, given))
+        return __self.limits.weighed(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        return None if wrapped is None else self._limited("format", wrapped, value.__self__)
+
+    def _limited(self, name: str, function: Callable[..., Any], *bound: Any) -> Callable[..., Any]:
+        """Returns a filter, or a method `bound` to its value, that keeps to the limits."""
+        # jinja2 may pass the context or the environment before the value.
+        first = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @functools.wraps(function)
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            self.limits.tick()
+            passed = list(args)
+            if not bound and isinstance(passed[first], Iterator):
+                passed[first] = self.limits.weighed(passed[first])
+            value, *given = (*bound, *passed[first:], *kwargs.values())
+            self.limits.require(_most(name, value, given))
+            return self.limits.weighed(function(*passed, **kwargs))
+
+        return limited
+
+
+class _Weighing(NodeTransformer):
+    """Rewrites a template's syntax tree: looks at the clock in each turn of a loop, and weighs what
+    is made without a call: `a ~ b`, lists, tuples and dictionaries."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("tick", [])))
+        node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(None), _TICK)))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _call("joined", node.nodes)
+        return _filtered(nodes.List(node.nodes), _JOIN)
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
-        return _call("metered", [node])
+        return _filtered(node, _WEIGH)
 
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("metered", [node])
+    visit_Dict = visit_List
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return _call("metered", [node]) if node.ctx == "load" else node
+        return _filtered(node, _WEIGH) if node.ctx == "load" else node
 
 
-def _call(method: str, arguments: list[nodes.Expr]) -> nodes.Call:
-    """Returns a call of this method of the environment, which templates cannot name."""
-    return nodes.Call(nodes.EnvironmentAttribute(method), arguments, [], None, None)
+def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None)
 
 
 class _PlainNamespace(Namespace):
@@ -225,8 +322,8 @@ class _PlainNamespace(Namespace):
 
 
 class _Generation(Extension):
-    """Renders {% generation %} … {% endgeneration %} as what is inside: some templates mark the
-    assistant's answers so, for training."""
+    """Renders the inside of {% generation %} … {% endgeneration %}, with which some templates mark
+    the assistant's answers for training."""
 
     tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as an instance's
 
@@ -236,172 +333,8 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=lineno)
 
 
-class _MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose loops, operators, calls, filters and outputs report to `meter`."""
-
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-
-    def __init__(self, meter: _Meter) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
-            finalize=self.printed,
-        )
-        self._meter = meter
-        self.tick = meter.tick
-        self.concat = self._concat  # type: ignore[method-assign]
-        for name in _DROPPED_GLOBALS:
-            del self.globals[name]
-        for name in _DROPPED_FILTERS:
-            del self.filters[name]
-        self.filters["tojson"] = _tojson  # jinja's own escapes for HTML
-        self.filters = {name: self._filter(name, each) for name, each in self.filters.items()}
-        self.globals["namespace"] = _PlainNamespace
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = lambda f: datetime.datetime.now().strftime(f)
-
-    # ---- what the rewritten syntax tree calls ----
-
-    def joined(self, *values: Any) -> str:
-        """Returns what `a ~ b` stands for."""
-        return self._concat(str(self.printed(value)) for value in values)
-
-    def metered(self, value: Any) -> Any:
-        """Returns the value, if it may be so large; an iterator becomes a list."""
-        if isinstance(value, Iterator) and not isinstance(value, LoopContext):
-            value = self._listed(value)
-        if isinstance(value, (str, bytes, Mapping, *_CONTAINERS)):
-            self._meter.require(_weight(value))
-        return value
-
-    def printed(self, value: Any) -> Any:
-        """Returns a value that is about to be printed, if its text may be so long."""
-        if not isinstance(value, str):
-            self._meter.require(_weight(value))
-        return value
-
-    # ---- what jinja2 calls ----
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        self._meter.tick()
-        if operator == "%" and isinstance(left, str):
-            self._require_format(left, right)
-        elif operator == "*" and isinstance(left, int) and isinstance(right, int):
-            self._require_bits(left.bit_length() + right.bit_length())
-        elif operator == "*":
-            number, rest = (left, right) if isinstance(left, int) else (right, left)
-            if isinstance(number, int) and isinstance(rest, str | bytes | list | tuple):
-                self._meter.require(_weight(rest) * max(number, 0))
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            self._require_bits(left.bit_length() * abs(right))
-        elif operator == "+" and not isinstance(left, int | float):
-            self._meter.require(_weight(left) + _weight(right))
-        return super().call_binop(context, operator, left, right)
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        # The names with underscores are jinja2's: a template may pass one called `self`.
-        __self._meter.tick()
-        if isinstance(__obj, types.BuiltinMethodType):
-            __self._require_method(__obj, [*args, *kwargs.values()])
-        return __self.metered(super().call(__context, __obj, *args, **kwargs))
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is None:
-            return None
-
-        def limited(*args: Any, **kwargs: Any) -> str:
-            self._require_format(value.__self__, [*args, *kwargs.values()])
-            return wrapped(*args, **kwargs)
-
-        return limited
-
-    # ---- limits ----
-
-    def _concat(self, parts: Iterable[str]) -> str:
-        """Returns the joined parts; what is too much is not collected first."""
-        kept, total = [], 0
-        for part in parts:
-            total += len(part)
-            if total > MAX_WEIGHT:
-                break
-            kept.append(part)
-        self._meter.require(total)
-        return "".join(kept)
-
-    def _listed(self, values: Iterator[Any]) -> list[Any]:
-        listed: list[Any] = []
-        total = 0
-        for value in values:
-            self._meter.tick()
-            total += _ITEM_WEIGHT
-            if total > MAX_WEIGHT:
-                self._meter.require(total)
-            listed.append(value)
-        return listed
-
-    def _filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the filter with meters before and behind it."""
-        # jinja2 may pass the context or the environment as the first argument
-        first = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-        @functools.wraps(function)
-        def filtered(*args: Any, **kwargs: Any) -> Any:
-            self._meter.tick()
-            given = [*args[first:], *kwargs.values()]
-            if name in _GROWING_FILTERS:
-                given[0] = self.metered(given[0])
-                self._require_growth(name, given[0], given[1:])
-            elif name == "format":
-                self._require_format(str(given[0]), given[1:])
-            elif name == "sum" and not all(
-                isinstance(each, int | float | str) for each in given[1:]
-            ):
-                raise TemplateLimitError("it sums what are no numbers; mend it")
-            elif name in ("string", "escape", "e", "forceescape"):
-                self.printed(given[0])
-            if name in _GROWING_FILTERS:
-                args = (*args[:first], given[0], *args[first + 1 :])
-            return self.metered(function(*args, **kwargs))
-
-        return filtered
-
-    def _require_method(self, method: types.BuiltinMethodType, given: list[Any]) -> None:
-        name = method.__name__
-        if name in _FORMAT_METHODS and isinstance(method.__self__, str):
-            self._require_format(method.__self__, given)
-        elif name == "join":
-            for each in given:
-                self._require_growth(name, each, [method.__self__])
-        elif name in _GROWING_METHODS:
-            self._require_growth(name, method.__self__, given)
-
-    def _require_growth(self, name: str, value: Any, given: Sequence[Any]) -> None:
-        """Raises TemplateLimitError if what this filter or method makes of `value` may be too
-        large: `value` times the largest argument, less for the two that prompts need."""
-        weight = _weight(value)
-        if name == "replace" and isinstance(value, str) and len(given) > 1:
-            self._meter.require(weight + value.count(str(given[0])) * _weight(given[1]))
-        elif name == "join" and isinstance(value, list | tuple | str):
-            self._meter.require(weight + len(value) * max(map(_weight, given), default=0))
-        else:
-            sizes = [abs(each) if isinstance(each, int) else _weight(each) for each in given]
-            self._meter.require(max(1, weight) * max(sizes, default=1))
-
-    def _require_format(self, text: str, given: Any) -> None:
-        """Raises TemplateLimitError for formats that make much of little: wide fields."""
-        if _WIDE_FIELD.search(text):
-            raise TemplateLimitError("it formats fields of a width that is not bounded; mend it")
-        self._meter.require(len(text) + (text.count("%") + text.count("{")) * _weight(given))
-
-    def _require_bits(self, num_bits: int) -> None:
-        if num_bits > _MAX_BITS:
-            raise TemplateLimitError(f"it makes numbers of more than {_MAX_BITS} bits; mend it")
-
-
 def _raise_exception(message: Any) -> None:
-    raise _MessageRefusedError(brief(message))
+    raise _MessagesRefused(brief(message))
 
 
 def _tojson(

@@ -13,7 +13,8 @@ from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import GenerationResult
 from spec_runtime.stats import PHASES
 from spec_runtime.step import Step
-from spec_runtime.text.tokenizer import Codec, Prompt
+from spec_runtime.text.prompt import Prompt
+from spec_runtime.text.tokenizer import Codec
 from spec_runtime.trees.tree import TokenTree
 
 

@@ -20,6 +20,8 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis.strategies import SearchStrategy
 
+from spec_runtime.errors import UserError
+
 ACCEPTED, REFUSED, FAILED = "accepted", "refused", "failed"
 MAX_MESSAGE = 1500  # characters of one line, paths included
 OWN_CODE = ("spec_runtime", "spec_export")
@@ -79,24 +81,13 @@ def require_proper_line(line: str) -> None:
 def refusing() -> Iterator[None]:
     """Turns a proper refusal inside of the block into Refused, and an improper one into Wrong.
 
-    A proper one is an OSError, or a ValueError that the project itself has raised (not numpy, nor a
-    parser, nor a decoder of characters), with one line as its message.
+    A proper one is an OSError or a UserError with one line as its message.
     """
     try:
         yield
-    except (ValueError, OSError) as error:
-        if isinstance(error, ValueError) and not _is_own(error):
-            raise
+    except (UserError, OSError) as error:
         require_proper_line(str(error))
         raise Refused(str(error)) from error
-
-
-def _is_own(error: ValueError) -> bool:
-    """Returns whether the project raised this error: its class and the last frame tell."""
-    if type(error) is not ValueError and not type(error).__module__.startswith(OWN_CODE):
-        return False
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and any(f"/{name}/" in frames[-1].filename for name in OWN_CODE)
 
 
 def judge(run: Run, case: Any) -> Outcome:

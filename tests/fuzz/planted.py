@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from shell import call, require_kept_promises
 
-from spec_runtime.bundle.manifest import BundleError
+from spec_runtime.errors import UserError
 
 BAD, NUM_CASES = 3, 8  # the case at which a fault is planted, and how many there are
 
@@ -44,7 +44,7 @@ def _answer_wrongly() -> None:
 
 def _refuse(message: str) -> None:
     with refusing():
-        raise_as_own(message)
+        raise UserError(message)
 
 
 def _print(text: str) -> None:
@@ -64,15 +64,6 @@ def _leak_a_foreign_error() -> None:
 
 def _panic() -> None:
     raise BaseException("a Rust panic is no Exception")
-
-
-def raise_as_own(message: str) -> None:
-    """Raises a ValueError from one of the project's own files."""
-    from spec_runtime.files import writing as files
-
-    path = Path(files.__file__)
-    code = compile(f"raise error({message!r})", str(path), "exec")
-    exec(code, {"error": BundleError})
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -24,7 +24,7 @@ from spec_runtime import Engine  # noqa: E402
 from spec_runtime.serving.app import make_app  # noqa: E402
 from spec_runtime.serving.processes import bind, make_config  # noqa: E402
 from spec_runtime.serving.settings import Settings  # noqa: E402
-from spec_runtime.text.tokenizer import ChatTemplate  # noqa: E402
+from spec_runtime.text.chat_template import ChatTemplate  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]

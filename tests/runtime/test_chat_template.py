@@ -7,7 +7,7 @@ import time
 import pytest
 
 from spec_runtime.text import chat_template
-from spec_runtime.text.tokenizer import ChatTemplate
+from spec_runtime.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 

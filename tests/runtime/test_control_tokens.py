@@ -11,8 +11,10 @@ import pytest
 from toy_bundle import write_bundle
 
 from spec_runtime.bundle import manifest as bundles
+from spec_runtime.text.chat_template import ChatTemplate
 from spec_runtime.text.control_tokens import FENCE, MARK, MAX_DEPTH
-from spec_runtime.text.tokenizer import ChatTemplate, Tokenizer, encode_prompt
+from spec_runtime.text.prompt import encode_prompt
+from spec_runtime.text.tokenizer import Tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -14,7 +14,7 @@ from toy_engine import DRAFTERS, make_engine, random_prompt
 from spec_runtime.engine import Engine
 from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.step import Step
-from spec_runtime.text.tokenizer import ChatTemplate
+from spec_runtime.text.chat_template import ChatTemplate
 from spec_runtime.trees.budget import Budget
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}

@@ -27,7 +27,7 @@ from spec_runtime import Chunk, QueueFull
 from spec_runtime.requests.call import Call
 from spec_runtime.serving.errors import ApiError, as_api_error, response
 from spec_runtime.serving.settings import Settings
-from spec_runtime.text.tokenizer import Prompt
+from spec_runtime.text.prompt import Prompt
 from spec_runtime.waiting.admission import Admission
 
 BODY = {"prompt": "hello", "max_tokens": 30, "temperature": 0}

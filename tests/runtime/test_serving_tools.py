@@ -16,7 +16,7 @@ from spec_runtime import Chunk, Engine, GenerationResult, Stats
 from spec_runtime.serving.replies import TokenTexts
 from spec_runtime.serving.tool_calls import CallReader
 from spec_runtime.serving.writers import ChatWriter
-from spec_runtime.text.tokenizer import ChatTemplate
+from spec_runtime.text.chat_template import ChatTemplate
 
 for module in ("tokenizers", "llguidance"):
     pytest.importorskip(module, reason=f"{module} is not installed")

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from toy_backend import CHATML, ByteTokenizer
 
-from spec_runtime.text.tokenizer import ChatTemplate, TextStream, encode_prompt
+from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.text.prompt import encode_prompt
+from spec_runtime.text.stream import TextStream
 
 BYTES = ByteTokenizer()
 

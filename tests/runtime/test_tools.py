@@ -21,7 +21,7 @@ from spec_runtime.constraints.tools import (
     format_of_choice,
     parse_calls,
 )
-from spec_runtime.text.tokenizer import ChatTemplate
+from spec_runtime.text.chat_template import ChatTemplate
 
 WEATHER = ToolCall("get_current_weather", '{"location": "San Francisco, CA"}')
 TIME = ToolCall("get_time", '{"zone": "Europe/Zürich", "dst": true}')

@@ -35,7 +35,8 @@ from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.machine import default_threads
 from spec_runtime.measure.prompts import read_prompts
-from spec_runtime.text.tokenizer import Tokenizer, encode_prompt
+from spec_runtime.text.prompt import encode_prompt
+from spec_runtime.text.tokenizer import Tokenizer
 from tools.figures import command_line, manifest_of, write
 from tools.figures import run as run_script
 from tools.measure import measure_all

@@ -12,8 +12,8 @@ from keeping_engine import MAX_LENGTH, MODEL, keeping
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime import Engine
-from spec_runtime.conversations.conversations import KEPT_ROWS
-from spec_runtime.conversations.kept_rows import KeptRows, RowStore
+from spec_runtime.conversations.conversations import MIN_ROWS
+from spec_runtime.conversations.row_store import ConversationRows, RowStore
 from spec_runtime.engine import OpenedDrafter
 from spec_runtime.target import PREFILL_ROWS
 from spec_runtime.trees.budget import Budget
@@ -109,7 +109,7 @@ def test_an_error_while_rows_come_back_loses_no_answer(drafter: str) -> None:
 
 def test_short_beginnings_are_read_again() -> None:
     engine = keeping("none")
-    talks = [random_prompt(seed, length=KEPT_ROWS - 8) for seed in (1, 2)]
+    talks = [random_prompt(seed, length=MIN_ROWS - 8) for seed in (1, 2)]
     for talk in talks:
         engine.generate(talk, max_new_tokens=2)
     assert engine.generate(talks[0], max_new_tokens=2).usage.reused_tokens == 0
@@ -210,8 +210,8 @@ def test_a_damaged_file_is_one_line(saved: Path) -> None:
 # ---- the store ----
 
 
-def rows_of(*tokens: int, num_bytes: int = 10) -> KeptRows:
-    return KeptRows(list(tokens), {"kv": np.zeros(num_bytes, np.uint8)})
+def rows_of(*tokens: int, num_bytes: int = 10) -> ConversationRows:
+    return ConversationRows(list(tokens), {"kv": np.zeros(num_bytes, np.uint8)})
 
 
 def tokens_of(store: RowStore, *prompt: int) -> list[int] | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class ConversationRows:
     """Holds the rows of `tokens`: their KV by buffer, see RowBackend, and their features f32[T, F]
     if the drafter reads features."""
 
@@ -24,14 +24,14 @@ class KeptRows:
         features = 0 if self.features_TF is None else self.features_TF.nbytes
         return features + sum(rows.nbytes for rows in self.kv.values())
 
-    def first(self, length: int) -> KeptRows:
+    def first(self, length: int) -> ConversationRows:
         """Returns the rows of the first `length` tokens, without features if there are none."""
         kv = {name: rows[:, :length] for name, rows in self.kv.items()}
         features = None if self.features_TF is None else self.features_TF[:length]
-        return KeptRows(self.tokens[:length], kv, features if length else None)
+        return ConversationRows(self.tokens[:length], kv, features if length else None)
 
 
-class Restored(NamedTuple):
+class RestoredRows(NamedTuple):
     """Says that the target's rows were brought back, of which the proposer knows nothing; holds
     their features f32[T, F], if it reads any."""
 
@@ -49,7 +49,7 @@ class RowStore:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self._kept: list[KeptRows] = []  # the last used is the last
+        self._kept: list[ConversationRows] = []  # the last used is the last
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +58,7 @@ class RowStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, rows: KeptRows) -> None:
+    def add(self, rows: ConversationRows) -> None:
         """Keeps these rows, in place of those with which they begin, if there is room for them."""
         if rows.num_bytes > self.max_bytes:
             return
@@ -74,7 +74,7 @@ class RowStore:
         while self.num_bytes > self.max_bytes:
             del self._kept[0]
 
-    def find(self, prompt: Sequence[int]) -> tuple[KeptRows | None, int]:
+    def find(self, prompt: Sequence[int]) -> tuple[ConversationRows | None, int]:
         """Returns the rows that have the most tokens in common with the prompt's beginning, and how
         many, and counts them as used."""
         best, length = None, 0

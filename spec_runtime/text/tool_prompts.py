@@ -10,8 +10,7 @@ from typing import Any
 from spec_runtime.constraints.tools import checked_tools
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
-
-Message = Mapping[str, Any]
+from spec_runtime.text.messages import Message
 
 _INSTRUCTIONS = (
     "You can call functions. These are the ones there are, with their parameters as JSON schemas:\n"
@@ -40,7 +39,7 @@ class ToolPrompter:
     def prepared(
         self, messages: Sequence[Message], tools: Any
     ) -> tuple[list[Message], list[dict[str, Any]] | None]:
-        """Returns the messages and the variable `tools` to render; raises ValueError for tools that
+        """Returns the messages and the variable `tools` to render; raises UserError for tools that
         are not in OpenAI's form."""
         write = _with_objects if self._reads_calls else _with_calls_as_text
         prepared = [write(message) for message in messages]

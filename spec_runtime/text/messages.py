@@ -1,0 +1,49 @@
+"""Defines messages of a conversation and checks them before a chat template reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from spec_runtime.errors import UserError
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]]  # functions in OpenAI's form
+
+
+def plain_message(message: Message) -> Message:
+    """Returns a message whose content is a string: parts of kind text are joined.
+
+    Content may be None beside tool calls, as assistants have them. Raises UserError for a message
+    without role and content, for other kinds of content, and for half surrogate pairs.
+    """
+    if not isinstance(message.get("role"), str) or "content" not in message:
+        raise UserError(f"got message {dict(message)!r:.200}, expected a role and its content")
+    role, content = message["role"], message["content"]
+    if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
+        for part in content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise UserError(
+                    f"got content part {dict(part)!r:.80} in a message of {role!r:.40}, expected "
+                    "parts of type 'text' with a text"
+                )
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise UserError(
+            f"got content {content!r:.80} in a message of {role!r:.40}, expected a string or a "
+            "list of text parts"
+        )
+    for text in (role, content or ""):
+        require_characters(text, f"a message of {role!r:.40}")
+    return {**message, "content": content}
+
+
+def require_characters(text: str, what: str) -> None:
+    """Raises UserError if `text` holds half a surrogate pair, which no tokenizer can take."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"got half a surrogate pair at character {error.start} of {what}, expected text that "
+            "can be written as UTF-8"
+        ) from None
