@@ -283,7 +283,7 @@ class DrafterOpener:
         proposer, must_capture = opened.proposer, not is_asked_for
         try:
             steps = open_steps(self._bundle, graph, self._target, proposer, runtime, must_capture)
-        except ValueError as error:
+        except UserError as error:
             if is_asked_for:
                 raise
             log.warning("drafter %s goes without its fused step: %s", name, error)

@@ -154,7 +154,7 @@ def test_a_bundle_names_its_tree() -> None:
         ({"template": 3}, "got tree '3'"),
         ({"template": "chain:2", "paths": [[0]]}, "got trees paths and template, expected one"),
         ({"template": "cartesian:11"}, "ranks below its top_k, 10"),
-        ({"templates": "chain:2"}, "got unknown key 'templates'"),
+        ({"templates": "chain:2"}, "trees: got unknown key 'templates'; expected keys max_nodes"),
     ],
 )
 def test_a_bundle_with_a_bad_tree(trees: dict[str, Any], why: str) -> None:
@@ -165,20 +165,23 @@ def test_a_bundle_with_a_bad_tree(trees: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"accuracy": []}, "got accuracy"),
-        ({"accuracy": [[0.5, 0.2], [0.1]]}, "got accuracy"),
-        ({"accuracy": [[0.9, 0.2]]}, "got accuracy"),
-        ({"accuracy": [["x"]]}, "got accuracy"),
-        ({"reliability": [[0.1, 0.2]]}, "got reliability"),
-        ({"reliability": [[0.1, 1.2, 3]]}, "got reliability"),
-        ({"accepted_length": {"a": 1.0}}, "got accepted_length"),
-        ({"accepted_length": [1.0]}, "got accepted_length"),
-        ({"more": 1}, "got keys .*more, expected prompts"),
+        ({"accuracy": []}, "accuracy: got list .., expected rows of equal length"),
+        ({"accuracy": [[0.5, 0.2], [0.1]]}, "accuracy: got list .*, expected rows"),
+        ({"accuracy": [[0.9, 0.2]]}, "accuracy: got .*, of shares whose sum is at most 1"),
+        ({"accuracy": [["x"]]}, r"accuracy\[0\]\[0\]: got str 'x', expected float"),
+        ({"reliability": [[0.1, 0.2]]}, r"reliability\[0\]: got list .*, expected more items"),
+        (
+            {"reliability": [[0.1, 1.2, 3]]},
+            r"reliability\[0\]\[1\]: got float 1.2, expected at most 1",
+        ),
+        ({"accepted_length": {"a": 1.0}}, "accepted_length: got .*, expected a number of nodes"),
+        ({"accepted_length": [1.0]}, "accepted_length: got list .*, expected a mapping"),
+        ({"more": 1}, ": got unknown key 'more'; expected keys prompts, positions"),
     ],
 )
 def test_a_calibration_is_validated(change: dict[str, Any], why: str) -> None:
     assert entry().calibration == CALIBRATION
-    with pytest.raises(BundleError, match=f"drafter 'parallelspec': calibration: {why}"):
+    with pytest.raises(BundleError, match=f"drafter 'parallelspec': calibration.?{why}"):
         entry(CALIBRATION | change)
 
 
