@@ -20,11 +20,6 @@ def chain_parents(num_nodes: int) -> np.ndarray:
     return parent_N
 
 
-def is_chain(parent_N: np.ndarray) -> bool:
-    """True if each node's parent is the node before it."""
-    return parent_N.tolist()[1:] == [*range(len(parent_N) - 1)]
-
-
 def depths(parent_N: np.ndarray) -> np.ndarray:
     """Returns the depth of each node, i64[N]: [0, 0, 0, 1] -> [0, 1, 1, 2]. A node that is its own
     parent is a root: [0, 1, 1] -> [0, 0, 1]."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_trees import features_of
 from toy_backend import ToyDrafter, ToyTarget
 from toy_engine import make_engine, make_proposer, random_prompt
 
@@ -38,10 +39,6 @@ class Recorder:
             "guess_log_probs": np.log(np.tile([0.6, 0.3], (m, 1))),
         }
         return {name: result[name] for name in outputs}
-
-
-def features_of(positions: Sequence[int]) -> np.ndarray:
-    return np.array([[p, p + 0.5] for p in positions], np.float32)
 
 
 def recorded(repeat_feature: bool = False) -> tuple[OnePassProposer, Recorder]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_trees import features_of
 
 from spec_runtime.kv import SlotCache
 from spec_runtime.proposers.rows import DrafterRows, LastFeature
@@ -88,10 +89,6 @@ class StepGraph:
             "state.out": out_NW,
         }
         return {name: result[name] for name in outputs}
-
-
-def features_of(positions: Sequence[int]) -> np.ndarray:
-    return np.array([[p, p + 0.5] for p in positions], np.float32)
 
 
 def make_proposer(
