@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_export import target
-from spec_export.distill.config import DistillConfig, DistillError
+from spec_export.distill.config import DistillConfig
 from spec_export.distill.conversations import Distiller, PromptIds, num_answer_tokens
 from spec_export.distill.engines import choose, open_engine
 from spec_export.report import SILENT, Report
@@ -107,7 +107,7 @@ def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
     goal = config.num_prompts or (1000 if given is None else len(given))
     if given is not None and goal > len(given):
         skipped = f", and {num_skipped} that do not fit" if num_skipped else ""
-        raise DistillError(f"num_prompts is {goal}, {config.prompts} holds {len(given)}{skipped}")
+        raise UserError(f"num_prompts is {goal}, {config.prompts} holds {len(given)}{skipped}")
     engine_name = choose(config.engine, source)
     settings = _settings(config, source, engine_name)
     config.out.parent.mkdir(parents=True, exist_ok=True)
@@ -118,9 +118,7 @@ def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
             tokens = state.finished.answer_tokens
             return DistillResult(config.out, engine_name, goal, tokens, 0, 0.0, num_skipped)
         if state.rows > goal:
-            raise DistillError(
-                f"{config.out} holds {state.rows} rows already, expected fewer: {goal}"
-            )
+            raise UserError(f"{config.out} holds {state.rows} rows already, expected fewer: {goal}")
         with report.status(f"loading {source.name} ({engine_name}, {config.precision})"):
             engine = open_engine(engine_name, source, config.precision, config.batch_size)
         distiller = Distiller(config, engine, tokenizer, source, room, given)
@@ -146,7 +144,7 @@ def _write(
             kept, whole = distiller.batch(state.next_batch, goal - rows)
             num_empty = 0 if kept else num_empty + 1
             if num_empty == MAX_EMPTY_BATCHES:
-                raise DistillError(
+                raise UserError(
                     f"the target ended no prompt within {config.max_prompt_tokens} tokens in "
                     f"{num_empty} batches: raise max_prompt_tokens, or give prompts"
                 )
@@ -168,34 +166,34 @@ def _write(
 
 
 def _read_prompts(path: Path, tokenizer: Any) -> list[PromptIds]:
-    """Returns a file's prompts, text tokenised; raises DistillError on a row without one."""
+    """Returns a file's prompts, text tokenised; raises UserError on a row without one."""
     prompts = []
     for where, row in data.read_rows(path):
         source, turns = row.get("source"), row.get("turns")
         if turns is None:
             turns = [row.get("prompt")]
         elif "prompt" in row or not isinstance(turns, list) or not turns:
-            raise DistillError(
+            raise UserError(
                 f'{where}: expected "turns": a list of all user messages, without "prompt"'
             )
         messages = [_message(message, tokenizer, where) for message in turns]
         if source is not None and not isinstance(source, str):
-            raise DistillError(f'{where}: "source" is {source!r:.60}, expected a string')
+            raise UserError(f'{where}: "source" is {source!r:.60}, expected a string')
         prompts.append(PromptIds(messages[0], source, where, tuple(messages[1:])))
     if not prompts:
-        raise DistillError(f"{path} holds no prompts")
+        raise UserError(f"{path} holds no prompts")
     return prompts
 
 
 def _message(message: Any, tokenizer: Any, where: str) -> list[int]:
-    """Returns a user message's token ids; raises DistillError if there are none."""
+    """Returns a user message's token ids; raises UserError if there are none."""
     if isinstance(message, str):
         message = data.encode(tokenizer, message, where)
     valid = isinstance(message, list) and all(
         type(i) is int and 0 <= i < len(tokenizer) for i in message
     )
     if not message or not valid:
-        raise DistillError(f'{where}: expected "prompt": a text or token ids, not empty')
+        raise UserError(f'{where}: expected "prompt": a text or token ids, not empty')
     return list(message)
 
 
@@ -204,12 +202,12 @@ def _fitting(
 ) -> list[PromptIds]:
     """Returns the prompts of at most `room` tokens, and says how many are skipped.
 
-    Raises DistillError if none is left.
+    Raises UserError if none is left.
     """
     fitting = [prompt for prompt in prompts if len(prompt.ids) <= room]
     skipped = [prompt for prompt in prompts if len(prompt.ids) > room]
     if not fitting:
-        raise DistillError(
+        raise UserError(
             f"every prompt of {config.prompts} is longer than the {room} tokens that the target's "
             f"context leaves beside {config.max_new_tokens} new ones: lower max_new_tokens"
         )
@@ -225,11 +223,11 @@ def _fitting(
 def _room(context: int, affixes: tuple[list[int], list[int]], config: DistillConfig) -> int:
     """Returns the tokens that a prompt may have in a context of `context` tokens.
 
-    Raises DistillError if there is room for none.
+    Raises UserError if there is room for none.
     """
     around = sum(map(len, affixes)) + config.max_new_tokens
     if around >= context:
-        raise DistillError(
+        raise UserError(
             f"a prompt of one token with {config.max_new_tokens} new tokens takes {around + 1}, "
             f"expected at most {context}, the target's context: lower max_new_tokens"
         )
@@ -262,18 +260,18 @@ def _open_sidecar(
 ) -> _Sidecar:
     """Returns the sidecar to go on from, a new one if there is no file yet.
 
-    Prompts that were not answered yet may have changed since. Raises DistillError if the file may
+    Prompts that were not answered yet may have changed since. Raises UserError if the file may
     not be resumed, was changed, or has other settings.
     """
     path = _sidecar_path(config.out)
     if not config.out.exists():
         return _Sidecar(settings, collect_provenance())
     if not config.resume:
-        raise DistillError(f"{config.out} exists: resume it, remove it or choose another file")
+        raise UserError(f"{config.out} exists: resume it, remove it or choose another file")
     try:
         state = from_mapping(_Sidecar, parse_json(path.read_bytes()), path.name)
     except (OSError, ValueError) as error:
-        raise DistillError(
+        raise UserError(
             f"cannot go on with {config.out}: no usable {path.name} ({error}), remove both"
         ) from error
     earlier = {"turns": 1, **state.settings}  # an older version asked once
@@ -285,11 +283,11 @@ def _open_sidecar(
     state, other_prompts = _with_same_prompts(state, settings["prompts"], given)
     changed += other_prompts
     if changed:
-        raise DistillError(f"cannot go on with {config.out}: {'; '.join(changed)}")
+        raise UserError(f"cannot go on with {config.out}: {'; '.join(changed)}")
     expected = state.size if state.finished is None else state.finished.size
     size = config.out.stat().st_size
     if size < expected:
-        raise DistillError(
+        raise UserError(
             f"{config.out} has {size} bytes, expected {expected}: it was changed, remove it and "
             "its sidecar"
         )

@@ -8,10 +8,6 @@ from spec_export.distill.engines import ENGINES, PRECISIONS
 from spec_runtime.errors import UserError
 
 
-class DistillError(UserError):
-    """Prompts, settings or files that cannot be used."""
-
-
 @dataclass(frozen=True)
 class DistillConfig:
     """The settings of one distillation run.
@@ -51,15 +47,15 @@ class DistillConfig:
         for name in ("num_prompts", "turns", "max_new_tokens", "max_prompt_tokens", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise DistillError(f"{name} is {value}, expected at least 1")
+                raise UserError(f"{name} is {value}, expected at least 1")
         wrong = [value for value in self.temperatures if not 0 <= value < math.inf]
         if wrong or not self.temperatures:
-            raise DistillError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
+            raise UserError(f"temperature is {self.temperature}, expected 0 (greedy) or more")
         if self.engine not in ENGINES:
-            raise DistillError(f"engine is {self.engine!r}, expected one of {', '.join(ENGINES)}")
+            raise UserError(f"engine is {self.engine!r}, expected one of {', '.join(ENGINES)}")
         if self.precision not in PRECISIONS:
             known = ", ".join(PRECISIONS)
-            raise DistillError(f"precision is {self.precision!r}, expected one of {known}")
+            raise UserError(f"precision is {self.precision!r}, expected one of {known}")
 
     @property
     def temperatures(self) -> tuple[float, ...]:

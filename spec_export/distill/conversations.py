@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spec_export import target
-from spec_export.distill.config import DistillConfig, DistillError
+from spec_export.distill.config import DistillConfig
 from spec_export.distill.engines import AnswerEngine, GenerationParams
 from spec_export.training import data
+from spec_runtime.errors import UserError
 
 # Prompts are sampled from the target's own distribution, without its improbable tail.
 PROMPT_TEMPERATURE = 1.0
@@ -89,7 +90,7 @@ class Distiller:
         self.end_ids = end_ids(source, tokenizer)
         self.special_ids = set(tokenizer.all_special_ids) | set(self.end_ids)
         if given is None and not self.prefix:
-            raise DistillError(
+            raise UserError(
                 f"{source.name} has no chat template to sample prompts behind, give a prompts file"
             )
 
@@ -218,7 +219,7 @@ def end_ids(source: target.Source, tokenizer: Any) -> tuple[int, ...]:
     more = None if config is None else config.eos_token_id
     ids += more if isinstance(more, list) else [] if more is None else [more]
     if not ids:
-        raise DistillError(f"{source.name} has no end-of-text token, expected one")
+        raise UserError(f"{source.name} has no end-of-text token, expected one")
     return tuple(dict.fromkeys(ids))
 
 

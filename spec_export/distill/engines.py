@@ -23,10 +23,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 _GGUF_FILES = {"F32": 0, "F16": 1, "Q8_0": 7}
 
 
-class EngineError(UserError):
-    """An engine is not installed, or cannot run this target."""
-
-
 @dataclass(frozen=True)
 class GenerationParams:
     """The way to continue a batch of prompts.
@@ -79,12 +75,12 @@ def choose(name: str, source: Source) -> str:
 def open_engine(name: str, source: Source, precision: str, batch_size: int) -> AnswerEngine:
     """Loads the target in the engine called `name`.
 
-    Raises EngineError if the engine is not installed, or cannot run the target.
+    Raises UserError if the engine is not installed, or cannot run the target.
     """
     packages = {"openvino": "openvino_genai", "vllm": "vllm"}
     if name in packages and not _installed(packages[name]):
         hint = "pip install 'specsplit[distill]'" if name == "openvino" else "pip install vllm"
-        raise EngineError(f"engine {name} is not installed: {hint}, or choose engine transformers")
+        raise UserError(f"engine {name} is not installed: {hint}, or choose engine transformers")
     if name == "openvino":
         return OpenVINOEngine(source, precision, batch_size)
     if name == "vllm":
@@ -194,7 +190,7 @@ class OpenVINOEngine:
                 )
             except RuntimeError as error:
                 reason = brief(error)
-                raise EngineError(f"OpenVINO cannot load {source.name}: {reason}") from error
+                raise UserError(f"OpenVINO cannot load {source.name}: {reason}") from error
 
         if source.gguf_file:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -204,7 +200,7 @@ class OpenVINOEngine:
         elif _openvino_folder(source):
             self.pipeline = load(source.path)
         else:
-            raise EngineError(
+            raise UserError(
                 f"got {source.name}, expected a GGUF file or a folder with openvino_model.xml: "
                 "make one with optimum-intel (optimum-cli export openvino), or choose engine "
                 "transformers"
@@ -293,7 +289,7 @@ def write_f16_gguf(source: Path, destination: Path) -> None:
 
     OpenVINO's reader rounds the offsets of 4-bit blocks to integers, which makes another model
     (every greedy answer of the demo changes). float16 keeps the dequantised weights to 11 bits.
-    Raises EngineError if the file cannot be read or a weight exceeds float16.
+    Raises UserError if the file cannot be read or a weight exceeds float16.
     """
     write_gguf(source, destination, "F16")
 
@@ -301,7 +297,7 @@ def write_f16_gguf(source: Path, destination: Path) -> None:
 def write_gguf(source: Path, destination: Path, kind: str) -> None:
     """Copies a GGUF file with its matrices as `kind`, F32, F16 or Q8_0, and its vectors as float32.
 
-    Raises EngineError if the file cannot be read or a weight is not finite as `kind`.
+    Raises UserError if the file cannot be read or a weight is not finite as `kind`.
     """
     import gguf
 
@@ -310,7 +306,7 @@ def write_gguf(source: Path, destination: Path, kind: str) -> None:
         reader = gguf.GGUFReader(source)
         architecture = reader.fields["general.architecture"].contents()
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise EngineError(f"cannot read {source}: {error}, expected a GGUF file") from error
+        raise UserError(f"cannot read {source}: {error}, expected a GGUF file") from error
     writer = gguf.GGUFWriter(destination, architecture)
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key in ("general.architecture", "general.file_type"):
@@ -324,7 +320,7 @@ def write_gguf(source: Path, destination: Path, kind: str) -> None:
         kept_as = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
         packed = gguf.quantize(values, kept_as)
         if kind == "F16" and not np.isfinite(packed).all():
-            raise EngineError(f"{tensor.name} exceeds float16, choose engine transformers")
+            raise UserError(f"{tensor.name} exceeds float16, choose engine transformers")
         writer.add_tensor(tensor.name, packed, raw_dtype=kept_as)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -47,10 +47,6 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
-class CheckpointError(UserError):
-    """A checkpoint that is missing, damaged or meant for another model."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """The facts of a checkpoint that `load` has restored; `progress` and `provenance` are as given
@@ -81,7 +77,7 @@ class SavedDrafter:
     def load_into(self, module: torch.nn.Module) -> None:
         """Copies the tensors into `module`.
 
-        Raises CheckpointError unless names and shapes are exactly the module's.
+        Raises UserError unless names and shapes are exactly the module's.
         """
         _load_strictly(module, self.state, str(self.path))
 
@@ -186,20 +182,20 @@ def _remove(checkpoints: list[Path]) -> None:
 def latest(folder: str | Path) -> Path | None:
     """Returns the newest whole checkpoint in `folder`, or None if there is none at all.
 
-    Every file is read. Warns of newer ones that are damaged. Raises CheckpointError if all are.
+    Every file is read. Warns of newer ones that are damaged. Raises UserError if all are.
     """
-    damaged: list[CheckpointError] = []
+    damaged: list[UserError] = []
     for path in reversed(_checkpoints(Path(folder))):
         try:
             _read_checkpoint(path)
-        except CheckpointError as error:
+        except UserError as error:
             damaged.append(error)
             continue
         for problem in damaged:
             warnings.warn(f"{problem}; taking {path.name} instead", stacklevel=2)
         return path
     if damaged:
-        raise CheckpointError(f"{folder} holds no whole checkpoint: {damaged[0]}")
+        raise UserError(f"{folder} holds no whole checkpoint: {damaged[0]}")
     return None
 
 
@@ -211,7 +207,7 @@ def load(
 ) -> Checkpoint:
     """Restores what `save` wrote into `module`, `optimizer`, `average` and torch's random states.
 
-    Raises CheckpointError on missing, altered or truncated files, on tensors or an optimiser's
+    Raises UserError on missing, altered or truncated files, on tensors or an optimiser's
     state that do not fit, and if `average` is wanted and the checkpoint has none.
     """
     path = Path(path)
@@ -225,7 +221,7 @@ def load(
         if torch.cuda.is_available() and len(states.cuda_rng) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(states.cuda_rng)
     except (RuntimeError, TypeError) as error:
-        raise CheckpointError(f"{path / STATES}: got no state of torch's: {error}") from error
+        raise UserError(f"{path / STATES}: got no state of torch's: {error}") from error
     return Checkpoint(path, header.step, header.progress, header.provenance)
 
 
@@ -254,25 +250,25 @@ class _States:
 
 
 def _read_checkpoint(path: Path) -> tuple[_CheckpointHeader, dict[str, torch.Tensor], _States]:
-    """Returns all that lies in a checkpoint; raises CheckpointError unless it is whole."""
+    """Returns all that lies in a checkpoint; raises UserError unless it is whole."""
     data = _read_folder(path, HEADER, ("model.safetensors", STATES))
-    header = from_mapping(_CheckpointHeader, data, str(path / HEADER), CheckpointError)
+    header = from_mapping(_CheckpointHeader, data, str(path / HEADER))
     tensors = _read_tensors(path / "model.safetensors")
     try:
         states = torch.load(path / STATES, map_location="cpu", weights_only=True)
     except Exception as error:  # torch does not say what it raises on a file that is not its own
         reason = brief(error, 200)
-        raise CheckpointError(f"cannot read {path / STATES}: {reason}") from error
-    return header, tensors, from_mapping(_States, states, str(path / STATES), CheckpointError)
+        raise UserError(f"cannot read {path / STATES}: {reason}") from error
+    return header, tensors, from_mapping(_States, states, str(path / STATES))
 
 
 def _load_average(
     average: Mapping[str, torch.Tensor], path: Path, header: _CheckpointHeader
 ) -> None:
-    """Copies a checkpoint's averaged weights into `average`; raises CheckpointError if they do not
+    """Copies a checkpoint's averaged weights into `average`; raises UserError if they do not
     fit or are not there."""
     if AVERAGE not in header.files:
-        raise CheckpointError(
+        raise UserError(
             f"{path} has no averaged weights, expected those of train.ema: name another --out, or "
             "set train.ema to 0"
         )
@@ -287,21 +283,21 @@ def _load_average(
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any, where: Path) -> None:
-    """Restores an optimiser's state; raises CheckpointError unless it fits the optimiser."""
+    """Restores an optimiser's state; raises UserError unless it fits the optimiser."""
     keys = [set(group) for group in optimizer.param_groups]
     try:
         optimizer.load_state_dict(state)
     except Exception as error:  # torch looks at the numbers of parameters, and at nothing else
-        raise CheckpointError(
+        raise UserError(
             f"{where}: the optimiser's state does not fit: {type(error).__name__}: {error}"
         ) from error
     for before, group in zip(keys, optimizer.param_groups, strict=True):
         if missing := before - set(group):
-            raise CheckpointError(f"{where}: the optimiser's state has no {sorted(missing)[0]}")
+            raise UserError(f"{where}: the optimiser's state has no {sorted(missing)[0]}")
         for parameter in group["params"]:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.shape not in ((), parameter.shape):
-                    raise CheckpointError(
+                    raise UserError(
                         f"{where}: the optimiser's {name} is {list(value.shape)}, expected "
                         f"{list(parameter.shape)}"
                     )
@@ -330,7 +326,7 @@ def save_drafter(
             beside the tensors.
         bigrams: the arrays of a one-pass drafter's table, see bigrams.table; stored there too.
     Raises:
-        CheckpointError: `folder` holds other files, or `state` a tensor of a reserved name or one
+        UserError: `folder` holds other files, or `state` a tensor of a reserved name or one
             with NaN or infinity in it.
     """
     tensors = {
@@ -340,7 +336,7 @@ def save_drafter(
     _require_finite(tensors, folder)
     for key in tensors:
         if key == DRAFT_TOKEN_IDS or key.startswith(BIGRAMS):
-            raise CheckpointError(f"the state dict holds {key!r}, expected it as an argument")
+            raise UserError(f"the state dict holds {key!r}, expected it as an argument")
     if draft_token_ids is not None:
         tensors[DRAFT_TOKEN_IDS] = torch.from_numpy(
             np.asarray(draft_token_ids, dtype=np.int64).copy()
@@ -365,8 +361,8 @@ def save_drafter(
 
 
 def require_drafter_folder(folder: str | Path) -> None:
-    """Raises CheckpointError unless `save_drafter` may write to `folder`."""
-    _require_replaceable(Path(folder), DRAFTER_HEADER, "a drafter")
+    """Raises UserError unless `save_drafter` may write to `folder`."""
+    require_replaceable(Path(folder), _files_by(DRAFTER_HEADER), "a drafter")
 
 
 @dataclass(frozen=True)
@@ -397,12 +393,12 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
 
     `folder` is the drafter's, or that of the training run that made it.
 
-    Raises CheckpointError on missing, altered or truncated files, on tensors other than those that
+    Raises UserError on missing, altered or truncated files, on tensors other than those that
     `config.json` lists, on NaN, and for a training run that has not ended.
     """
     folder = _finished_drafter(Path(folder))
     data = _read_folder(folder, DRAFTER_HEADER, ("drafter.safetensors",))
-    header = from_mapping(_DrafterHeader, data, str(folder / DRAFTER_HEADER), CheckpointError)
+    header = from_mapping(_DrafterHeader, data, str(folder / DRAFTER_HEADER))
     tensors = _read_tensors(folder / "drafter.safetensors")
     found = {key: _signature(tensor) for key, tensor in tensors.items()}
     _compare(found, header.tensors, str(folder))
@@ -414,7 +410,7 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
     }
     is_row = ids is None or (ids.dtype == torch.int64 and ids.ndim == 1 and len(ids) > 0)
     if not is_row or (ids is not None and bool((ids < 0).any())):
-        raise CheckpointError(
+        raise UserError(
             f"{folder}: got {DRAFT_TOKEN_IDS} {found[DRAFT_TOKEN_IDS]}, expected a row of int64 "
             "of 0 or more"
         )
@@ -435,10 +431,10 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
 def _without_removed_options(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns a drafter's config without the options of the Markov bias, which older versions had.
 
-    Raises CheckpointError for a drafter that was trained with such a bias.
+    Raises UserError for a drafter that was trained with such a bias.
     """
     if config.get("markov_rank"):
-        raise CheckpointError(
+        raise UserError(
             f"{folder}: got a drafter with markov_rank {config['markov_rank']!r:.20}, expected one "
             "without: train it again; a table of bigrams took the bias's place"
         )
@@ -452,7 +448,7 @@ def _finished_drafter(folder: Path) -> Path:
     if (folder / "drafter" / DRAFTER_HEADER).is_file():
         return folder / "drafter"
     if _checkpoints(folder / "checkpoints"):
-        raise CheckpointError(
+        raise UserError(
             f"{folder} holds a training run that has not ended, expected a finished drafter; go on "
             "with spec-export train and --resume"
         )
@@ -468,10 +464,10 @@ def _write_folder(
     """Writes the folder `final` whole or not at all.
 
     `write` fills a temporary folder beside it and returns the header's facts; the header with the
-    files' hashes is added, and the folder is renamed. Raises CheckpointError if `final` is not
+    files' hashes is added, and the folder is renamed. Raises UserError if `final` is not
     `what`, such as "a drafter", or holds other files too.
     """
-    _require_replaceable(final, header_name, what)
+    require_replaceable(final, _files_by(header_name), what)
     with replacing_folder(final, _files_by(header_name), what) as temporary:
         header = {"format": FORMAT, **write(temporary)}
         header["files"] = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
@@ -479,14 +475,6 @@ def _write_folder(
         (temporary / header_name).write_text(text + "\n", encoding="utf-8")
         for file in temporary.iterdir():  # safetensors lets nobody else read what it writes
             shutil.copymode(temporary / header_name, file)
-
-
-def _require_replaceable(folder: Path, header_name: str, what: str) -> None:
-    """Raises CheckpointError unless the folder may be written or replaced."""
-    try:
-        require_replaceable(folder, _files_by(header_name), what)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _files_by(header_name: str) -> Callable[[Path], set[str] | None]:
@@ -512,34 +500,34 @@ def _files_by(header_name: str) -> Callable[[Path], set[str] | None]:
 def _read_folder(folder: Path, header_name: str, needed: Sequence[str]) -> dict[str, Any]:
     """Returns the header, after comparing every file's hash with it.
 
-    `needed`: names of files that it has to list. Raises CheckpointError on a file that is missing,
+    `needed`: names of files that it has to list. Raises UserError on a file that is missing,
     not listed or of another hash, and on a name that leads out of the folder.
     """
     path = folder / header_name
     try:
         header = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path}: {brief(error)}") from error
+        raise UserError(f"cannot read {path}: {brief(error)}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         got = header.get("format") if isinstance(header, dict) else type(header).__name__
-        raise CheckpointError(f"{path} has format {got!r:.40}, expected {FORMAT}")
+        raise UserError(f"{path} has format {got!r:.40}, expected {FORMAT}")
     files = header.get("files")
     if not isinstance(files, dict) or not set(needed) <= set(files):
-        raise CheckpointError(f"{path} lists no hash of {', '.join(needed)}, expected one of each")
+        raise UserError(f"{path} lists no hash of {', '.join(needed)}, expected one of each")
     for name, expected in files.items():
         if not _PLAIN_NAME.fullmatch(name) or not _SHA256.fullmatch(str(expected)):
-            raise CheckpointError(
+            raise UserError(
                 f"{path} lists {name!r:.80} with {expected!r:.80}, expected names of files in "
                 "the folder, and their SHA-256"
             )
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder / name} is missing, expected it beside {header_name}")
+            raise UserError(f"{folder / name} is missing, expected it beside {header_name}")
         try:
             got = sha256(folder / name)
         except OSError as error:
-            raise CheckpointError(f"cannot read {folder / name}: {error.strerror}") from error
+            raise UserError(f"cannot read {folder / name}: {error.strerror}") from error
         if got != expected:
-            raise CheckpointError(
+            raise UserError(
                 f"{folder / name} has SHA-256 {got[:12]}…, expected {expected[:12]}…: "
                 "damaged or altered, restore it or train again"
             )
@@ -556,10 +544,10 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _require_finite(tensors: Mapping[str, torch.Tensor], folder: str | Path) -> None:
-    """Raises CheckpointError, which names them, if there is NaN or infinity in some tensors."""
+    """Raises UserError, which names them, if there is NaN or infinity in some tensors."""
     broken = non_finite(tensors)
     if broken:
-        raise CheckpointError(
+        raise UserError(
             f"cannot write {folder}: got NaN or infinity in {', '.join(broken)}, expected finite "
             "weights: the training has diverged"
         )
@@ -592,13 +580,13 @@ def _detached(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Returns a file's tensors; raises CheckpointError if it is damaged or holds NaN."""
+    """Returns a file's tensors; raises UserError if it is damaged or holds NaN."""
     try:
         tensors = safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {brief(error)}") from error
+        raise UserError(f"cannot read {path}: {brief(error)}") from error
     if broken := non_finite(tensors):
-        raise CheckpointError(
+        raise UserError(
             f"{path}: {', '.join(broken)} holds NaN or infinity, expected numbers: the training "
             "had diverged; train again with a lower learning rate"
         )
@@ -611,7 +599,7 @@ def _signature(tensor: torch.Tensor) -> list[Any]:
 
 
 def _compare(found: Mapping[str, list], expected: Mapping[str, list], where: str) -> None:
-    """Raises CheckpointError that lists every difference between two tables of signatures."""
+    """Raises UserError that lists every difference between two tables of signatures."""
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys())
     differing = [
@@ -624,11 +612,11 @@ def _compare(found: Mapping[str, list], expected: Mapping[str, list], where: str
         problems.append(f"unexpected {', '.join(unknown)}")
     problems += [f"{key} is {found[key]}, expected {expected[key]}" for key in differing]
     if problems:
-        raise CheckpointError(f"{where}: tensors do not fit: {brief('; '.join(problems), 1000)}")
+        raise UserError(f"{where}: tensors do not fit: {brief('; '.join(problems), 1000)}")
 
 
 def _load_strictly(module: torch.nn.Module, state: Mapping[str, torch.Tensor], where: str) -> None:
-    """Copies `state` into `module`; raises CheckpointError unless names and shapes agree.
+    """Copies `state` into `module`; raises UserError unless names and shapes agree.
 
     dtypes may differ: a bfloat16 file is loaded into a float32 module.
     """

@@ -27,10 +27,6 @@ SCHEMAS = '{"prompt", "response"}, {"turns"}, {"tokens", "loss_mask"} or {"messa
 SENTINEL = "specsplit0user0text"
 
 
-class DataError(UserError):
-    """Training data that cannot be used; the message starts with file:line where there is one."""
-
-
 @dataclass(frozen=True, eq=False)
 class Example:
     """One sequence: `token_T` int32 ids, `loss_T` bool, True at the answer's tokens, which are to
@@ -59,7 +55,7 @@ def read(
         tokenizer: the target's transformers tokenizer.
         sources: keep only rows whose "source" is listed, "" meaning rows without one; None = all.
     Raises:
-        DataError: a file or row cannot be read, no row has a listed source, or no example is left.
+        UserError: a file or row cannot be read, no row has a listed source, or no example is left.
     """
     reader = _RowReader(tokenizer)
     examples: list[Example] = []
@@ -69,7 +65,7 @@ def read(
         for where, row in read_rows(path):
             source = row.get("source")
             if source is not None and not isinstance(source, str):
-                raise DataError(f'{where}: "source" is {source!r:.80}, expected a string')
+                raise UserError(f'{where}: "source" is {source!r:.80}, expected a string')
             seen.add(source or "")
             if sources is not None and (source or "") not in sources:
                 continue
@@ -80,11 +76,11 @@ def read(
             examples.append(Example(token_T[:max_length], loss_T[:max_length], source))
     unknown = sorted(set(sources or ()) - seen)
     if unknown:
-        raise DataError(f"no row has source {unknown}, expected some of {sorted(seen)}")
+        raise UserError(f"no row has source {unknown}, expected some of {sorted(seen)}")
     if num_dropped:
         logger.warning("dropped %d rows without an answer in %d tokens", num_dropped, max_length)
     if not examples:
-        raise DataError(
+        raise UserError(
             f"no training example in {paths}: give other files, or raise max_length ({max_length})"
         )
     return examples
@@ -93,7 +89,7 @@ def read(
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields ("file:line", object) for each line that is not empty.
 
-    A file compressed by xz is recognised by its first bytes. Raises DataError on a file that cannot
+    A file compressed by xz is recognised by its first bytes. Raises UserError on a file that cannot
     be read and on a line that is not a JSON object.
     """
     try:
@@ -109,22 +105,22 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 try:
                     row = parse_json(line)
                 except ValueError as error:  # also UnicodeDecodeError
-                    raise DataError(
+                    raise UserError(
                         f"{where}: not JSON ({error}), expected one object a line"
                     ) from error
                 if not isinstance(row, dict):
-                    raise DataError(
+                    raise UserError(
                         f"{where}: got {type(row).__name__}, expected an object like {SCHEMAS}"
                     )
                 yield where, row
-    except DataError:
+    except UserError:
         raise
     except (OSError, EOFError, lzma.LZMAError, ValueError) as error:  # ValueError: NUL in a path
-        raise DataError(f"cannot read {path}: {error}, expected JSON Lines, plain or xz") from error
+        raise UserError(f"cannot read {path}: {error}, expected JSON Lines, plain or xz") from error
 
 
 def require_target(paths: Sequence[Path], name: str, fingerprint: str) -> None:
-    """Raises DataError if the sidecar of a file says that another model wrote its answers.
+    """Raises UserError if the sidecar of a file says that another model wrote its answers.
 
     The model's fingerprint decides; the name does where an older version kept none. A file without
     a sidecar is taken on trust.
@@ -137,27 +133,27 @@ def require_target(paths: Sequence[Path], name: str, fingerprint: str) -> None:
             settings = parse_json(sidecar.read_bytes())["settings"]
             writer, its_fingerprint = settings["target"], settings.get("fingerprint")
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(
+            raise UserError(
                 f"cannot read {sidecar}: {_reason(error)}, expected what distill wrote beside "
                 f"{path.name}; remove it to take the answers on trust"
             ) from error
         is_same = its_fingerprint == fingerprint if its_fingerprint else writer == name
         if not is_same:
             other = "" if writer != name else " of the same name with other weights"
-            raise DataError(
+            raise UserError(
                 f"{path} holds answers of {writer}{other}, expected those of the target {name}: "
                 "distill them anew, or set data.allow_other_target = true to train on them"
             )
 
 
 def require_vocabulary(examples: Iterable[Example], vocab_size: int) -> None:
-    """Raises DataError on a token id that the target does not have.
+    """Raises UserError on a token id that the target does not have.
 
     A tokenizer may know more ids than its model.
     """
     highest = max(int(example.token_T.max()) for example in examples)
     if highest >= vocab_size:
-        raise DataError(f"token id {highest} in the data, expected ids below {vocab_size}")
+        raise UserError(f"token id {highest} in the data, expected ids below {vocab_size}")
 
 
 def chat_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -175,7 +171,7 @@ def chat_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
     text = _render(tokenizer, [{"role": "user", "content": SENTINEL}], True, where)
     before, found, after = text.partition(SENTINEL)
     if not found or SENTINEL in after:
-        raise DataError(
+        raise UserError(
             "the chat template does not show the user message exactly once, expected one that does"
         )
     return encode(tokenizer, before, where), encode(tokenizer, after, where)
@@ -185,12 +181,12 @@ def chat_joint(tokenizer: Any) -> list[int]:
     """Returns the ids that the chat template puts between an answer's text and the next message.
 
     They begin with the token that ends an answer. SmolLM2-Instruct's decode to
-    `<|im_end|>\\n<|im_start|>user\\n`. Raises DataError if the template rewrites earlier turns or
+    `<|im_end|>\\n<|im_start|>user\\n`. Raises UserError if the template rewrites earlier turns or
     ends answers without a special token.
     """
     where = "the chat template"
     if not getattr(tokenizer, "chat_template", None):
-        raise DataError(f"{where}: this tokenizer has none, expected one for several turns")
+        raise UserError(f"{where}: this tokenizer has none, expected one for several turns")
     texts = [f"{SENTINEL}{number}" for number in range(3)]
     roles = ("user", "assistant", "user")
     messages = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
@@ -200,7 +196,7 @@ def chat_joint(tokenizer: Any) -> list[int]:
     joint, found, _ = rest.partition(texts[2])
     ids = encode(tokenizer, joint, where) if found else []
     if before != once or not ids or ids[0] not in tokenizer.all_special_ids:
-        raise DataError(
+        raise UserError(
             f"{where} rewrites earlier turns or ends answers without a special token, expected one "
             "that only appends: distill one turn"
         )
@@ -212,13 +208,13 @@ def split(examples: Sequence[Example], fraction: float) -> tuple[list[Example], 
 
     Only a hash of the prompt decides its side, so that the side stays when rows are added, and
     equal prompts never fall on both sides. If fraction > 0 and there are two prompts, neither side
-    is empty. Raises DataError if there are fewer.
+    is empty. Raises UserError if there are fewer.
     """
     if fraction <= 0:
         return list(examples), []
     draws = [_prompt_draw(example) for example in examples]
     if len(set(draws)) < 2:
-        raise DataError(
+        raise UserError(
             f"{len(set(draws))} distinct prompts cannot be split, set validation_fraction = 0"
         )
     # At least the smallest draw validates, and at least the largest trains.
@@ -233,13 +229,13 @@ def count_tokens(
 ) -> np.ndarray:
     """Returns how often each token is in an answer, float64[V]; a prompt's count `prompt_weight`.
 
-    Raises DataError on an id outside of the vocabulary.
+    Raises UserError on an id outside of the vocabulary.
     """
     counts_V = np.zeros(vocab_size)
     for example in examples:
         highest = int(example.token_T.max(initial=0))
         if highest >= vocab_size:
-            raise DataError(f"token id {highest} in the data, expected ids below {vocab_size}")
+            raise UserError(f"token id {highest} in the data, expected ids below {vocab_size}")
         counts_V += np.bincount(example.token_T[example.loss_T], minlength=vocab_size)
         if prompt_weight:
             prompt = example.token_T[~example.loss_T]
@@ -255,17 +251,17 @@ def most_frequent_tokens(
     `counts_V` is `count_tokens` of the training rows, or a sum of such counts over more text. The
     ids `always` (pass the tokenizer's special ids and every end id) are in it whatever their
     frequency. Ties go to the lower id, and so do places that are left when every counted token is
-    in: tokenizers learn common merges first. Raises DataError on a count or an id outside of the
+    in: tokenizers learn common merges first. Raises UserError on a count or an id outside of the
     vocabulary, and if `always` has more ids than `count`.
     """
     vocab_size = len(counts_V)
     if not 1 <= count <= vocab_size:
-        raise DataError(f"draft vocabulary of {count} tokens, expected 1 to {vocab_size}")
+        raise UserError(f"draft vocabulary of {count} tokens, expected 1 to {vocab_size}")
     forced = sorted({int(i) for i in always})
     if forced and not 0 <= forced[0] <= forced[-1] < vocab_size:
-        raise DataError(f"ids to keep are {forced}, expected ids below {vocab_size}")
+        raise UserError(f"ids to keep are {forced}, expected ids below {vocab_size}")
     if len(forced) > count:
-        raise DataError(f"draft vocabulary of {count} tokens cannot hold {len(forced)} special ids")
+        raise UserError(f"draft vocabulary of {count} tokens cannot hold {len(forced)} special ids")
     counts_V = counts_V.astype(np.float64)  # a copy
     counts_V[forced] = np.inf
     order = np.argsort(-counts_V, kind="stable")
@@ -290,7 +286,7 @@ class _RowReader:
         self.joint: list[int] | None = None
 
     def sequence(self, row: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns a row's token ids int32[T] and loss mask bool[T]; raises DataError."""
+        """Returns a row's token ids int32[T] and loss mask bool[T]; raises UserError."""
         keys = row.keys() - {"source", "temperature"}
         if keys == {"prompt", "response"}:
             return self._conversation([row], where)
@@ -299,22 +295,22 @@ class _RowReader:
             if not isinstance(turns, list) or not all(
                 isinstance(turn, dict) and turn.keys() == {"prompt", "response"} for turn in turns
             ):
-                raise DataError(f'{where}: "turns" is not a list of {{"prompt", "response"}}')
+                raise UserError(f'{where}: "turns" is not a list of {{"prompt", "response"}}')
             return self._conversation(turns, where)
         if keys == {"tokens", "loss_mask"}:
             tokens, mask = self._ids(row, "tokens", where), row["loss_mask"]
             if not isinstance(mask, list) or any(value not in (0, 1) for value in mask):
-                raise DataError(
+                raise UserError(
                     f'{where}: "loss_mask" holds other values, expected a list of 0 and 1'
                 )
             if len(mask) != len(tokens):
-                raise DataError(
+                raise UserError(
                     f"{where}: loss_mask of {len(mask)} for {len(tokens)} tokens, expected as many"
                 )
             return np.array(tokens, dtype=np.int32), np.array(mask, dtype=bool)
         if keys == {"messages"}:
             return self._chat(row["messages"], where)
-        raise DataError(f"{where}: got keys {sorted(keys)}, expected {SCHEMAS}")
+        raise UserError(f"{where}: got keys {sorted(keys)}, expected {SCHEMAS}")
 
     def _conversation(
         self, turns: list[dict[str, Any]], where: str
@@ -331,7 +327,7 @@ class _RowReader:
                     self.joint = chat_joint(self.tokenizer)
                 # The end token is the answer's; one that was cut off has no turn after it.
                 if pieces[-1][0][-1:] != self.joint[:1]:
-                    raise DataError(
+                    raise UserError(
                         f"{where}: an answer with a turn behind it ends without the chat "
                         "template's end token"
                     )
@@ -340,12 +336,12 @@ class _RowReader:
         return _joined(pieces)
 
     def _ids(self, row: dict[str, Any], key: str, where: str) -> list[int]:
-        """Returns the row's token ids under `key`; raises DataError on ids of another tokenizer."""
+        """Returns the row's token ids under `key`; raises UserError on ids of another tokenizer."""
         ids = row[key]
         if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-            raise DataError(f'{where}: "{key}" is not a list of token ids')
+            raise UserError(f'{where}: "{key}" is not a list of token ids')
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise DataError(
+            raise UserError(
                 f'{where}: "{key}" holds ids from {min(ids)} to {max(ids)}, '
                 f"expected 0 to {self.vocab_size - 1}: the data belong to another tokenizer"
             )
@@ -364,11 +360,11 @@ class _RowReader:
             for m in messages
         )
         if not valid:
-            raise DataError(
+            raise UserError(
                 f'{where}: "messages" is not a list of {{"role", "content"}} with text in both'
             )
         if not getattr(self.tokenizer, "chat_template", None):
-            raise DataError(
+            raise UserError(
                 f'{where}: "messages" need a chat template, and this tokenizer has none'
             )
         pieces: list[tuple[list[int], bool]] = []
@@ -379,7 +375,7 @@ class _RowReader:
             before = _render(self.tokenizer, messages[:index], True, where)
             after = _render(self.tokenizer, messages[: index + 1], False, where)
             if not before.startswith(done) or not after.startswith(before):
-                raise DataError(
+                raise UserError(
                     f"{where}: the chat template rewrites earlier turns, expected one that only "
                     'appends: give {"tokens", "loss_mask"} rows instead'
                 )
@@ -396,22 +392,22 @@ class _RowReader:
 def _render(
     tokenizer: Any, messages: list[dict[str, Any]], generation_prompt: bool, where: str
 ) -> str:
-    """Returns the chat template's text; raises DataError, which begins with `where`."""
+    """Returns the chat template's text; raises UserError, which begins with `where`."""
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generation_prompt
         )
     except Exception as error:  # the template is a program of its own, which may raise anything
-        raise DataError(
+        raise UserError(
             f"{where}: the chat template refuses the messages: {_reason(error)}"
         ) from error
     if not isinstance(text, str):
-        raise DataError(f"{where}: the chat template gives {type(text).__name__}, expected a text")
+        raise UserError(f"{where}: the chat template gives {type(text).__name__}, expected a text")
     return text
 
 
 def encode(tokenizer: Any, text: str, where: str, add_special_tokens: bool = False) -> list[int]:
-    """Returns the text's token ids; raises DataError, which begins with `where`, if it has none.
+    """Returns the text's token ids; raises UserError, which begins with `where`, if it has none.
 
     A chat template writes its own special tokens: the tokenizer adds any only if asked to.
     """
@@ -420,7 +416,7 @@ def encode(tokenizer: Any, text: str, where: str, add_special_tokens: bool = Fal
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the Rust library panics with what is no Exception
-        raise DataError(f"{where}: the tokenizer cannot encode it: {_reason(error)}") from error
+        raise UserError(f"{where}: the tokenizer cannot encode it: {_reason(error)}") from error
     return ids
 
 

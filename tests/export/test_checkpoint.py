@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 from spec_export.training import checkpoint  # noqa: E402 (needs torch)
-from spec_export.training.checkpoint import CheckpointError  # noqa: E402
+from spec_runtime.errors import UserError  # noqa: E402
 from spec_runtime.files.writing import sha256  # noqa: E402
 
 
@@ -73,7 +73,7 @@ def test_averaged_weights_lie_beside_the_raw_ones(tmp_path: Path) -> None:
     assert all(torch.equal(w, weights[name]) for name, w in run.module.named_parameters())
     del into["0.bias"]
     into["2.bias"] = torch.zeros(3)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(UserError) as caught:
         checkpoint.load(path, run.module, run.optimizer, into)
     assert "average.safetensors: tensors do not fit: unexpected 0.bias" in str(caught.value)
     assert "2.bias is [2], expected [3]" in str(caught.value)
@@ -105,23 +105,23 @@ def test_damage_is_named(tmp_path: Path, name: str) -> None:
     path = run.save(tmp_path)
     data = (path / name).read_bytes()
     (path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=f"{name} has SHA-256 .* expected"):
+    with pytest.raises(UserError, match=f"{name} has SHA-256 .* expected"):
         run.load(path)
     (path / name).unlink()
-    with pytest.raises(CheckpointError, match=f"{name} is missing"):
+    with pytest.raises(UserError, match=f"{name} is missing"):
         run.load(path)
     (path / "checkpoint.json").write_text('{"format": 9, "files": {}}')
-    with pytest.raises(CheckpointError, match="format 9, expected 1"):
+    with pytest.raises(UserError, match="format 9, expected 1"):
         run.load(path)
     (path / "checkpoint.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot read"):
+    with pytest.raises(UserError, match="cannot read"):
         run.load(path)
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     path = Run(0).save(tmp_path)
     other = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.LayerNorm(9))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(UserError) as caught:
         checkpoint.load(path, other, torch.optim.AdamW(other.parameters()))
     message = str(caught.value)
     assert "missing 1.bias, 1.weight" in message
@@ -156,7 +156,7 @@ def test_options_that_are_gone_are_ignored_unless_they_were_used(tmp_path: Path)
             tmp_path / str(rank), {"a": torch.ones(1)}, "parallelspec", config, {}
         )
     assert checkpoint.load_drafter(tmp_path / "0").config == {"num_masks": 4}
-    with pytest.raises(CheckpointError, match="got a drafter with markov_rank 8, expected one"):
+    with pytest.raises(UserError, match="got a drafter with markov_rank 8, expected one"):
         checkpoint.load_drafter(folder)
 
 
@@ -203,7 +203,7 @@ def test_drafter_damage_is_named(tmp_path: Path) -> None:
     config, tensors = config_path.read_text(), tensor_path.read_bytes()
 
     tensor_path.write_bytes(tensors[:-4])
-    with pytest.raises(CheckpointError, match=r"drafter.safetensors has SHA-256"):
+    with pytest.raises(UserError, match=r"drafter.safetensors has SHA-256"):
         checkpoint.load_drafter(tmp_path / "d")
 
     tensor_path.write_bytes(tensors)
@@ -211,18 +211,18 @@ def test_drafter_damage_is_named(tmp_path: Path) -> None:
     changed["tensors"]["a.weight"][1] = 4
     changed["tensors"]["c.weight"] = changed["tensors"].pop("b.weight")
     config_path.write_text(json.dumps(changed))
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(UserError) as caught:
         checkpoint.load_drafter(tmp_path / "d")
     assert "missing c.weight; unexpected b.weight; a.weight is" in str(caught.value)
 
-    with pytest.raises(CheckpointError, match=r"cannot read .*config.json"):
+    with pytest.raises(UserError, match=r"cannot read .*config.json"):
         checkpoint.load_drafter(tmp_path / "none")
 
 
 def test_drafter_does_not_overwrite_other_files(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "thesis.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="holds other files"):
+    with pytest.raises(UserError, match="holds other files"):
         save_drafter(tmp_path / "d")
     assert [path.name for path in tmp_path.rglob("*")] == ["d", "thesis.txt"]
 
@@ -236,9 +236,9 @@ def test_a_folder_with_any_config_is_no_drafter(tmp_path: Path, text: str) -> No
     (folder / "config.json").write_text(text)
     (folder / "model.safetensors").write_bytes(b"weights")
     message = r"holds other files \(config.json and 1 more\), expected a drafter or a new folder"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         checkpoint.require_drafter_folder(folder)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         save_drafter(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
 
@@ -246,7 +246,7 @@ def test_a_folder_with_any_config_is_no_drafter(tmp_path: Path, text: str) -> No
 def test_notes_beside_a_drafter_are_not_removed(tmp_path: Path) -> None:
     save_drafter(tmp_path / "d")
     (tmp_path / "d" / "notes.md").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds other files \(notes.md\)"):
+    with pytest.raises(UserError, match=r"holds other files \(notes.md\)"):
         save_drafter(tmp_path / "d")
     assert checkpoint.load_drafter(tmp_path / "d").name == "parallelspec"
 
@@ -283,21 +283,21 @@ def test_a_save_removes_what_killed_ones_left(tmp_path: Path) -> None:
 def test_a_run_stands_for_its_drafter(tmp_path: Path) -> None:
     Run(0).save(tmp_path / "run" / "checkpoints")
     message = r"run holds a training run that has not ended, expected a finished drafter; go on"
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(UserError, match=message):
         checkpoint.load_drafter(tmp_path / "run")
     save_drafter(tmp_path / "run" / "drafter")
     found = checkpoint.load_drafter(tmp_path / "run")
     assert (found.name, found.path) == ("parallelspec", tmp_path / "run" / "drafter")
     shutil.rmtree(tmp_path / "run" / "drafter")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"cannot read .*run/config.json"):
+    with pytest.raises(UserError, match=r"cannot read .*run/config.json"):
         checkpoint.load_drafter(tmp_path / "run")
 
 
 def test_drafter_that_does_not_fit_the_module(tmp_path: Path) -> None:
     save_drafter(tmp_path / "d")
     got = checkpoint.load_drafter(tmp_path / "d")
-    with pytest.raises(CheckpointError, match="missing bias, weight"):
+    with pytest.raises(UserError, match="missing bias, weight"):
         got.load_into(torch.nn.Linear(2, 2))
 
 
@@ -334,7 +334,7 @@ def rewrite(folder: Path, header: str, **values: Any) -> None:
 
 def refused(act: Callable[[], object]) -> str:
     """Returns the one line with which `act` is refused."""
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(UserError) as error:
         act()
     assert "\n" not in str(error.value)
     return str(error.value)

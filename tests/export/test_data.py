@@ -11,7 +11,8 @@ import pytest
 from tiny_target import make_tokenizer
 
 from spec_export.training import data
-from spec_export.training.data import DataError, Example
+from spec_export.training.data import Example
+from spec_runtime.errors import UserError
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -76,7 +77,7 @@ def test_cut_to_max_length_and_rows_without_answer_dropped(
         (example,) = data.read(path, make_tokenizer(), 3)
     assert example.token_T.tolist() == [5, 6, 7]
     assert "dropped 1 rows" in caplog.text
-    with pytest.raises(DataError, match="no training example"):
+    with pytest.raises(UserError, match="no training example"):
         data.read(path, make_tokenizer(), 2)
 
 
@@ -90,7 +91,7 @@ def test_sources_allow_list(tmp_path: Path) -> None:
     assert [e.token_T[0] for e in kept] == [5, 7]
     assert data.source_counts(kept) == {"": 1, "y": 1}
     with pytest.raises(
-        DataError, match=r"no row has source \['z'\], expected some of \['', 'x', 'y'\]"
+        UserError, match=r"no row has source \['z'\], expected some of \['', 'x', 'y'\]"
     ):
         data.read(path, make_tokenizer(), 10, sources=("x", "z"))
 
@@ -114,27 +115,27 @@ def test_sources_allow_list(tmp_path: Path) -> None:
 def test_errors_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"tokens": [1], "loss_mask": [1]}\n' + line + "\n")
-    with pytest.raises(DataError, match=f"bad.jsonl:2: .*{message}"):
+    with pytest.raises(UserError, match=f"bad.jsonl:2: .*{message}"):
         data.read(path, make_tokenizer(), 10)
 
 
 def test_missing_and_truncated_files(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read .*none.jsonl"):
+    with pytest.raises(UserError, match=r"cannot read .*none.jsonl"):
         data.read(tmp_path / "none.jsonl", make_tokenizer(), 10)
     path = tmp_path / "cut.jsonl.xz"
     path.write_bytes(lzma.compress(b'{"tokens": [1], "loss_mask": [1]}\n' * 5)[:-20])
-    with pytest.raises(DataError, match=r"cannot read .*cut.jsonl.xz"):
+    with pytest.raises(UserError, match=r"cannot read .*cut.jsonl.xz"):
         data.read(path, make_tokenizer(), 10)
 
 
 def test_template_that_rewrites_turns_or_refuses_is_an_error(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write(tmp_path / "a.jsonl", {"messages": messages})
-    with pytest.raises(DataError, match=r"a.jsonl:1: the chat template rewrites"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template rewrites"):
         data.read(path, make_tokenizer("{{ messages | length }}"), 10)
-    with pytest.raises(DataError, match=r"a.jsonl:1: the chat template refuses the messages: no"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template refuses the messages: no"):
         data.read(path, make_tokenizer("{{ raise_exception('no') }}"), 10)
-    with pytest.raises(DataError, match="exactly once"):
+    with pytest.raises(UserError, match="exactly once"):
         data.chat_affixes(make_tokenizer("{{ messages[0].content * 2 }}"))
 
 
@@ -159,7 +160,7 @@ def test_split_leaves_neither_side_empty() -> None:
         train, validation = data.split(pair, fraction)
         assert len(train) == len(validation) == 1
     assert data.split(pair, 0) == (pair, [])
-    with pytest.raises(DataError, match="validation_fraction"):
+    with pytest.raises(UserError, match="validation_fraction"):
         data.split([example(1, 2), example(1, 3)], 0.5)
 
 
@@ -177,11 +178,11 @@ def test_most_frequent_tokens() -> None:
     # The prompts count too: 9 comes three times then, as often as 4.
     counts_V = data.count_tokens(examples, 12, prompt_weight=1.0)
     assert data.most_frequent_tokens(counts_V, 2).tolist() == [4, 9]
-    with pytest.raises(DataError, match="token id 9"):
+    with pytest.raises(UserError, match="token id 9"):
         data.count_tokens(examples, 8)
-    with pytest.raises(DataError, match=r"cannot hold 2 special ids"):
+    with pytest.raises(UserError, match=r"cannot hold 2 special ids"):
         data.most_frequent_tokens(counts_V, 1, always=[1, 2])
-    with pytest.raises(DataError, match="expected 1 to 12"):
+    with pytest.raises(UserError, match="expected 1 to 12"):
         data.most_frequent_tokens(counts_V, 13)
 
 
@@ -213,7 +214,7 @@ def test_most_frequent_tokens() -> None:
 def test_foreign_rows_are_named_by_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"tokens": [5, 6], "loss_mask": [0, 1]}\n' + line + b"\n")
-    with pytest.raises(DataError, match=rf"a\.jsonl:2: .*{message}"):
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{message}"):
         data.read(path, make_tokenizer(), 1000)
 
 
@@ -223,14 +224,14 @@ def test_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": text}]}
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(row, ensure_ascii=False).encode() + b"\n")
-    with pytest.raises(DataError, match="no training example"):  # an answer is missing, no line
+    with pytest.raises(UserError, match="no training example"):  # an answer is missing, no line
         data.read(path, make_tokenizer(), 1000)
     ((where, got),) = data.read_rows(path)
     assert (where, got) == (f"{path}:1", row)
 
 
 def test_a_path_that_cannot_be_one_is_named() -> None:
-    with pytest.raises(DataError, match="cannot read a\0b: embedded null byte"):
+    with pytest.raises(UserError, match="cannot read a\0b: embedded null byte"):
         data.read("a\0b", make_tokenizer(), 10)
 
 
@@ -261,10 +262,10 @@ def test_a_tokenizer_that_fails_is_named_with_the_row(
         raise error
 
     monkeypatch.setattr(tokenizer, "encode", fail)
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the tokenizer cannot encode it: [ib]"):
+    with pytest.raises(UserError, match=r"a\.jsonl:1: the tokenizer cannot encode it: [ib]"):
         data.read(path, tokenizer, 10)
     path = write(tmp_path / "b.jsonl", {"prompt": [5], "response": [6]})
-    with pytest.raises(DataError, match="the chat template: the tokenizer cannot encode it"):
+    with pytest.raises(UserError, match="the chat template: the tokenizer cannot encode it"):
         data.read(path, tokenizer, 10)
 
 
@@ -274,9 +275,9 @@ def test_a_tokenizer_that_fails_is_named_with_the_row(
 def test_a_template_that_fails_is_named_with_the_row(tmp_path: Path, template: str) -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     path = write(tmp_path / "a.jsonl", {"messages": messages})
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template refuses the messages"):
+    with pytest.raises(UserError, match=r"a\.jsonl:1: the chat template refuses the messages"):
         data.read(path, make_tokenizer(template), 10)
-    with pytest.raises(DataError, match="the chat template refuses the messages"):
+    with pytest.raises(UserError, match="the chat template refuses the messages"):
         data.chat_affixes(make_tokenizer(template))
 
 
@@ -291,14 +292,14 @@ def test_a_template_that_fails_is_named_with_the_row(tmp_path: Path, template: s
 def test_foreign_turns_are_one_line(tmp_path: Path, turns: Any, message: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"turns": turns}) + "\n")
-    with pytest.raises(data.DataError, match=f"rows.jsonl:1: .*{message}"):
+    with pytest.raises(UserError, match=f"rows.jsonl:1: .*{message}"):
         data.read(path, make_tokenizer(), 99)
 
 
 def test_a_template_without_end_tokens_has_no_second_turn() -> None:
     template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }} {% endfor %}"
     assert data.chat_joint(make_tokenizer())[0] == 1
-    with pytest.raises(data.DataError, match="distill one turn"):
+    with pytest.raises(UserError, match="distill one turn"):
         data.chat_joint(make_tokenizer(template))
-    with pytest.raises(data.DataError, match="has none"):
+    with pytest.raises(UserError, match="has none"):
         data.chat_joint(make_tokenizer(None))

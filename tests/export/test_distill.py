@@ -27,9 +27,10 @@ from spec_export import target  # noqa: E402 (needs torch)
 from spec_export.cli import main  # noqa: E402
 from spec_export.distill import answers as distill  # noqa: E402 (needs torch)
 from spec_export.distill import engines as distill_engines  # noqa: E402
-from spec_export.distill.answers import DistillConfig, DistillError  # noqa: E402
-from spec_export.distill.engines import EngineError, GenerationParams  # noqa: E402
+from spec_export.distill.answers import DistillConfig  # noqa: E402
+from spec_export.distill.engines import GenerationParams  # noqa: E402
 from spec_export.training import data  # noqa: E402 (needs torch)
+from spec_runtime.errors import UserError  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def test_more_rows_later_equals_all_at_once(model: str, tmp_path: Path) -> None:
         result = distill.run(config(model, tmp_path / "part.jsonl", num_prompts=count))
         assert len(read(result.out)) == result.rows == count
     assert (tmp_path / "part.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    with pytest.raises(DistillError, match="expected fewer: 2"):
+    with pytest.raises(UserError, match="expected fewer: 2"):
         distill.run(config(model, tmp_path / "part.jsonl", num_prompts=2))
 
 
@@ -157,10 +158,10 @@ def test_prompts_from_a_file(model: str, tmp_path: Path) -> None:
     ]
     assert [row.get("source") for row in got] == ["x", None, None]
 
-    with pytest.raises(DistillError, match=r"num_prompts is 4, .* holds 3"):
+    with pytest.raises(UserError, match=r"num_prompts is 4, .* holds 3"):
         distill.run(config(model, out, **{**settings, "num_prompts": 4}))
     prompts.write_text('{"prompt": "b"}\n')
-    with pytest.raises(DistillError, match=r"cannot go on with .*: prompts was"):
+    with pytest.raises(UserError, match=r"cannot go on with .*: prompts was"):
         distill.run(config(model, out, **settings))
 
 
@@ -168,31 +169,31 @@ def test_prompts_from_a_file(model: str, tmp_path: Path) -> None:
 def test_bad_prompts_name_file_and_line(model: str, tmp_path: Path, line: str) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(DistillError, match=r'prompts.jsonl:2: expected "prompt"'):
+    with pytest.raises(UserError, match=r'prompts.jsonl:2: expected "prompt"'):
         distill.run(config(model, tmp_path / "out.jsonl", prompts=prompts))
 
 
 def test_refuses_to_mix_or_overwrite(model: str, tmp_path: Path) -> None:
     out = distill.run(config(model, tmp_path / "out.jsonl", num_prompts=2)).out
     before = out.read_bytes()
-    with pytest.raises(DistillError, match=r"seed was 0, got 1"):
+    with pytest.raises(UserError, match=r"seed was 0, got 1"):
         distill.run(config(model, out, seed=1))
-    with pytest.raises(DistillError, match="exists: resume it"):
+    with pytest.raises(UserError, match="exists: resume it"):
         distill.run(config(model, out, resume=False))
     assert out.read_bytes() == before
     out.write_bytes(before[:-3])
-    with pytest.raises(DistillError, match=r"bytes, expected \d+: it was changed"):
+    with pytest.raises(UserError, match=r"bytes, expected \d+: it was changed"):
         distill.run(config(model, out))
     (tmp_path / "out.jsonl.state.json").unlink()
-    with pytest.raises(DistillError, match=r"no usable out.jsonl.state.json"):
+    with pytest.raises(UserError, match=r"no usable out.jsonl.state.json"):
         distill.run(config(model, out))
 
 
 def test_targets_that_cannot_be_distilled(model: str, tmp_path: Path) -> None:
     bare = str(save_llama(tmp_path / "bare", template=None))
-    with pytest.raises(DistillError, match="no chat template to sample prompts behind"):
+    with pytest.raises(UserError, match="no chat template to sample prompts behind"):
         distill.run(config(bare, tmp_path / "out.jsonl"))
-    with pytest.raises(DistillError, match="the target's context"):
+    with pytest.raises(UserError, match="the target's context"):
         distill.run(config(model, tmp_path / "out2.jsonl", max_new_tokens=250))
 
 
@@ -208,7 +209,7 @@ def test_no_prompt_ended_is_an_error(
             return [[5] * params.max_new_tokens for _ in prompts]
 
     monkeypatch.setattr(distill, "open_engine", lambda *_: Endless())
-    with pytest.raises(DistillError, match="ended no prompt within 48 tokens in 20 batches"):
+    with pytest.raises(UserError, match="ended no prompt within 48 tokens in 20 batches"):
         distill.run(config(model, tmp_path / "out.jsonl"))
 
 
@@ -224,7 +225,7 @@ def test_no_prompt_ended_is_an_error(
     ],
 )
 def test_bad_settings(tmp_path: Path, field: str, value: Any, message: str) -> None:
-    with pytest.raises(DistillError, match=f"{field} is .*{message}"):
+    with pytest.raises(UserError, match=f"{field} is .*{message}"):
         config("m", tmp_path / "out.jsonl", **{field: value})
 
 
@@ -233,7 +234,7 @@ def test_missing_engine_is_one_line(
 ) -> None:
     monkeypatch.setattr(distill_engines, "_installed", lambda package: False)
     for engine in ("openvino", "vllm"):
-        with pytest.raises(EngineError, match=f"engine {engine} is not installed") as caught:
+        with pytest.raises(UserError, match=f"engine {engine} is not installed") as caught:
             distill.run(config(model, tmp_path / "out.jsonl", engine=engine))
         assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
@@ -290,7 +291,7 @@ def test_a_copied_gguf_is_the_same_model(kind: str, most: float, tmp_path: Path)
 
 def test_a_damaged_gguf_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
-    with pytest.raises(EngineError, match="cannot read"):
+    with pytest.raises(UserError, match="cannot read"):
         distill_engines.write_f16_gguf(tmp_path / "bad.gguf", tmp_path / "x.gguf")
 
 
@@ -382,10 +383,10 @@ def test_a_prompt_that_does_not_fit_is_skipped_and_counted(model: str, tmp_path:
     assert (result.rows, result.skipped) == (3, 1)
     assert "warning: skipping 1 of 4 prompts" in said.text
     assert "prompts.jsonl:2 has 300" in said.text
-    with pytest.raises(DistillError, match=r"num_prompts is 4, .* holds 3, and 1 that do not fit"):
+    with pytest.raises(UserError, match=r"num_prompts is 4, .* holds 3, and 1 that do not fit"):
         distill.run(config(model, result.out, **given | {"num_prompts": 4}))
     given["prompts"] = prompts_file(tmp_path, "x" * 300)
-    with pytest.raises(DistillError, match=r"every prompt of .* is longer than the"):
+    with pytest.raises(UserError, match=r"every prompt of .* is longer than the"):
         distill.run(config(model, tmp_path / "none.jsonl", **given))
 
 
@@ -410,7 +411,7 @@ def test_a_mended_prompts_file_goes_on(
     prompts_file(tmp_path, *texts)  # a file that has grown
     assert distill.run(part).rows == 7
     prompts_file(tmp_path, *mended)
-    with pytest.raises(DistillError, match="others among the 6 that are answered"):
+    with pytest.raises(UserError, match="others among the 6 that are answered"):
         distill.run(part)
     prompts_file(tmp_path, *texts[:6], "other", "more")
     assert distill.run(part).rows == 8
@@ -434,7 +435,7 @@ def test_a_mended_prompts_file_goes_on(
 def test_a_foreign_sidecar_is_one_line(model: str, tmp_path: Path, sidecar: bytes) -> None:
     (tmp_path / "out.jsonl").write_text("{}\n")
     (tmp_path / "out.jsonl.state.json").write_bytes(sidecar)
-    with pytest.raises(DistillError, match=r"no usable out\.jsonl\.state\.json"):
+    with pytest.raises(UserError, match=r"no usable out\.jsonl\.state\.json"):
         distill.run(config(model, tmp_path / "out.jsonl"))
     assert (tmp_path / "out.jsonl").read_text() == "{}\n"
 
@@ -468,7 +469,7 @@ def test_a_tokenizer_that_fails_is_one_line(model: str, tmp_path: Path) -> None:
 def test_a_model_of_the_same_name_does_not_go_on(model: str, tmp_path: Path) -> None:
     out = distill.run(config(model, tmp_path / "out.jsonl", num_prompts=2)).out
     other = save_llama(tmp_path / "tiny", initializer_range=0.2)
-    with pytest.raises(DistillError, match=r"cannot go on with .*: fingerprint was"):
+    with pytest.raises(UserError, match=r"cannot go on with .*: fingerprint was"):
         distill.run(config(str(other), out, num_prompts=4))
 
 
@@ -582,7 +583,7 @@ def test_given_turns_are_asked_and_the_rest_is_sampled(
     assert [row["prompt"] for row in once] == [turns_of(row)[0]["prompt"] for row in rows]
     for line in ('{"turns": []}', '{"turns": ["a"], "prompt": "b"}', '{"turns": ["a", ""]}'):
         prompts.write_text(line + "\n")
-        with pytest.raises(DistillError, match=r"prompts.jsonl:1: expected "):
+        with pytest.raises(UserError, match=r"prompts.jsonl:1: expected "):
             distill.run(config(model, tmp_path / "bad.jsonl", **settings))
 
 
@@ -611,7 +612,7 @@ def test_temperatures_share_the_rows(
         part = config(model, tmp_path / "part.jsonl", **{**more, "num_prompts": count})
         distill.run(part)
     assert part.out.read_bytes() == (tmp_path / "out.jsonl").read_bytes()
-    with pytest.raises(DistillError, match="temperature was"):
+    with pytest.raises(UserError, match="temperature was"):
         distill.run(config(model, part.out, **{**more, "temperature": (0.0, 0.7)}))
 
 
@@ -623,7 +624,7 @@ def test_a_file_of_one_turn_does_not_go_on_with_two(model: str, tmp_path: Path) 
     state = json.loads(sidecar.read_text())
     del state["settings"]["turns"]
     sidecar.write_text(json.dumps(state))
-    with pytest.raises(DistillError, match="turns was 1, got 2"):
+    with pytest.raises(UserError, match="turns was 1, got 2"):
         distill.run(config(model, out, turns=2))
     assert distill.run(config(model, out, num_prompts=3)).rows == 3
 

@@ -46,6 +46,7 @@ from spec_export.training.data import Example
 from spec_export.training.events import EventWriter
 from spec_export.training.pace import Pace
 from spec_export.training.trainer import Trainer
+from spec_runtime.errors import UserError
 from spec_runtime.trees.budget import Budget
 
 NUM_ROWS = 14
@@ -656,13 +657,13 @@ def test_a_drafter_with_nan_is_neither_saved_nor_built(
     broken = sorted(saved.state)[0]
     state = saved.state | {broken: torch.full_like(saved.state[broken], float("nan"))}
     arguments = (state, saved.name, saved.config, saved.provenance, saved.draft_token_ids)
-    with pytest.raises(checkpoint.CheckpointError, match=f"NaN or infinity in {broken}, expected"):
+    with pytest.raises(UserError, match=f"NaN or infinity in {broken}, expected"):
         checkpoint.save_drafter(tmp_path / "refused", *arguments)
     assert not (tmp_path / "refused").exists()
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_require_finite", lambda *_: None)
         checkpoint.save_drafter(tmp_path / "drafter", *arguments)
-    with pytest.raises(checkpoint.CheckpointError, match=f"{broken} holds NaN or infinity"):
+    with pytest.raises(UserError, match=f"{broken} holds NaN or infinity"):
         checkpoint.load_drafter(tmp_path / "drafter")
 
 

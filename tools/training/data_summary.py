@@ -19,6 +19,7 @@ from typing import Any
 
 from spec_export import target
 from spec_export.training import data
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable, sha256
 from tools.figures import command_line, markdown, run, write
 
@@ -57,7 +58,7 @@ class Totals:
 def summarize(paths: Iterable[Path], ends: set[int]) -> dict[str, dict[str, Totals]]:
     """Returns the totals by "source", "licence", "temperature", "turns" and "all".
 
-    Raises DataError on a row that `distill` did not write.
+    Raises UserError on a row that `distill` did not write.
     """
     licences = tomllib.loads(WORDING.read_text(encoding="utf-8"))["licences"]
     tables: dict[str, dict[str, Totals]] = {
@@ -68,7 +69,7 @@ def summarize(paths: Iterable[Path], ends: set[int]) -> dict[str, dict[str, Tota
         for where, row in data.read_rows(path):
             turns = row.get("turns", [row])
             if not all(turn.get("prompt") and turn.get("response") for turn in turns):
-                raise data.DataError(f"{where}: not a row of distill, expected its answers")
+                raise UserError(f"{where}: not a row of distill, expected its answers")
             source = row.get("source") or OWN
             origin = "answers" if source == OWN else source.split("/")[-1]
             keys = {
