@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,33 @@ def fluent(tmp_path_factory: pytest.TempPathFactory) -> FluentWorkshop:
     from workshop import FluentWorkshop
 
     return FluentWorkshop(tmp_path_factory.mktemp("fluent"))
+
+
+@pytest.fixture(scope="session")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the recipe of a training run of seven steps, beside its target and data."""
+    pytest.importorskip("torch")
+    from tiny_training import write_recipe
+
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="session")
+def finished(recipe: Path) -> Path:
+    """Returns the folder of a run of `recipe` that nothing interrupted. Do not change it."""
+    from spec_export.training import run as train
+
+    train.run(recipe, out=recipe.parent / "run")
+    return recipe.parent / "run"
+
+
+@pytest.fixture
+def copied(recipe: Path, tmp_path: Path) -> Path:
+    """Returns a copy of `recipe` with its target and data, which a test may change."""
+    shutil.copytree(recipe.parent / "llama", tmp_path / "own" / "llama")
+    for name in ("data.jsonl", "recipe.toml"):
+        shutil.copy(recipe.parent / name, tmp_path / "own" / name)
+    return tmp_path / "own" / "recipe.toml"
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,304 @@
+"""Tests the feature cache: what it holds, and what stops, fills or damages it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from said import Said
+from tiny_target import save_llama
+from tiny_training import fail_at_call, largest_file
+
+from spec_export import target
+from spec_export.training import (
+    checkpoint,
+    features,
+    tap_codes,
+)
+from spec_export.training import run as train
+from spec_export.training.data import Example
+
+
+@pytest.fixture(scope="module")
+def model(recipe: Path) -> Any:
+    return target.load(target.resolve(str(recipe.parent / "llama")))[0]
+
+
+NARROW_FILES = ("token_T", "loss_T", "feature_TF", "tap_TF", "tap_exponent_TN")
+
+
+def some_examples(count: int = 7) -> list[Example]:
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(3, 20, count)
+    return [
+        Example(rng.integers(98, size=n).astype(np.int32), np.arange(n) >= n // 2) for n in lengths
+    ]
+
+
+def test_the_cache_holds_every_sequences_features(model: Any, tmp_path: Path) -> None:
+    """In bfloat16: 8 bits, so within 2⁻⁸ of each value."""
+    examples, seen = some_examples(), []
+    cache = features.build(tmp_path, examples, model, "t", (1,), lambda *x: seen.append(x))
+    assert cache.num_sequences == len(examples)
+    total = sum(cache.length_N)
+    assert seen == [(0, total), (total, total)]
+    files = [tmp_path / name for name in ("token_T.npy", "loss_T.npy", "feature_TF.npy")]
+    on_disk = sum(file.stat().st_size - 128 for file in files)  # less their headers
+    assert on_disk == features.size_estimate(examples, 32, 1)
+    for i, example in enumerate(examples):
+        token_T, loss_T, feature_TF = cache.sequence(i)
+        assert np.array_equal(token_T.numpy(), example.token_T)
+        assert np.array_equal(loss_T.numpy(), example.loss_T)
+        with torch.no_grad():
+            out = model.model(token_T[None], output_hidden_states=True)
+        expected = torch.cat((out.last_hidden_state[0], out.hidden_states[1][0]), -1)
+        assert feature_TF.dtype == torch.bfloat16
+        torch.testing.assert_close(feature_TF.float(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_packed_taps_are_within_six_percent() -> None:
+    """But for numbers that are tiny beside the row's greatest; powers of two are exact."""
+    torch.manual_seed(0)
+    tap_TND = torch.randn(50, 2, 64) * torch.logspace(-15, 20, 50)[:, None, None]
+    tap_TND[0, 1] = 0
+    tap_TND[2, 0, :3] = torch.tensor([4096.0, 0.5, -0.25])
+    tap_TND = tap_TND.bfloat16()
+    code_TND, exponent_TN = tap_codes.pack(tap_TND)
+    assert (code_TND.dtype, exponent_TN.dtype) == (torch.uint8, torch.int8)
+    got, tap = tap_codes.unpack(code_TND, exponent_TN), tap_TND.double()
+    assert got.dtype == torch.bfloat16
+    greatest = tap.abs().amax(-1, keepdim=True)
+    assert bool(((got.double() - tap).abs() <= tap.abs() / 17 + greatest * 2**-17).all())
+    of_torch = code_TND.view(torch.float8_e4m3fn).double()
+    assert torch.equal(got.double(), torch.ldexp(of_torch, exponent_TN.double()[..., None]))
+    is_small = tap.abs() < greatest * 2**-13
+    assert is_small.float().mean() < 0.1
+    error = ((got.double() - tap).abs() / tap.abs())[~is_small & (tap != 0)]
+    assert 0.02 < error.max() < 0.06
+    assert got[2, 0, :3].tolist() == [4096.0, 0.5, -0.25]
+
+
+def test_narrow_taps_take_a_byte_a_number(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The final feature is the same bit for bit, the taps are what their codes stand for."""
+    examples = some_examples()
+    wide = features.build(tmp_path / "wide", examples, model, "t", (0, 1))
+    narrow = features.build(tmp_path / "narrow", examples, model, "t", (0, 1), None, "fp8")
+    for i in range(len(examples)):
+        before, after = wide.sequence(i)[2], narrow.sequence(i)[2]
+        assert torch.equal(after[:, :32], before[:, :32])
+        taps = tap_codes.unpack(*tap_codes.pack(before[:, 32:].unflatten(1, (2, 32))))
+        assert torch.equal(after[:, 32:], taps.flatten(1))
+        one = features.FeatureCache(tmp_path / "narrow", (1,)).sequence(i)[2]
+        assert torch.equal(one, torch.cat([after[:, :32], after[:, 64:]], 1))
+        none = features.build(tmp_path / "narrow", examples, model, "t", ()).sequence(i)[2]
+        assert torch.equal(none, before[:, :32])
+    files = [tmp_path / "narrow" / f"{name}.npy" for name in NARROW_FILES]
+    on_disk = sum(np.load(file).nbytes for file in files)
+    assert on_disk == features.size_estimate(examples, 32, 2, "fp8")
+    assert on_disk == sum(len(e.token_T) for e in examples) * (2 * 32 + 2 * 33 + 5)
+    with pytest.raises(ValueError, match="tap_store fp8 instead of bf16"):
+        features.build(tmp_path / "narrow", examples, model, "t", (1,))
+    np.save(files[-1], np.zeros((3, 2), np.int8))
+    with pytest.raises(ValueError, match=r"damaged \(tap_exponent_TN.npy has shape \(3, 2\)"):
+        features.FeatureCache(tmp_path / "narrow")
+
+
+def test_a_drafter_trains_on_narrow_taps(recipe: Path, tmp_path: Path) -> None:
+    train.run(recipe, ["data.tap_store=fp8", "train.max_steps=2"], tmp_path)
+    assert checkpoint.load_drafter(tmp_path / "drafter").config["taps"] == [1]
+    assert (tmp_path / "features" / "tap_TF.npy").is_file()
+
+
+@pytest.mark.parametrize(("taps", "store"), [((), "bf16"), ((1,), "fp8")])
+def test_a_stopped_build_goes_on(
+    model: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    taps: tuple[int, ...],
+    store: features.TapStore,
+) -> None:
+    monkeypatch.setattr(features, "BLOCK", 2)
+    examples = some_examples()
+    whole = features.build(tmp_path / "whole", examples, model, "t", taps, None, store)
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        features.build(tmp_path / "part", examples, model, "t", taps, stop, store)
+    done = json.loads((tmp_path / "part" / "cache.json").read_text())["sequences_done"]
+    assert 0 < done < len(examples)
+    with pytest.raises(ValueError, match=f"with {done} of 7 sequences, expected all"):
+        features.FeatureCache(tmp_path / "part")
+    forward, computed = features._forward, []
+
+    def counted(tokens: Any, *arguments: Any) -> Any:
+        computed.append(len(tokens))
+        return forward(tokens, *arguments)
+
+    monkeypatch.setattr(features, "_forward", counted)
+    resumed = features.build(tmp_path / "part", examples, model, "t", taps, None, store)
+    assert sum(computed) == len(examples) - done
+    for i in range(len(examples)):
+        assert torch.equal(resumed.sequence(i)[2], whole.sequence(i)[2])
+        assert resumed.sequence(i)[2].any(dim=1).all()
+
+
+def test_a_cache_of_something_else_is_refused(model: Any, tmp_path: Path) -> None:
+    examples = some_examples()
+    features.build(tmp_path, examples, model, "t", ())
+    changed = [*examples[:-1], Example(examples[-1].token_T, ~examples[-1].loss_T)]
+    for arguments in ((examples, "u", ()), (examples, "t", (1,)), (changed, "t", ())):
+        with pytest.raises(ValueError, match="made from other data, target or taps"):
+            features.build(tmp_path, arguments[0], model, arguments[1], arguments[2])
+
+
+def test_a_cache_with_more_taps_serves_a_drafter_with_fewer(model: Any, tmp_path: Path) -> None:
+    examples = some_examples()
+    features.build(tmp_path / "both", examples, model, "t", (0, 1))
+    for taps in ((), (1,), (1, 0)):
+        alone = features.build(tmp_path / f"{taps}", examples, model, "t", taps)
+        shared = features.build(tmp_path / "both", examples, model, "t", taps)
+        for i in range(len(examples)):
+            assert torch.equal(shared.sequence(i)[2], alone.sequence(i)[2])
+    with pytest.raises(ValueError, match=r"with taps \[0, 1\], expected \[2\]"):
+        features.FeatureCache(tmp_path / "both", (2,))
+
+
+def test_a_cache_that_would_not_fit_is_refused(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(9, 9, 100))
+    with pytest.raises(ValueError, match=r"the feature cache needs 0\.0 GB"):
+        features.build(tmp_path / "new", some_examples(), model, "t", ())
+    assert not (tmp_path / "new" / "cache.json").exists()
+
+
+def test_two_processes_cannot_write_one_feature_cache(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples, forward, refused = some_examples(), features._forward, []
+
+    def another(*arguments: Any) -> Any:
+        with pytest.raises(ValueError, match="is being written by process"):
+            features.build(tmp_path / "f", examples, model, "t", ())
+        refused.append(True)
+        return forward(*arguments)
+
+    monkeypatch.setattr(features, "_forward", another)
+    features.build(tmp_path / "f", examples, model, "t", ())
+    assert refused
+    assert features.build(tmp_path / "f", examples, model, "t", ()).num_sequences == len(examples)
+
+
+# One of two processes takes longer for its features than the group waits for anybody.
+SLOW_FEATURES = """
+import datetime, os, sys, time
+import accelerate
+from spec_export.training import features, run
+made, forward = run.Accelerator, features._forward
+limit = accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=4))
+run.Accelerator = lambda kwargs_handlers: made(kwargs_handlers=[*kwargs_handlers, limit])
+def slow(*arguments):
+    time.sleep(6)
+    return forward(*arguments)
+features._forward = slow
+from pathlib import Path
+run.run(Path(sys.argv[1]), ["train.max_steps=1"], Path(sys.argv[2]))
+"""
+
+
+def test_other_processes_wait_for_the_features_however_long(recipe: Path, tmp_path: Path) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_FEATURES)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launch, str(script), str(recipe), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "run" / "drafter").is_dir()
+
+
+def test_the_features_are_allocated_before_they_are_computed(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hole in the file would kill the process with SIGBUS when the disk is full later."""
+    monkeypatch.setattr(features, "_forward", lambda *_: pytest.fail("allocated too late"))
+    examples = some_examples(200)
+    with largest_file(50_000), pytest.raises(ValueError, match="cannot write features of") as error:
+        features.build(tmp_path / "f", examples, model, "t", ())
+    assert "(File too large)" in str(error.value)
+    assert "are free there: make room and run it again" in str(error.value)
+    with pytest.raises(pytest.fail.Exception):
+        features.build(tmp_path / "f", examples, model, "t", ())
+    status = (tmp_path / "f" / "feature_TF.npy").stat()
+    assert status.st_blocks * 512 >= status.st_size > 100_000
+
+
+def test_a_cache_is_of_a_targets_weights_not_of_its_name(
+    copied: Path, finished: Path, tmp_path: Path
+) -> None:
+    train.run(copied, ["train.max_steps=1"], tmp_path / "same", cache=finished / "features")
+    save_llama(copied.parent / "llama", initializer_range=0.2)
+    with pytest.raises(ValueError, match=r"made from other data, target or taps \(target [0-9a-f]"):
+        train.run(copied, [], tmp_path / "other", cache=finished / "features")
+
+
+@pytest.mark.parametrize("damage", ["cache.json", "feature_TF.npy", "offset.npy", "token_T.npy"])
+def test_a_damaged_cache_is_one_line(
+    recipe: Path, finished: Path, tmp_path: Path, damage: str
+) -> None:
+    cache = shutil.copytree(finished / "features", tmp_path / "features")
+    with (cache / damage).open("r+b") as file:
+        file.truncate(70)
+    with pytest.raises(ValueError, match=r"cache\.json|which is damaged"):
+        train.run(recipe, [], tmp_path / "run", cache=cache)
+
+
+def test_the_features_say_when_they_are_done(
+    recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With blocks of two sequences, of which a build that was stopped has done one or two."""
+    monkeypatch.setattr(features, "BLOCK", 2)
+    first, second = Said(), Said()
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "_forward", fail_at_call(features._forward, 3))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(recipe, ["train.max_steps=1"], out, report=first)
+    assert re.search(
+        r"features take \d+\.\d .B in .*features, where \d.* are free$", first.lines[0]
+    )
+    assert any(first.shares["features"])
+    train.run(recipe, ["train.max_steps=1"], out, report=second)
+    shares = second.shares["features"]
+    assert len(shares) >= 2
+    assert shares == sorted(set(shares))
+    assert len(shares) <= 10
+
+
+def test_a_finished_cache_is_shown_as_finished(model: Any, tmp_path: Path) -> None:
+    examples, seen = some_examples(), []
+    features.build(tmp_path, examples, model, "t", ())
+    features.build(tmp_path, examples, model, "t", (), lambda *x: seen.append(x))
+    total = sum(len(example.token_T) for example in examples)
+    assert seen == [(total, total)]

@@ -1,0 +1,117 @@
+"""Makes the smallest training runs, and what interrupts them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tiny_target import save_llama
+
+from spec_export.training import (
+    checkpoint,
+)
+from spec_export.training.trainer import Trainer
+
+NUM_ROWS = 14
+RECIPE = """
+[target]
+model = "./llama"
+
+[drafter]
+name = "parallelspec"
+num_masks = 2
+taps = [1]
+top_k = 5
+soft_weight = 0.5
+anchor_fraction = 0.5
+
+[data]
+path = "data.jsonl"
+max_length = 96
+validation_fraction = 0.2
+
+[train]
+batch_tokens = 250
+grad_accumulation = 2
+lr = 3e-3
+max_steps = 7
+precision = "fp32"
+log_every = 4
+validate_every = 3
+checkpoint_every = 2
+
+[export]
+draft_vocab = 60
+"""
+
+
+def write_recipe(folder: Path) -> Path:
+    """Writes a recipe beside its target and data, whose answers have many lengths."""
+    save_llama(folder / "llama")
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {i}"},
+                {"role": "assistant", "content": "ab, cd. " * (1 + i % 5) + str(i)},
+            ]
+        }
+        for i in range(NUM_ROWS)
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.toml").write_text(RECIPE)
+    return folder / "recipe.toml"
+
+
+def curve(out: Path) -> list[dict[str, str]]:
+    with (out / "curves.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def stored(out: Path, step: int, file: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of one file of a step's checkpoint."""
+    folder = out / "checkpoints" / checkpoint.folder_name(step)
+    return load_file(folder / f"{file}.safetensors")
+
+
+def stop_in(name: str, call: int, error: BaseException) -> Callable[..., Any]:
+    """Returns a Trainer's method that raises `error` when it is called that often."""
+    method, calls = getattr(Trainer, name), []
+
+    def stopping(trainer: Trainer, *arguments: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return method(trainer, *arguments, **more)
+
+    return stopping
+
+
+def fail_at_call(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """Returns a function that raises KeyboardInterrupt when it is called that often."""
+    calls: list[int] = []
+
+    def failing(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return function(*given)
+
+    return failing
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Lets no file grow beyond this size, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
