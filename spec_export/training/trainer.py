@@ -20,14 +20,12 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from spec_export.drafters.layers import Batch
-from spec_export.report import SILENT, Report, expected_end
-from spec_export.training import batches, checkpoint, curves, disk, interruption, recipe, resume
+from spec_export.report import SILENT, Report
+from spec_export.training import batches, checkpoint, disk, interruption, recipe, resume
 from spec_export.training.average import WeightAverage
 from spec_export.training.bigrams import Table
-from spec_export.training.events import EventWriter
-from spec_export.training.pace import Pace, validations_left
+from spec_export.training.log import Log
 from spec_export.training.validate import (
-    VALIDATION_BUDGET,
     Validation,
     held_out_sequences,
     validate,
@@ -37,7 +35,6 @@ from spec_runtime.files.writing import remove_folder
 from spec_runtime.machine import give_back_memory
 
 CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run: the newest steps, the best one
-EVENTS = "tensorboard"  # the folder of a run's TensorBoard events
 # Steps after which freed memory goes back: batches have all sizes, and glibc keeps the gaps between
 # them, 16 MB more with each step of the demo's drafter.
 GIVE_BACK_EVERY = 50
@@ -90,15 +87,17 @@ class Trainer:
         self.steps_per_epoch = -(-len(self._order) // self.batches_per_step)
         self.total_steps = self.settings.total_steps(self.steps_per_epoch)
         self.step = 0
-        self.curve: curves.Curve = []
-        self.sums = curves.TrainingSums()
+        self.log = Log(
+            self.settings,
+            self.total_steps,
+            self.has_held_out,
+            self.accelerator,
+            self.out,
+            job.report,
+        )
         self.average: WeightAverage | None = None
         if self.settings.ema:
             self.average = WeightAverage(self.saved_state(), self.settings.ema)
-        self._events: EventWriter | None = None
-        self._tokens, self._seconds = 0, 0.0  # learnt from, and spent in this process's steps
-        self._pace, self._time_share = Pace(), 0.0
-        self._last_step: dict[str, float] = {}  # learning rate and gradient norm of the last step
         self._states_before_step: _RandomStates | None = None  # None between two steps
 
     # ---- what is trained -------------------------------------------------------------------------
@@ -137,38 +136,56 @@ class Trainer:
         Raises UserError, which names the last checkpoint, if the loss, a gradient or a weight is
         NaN or infinite.
         """
+        settings, log, started = self.settings, self.log, time.monotonic()
         share = batches.padding_share(self.sequences.length_N, self.epoch_batches(0))
         self.job.report.line(f"batches: {share:.1%} padding")
         if self.job.writes_events and self.accelerator.is_main_process:
-            self._events = EventWriter(self.out / EVENTS, self.step)
+            log.open_events(self.step)
+        is_last = self.step == self.total_steps
         try:
-            self._train()
+            if self.step:
+                self._report(is_last)  # unless the run was stopped after it had reported this step
+            while not is_last:
+                time_share = self.time_share(started)
+                before = time.monotonic()
+                self._states_before_step = _RandomStates.now()
+                self.start_step()
+
+                micro_batches = self._micro_batches(self.step)
+                results, tokens = [], 0
+                for number, indices in enumerate(micro_batches, 1):
+                    batch = self.batch(indices)
+                    results.append(self._backward(batch, number, len(micro_batches)))
+                    tokens += int(batch.loss_BT.sum()) * self.accelerator.num_processes
+
+                factor = settings.lr_factor(self.step, self.total_steps, time_share)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = group["base_lr"] * factor
+                norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
+                self._require_finite_step(sum(loss for loss, _ in results), float(norm))
+                with interruption.delayed():  # a checkpoint is of a whole step
+                    self.optimizer.step()
+                    self.optimizer.zero_grad(set_to_none=True)
+                    if self.average is not None:
+                        self.average.update(self.step)
+                    self.step += 1
+                    log.add_step(results)
+                    self._states_before_step = None
+                log.rates = {"lr": settings.lr * factor, "gradient_norm": float(norm)}
+                log.add_time(tokens, time.monotonic() - before, time_share)
+
+                is_last = self.step == self.total_steps or time_share >= 1
+                self._report(is_last)
+                if self.step % GIVE_BACK_EVERY == 0:
+                    give_back_memory()
+                if self.step % settings.checkpoint_every == 0 or is_last:
+                    self._require_finite_weights()
+                    self.save_checkpoint()
         except (KeyboardInterrupt, SystemExit):
             self._save_interrupted()
             raise
         finally:
-            if self._events is not None:
-                self._events.close()
-
-    def _train(self) -> None:
-        """Runs the loop of `train`."""
-        started = time.monotonic()
-        is_last = self.step == self.total_steps
-        if self.step:
-            self._report(is_last)  # unless the run was stopped after it had reported this step
-        while not is_last:
-            self._time_share = self.time_share(started)
-            before = time.monotonic()
-            self._tokens += self._optimizer_step(self._time_share)
-            self._pace.step_seconds.append(time.monotonic() - before)
-            self._seconds += self._pace.step_seconds[-1]
-            is_last = self.step == self.total_steps or self._time_share >= 1
-            self._report(is_last)
-            if self.step % GIVE_BACK_EVERY == 0:
-                give_back_memory()
-            if self.step % self.settings.checkpoint_every == 0 or is_last:
-                self._require_finite_weights()
-                self.save_checkpoint()
+            log.close()
 
     def _report(self, is_last: bool) -> None:
         """Logs and validates this step if it is due and the curve does not have it yet.
@@ -176,52 +193,23 @@ class Trainer:
         Keeps the checkpoint of the best validation so far.
         """
         settings = self.settings
-        known = {key for row in self.curve if row["step"] == self.step for key in row}
+        known = {key for row in self.log.curve if row["step"] == self.step for key in row}
         is_due = self.step % settings.log_every == 0 or is_last
-        if is_due and self.sums.steps and "loss" not in known:
-            self._log_training(self._tokens / max(self._seconds, 1e-9), is_last)
+        if is_due and self.log.sums.steps and "loss" not in known:
+            self.log.training(self.step, is_last)
         is_due = self.has_held_out and (self.step % settings.validate_every == 0 or is_last)
         if is_due and "accepted_length" not in known:
             self._require_finite_weights()
             before = time.monotonic()
             with self.averaged_weights():
                 result = self.validate()
-            self._pace.validation_seconds = time.monotonic() - before
-            self._log_validation(result)
-        best = self._best_row()
+            self.log.pace.validation_seconds = time.monotonic() - before
+            self.log.validation(self.step, result)
+        best = self.log.best()
         is_best = is_due and best is not None and best["step"] == self.step
         # A run that was stopped in between has the row already and not the checkpoint.
         if is_best and not (self.out / BEST / checkpoint.folder_name(self.step)).exists():
             self._save(BEST, keep=1)
-
-    def _optimizer_step(self, time_share: float) -> int:
-        """Makes one optimiser step and returns the answer tokens that it has learnt from."""
-        tokens = 0
-        self._states_before_step = _RandomStates.now()
-        self.start_step()
-        results = []
-        micro_batches = self._micro_batches(self.step)
-        for i, indices in enumerate(micro_batches, 1):
-            micro = self.batch(indices)
-            results.append(self._backward(micro, i, len(micro_batches)))
-            tokens += int(micro.loss_BT.sum()) * self.accelerator.num_processes
-        factor = self.settings.lr_factor(self.step, self.total_steps, time_share)
-        for parameters in self.optimizer.param_groups:
-            parameters["lr"] = parameters["base_lr"] * factor
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.grad_clip)
-        self._require_finite_step(sum(loss for loss, _ in results), float(norm))
-        self._last_step = {"lr": self.settings.lr * factor, "gradient_norm": float(norm)}
-        with interruption.delayed():  # a checkpoint is of a whole step
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.average is not None:
-                self.average.update(self.step)
-            for loss, counts in results:
-                self.sums.add(loss, counts)
-            self.step += 1
-            self.sums.steps += 1
-            self._states_before_step = None
-        return tokens
 
     def _require_finite_step(self, loss: float, gradient_norm: float) -> None:
         """Raises UserError unless loss and gradient of the step are finite in all processes."""
@@ -324,72 +312,6 @@ class Trainer:
         """Returns a context in which the drafter has its averaged weights, if the run has some."""
         return contextlib.nullcontext() if self.average is None else self.average.in_use()
 
-    def _log_training(self, tokens_per_second: float, is_last: bool) -> None:
-        """Adds a line to the curve from the sums of all processes, and prints it."""
-        sums, num_guesses = self.sums, len(self.sums.correct_K)
-        own = torch.tensor([sums.loss, *sums.correct_K, *sums.count_K], dtype=torch.float64)
-        loss, *counts = self.accelerator.reduce(own.to(self.device), "sum").tolist()
-        loss /= sums.steps * self.accelerator.num_processes
-        accuracy = [
-            hit / max(count, 1)
-            for hit, count in zip(counts[:num_guesses], counts[num_guesses:], strict=True)
-        ]
-        row: dict[str, float] = {"step": self.step, "loss": loss}
-        row |= {f"train_top1_{k}": a for k, a in enumerate(accuracy)}
-        self.curve.append(row)
-        if self._events is not None:
-            speed = {"tokens_per_second": tokens_per_second} if self._seconds else {}
-            self._events.add("train", row | self._last_step | speed)
-        shown = " ".join(f"{a:.3f}" for a in accuracy)
-        of_all = "" if self.settings.ends_by_time_alone else f"/{self.total_steps}"
-        self.job.report.line(
-            f"step {self.step}{of_all} loss {loss:.3f} top-1 {shown} {tokens_per_second:.0f} tok/s"
-            f"{'' if is_last else self._expected_end()}"
-        )
-        self.sums = curves.TrainingSums()
-
-    def _expected_end(self) -> str:
-        """Returns ", 41 min left, ends 14:32", or nothing before this process's first step."""
-        validations = 0
-        if self.has_held_out:
-            every = self.settings.validate_every
-            # this step's own is still to come
-            validations = validations_left(self.step - 1, self.total_steps, every)
-        time_left = None
-        if self.settings.max_minutes is not None:
-            time_left = (1 - self._time_share) * 60 * self.settings.max_minutes
-        seconds = self._pace.seconds_left(self.total_steps - self.step, validations, time_left)
-        return "" if seconds is None else f", {expected_end(seconds)}"
-
-    def _log_validation(self, result: Validation) -> None:
-        """Adds a line to the curve, prints it, and writes the curve."""
-        row: dict[str, float] = {"step": self.step, "accepted_length": result.accepted_length}
-        row |= {f"top1_{k}": accuracy for k, accuracy in enumerate(result.top1_K)}
-        row |= {f"top5_{k}": accuracy for k, accuracy in enumerate(result.top5_K)}
-        row |= {f"ece_{k}": error for k, error in enumerate(result.ece_K)}
-        self.curve.append(row)
-        top1, top5 = (" ".join(f"{a:.3f}" for a in x) for x in (result.top1_K, result.top5_K))
-        self.job.report.line(
-            f"validation: top-1 {top1} | top-5 {top5} | accepted length "
-            f"{result.accepted_length:.3f} ({VALIDATION_BUDGET.max_nodes} nodes)"
-        )
-        if self._events is not None:
-            self._events.add("validation", row)
-        self._write_curve()
-
-    def _write_curve(self) -> None:
-        if self.accelerator.is_main_process:
-            with disk.writing("the curves", self.out):
-                curves.write(self.curve, self.out)
-
-    def _best_row(self) -> dict[str, float] | None:
-        """Returns the validation of the greatest accepted length, None without one.
-
-        Among equals it is the last, whose drafter has learnt longest.
-        """
-        validated = [row for row in self.curve if "accepted_length" in row]
-        return max(reversed(validated), key=lambda row: row["accepted_length"], default=None)
-
     # ---- files -----------------------------------------------------------------------------------
 
     def save_checkpoint(self) -> None:
@@ -414,7 +336,7 @@ class Trainer:
                 module,
                 self.optimizer,
                 progress=asdict(
-                    resume.Progress(self.curve, self.sums, self.accelerator.num_processes)
+                    resume.Progress(self.log.curve, self.log.sums, self.accelerator.num_processes)
                 ),
                 provenance=self.job.provenance,
                 keep=keep,
@@ -461,7 +383,7 @@ class Trainer:
             before = [*before, {"step": state.step, "changed": changed}]
         if before:
             self.job.provenance["resumed"] = before
-        self.step, self.curve, self.sums = state.step, progress.curve, progress.log
+        self.step, self.log.curve, self.log.sums = state.step, progress.curve, progress.log
         if self.accelerator.is_main_process:
             for path in (self.out / BEST).glob(f"{checkpoint.STEP_PREFIX}*"):
                 if path.name > checkpoint.folder_name(self.step):  # made again from here on
@@ -482,22 +404,18 @@ class Trainer:
         folder = self.out / "drafter"
         if not self.accelerator.is_main_process:
             return folder
-        self._write_curve()
+        validation = self.log.newest_validation(self.step)
+        self.log.write_curve()
         with disk.writing("the drafter", self.out):
             return checkpoint.save_drafter(
                 folder,
                 self.drafter.state_dict(),
                 self.plan.drafter_name,
                 self.drafter.config,
-                self.job.provenance | {"steps": self.step, "validation": self._validation()},
+                self.job.provenance | {"steps": self.step, "validation": validation},
                 self.drafter.draft_token_ids.cpu().numpy(),
                 self.job.bigrams,
             )
-
-    def _validation(self) -> dict[str, float] | None:
-        """Returns the row of the newest validation up to this step, None without one."""
-        rows = [r for r in self.curve if "accepted_length" in r and r["step"] <= self.step]
-        return rows[-1] if rows else None
 
     def restore_best(self) -> None:
         """Goes back to the step of the best validation, for `export`, and says which one that is.
@@ -506,7 +424,7 @@ class Trainer:
         """
         if not self.accelerator.is_main_process:
             return
-        best, last = self._best_row(), self.step
+        best, last = self.log.best(), self.step
         if best is None:
             self.job.report.line(f"exporting step {last}, the last: nothing is held out")
             return

@@ -126,7 +126,7 @@ def test_events_are_the_curve_also_of_a_resumed_run(
     options, cache = ["train.log_every=1"], finished / "features"
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_save_interrupted", lambda trainer: None)
-        patch.setattr(Trainer, "_optimizer_step", stop_in("_optimizer_step", 6, SystemExit(1)))
+        patch.setattr(Trainer, "_backward", stop_in(Trainer, "_backward", 11, SystemExit(1)))
         with pytest.raises(SystemExit):
             train.run(recipe, options, tmp_path, cache=cache, tensorboard=True)
     assert ("train/loss", 5) in events

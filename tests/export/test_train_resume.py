@@ -20,6 +20,7 @@ from spec_export.training import (
     interruption,
 )
 from spec_export.training import run as train
+from spec_export.training.log import Log
 from spec_export.training.trainer import Trainer
 
 
@@ -154,15 +155,15 @@ def test_a_resumed_run_has_as_many_processes(recipe: Path, finished: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "call", "step"),
+    ("owner", "name", "call", "step"),
     [
-        ("_backward", 4, 1),  # in the middle of step 2, between its two micro-batches
-        ("_backward", 11, 5),
-        ("_log_training", 1, 4),
-        ("validate", 1, 3),
-        ("validate", 3, 7),
-        ("_write_curve", 2, 6),  # the step is validated, and not yet kept as the best
-        ("_write_curve", 3, 7),
+        (Trainer, "_backward", 4, 1),  # in the middle of step 2, between its two micro-batches
+        (Trainer, "_backward", 11, 5),
+        (Log, "training", 1, 4),
+        (Trainer, "validate", 1, 3),
+        (Trainer, "validate", 3, 7),
+        (Log, "write_curve", 2, 6),  # the step is validated, and not yet kept as the best
+        (Log, "write_curve", 3, 7),
     ],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)], ids=str)
@@ -170,6 +171,7 @@ def test_ctrl_c_and_sigterm_save_a_checkpoint(
     recipe: Path,
     finished: Path,
     tmp_path: Path,
+    owner: type,
     name: str,
     call: int,
     step: int,
@@ -179,7 +181,7 @@ def test_ctrl_c_and_sigterm_save_a_checkpoint(
     """The last whole step is kept, and the run ends as an uninterrupted one, bit for bit."""
     said = Said()
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, name, stop_in(name, call, error))
+        patch.setattr(owner, name, stop_in(owner, name, call, error))
         with pytest.raises(type(error)):
             train.run(recipe, out=tmp_path, cache=finished / "features", report=said)
     newest = checkpoint.latest(tmp_path / "checkpoints")
@@ -210,7 +212,7 @@ def test_an_interrupt_before_the_first_step_saves_nothing(
     recipe: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_backward", stop_in("_backward", 1, KeyboardInterrupt()))
+        patch.setattr(Trainer, "_backward", stop_in(Trainer, "_backward", 1, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             train.run(recipe, out=tmp_path, cache=finished / "features")
     assert not (tmp_path / "checkpoints").exists()

@@ -17,7 +17,6 @@ from tiny_target import save_llama
 from spec_export.training import (
     checkpoint,
 )
-from spec_export.training.trainer import Trainer
 
 NUM_ROWS = 14
 RECIPE = """
@@ -80,15 +79,15 @@ def stored(out: Path, step: int, file: str) -> dict[str, torch.Tensor]:
     return load_file(folder / f"{file}.safetensors")
 
 
-def stop_in(name: str, call: int, error: BaseException) -> Callable[..., Any]:
-    """Returns a Trainer's method that raises `error` when it is called that often."""
-    method, calls = getattr(Trainer, name), []
+def stop_in(owner: type, name: str, call: int, error: BaseException) -> Callable[..., Any]:
+    """Returns a class's method that raises `error` when it is called that often."""
+    method, calls = getattr(owner, name), []
 
-    def stopping(trainer: Trainer, *arguments: Any, **more: Any) -> Any:
+    def stopping(of: object, *arguments: Any, **more: Any) -> Any:
         calls.append(1)
         if len(calls) == call:
             raise error
-        return method(trainer, *arguments, **more)
+        return method(of, *arguments, **more)
 
     return stopping
 
