@@ -23,7 +23,7 @@ FREE_KEYS = (
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunState:
     """Holds what a checkpoint says of its run: the curve, the sums since its last line, the
     processes.
 
@@ -35,9 +35,9 @@ class Progress:
     processes: int | None = None
 
 
-def progress_of(state: Checkpoint) -> Progress:
-    """Returns the progress that the trainer stored; raises UserError unless it is one."""
-    return from_mapping(Progress, state.progress, f"{state.path}/checkpoint.json progress")
+def run_state(state: Checkpoint) -> RunState:
+    """Returns what the trainer stored of its run; raises UserError unless it is one."""
+    return from_mapping(RunState, state.progress, f"{state.path}/checkpoint.json progress")
 
 
 def require_checkpoint(out: Path, newest: Path | None) -> Path:

@@ -336,7 +336,7 @@ class Trainer:
                 module,
                 self.optimizer,
                 progress=asdict(
-                    resume.Progress(self.log.curve, self.log.sums, self.accelerator.num_processes)
+                    resume.RunState(self.log.curve, self.log.sums, self.accelerator.num_processes)
                 ),
                 provenance=self.job.provenance,
                 keep=keep,
@@ -370,7 +370,7 @@ class Trainer:
         """
         state = self._load(newest)
         changed = resume.changed_keys(state, self.job.provenance["recipe"])
-        progress = resume.progress_of(state)
+        progress = resume.run_state(state)
         resume.require_same_processes(newest, progress.processes, self.accelerator.num_processes)
         resume.require_same_init(state, self.job.provenance.get("init"))
         if state.step > self.total_steps:
