@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spec_export import decoder_config
 from spec_export.decoder_config import DEFAULT_SCRATCH, read_config, rotary_tables
 from spec_export.decoder_config import DecoderConfig as DecoderConfig
-from spec_runtime.errors import UserError
+from spec_runtime.errors import UnsupportedModelError
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
@@ -289,7 +289,7 @@ class Backbone(nn.Module):
         layers = [adapter(config, layer) for layer in model.layers]
         embedding, head = model.embed_tokens.weight, hf_model.lm_head.weight
         if hf_model.lm_head.bias is not None:
-            raise UserError(
+            raise UnsupportedModelError(
                 "got an LM head with a bias, expected none: this model is not supported"
             )
         return cls(
@@ -379,7 +379,7 @@ def require_supported(raw: Any) -> None:
     The weights are not needed, and may still turn out not to fit.
     """
     if raw.model_type not in FAMILIES:
-        raise UserError(
+        raise UnsupportedModelError(
             f"got a model of type '{raw.model_type}', which is not supported: "
             f"expected one of {', '.join(FAMILIES)}"
         )

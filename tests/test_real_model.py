@@ -20,6 +20,7 @@ import spec_runtime
 from spec_export import demo, make_bundle
 from spec_export.make_bundle import BuildOptions
 from spec_runtime.engine import Engine
+from spec_runtime.errors import UserError
 from spec_runtime.target import NEAR_TIE, top_gap
 
 pytestmark = pytest.mark.model
@@ -59,7 +60,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     """Returns the demo's engine with the drafter alone: prompt lookup would hide its mistakes."""
     try:
         demo.fetch()
-    except demo.DemoError as error:
+    except UserError as error:
         pytest.skip(str(error))
     out = tmp_path_factory.mktemp("demo") / "bundle"
     bundle = make_bundle.build(BuildOptions(drafters=["parallelspec"], precision="fp32", out=out))

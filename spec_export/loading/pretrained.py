@@ -21,7 +21,7 @@ import torch
 from spec_export import decoder
 from spec_export.loading import gguf_header
 from spec_runtime import mapping
-from spec_runtime.errors import UserError
+from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
 SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
@@ -150,7 +150,7 @@ def _require_whole(folder: Path, gguf_file: str | None) -> None:
     config = _read_object(folder / "config.json")
     family = config.get("model_type")
     if "auto_map" in config and family not in decoder.FAMILIES:
-        raise UserError(
+        raise UnsupportedModelError(
             f"{folder} needs code of its own (auto_map in config.json), which is never run; "
             f"expected a model of type {', '.join(decoder.FAMILIES)}"
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from spec_runtime.bundle.manifest import Bundle, BundleError, Graph
-from spec_runtime.files.onnx_file import NotOnnxError, OnnxOutline, read_outline
+from spec_runtime.errors import UserError
+from spec_runtime.files.onnx_file import OnnxOutline, read_outline
 
 # What the graphs of spec-export build use, whatever its options.
 _OURS = """
@@ -42,7 +43,7 @@ def require_known_graph(bundle: Bundle, graph: Graph) -> None:
     path = bundle.file(graph.file)
     try:
         outline = read_outline(path)
-    except NotOnnxError as error:
+    except UserError as error:
         raise BundleError(f"{path} is not an ONNX model: {error}; build it again") from None
     except OSError as error:
         raise BundleError(f"{path} cannot be read ({error.strerror}); build it again") from None

@@ -29,10 +29,6 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 
 
-class NotOnnxError(UserError):
-    """Says why a file is no ONNX model."""
-
-
 class ExternalWeight(NamedTuple):
     """Says where a weight of the graph lies: `length` bytes from byte `offset` of a file on.
 
@@ -71,12 +67,12 @@ class OnnxOutline:
 def read_outline(path: str | Path) -> OnnxOutline:
     """Returns what the ONNX file at `path` uses.
 
-    Graphs inside of nodes and functions are not entered. Raises NotOnnxError if it is no protocol
+    Graphs inside of nodes and functions are not entered. Raises UserError if it is no protocol
     buffer, is empty, or holds no graph, and OSError if it cannot be read.
     """
     with open(path, "rb") as file:
         if file.seek(0, 2) == 0:
-            raise NotOnnxError("it is empty")
+            raise UserError("it is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Walker(data).model()
 
@@ -98,7 +94,7 @@ class _Walker:
             elif number == _MODEL_FUNCTIONS:
                 self._found.has_functions = True
         if not has_graph:
-            raise NotOnnxError("it holds no graph")
+            raise UserError("it holds no graph")
         return self._found
 
     def _graph(self, begin: int, end: int) -> None:
@@ -204,7 +200,7 @@ class _Walker:
             if kind == _BYTES:
                 length, at = self._varint(at, end)
                 if length > end - at:
-                    raise NotOnnxError(f"a field of {length} bytes ends behind its message")
+                    raise UserError(f"a field of {length} bytes ends after its message")
                 yield number, at, at + length, -1
                 at += length
             elif kind == _VARINT:
@@ -213,9 +209,9 @@ class _Walker:
             elif kind in (_FIXED64, _FIXED32):
                 at += 8 if kind == _FIXED64 else 4
             else:
-                raise NotOnnxError(f"got wire type {kind} at byte {at}")
+                raise UserError(f"got wire type {kind} at byte {at}")
         if at > end:
-            raise NotOnnxError("a field ends behind its message")
+            raise UserError("a field ends after its message")
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         """Returns the number that begins at byte `at`, and where it ends."""
@@ -225,4 +221,4 @@ class _Walker:
             value |= (byte & 0x7F) << (7 * i)
             if byte < 0x80:
                 return value, at + i + 1
-        raise NotOnnxError(f"got no number at byte {at}")
+        raise UserError(f"got no number at byte {at}")

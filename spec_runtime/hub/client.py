@@ -7,6 +7,7 @@ HF_HUB_OFFLINE; nothing here sees the token.
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -14,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,13 +24,7 @@ PREFIX = "hf://"
 MAX_PART = 96  # characters of an organisation's or a repository's name
 _PART = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _REVISION = re.compile(r"[A-Za-z0-9._/-]{1,200}")
-# Raise what this file translates: huggingface_hub and the HTTP clients that its versions use.
-_CLIENTS = ("huggingface_hub", "httpx", "httpx2", "httpcore", "httpcore2", "requests", "hf_xet")
 _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
-
-
-class HubError(UserError):
-    """Says why a bundle could not be fetched from or sent to a hub."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +40,12 @@ class Repository:
     def __post_init__(self) -> None:
         parts = self.name.split("/")
         if len(parts) != 2 or not all(map(_is_part, parts)):
-            raise HubError(
+            raise UserError(
                 f"got repository {self.name!r:.200}, expected ORG/NAME: letters, digits and ._- "
                 "on both sides of one slash"
             )
         if self.revision is not None and not _REVISION.fullmatch(self.revision):
-            raise HubError(
+            raise UserError(
                 f"got revision {self.revision!r:.200}, expected a branch, a tag or a commit"
             )
 
@@ -59,11 +53,11 @@ class Repository:
     def parse(cls, text: str, revision: str | None = None) -> Repository:
         """Reads "org/name" or "hf://org/name", with "@revision" after it if one is meant.
 
-        Raises HubError if the text is no such name, or if `revision` is given as well.
+        Raises UserError if the text is no such name, or if `revision` is given as well.
         """
         name, mark, named = text.removeprefix(PREFIX).partition("@")
         if mark and revision is not None:
-            raise HubError(f"got two revisions, {named!r:.60} and {revision!r:.60}, expected one")
+            raise UserError(f"got two revisions, {named!r:.60} and {revision!r:.60}, expected one")
         return cls(name, named if mark else revision)
 
     def __str__(self) -> str:
@@ -87,41 +81,45 @@ def open_client() -> HfApi:
 
 @contextmanager
 def in_one_line(client: HfApi, repository: Repository, verb: str) -> Iterator[None]:
-    """Raises what the client raises in the block as a HubError of one line; `verb` says what was
+    """Raises what the client raises in the block as a UserError of one line; `verb` says what was
     being done to the repository, "read" or "write".
 
     Errors of the disk stay OSErrors, but that of a full disk says what to do.
     """
     try:
         yield
-    except (BundleError, HubError):
+    except UserError:
         raise
-    except Exception as error:
-        if _is_the_clients(error):
-            _refuse(error, _Call(client.endpoint, repository, verb))
-        if isinstance(error, OSError) and error.errno is None:  # the client's own, of a short file
-            raise HubError(
+    except _errors_of_the_client() as error:
+        _refuse(error, _Call(client.endpoint, repository, verb))
+    except OSError as error:
+        if error.errno is None:  # the client's own, of a short file
+            raise UserError(
                 f"{repository}: got less than a whole file ({_first_line(error)}); run the command "
                 "again, which goes on with the files that are missing"
             ) from error
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise HubError(
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
                 f"{repository}: no space is left on the disk; make room and run the command again, "
                 "which goes on with the files that are missing"
             ) from error
         raise
 
 
-def _is_the_clients(error: Exception) -> bool:
-    """Returns whether the client or what it uses made this error, or raised a common one."""
-    if type(error).__module__.partition(".")[0] in _CLIENTS:
-        return True
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    if innermost is None or not isinstance(error, RuntimeError | ValueError):
-        return False
-    return str(innermost.tb_frame.f_globals.get("__name__", "")).partition(".")[0] in _CLIENTS
+def _errors_of_the_client() -> tuple[type[Exception], ...]:
+    """Returns what huggingface_hub raises for the network and for the hub's answers. Some of those
+    that it cannot read are a common ValueError or RuntimeError."""
+    from huggingface_hub import errors
+
+    http = importlib.import_module(errors.HTTPError.__module__.partition(".")[0])  # by its version
+    network = (
+        errors.HTTPError,
+        http.InvalidURL,
+        errors.OfflineModeIsEnabled,
+        errors.XetDownloadError,
+    )
+    files = errors.EntryNotFoundError, errors.FileMetadataError, errors.LocalTokenNotFoundError
+    return *network, *files, http.InvalidURL, ValueError, RuntimeError
 
 
 class _Call(NamedTuple):
@@ -133,46 +131,46 @@ class _Call(NamedTuple):
 
 
 def _refuse(error: Exception, call: _Call) -> NoReturn:
-    """Raises the HubError that says what an error of the client means."""
+    """Raises the UserError that says what an error of the client means."""
     from huggingface_hub import errors
 
     endpoint, repository = call.endpoint, call.repository
     if isinstance(error, errors.OfflineModeIsEnabled):
-        raise HubError(
+        raise UserError(
             f"{repository}: HF_HUB_OFFLINE forbids the network; unset it to reach {endpoint}"
         ) from error
     if isinstance(error, errors.GatedRepoError):
-        raise HubError(
+        raise UserError(
             f"{repository}: its owner lends access one by one; ask for it on "
             f"{endpoint}/{repository.name}, then {_LOG_IN}"
         ) from error
     if isinstance(error, errors.RevisionNotFoundError):
-        raise HubError(
+        raise UserError(
             f"{repository}: got a revision that is not there, expected a branch, a tag or a commit"
         ) from error
     if isinstance(error, errors.EntryNotFoundError) and isinstance(error, errors.HfHubHTTPError):
-        raise HubError(f"{repository}: a file is missing there; ask its owner") from error
+        raise UserError(f"{repository}: a file is missing there; ask its owner") from error
     # Errors of one file carry those of the network as their cause.
     cause = error.__cause__
     for each in (error, cause):
         if isinstance(each, errors.HfHubHTTPError):
             _refuse_status(each, each.response.status_code, call)
     if isinstance(error, errors.LocalTokenNotFoundError):
-        raise HubError(f"{repository}: {endpoint} wants to know who you are; {_LOG_IN}") from error
+        raise UserError(f"{repository}: {endpoint} wants to know who you are; {_LOG_IN}") from error
     shown = error if cause is None else cause
     if isinstance(shown, ValueError):
-        raise HubError(
+        raise UserError(
             f"{repository}: {endpoint} did not answer as a hub does ({_first_line(shown)}); check "
             "HF_ENDPOINT"
         ) from error
-    raise HubError(
+    raise UserError(
         f"{repository}: {endpoint} could not be reached ({_first_line(shown)}); check the "
         "network and HF_ENDPOINT, and run the command again"
     ) from error
 
 
 def _refuse_status(error: Exception, status: int, call: _Call) -> NoReturn:
-    """Raises the HubError that says what an HTTP status means."""
+    """Raises the UserError that says what an HTTP status means."""
     from huggingface_hub import errors
 
     endpoint, repository, verb = call
@@ -185,7 +183,7 @@ def _refuse_status(error: Exception, status: int, call: _Call) -> NoReturn:
         what = f"{endpoint} does not let you {verb} it (403); use a token that may {verb} it"
     else:
         what = f"{endpoint} answered with HTTP status {status}; run the command again later"
-    raise HubError(f"{repository}: {what}") from error
+    raise UserError(f"{repository}: {what}") from error
 
 
 def _first_line(error: BaseException) -> str:

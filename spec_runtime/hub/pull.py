@@ -16,8 +16,9 @@ from urllib.parse import quote
 
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import MANIFEST, BundleError, Manifest
+from spec_runtime.errors import UserError
 from spec_runtime.files.writing import replacing_folder, require_replaceable
-from spec_runtime.hub.client import HubError, Repository, in_one_line, open_client
+from spec_runtime.hub.client import Repository, in_one_line, open_client
 from spec_runtime.machine import cache_folder
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def pull(
         revision: a branch, a tag or a commit; the default branch if None.
         on_progress: is called as bytes come.
 
-    Raises HubError if the hub cannot be reached or refuses, BundleError if what it has is not a
+    Raises UserError if the hub cannot be reached or refuses, BundleError if what it has is not a
     whole bundle with the hashes of its manifest, UserError if `to` holds other files, and OSError
     if it cannot be written.
     """
@@ -62,7 +63,7 @@ def pull(
         info = client.model_info(source.name, revision=source.revision, files_metadata=True)
     sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
     if MANIFEST not in sizes:
-        raise HubError(
+        raise UserError(
             f"{source}: got a repository without {MANIFEST}, expected a bundle, as spec-runtime "
             "push makes one"
         )
@@ -156,7 +157,7 @@ def _fetch(download: _Download, sizes: dict[str, int]) -> None:
     there = sum(_size(download.parts / name) for name in names)
     free = shutil.disk_usage(download.parts).free
     if total - there + FREE_BYTES > free:
-        raise HubError(
+        raise UserError(
             f"{download.source}: its files need {(total - there) / 1e6:.0f} MB more, and "
             f"{free / 1e6:.0f} MB are free at {download.parts.parent}; make room, or name another "
             "disk with --to"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import MANIFEST, Bundle
-from spec_runtime.hub.client import HubError, Repository, in_one_line, open_client
+from spec_runtime.errors import UserError
+from spec_runtime.hub.client import Repository, in_one_line, open_client
 
 CARD = "README.md"  # a repository's page on the hub; not a part of the bundle
 
@@ -19,21 +20,21 @@ def push(folder: str | Path, repository: str, private: bool = False) -> str:
     appear in one commit; those of an older bundle that the new one lacks stay, and `pull` takes no
     notice of them.
 
-    Raises BundleError if the folder holds no whole bundle, and HubError if the hub cannot be
+    Raises BundleError if the folder holds no whole bundle, and UserError if the hub cannot be
     reached or refuses, or if `private` is asked of a repository that everybody can read.
     """
     from huggingface_hub import CommitOperationAdd
 
     target = Repository.parse(repository)
     if target.revision is not None:
-        raise HubError(f"got {target}, expected ORG/NAME without a revision")
+        raise UserError(f"got {target}, expected ORG/NAME without a revision")
     bundle = bundles.read(folder)
     client = open_client()
     with in_one_line(client, target, "write"):
         client.create_repo(target.name, private=private or None, exist_ok=True)
         info = client.model_info(target.name)
         if private and not info.private:
-            raise HubError(
+            raise UserError(
                 f"{target}: got --private, and everybody can read it; make it private on its "
                 "page, or choose another name"
             )

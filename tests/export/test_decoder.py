@@ -36,6 +36,7 @@ from tiny_backbone import (
 from torch import Tensor
 
 from spec_export.decoder import FAMILIES, Backbone
+from spec_runtime.errors import UnsupportedModelError
 
 RELATIVE_TOLERANCE = 2e-5
 # family, what is special, config options
@@ -280,7 +281,7 @@ def test_unsupported_models_are_refused_by_name(
     else:
         config = transformers.AutoConfig.for_model(family, **options)
         model = transformers.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(UnsupportedModelError, match=message) as error:
         Backbone.from_transformers(model)
     assert "\n" not in str(error.value)
 

@@ -22,7 +22,8 @@ import spec_runtime
 from spec_runtime import cli
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError
-from spec_runtime.hub.client import HubError, Repository
+from spec_runtime.errors import UserError
+from spec_runtime.hub.client import Repository
 from spec_runtime.hub.pull import Progress, pull
 from spec_runtime.hub.push import push
 
@@ -81,15 +82,15 @@ def test_names_of_repositories(text: str, name: str, revision: str | None) -> No
     ["name", "a/b/c", "../b", "a/..", "a/b..c", "a /b", "a/b\n", "", "/b", "a/", "x" * 97 + "/b"],
 )
 def test_other_names_are_refused(text: str) -> None:
-    with pytest.raises(HubError, match=r"got repository .*, expected ORG/NAME"):
+    with pytest.raises(UserError, match=r"got repository .*, expected ORG/NAME"):
         Repository.parse(text)
 
 
 @pytest.mark.parametrize("revision", ["", "a b", "v\n", "x" * 201])
 def test_other_revisions_are_refused(revision: str) -> None:
-    with pytest.raises(HubError, match="got revision"):
+    with pytest.raises(UserError, match="got revision"):
         Repository.parse("a/b", revision)
-    with pytest.raises(HubError, match="got two revisions"):
+    with pytest.raises(UserError, match="got two revisions"):
         Repository.parse("a/b@c", revision)
 
 
@@ -139,11 +140,11 @@ def test_private_repositories(
     assert hub.repositories[NAME].private
     pull(NAME, "mine")
     hub.repositories[NAME].private = False
-    with pytest.raises(HubError, match="got --private, and everybody can read it"):
+    with pytest.raises(UserError, match="got --private, and everybody can read it"):
         push(tmp_path / "made", NAME, private=True)
     hub.repositories[NAME].private = True
     monkeypatch.setenv("HF_TOKEN", "hf_of_somebody_else")
-    with pytest.raises(HubError, match="knows no such repository, or shows it to others only"):
+    with pytest.raises(UserError, match="knows no such repository, or shows it to others only"):
         pull(NAME, "theirs")
     assert not Path("theirs").exists()
 
@@ -157,7 +158,7 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub: FakeHub, files: dict[str,
         for revision in ("v1", None, first, "main")
     ]
     assert names == ["small", "second", "small", "second"]
-    with pytest.raises(HubError, match="got a revision that is not there"):
+    with pytest.raises(UserError, match="got a revision that is not there"):
         pull(NAME, revision="v2")
 
 
@@ -190,7 +191,7 @@ def test_load_fetches_once(
     there = tmp_path / "home" / "specsplit" / "hub"
     names = sorted(path.name for path in there.iterdir())
     assert names == ["org--small", f"org--small@{commit}"]
-    with pytest.raises(HubError, match="got repository"):
+    with pytest.raises(UserError, match="got repository"):
         spec_runtime.load("hf://small")
 
 
@@ -219,7 +220,7 @@ def test_a_broken_download_goes_on_where_it_stopped(
     assert hub.sent[name] == len(files[name])
     hub.cut[name] = 0
     hub.sent.clear()
-    with pytest.raises(HubError, match=r"could not be reached .*run the command again"):
+    with pytest.raises(UserError, match=r"could not be reached .*run the command again"):
         pull(NAME, "again")
     assert not Path("again").exists()
     assert Path(".again.pull").is_dir()
@@ -313,7 +314,7 @@ def test_what_the_hub_refuses_is_one_line(
     hub.add(NAME, files)
     for part in ("/api/models", "/resolve/"):
         hub.refusals = {part: refusal}
-        with pytest.raises(HubError, match=message) as caught:
+        with pytest.raises(UserError, match=message) as caught:
             pull(NAME)
         assert str(caught.value).startswith("hf://org/small: ")
         assert "\n" not in str(caught.value)
@@ -339,7 +340,7 @@ def test_what_the_hub_does_not_take_is_one_line(
     message: str,
 ) -> None:
     hub.refusals = {part: refusal}
-    with pytest.raises(HubError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         push(tmp_path / "made", NAME)
     assert "\n" not in str(caught.value)
 
@@ -351,10 +352,10 @@ def test_no_network(
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
         for work in (lambda: pull(NAME), lambda: push(tmp_path / "made", NAME)):
-            with pytest.raises(HubError, match=r"could not be reached \(ConnectError: .*check the"):
+            with pytest.raises(UserError, match=r"could not be reached \(ConnectError: .*check"):
                 work()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(HubError, match="HF_HUB_OFFLINE forbids the network; unset it"):
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE forbids the network; unset it"):
         pull(NAME)
 
 
@@ -368,12 +369,12 @@ def test_a_full_disk(
 
     with monkeypatch.context() as patch:
         patch.setattr(file_download, "http_get", write_nothing)
-        with pytest.raises(HubError, match="no space is left on the disk; make room"):
+        with pytest.raises(UserError, match="no space is left on the disk; make room"):
             pull(NAME)
     with monkeypatch.context() as patch:
         usage = type("Usage", (), {"free": 1000})
         patch.setattr("shutil.disk_usage", lambda path: usage)
-        with pytest.raises(HubError, match=r"its files need .* MB more, and 0 MB are free"):
+        with pytest.raises(UserError, match=r"its files need .* MB more, and 0 MB are free"):
             pull(NAME)
     assert not Path("bundles/small").exists()
     assert contents(pull(NAME)) == files

@@ -15,7 +15,8 @@ from small import small_manifest
 from spec_runtime import backends
 from spec_runtime.bundle import memory
 from spec_runtime.bundle.manifest import Bundle, BundleError, Graph, TensorSpec
-from spec_runtime.files.onnx_file import NotOnnxError, read_outline
+from spec_runtime.errors import UserError
+from spec_runtime.files.onnx_file import read_outline
 
 onnx = pytest.importorskip("onnx")
 
@@ -122,7 +123,7 @@ def test_functions_of_a_models_own_are_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_no_onnx_is_one_line(tmp_path: Path, content: bytes) -> None:
     bundle = bundle_of(tmp_path, GRAPH, model_of())
     (tmp_path / "graph.onnx").write_bytes(content)
-    with pytest.raises(NotOnnxError):
+    with pytest.raises(UserError):
         read_outline(tmp_path / "graph.onnx")
     with pytest.raises(BundleError, match=r"graph\.onnx is not an ONNX model: "):
         backends.open_graph(bundle, GRAPH, 8)
@@ -133,7 +134,7 @@ def test_every_beginning_of_a_file_is_read_or_refused(tmp_path: Path) -> None:
     file = tmp_path / "graph.onnx"
     for end in range(len(whole)):
         file.write_bytes(whole[:end])
-        with contextlib.suppress(NotOnnxError):
+        with contextlib.suppress(UserError):
             read_outline(file)
 
 
