@@ -155,18 +155,19 @@ def test_a_resumed_run_has_as_many_processes(recipe: Path, finished: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "call", "step"),
+    ("owner", "name", "call", "step", "error"),
     [
-        (Trainer, "_backward", 4, 1),  # in the middle of step 2, between its two micro-batches
-        (Trainer, "_backward", 11, 5),
-        (Log, "training", 1, 4),
-        (Trainer, "validate", 1, 3),
-        (Trainer, "validate", 3, 7),
-        (Log, "write_curve", 2, 6),  # the step is validated, and not yet kept as the best
-        (Log, "write_curve", 3, 7),
+        # in the middle of step 2, between its two micro-batches
+        (Trainer, "_backward", 4, 1, KeyboardInterrupt()),
+        (Trainer, "_backward", 11, 5, SystemExit(143)),
+        (Log, "training", 1, 4, KeyboardInterrupt()),
+        (Trainer, "validate", 1, 3, SystemExit(143)),
+        (Trainer, "validate", 3, 7, KeyboardInterrupt()),
+        # the step is validated, and not yet kept as the best
+        (Log, "write_curve", 2, 6, SystemExit(143)),
+        (Log, "write_curve", 3, 7, KeyboardInterrupt()),
     ],
 )
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)], ids=str)
 def test_ctrl_c_and_sigterm_save_a_checkpoint(
     recipe: Path,
     finished: Path,
