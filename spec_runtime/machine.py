@@ -114,7 +114,7 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def cache_folder() -> Path:
     """Returns specsplit's folder in the user's cache (XDG_CACHE_HOME, or ~/.cache).
 
-    Raises ValueError for a user without a home, as in some containers, where XDG_CACHE_HOME is not
+    Raises UserError for a user without a home, as in some containers, where XDG_CACHE_HOME is not
     set either.
     """
     root = os.environ.get("XDG_CACHE_HOME")

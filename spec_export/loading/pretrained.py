@@ -110,7 +110,7 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     if not gguf_file:
         read_generation_config(folder)
     where = folder / (gguf_file or "")
-    # Both warn of what is checked here, or was asked for.
+    # Both warn of faults that are checked here, or of what was asked for.
     for name in ("modeling_utils", "modeling_gguf_pytorch_utils"):
         logging.getLogger(f"transformers.{name}").addFilter(_is_error)
     loader: Any = AutoModelForCausalLM  # whose types leave out `output_loading_info`

@@ -76,25 +76,22 @@ class GrammarCompiler:
         return result
 
     def _compiled(self, grammar: Grammar) -> str:
-        """Returns the grammar as the library takes it; raises UserError for some bad ones."""
+        """Returns the grammar as the library takes it; raises its ValueError for some bad ones."""
         library = self._library.LLMatcher
         if grammar.begin or grammar.end:
             begin, end = json.dumps(grammar.begin), json.dumps(grammar.end)
             schema = json.loads(grammar.text)
             if isinstance(schema, dict):
                 schema = {"x-guidance": _JSON_STYLE, **schema}
-            tagged: str = library.grammar_from_lark(
-                f"start: {begin} json {end}\njson: %json {json.dumps(schema)}"
-            )
-            return tagged
+            lark = f"start: {begin} json {end}\njson: %json {json.dumps(schema)}"
+            return str(library.grammar_from_lark(lark))
         if grammar.kind == "json_schema":
-            alone: str = library.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
-            return alone
-        if grammar.kind == "regex":
-            regex: str = library.grammar_from_regex(grammar.text)
-            return regex
-        either: str = self._library.grammar_from("ebnf", grammar.text)
-        return either
+            compiled = library.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
+        elif grammar.kind == "regex":
+            compiled = library.grammar_from_regex(grammar.text)
+        else:
+            compiled = self._library.grammar_from("ebnf", grammar.text)
+        return str(compiled)
 
 
 def _invalid(grammar: Grammar, why: object) -> UserError:

@@ -29,7 +29,7 @@ class PathMasks:
         assert self._go(tokens), f"tokens {list(tokens)} outside the grammar"
         self._path = []
 
-    def behind(self, path: Sequence[int] | np.ndarray) -> np.ndarray:
+    def after(self, path: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns which tokens may follow this path, bool[V]; the path must be allowed."""
         tokens = [int(token) for token in path]
         assert self._go(tokens), f"path {tokens} outside the grammar"

@@ -122,6 +122,6 @@ class Conversations:
         return self._holder is not None and self._target.rows_of is self._holder
 
     def _copy(self, length: int) -> ConversationRows:
-        """Returns copies of the first so many rows that the target has of our last run."""
+        """Returns copies of the first `length` rows that the target has of our last run."""
         features = np.concatenate(self._features)[:length] if self._features and length else None
         return ConversationRows(self._held[:length], self._target.copy_rows(length), features)

@@ -330,7 +330,7 @@ def locked(path: str | Path) -> Iterator[bool]:
     """Holds the lock file `.<name>.lock` beside `path`, so that no other process writes there.
 
     The file names the process that holds it. The kernel ends the lock with the process, so that a
-    lock file left behind stops nobody. Gives False where the file system has no locks, so that
+    lock file of a dead process stops nobody. Gives False where the file system has no locks:
     others may be writing there too.
 
     Raises LockedError if another process, or another block of this one, holds it, and OSError if

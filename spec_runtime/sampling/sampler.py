@@ -122,7 +122,7 @@ class _Processors:
         if params.logits_processor is not None:
             out_V = self._own(params.logits_processor, out_V, path)
         if self._masks is not None:
-            np.putmask(out_V, ~self._masks.behind(path), -np.inf)
+            np.putmask(out_V, ~self._masks.after(path), -np.inf)
         out_V[self._biased] += self._bias
         if params.repetition_penalty != 1:
             is_seen_V = self._is_seen_V.copy()

@@ -143,7 +143,7 @@ class _Limits(threading.local):
             )
 
     def require_bits(self, num_bits: int) -> None:
-        """Raises UserError if an integer of so many bits may not be made."""
+        """Raises UserError if an integer of this many bits may not be made."""
         if num_bits > _MAX_BITS:
             raise UserError(f"it makes numbers of more than {_MAX_BITS} bits; mend it")
 

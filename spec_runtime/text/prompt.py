@@ -33,13 +33,13 @@ def encode_prompt(
     A string, even an empty one, becomes a user message if there is a chat template and `raw` is not
     set; otherwise it is encoded as it stands. Messages need a template; with `continue_final` the
     last one is an answer of the assistant's that has begun. Ids, a list or an array i64[T] with at
-    least one, stay as they are. A text without any token is BOS alone.
+    least one, stay as they are. A text without any token becomes BOS.
 
     `control_tokens` says whether the names of control tokens, such as "<|im_end|>", become these
-    tokens where a text or a message holds them. None allows it in raw prompts alone, whose writer
+    tokens where a text or a message holds them. None allows it in raw prompts only, whose writer
     does the template's work; elsewhere they are ordinary text.
 
-    `tools` need a chat template. Raises ValueError for what cannot be a prompt.
+    `tools` need a chat template. Raises UserError for anything that cannot be a prompt.
     """
     if continue_final and not (not isinstance(prompt, str) and _is_begun(prompt)):
         raise UserError(
@@ -79,7 +79,7 @@ def encode_prompt(
 
 
 def _some(codec: Codec, ids: list[int]) -> list[int]:
-    """Returns the ids, BOS alone if there are none."""
+    """Returns the ids, or BOS if there are none."""
     if ids:
         return ids
     if codec.bos is None:

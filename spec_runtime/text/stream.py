@@ -22,7 +22,7 @@ class TextStream:
         self._read = 0
         self._held = ""  # may be the beginning of a stop string
         self._taken = 0
-        self._ends: list[int] = []  # of each token: where its text ends, what is held included
+        self._ends: list[int] = []  # of each token: where its text ends, held text included
         self._first = 0  # of the tokens whose text has not all been taken
 
     @property

@@ -47,14 +47,14 @@ def no_panics(file: str) -> Iterator[None]:
 
 
 @contextmanager
-def _refused(before: str, behind: str) -> Iterator[None]:
+def _refused(before: str, after: str) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
         # The library raises bare Exception, and a panic of its Rust code is no Exception at all.
-        raise BundleError(f"{before}{brief(error)}{behind}") from None
+        raise BundleError(f"{before}{brief(error)}{after}") from None
 
 
 def _growth(step: Any) -> float:

@@ -96,7 +96,7 @@ def _make_models(folder: Path, path: list[str]) -> None:
 
 
 class Damaged(Exception):
-    """What is there is not whole; the message says in what."""
+    """Says which of the files that a command left is not whole."""
 
 
 class Scenario:

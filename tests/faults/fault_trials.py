@@ -280,7 +280,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _pages(size: int) -> int:
-    """Returns what a file of so many bytes takes on a tmpfs."""
+    """Returns how many bytes a file of this size takes on a tmpfs."""
     return -(-size // PAGE) * PAGE
 
 

@@ -118,7 +118,7 @@ def expand(value: Any) -> Any:
 
 
 class Nested(str):
-    """Stands for lists in lists, so many of them; as a string it is the text that `dump` writes."""
+    """Stands for `depth` lists in lists; as a string it is the text that `dump` writes."""
 
     def __new__(cls, depth: int) -> Nested:
         return super().__new__(cls, "[" * depth + "]" * depth)

@@ -2,7 +2,7 @@
 
 A worker draws a batch of cases of one kind and runs one after the other, because starting a process
 for each would take most of the time. It announces each case before it runs, so that a crash, or a
-worker that had to be killed, is put down to the right one; another worker goes on behind it.
+worker that had to be killed, is put down to the right one; another worker goes on after it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def run(
     num_workers: int = 2,
     on_case: Found | None = None,
 ) -> Report:
-    """Runs so many cases of these kinds and returns what became of them.
+    """Runs `num_cases` cases of these kinds and returns what became of them.
 
     `on_case` is called with the kind's name, the case and its outcome, in no fixed order.
     """
@@ -240,7 +240,7 @@ class _Worker:
 
     def _died(self, why: str) -> Iterator[tuple[Batch, Any, Outcome, float]]:
         self.is_over, self.is_usable = True, False
-        running = self._running or self._ended  # the last one, if it died behind its end
+        running = self._running or self._ended  # the last one, if it died after its end
         if running is None:
             raise RuntimeError(
                 f"a worker for {self._kind.name} {why} before any case\n{self._log()}"

@@ -1,7 +1,7 @@
 """Writes a whole bundle of a few kilobytes that ONNX Runtime really runs: a target, two drafters.
 
 The target's numbers are small whole numbers, so that sums are exact in any order: a token's logits
-are bit-equal whether it is computed alone, in a chunk or in a tree. The target mostly goes round
+are bit-equal whether it is computed singly, in a chunk or in a tree. The target mostly goes round
 among four letters, which its drafters know, and otherwise depends on all that a row attends.
 """
 
@@ -177,7 +177,7 @@ def _save_medusa(folder: Path) -> None:
 
 
 def _write_tokenizer(path: Path) -> None:
-    """Writes a tokenizer of bytes with one merge, BOS and EOS behind the 256 bytes."""
+    """Writes a tokenizer of bytes with one merge, BOS and EOS after the 256 bytes."""
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(letters)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))

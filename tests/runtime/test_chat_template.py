@@ -46,6 +46,8 @@ HUGE = [
     "{% endfor %}",
     "{% set n = namespace(x=1) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}",
     "{{ ([[1]] * 1000)|sum(start=[]) }}",
+    "{{ 1.5|round(10**9, 'ceil') }}",
+    "{{ (5).from_bytes(('a' * 100000).encode(), 'big') }}",
 ]
 WRONG = [
     "{{ messages[0].content + 5 }}",

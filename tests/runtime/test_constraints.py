@@ -101,7 +101,7 @@ def matcher(grammar: Grammar | None) -> Any:
 @pytest.mark.parametrize("form", ["slots", "contiguous"])
 def test_output_is_that_of_constrained_plain_decoding(sampling: str, form: str) -> None:
     """For a schema, a regex and a recursive grammar; the texts fit these, and the forced tokens
-    make steps longer than the drafter alone does."""
+    make steps longer than the drafter by itself does."""
     nested = 'start: "a" b+ "!"\nb: "12" | "(" b ")"'
     for kind in (
         as_schema(SCHEMA),
@@ -235,7 +235,7 @@ def test_masks_depend_on_the_path_alone(pattern: str, paths: Sequence[Sequence[i
         allowed = tokens[: read(fresh, tokens)]
         expected_V = fresh.allowed() if EOS not in allowed else None
         if expected_V is not None:
-            np.testing.assert_array_equal(masks.behind(allowed), expected_V)
+            np.testing.assert_array_equal(masks.after(allowed), expected_V)
             for token in likely:
                 assert fresh.advance(token) == bool(expected_V[token]), token
                 fresh.retreat(int(expected_V[token]))

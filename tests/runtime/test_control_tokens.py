@@ -167,7 +167,7 @@ def test_raw_texts_may_hold_control_tokens(opened: Opened) -> None:
     plain = encode_prompt(tokenizer, text, True, None, control_tokens=False)
     tokenizer.template = None
     assert encode_prompt(tokenizer, text, False, None) == plain
-    assert len(plain) == len(text) + 1  # a token a character, and the one that is added behind
+    assert len(plain) == len(text) + 1  # a token a character, and the one that is added at the end
     assert plain[-1] == tokenizer.encode("", special_tokens=True)[0]
 
 

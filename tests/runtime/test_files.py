@@ -500,7 +500,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
 def test_names_are_followed_as_the_system_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ ".." behind a link leads to the folder above the one that it leads to."""
+    """ ".." after a link leads to the folder above the one that it leads to."""
     (tmp_path / "far" / "away").mkdir(parents=True)
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "link").symlink_to("../far/away")

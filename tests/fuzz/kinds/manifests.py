@@ -16,7 +16,7 @@ DRAFTERS = (None, "parallelspec", "medusa", "prompt_lookup", "lookahead", "none"
 PROMPT = [97, 98, 99]
 
 
-# Values that much depends on, and what they may be set to besides.
+# Values that much depends on, and others that they may be set to.
 SENSITIVE: dict[tuple[Any, ...], SearchStrategy[Any]] = {
     ("target", "max_length"): st.sampled_from((1, 2, 5, 10**10, 10**18)),
     ("target", "scratch"): st.sampled_from((1, 2, 5, 10**10, 10**18)),

@@ -93,7 +93,7 @@ def _key(key: str) -> str:
 
 
 def to_toml(document: dict[str, Any]) -> str:
-    """Returns a document of sections as TOML; what is no section stands first."""
+    """Returns a document of sections as TOML; other values stand first."""
     flat = [f"{_key(k)} = {_toml(v)}\n" for k, v in document.items() if not isinstance(v, dict)]
     for name, table in document.items():
         if isinstance(table, dict):
