@@ -82,7 +82,7 @@ class DrafterSource(Protocol):
 
 
 class _Parts(NamedTuple):
-    """What an engine lets go of when it is closed; it has None then."""
+    """Resources released on close; None afterwards."""
 
     target: Target
     drafter: OpenedDrafter
@@ -102,7 +102,7 @@ class Engine:
     `close` gives the memory back, and so does `with load(…) as engine:`. A closed engine raises
     RuntimeError.
 
-    Raises ValueError if the drafter's trees are larger than what the target has room for.
+    Raises UserError if the drafter's trees are larger than what the target has room for.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Engine:
     def with_drafter(self, name: str | None, lookup: bool | None = None) -> Engine:
         """Returns an engine on the same target with another drafter ("none" = plain decoding).
 
-        `name` and `lookup` are those of `load`. Raises ValueError for an unknown name or a wrong
+        `name` and `lookup` are those of `load`. Raises UserError for an unknown name or a wrong
         type, and if this engine was not loaded from a bundle.
         """
         parts = self._open_parts()
@@ -265,7 +265,7 @@ class Engine:
         return Call(ids, request, text, self._masks(params))
 
     def _masks(self, params: SamplingParams) -> PathMasks | None:
-        """Returns the masks of the request's grammar, None without one; raises ValueError for a
+        """Returns the masks of the request's grammar, None without one; raises UserError for a
         grammar that is not valid."""
         if params.grammar is None:
             return None
@@ -331,7 +331,7 @@ class Engine:
         conversation answered last, without messages. `load_conversation` takes it up again, in this
         process or another. Waits for its turn, as `generate` does.
 
-        Raises ValueError if the engine was loaded without kept_mb, if there are no messages and
+        Raises UserError if the engine was loaded without kept_mb, if there are no messages and
         nothing was answered since another engine used the target, and for messages that `generate`
         refuses or that take more than 1 MB; OSError if the file cannot be written.
         """
@@ -344,7 +344,7 @@ class Engine:
         """Reads a conversation that `save_conversation` wrote and returns its messages; the next
         call that begins like it goes on from its rows.
 
-        Raises ValueError for a file of another bundle or drafter or one that is damaged, if it
+        Raises UserError for a file of another bundle or drafter or one that is damaged, if it
         takes more room than kept_mb, and if the engine was loaded without; OSError if there is no
         file.
         """

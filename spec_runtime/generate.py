@@ -102,7 +102,7 @@ def generate(run: Generation) -> Generator[Step, None, None]:
 
 
 def _read_prompt(run: Generation, sample: Sampler, accept: Accept, wants: Wants) -> Step:
-    """Runs what is new of the prompt, starts the proposer, and returns the first token's step."""
+    """Runs the new part of the prompt, starts the proposer, and returns the first token's step."""
     target, prompt = run.target, run.prompt
     verified, features = target.prefill(prompt[run.reused :], wants, run.ending.goes_on)
     tree = TokenTree.root(prompt[-1])

@@ -204,7 +204,7 @@ class DrafterOpener:
     def open(self, name: str | None, lookup: bool | None) -> OpenedDrafter:
         """Opens the drafter `name`, None = the first; `lookup` is that of `load`.
 
-        Raises ValueError for an unknown name and for what the bundle cannot do.
+        Raises UserError for an unknown name and for what the bundle cannot do.
         """
         options = replace(self._options, drafter=name, lookup=lookup)  # checked
         name = self._known[0] if name is None else name

@@ -39,7 +39,7 @@ _LEFT_OUT = "left out where it has its default"
 def parse_json(text: str | bytes) -> Any:
     """Returns what a JSON text says; bytes are UTF-8.
 
-    Raises ValueError for anything that is not JSON of a sensible depth, for numbers that are not
+    Raises UserError for anything that is not JSON of a sensible depth, for numbers that are not
     finite ("NaN", "1e999"), and for half a surrogate pair ("\\ud800"), which no file and no
     tokenizer can take.
     """
@@ -59,7 +59,7 @@ def parse_json(text: str | bytes) -> Any:
 def parse_toml(text: str | bytes) -> dict[str, Any]:
     """Returns what a TOML text says; bytes are UTF-8.
 
-    Raises ValueError for anything that is not TOML of a sensible depth, and for numbers that are
+    Raises UserError for anything that is not TOML of a sensible depth, and for numbers that are
     not finite.
     """
     try:
@@ -79,7 +79,7 @@ def _finite(number: str) -> float:
 
 
 def _require_shallow(value: Any) -> None:
-    """Raises ValueError if lists and mappings lie deeper in each other than MAX_DEPTH."""
+    """Raises UserError if lists and mappings lie deeper in each other than MAX_DEPTH."""
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
         items = (each.values() if isinstance(each, dict) else each for each in level)

@@ -1,6 +1,6 @@
 """Keeps the machine profile: what `spec-runtime tune` measured here, and the budget it chose.
 
-A profile is a JSON file in the user's cache folder. It is found by what it holds for: bundle,
+A profile is a JSON file in the user's cache folder. It is found by its key: bundle,
 processor, threads, precision and drafter. Any other machine has another key, so that a profile
 which was copied to it is not found there.
 """

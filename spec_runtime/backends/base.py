@@ -51,7 +51,7 @@ class RowsReader(Protocol):
 class DeviceBackend(ABC):
     """A backend that can leave outputs on its device. Those that can inherit from this class.
 
-    `bytes_to_host` counts what was copied from the device so far.
+    `bytes_to_host` counts the bytes copied from the device so far.
     """
 
     form: str

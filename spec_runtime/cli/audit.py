@@ -103,7 +103,7 @@ def command(
 def _open_reference(
     reference: Path | None, manifest: "Manifest", threads: int | None
 ) -> "Engine | None":
-    """Opens the bundle that judges how likely the answers are. Raises ValueError if it cannot."""
+    """Opens the bundle that judges how likely the answers are. Raises UserError if it cannot."""
     if reference is None:
         return None
     import spec_runtime

@@ -132,8 +132,8 @@ def _print_error(message: str) -> None:
 def _raising_on_sigterm() -> Iterator[None]:
     """Lets the first SIGTERM raise SystemExit in the block, so that it cleans up as on Ctrl-C.
 
-    A second SIGTERM ends the process at once. Leaves alone a handler that somebody else has set,
-    and threads other than the main one, which get no signals.
+    A second SIGTERM ends the process at once. Keeps a handler that somebody else has set, and
+    does nothing in threads other than the main one, which get no signals.
 
     A signal may come while a destructor runs, whose exceptions Python drops: SIGTERM or Ctrl-C
     would be lost. There the signal is sent again a moment later.

@@ -64,8 +64,8 @@ def command(
 def _turn(chat: "Chat", source: line_input.LineInput) -> bool:
     """Reads and does one thing; returns whether there may be another.
 
-    On a terminal Ctrl-C ends nothing but what is typed or answered just now. Elsewhere it ends the
-    command, as SIGINT ends others.
+    On a terminal Ctrl-C ends only the line being typed or the answer being written. Elsewhere it
+    ends the command, as SIGINT ends others.
     """
     try:
         text = source.read().strip()
@@ -277,7 +277,7 @@ class Chat:
 
 
 def _path(argument: str) -> Path:
-    """Returns the path that a user typed; raises ValueError for one that cannot be."""
+    """Returns the path that a user typed; raises UserError for one that cannot be."""
     try:
         path = Path(argument).expanduser()
     except RuntimeError as error:  # "~name" of nobody

@@ -82,7 +82,7 @@ def command(
 
 
 def _require_traceable(trace: Path, show_accepted: bool, fused: bool | None) -> None:
-    """Raises ValueError for options that --trace does not go with, and if its file cannot be
+    """Raises UserError for options that --trace does not go with, and if its file cannot be
     written."""
     if show_accepted or fused:
         other = "--show-accepted" if show_accepted else "--fused"
@@ -111,9 +111,9 @@ def _trace(
 
 
 def _read_prompt(prompt: str | None, messages: Path | None) -> "str | list[dict[str, Any]]":
-    """Returns what is to be answered: a text, or the messages of a file.
+    """Returns the prompt: a text, or the messages of a file.
 
-    Raises ValueError if there is nothing, or both.
+    Raises UserError if there is nothing, or both.
     """
     if messages is not None:
         if prompt is not None:
@@ -130,7 +130,7 @@ def _read_prompt(prompt: str | None, messages: Path | None) -> "str | list[dict[
 
 
 def _standard_input(what: str) -> str:
-    """Reads standard input. Raises ValueError if that is a terminal."""
+    """Reads standard input. Raises UserError if that is a terminal."""
     stdin = options.standard_input()
     if stdin.isatty():
         raise UserError(f"got no {what}; give it as an argument or on standard input")

@@ -96,7 +96,7 @@ def open_engine(bundle: Path | None, loading: dict[str, Any]) -> "Engine":
 
 
 def standard_input() -> TextIO:
-    """Returns standard input. Raises ValueError if the caller closed it (`<&-`)."""
+    """Returns standard input. Raises UserError if the caller closed it (`<&-`)."""
     if sys.stdin is None:
         raise UserError("got no standard input (it is closed), expected text there; open it")
     return sys.stdin

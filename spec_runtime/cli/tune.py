@@ -122,7 +122,7 @@ def _prepare(out: Path | None, figure: Path | None) -> None:
 
 
 def _encode(engine: "Engine", contents: Iterable[Any]) -> list[list[int]]:
-    """Returns the token ids of the prompts that fit the context; raises ValueError if none does."""
+    """Returns the token ids of the prompts that fit the context; raises UserError if none does."""
     console = Console(stderr=True)
     found = []
     for content in contents:

@@ -25,7 +25,7 @@ MIN_ROWS = 32  # fewer are read again sooner than copied, and are not worth thei
 
 
 class Conversations:
-    """What one engine remembers of its calls: the rows of the last, and copies of earlier ones.
+    """Remembers one engine's calls: the rows of the last, and copies of earlier ones.
 
     The last call's rows are in the target as long as no other engine has run it. Copies take up to
     `max_bytes` on the host, 0 for none; they hold the features of the rows too if `has_features`,

@@ -140,7 +140,7 @@ class _Processors:
     def _own(
         self, processor: LogitsProcessor, logits_V: np.ndarray, path: np.ndarray
     ) -> np.ndarray:
-        """Returns what the caller's processor makes of a row; raises ValueError if that is none."""
+        """Returns what the caller's processor makes of a row; raises UserError if that is none."""
         result_V = np.array(processor([*self._tokens, *path.tolist()], logits_V), np.float32)
         if result_V.shape != logits_V.shape or not math.isfinite(result_V.max()):
             largest = f", the largest {result_V.max()}" if result_V.size else ""

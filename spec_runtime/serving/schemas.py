@@ -25,7 +25,7 @@ from spec_runtime.sampling import SamplingOptions, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
 MAX_STOPS, MAX_TOP_LOGPROBS, MAX_COMPLETION_LOGPROBS = 4, 20, 5
-SMALLEST_TOP_P = 1e-6  # stands for 0, which OpenAI allows: the likeliest token alone
+SMALLEST_TOP_P = 1e-6  # stands for 0, which OpenAI allows: only the likeliest token
 
 Whole = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]

@@ -190,7 +190,7 @@ class Service:
 
 
 def _note_results(request: Request, answers: Answers) -> None:
-    """Adds to the access log's line what was answered."""
+    """Adds the answer's figures to the access log's line."""
     if results := answers.results:
         request.scope["log"]["completion_tokens"] = sum(len(each.token_ids) for each in results)
         request.scope["log"]["finish_reason"] = results[-1].finish_reason

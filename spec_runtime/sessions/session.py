@@ -75,10 +75,10 @@ class Session(Transcript):
     `spec_runtime.load` allows, of which the least recently used go first. A beginning that several
     conversations share is computed once.
 
-    `messages` hold what was said, without the `system` prompt, and may be changed between calls. A
-    system prompt with which given messages begin becomes `system`. What has come of an answer that
-    ends early is kept; if it has no text, neither it nor its question is kept. A session answers
-    one call at a time, and raises RuntimeError for another in the meantime.
+    `messages` hold the conversation, without the `system` prompt, and may be changed between calls.
+    A system prompt with which given messages begin becomes `system`. What has come of an answer
+    that ends early is kept; if it has no text, neither it nor its question is kept. A session
+    answers one call at a time, and raises RuntimeError for another in the meantime.
     """
 
     def __init__(

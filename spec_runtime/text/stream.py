@@ -44,7 +44,7 @@ class TextStream:
         return self.stopped
 
     def finish(self) -> None:
-        """Releases what was held back, as no more tokens come."""
+        """Releases the text held back, as no more tokens come."""
         piece = self._new_text()
         self._read = len(self._ids)
         self._release(piece)

@@ -1,4 +1,4 @@
-"""Records every step of one generation: its tree, what was accepted, and where the time went."""
+"""Records every step of one generation: its tree, the accepted path, and where the time went."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spec_runtime.trees.tree import TokenTree
 
 @dataclass(frozen=True)
 class TracedStep:
-    """What one step did. The prompt's step, which is the first, has no tree.
+    """One step of a generation. The prompt's step, which is the first, has no tree.
 
     `path` are the accepted nodes from the root on, and `node_texts` one text a node, as it reads
     after its parent. `bonus_text` is None where generation ended with a drafted token. `pieces`
@@ -49,7 +49,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Raw:
-    """What is kept of a step while generation goes on: nothing here costs time."""
+    """Data kept of a step while generation goes on; collecting it costs no time."""
 
     step: Step
     seconds: dict[str, float]  # of all steps so far
