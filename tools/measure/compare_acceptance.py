@@ -29,8 +29,10 @@ COLUMNS = ("accepted length", "tokens/s", "speedup", "log p a token")
 
 
 def main(words: list[str] | None = None) -> None:
-    flags = ("--bundle", "--drafter", "--prompts", "--limit", "--max-new-tokens")
-    flags += ("--no-profile", "--threads", "--json")
+    flags = (
+        *("--bundle", "--drafter", "--prompts", "--limit", "--max-new-tokens"),
+        *("--no-profile", "--threads", "--json"),
+    )
     parser = command_line(__doc__, *flags, limit=60)
     parser.add_argument("--temperature", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--epsilon", type=float, nargs="+", default=EPSILONS)

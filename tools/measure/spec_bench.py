@@ -42,8 +42,10 @@ COLUMNS = (
 
 def main(words: Sequence[str] | None = None) -> None:
     """Decodes what is left to decode, writes --json and prints a table."""
-    flags = ("--bundle", "--drafter", "--prompts", "--per-category", "--max-new-tokens")
-    flags += ("--no-profile", "--threads", "--json")
+    flags = (
+        *("--bundle", "--drafter", "--prompts", "--per-category", "--max-new-tokens"),
+        *("--no-profile", "--threads", "--json"),
+    )
     parser = command_line(__doc__, *flags, required=("--json",), per_category=None)
     found = measure(parser.parse_args(words))
     cells = [

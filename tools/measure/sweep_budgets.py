@@ -50,7 +50,9 @@ def main(words: list[str] | None = None) -> None:
     runs = race(engines, prompts, arguments.repeats, arguments.max_new_tokens)
     found = summarise(runs, [prompt.category for prompt in prompts])
     medians = {name: each["speedup"][ALL]["median"] for name, each in found.items()}
-    best = max((name for name in medians if name not in (PLAIN, OWN, TUNED)), key=medians.get)
+    best = max(
+        (name for name in medians if name not in (PLAIN, OWN, TUNED)), key=medians.__getitem__
+    )
     figures = {
         "drafter": engines[OWN].drafter,
         "threads": arguments.threads or default_threads(),
