@@ -19,6 +19,7 @@ pytest.importorskip("onnxruntime")
 
 from contract import PROMPTS, check_acceptance  # noqa: E402
 from fake_clock import FakeClock  # noqa: E402
+from this_cpu import SATURATES  # noqa: E402
 from workshop import FluentWorkshop, drafter_name  # noqa: E402
 
 import spec_runtime  # noqa: E402
@@ -26,6 +27,7 @@ from spec_export import make_bundle  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime.backends import shapes  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
+from spec_runtime.errors import UserError  # noqa: E402
 from spec_runtime.files.onnx_file import read_outline  # noqa: E402
 from spec_runtime.fused_steps import FusedSteps  # noqa: E402
 from spec_runtime.step import Step  # noqa: E402
@@ -56,6 +58,7 @@ def bundles(fluent: FluentWorkshop) -> Any:
                 out=fluent.folder / "fused" / f"{name}-{precision}-{device}",
                 device=device,
                 fuse=True,
+                reduce_range=precision == "int8" and SATURATES,
             )
         )
 
@@ -367,7 +370,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def refuse(*arguments: Any) -> None:
-    raise ValueError("not here")
+    raise UserError("not here")
 
 
 def test_what_is_not_plainly_greedy_takes_the_ordinary_loop(bundles: Any) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from formulas import check_loss_and_gradient, make_batch
 from graphs import Runner, open_model
+from this_cpu import SATURATES
 from tiny_backbone import HEAD_DIM, HEADS, TRIMMED, VOCAB, backbone_of, chain, tiny
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -327,7 +328,7 @@ def test_the_graph_guesses_as_the_module_does(
         check_graph(drafter, model, tmp_path / "contiguous", "contiguous", TOLERANCE)
         to_slots(model)
     for precision, tolerance in TOLERANCES.items():
-        graph = quantize(model.clone(), precision)
+        graph = quantize(model.clone(), precision, SATURATES)
         check_graph(drafter, graph, tmp_path / precision, form, tolerance)
 
 

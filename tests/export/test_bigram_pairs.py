@@ -16,6 +16,7 @@ import pytest
 import torch
 from formulas import make_batch
 from graphs import Runner, open_model
+from this_cpu import SATURATES
 from tiny_backbone import HEAD_DIM, HEADS, TRIMMED, VOCAB, backbone_of, chain, tiny
 from torch import Tensor
 
@@ -239,7 +240,7 @@ def test_the_graph_has_the_modules_pairs(backbone: Backbone, name: str, tmp_path
     else:
         form = "stateless"
     for precision in ("fp32", "int8", "int4"):
-        graph = quantize(model.clone(), precision)
+        graph = quantize(model.clone(), precision, SATURATES)
         check_pairs(drafter, graph, tmp_path / precision, form, precision)
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from formulas import check_loss_and_gradient, make_batch
 from graphs import open_model
+from this_cpu import SATURATES
 from tiny_backbone import HEAD_DIM, HEADS, TRIMMED, VOCAB, backbone_of, tiny
 from torch import Tensor
 from torch.nn import functional as F
@@ -209,7 +210,7 @@ def test_the_graph_guesses_as_the_module_does(
     config = drafter.config
     num_heads = config.num_heads if config.heads == "own" else 1
     assert products == config.num_heads * config.num_layers + num_heads
-    quantize(model, precision)
+    quantize(model, precision, SATURATES)
     check_graph(drafter, open_model(model, tmp_path, "stateless", 1), tolerance)
 
 

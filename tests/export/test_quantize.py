@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import pytest
 from graphs import Runner
+from this_cpu import SATURATES, needs_whole_int8
 from tiny_backbone import backbone_of, chain, random_tokens, tiny
 
 from spec_export.graphs.edit import MS
@@ -112,7 +113,7 @@ def int8_reference(x_NK: np.ndarray, weight_KN: np.ndarray, largest: int = 127) 
     return (x_q.astype(np.int64) @ w_q.astype(np.int64)) * x_scale * w_scale
 
 
-@pytest.mark.parametrize("reduce_range", [False, True])
+@pytest.mark.parametrize("reduce_range", [pytest.param(False, marks=needs_whole_int8), True])
 def test_int8_products(reduce_range: bool) -> None:
     model = quantize(small_graph(), "int8", reduce_range)
     assert kinds(model)["MatMulIntegerToFloat"] == 2
@@ -294,7 +295,7 @@ def slots_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def target_runner(slots_file: Path, precision: str, folder: Path) -> tuple[ir.Model, Runner]:
-    model = quantize(ir.load(slots_file), precision)
+    model = quantize(ir.load(slots_file), precision, SATURATES)
     return model, Runner(model, folder)
 
 
@@ -322,7 +323,7 @@ def test_a_tied_target_keeps_no_float_matrix(
     expected, got = (r.step(tokens, chain(20))["logits"] for r in (exact, runner))
     assert np.isfinite(got).all()
     error = np.sqrt(np.mean((got - expected) ** 2)) / expected.std()
-    assert error < {"int8": 0.05, "int4": 0.4}[precision]
+    assert error < {"int8": 0.1 if SATURATES else 0.05, "int4": 0.4}[precision]
 
 
 def test_an_int8_node_does_not_depend_on_its_siblings(slots_file: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+from this_cpu import SATURATES
 from tiny_target import save_llama, teach
 
 from spec_export import drafters, make_bundle
@@ -99,6 +100,7 @@ class Workshop:
                 [drafter_name(drafter)],
                 [self.drafter(drafter)],
                 precision,
+                reduce_range=precision == "int8" and SATURATES,
                 drafter_precision=precision if precision in DRAFTER_PRECISIONS else None,
                 out=self.folder / "bundles" / f"{drafter}-{precision}",
             )
