@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_backend import ToyTarget
-from toy_engine import make_engine, make_proposer, random_prompt
+from toy_engine import make_engine, random_prompt
 from tuning import COSTS
 
 from spec_runtime.profile import Gain
@@ -23,7 +22,9 @@ from spec_runtime.proposers.adaptive import (
     ProbabilityScaler,
     scale_probabilities,
 )
+from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.proposers.merged import MergedProposer
+from spec_runtime.proposers.wrapper import ProposerWrapper
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget, Grown, Static
 from spec_runtime.trees.coupling import Coupling
@@ -32,28 +33,17 @@ from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
 
 
-class Script:
+class Script(ProposerWrapper):
     """A drafter of chains of three; notes what it is asked for."""
 
-    wants_features = False
-    run_seconds = 0.0
-
     def __init__(self) -> None:
+        super().__init__(PlainProposer())
         self.sizes: list[int] = []
-
-    def start(self, prompt: object, features_TF: object, reused: int) -> None:
-        pass
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         tree = TokenTree.chain([token] if budget.is_root_only else [token, 1, 2, 3])
         self.sizes.append(tree.num_nodes)
         return tree
-
-    def commit(self, step: Step) -> None:
-        pass
-
-    def truncate(self, length: int) -> None:
-        pass
 
 
 def play(controller: DraftPauser, lengths: list[int], budget: Budget = Budget(8)) -> None:  # noqa: B008
@@ -133,22 +123,6 @@ def test_a_collapse_on_the_toy_engine_changes_no_token(drafter: str, form: str) 
         rests = [i for i, (size, count) in enumerate(runs) if size == 1 and count >= FIRST_REST]
         assert rests, runs
         assert rests[0] < len(runs) - 1, "it tries again"
-
-
-def test_wrong_guesses_are_given_up_in_exactly_these_steps() -> None:
-    """A drafter of another model: nothing is accepted, so that every step is known."""
-    engine = make_engine("none", max_length=300, noise=0.0)
-    other = ToyTarget(vocab_size=258, capacity=332, seed=5)
-    script = make_proposer("parallelspec", other)
-    engine = engine.observed(lambda _: DraftPauser(script, COSTS, Gain(2.25, 1.5)), Budget(4))
-    sizes = [
-        len(step.verified.argmax_N)
-        for step in engine.steps(random_prompt(3), max_new_tokens=140, ignore_eos=True)
-        if step.verified is not None
-    ]
-    assert engine.last_result is not None
-    assert engine.last_result.stats.accepted_length == 1.0
-    assert runs_of(sizes) == [(4, 15), (1, 16), (4, 8), (1, 32), (4, 8), (1, 60)]
 
 
 class Guesser(Script):

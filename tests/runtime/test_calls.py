@@ -8,9 +8,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_clock import FakeClock
 from gates import PATIENCE, GatedRuns, wait_until
 from toy_engine import DRAFTERS, make_engine, random_prompt
 
@@ -23,27 +26,9 @@ MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 PROMPT = random_prompt(1)
 
 
-class Answer:
-    """A call in a thread of its own; `get` returns its result, or raises what it raised."""
-
-    def __init__(self, call: Callable[[], GenerationResult]) -> None:
-        self._call = call
-        self._found: GenerationResult | Exception | None = None
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
-
-    def _work(self) -> None:
-        try:
-            self._found = self._call()
-        except Exception as error:
-            self._found = error
-
-    def get(self) -> GenerationResult:
-        self._thread.join(PATIENCE)
-        assert self._found is not None, "still running"
-        if isinstance(self._found, Exception):
-            raise self._found
-        return self._found
+def started(engine: Engine, prompt: list[int], **options: Any) -> Future[GenerationResult]:
+    """Answers in a thread of its own."""
+    return ThreadPoolExecutor(1).submit(engine.generate, prompt, **options)
 
 
 def engine_of(drafter: str = "parallelspec", **options: Any) -> Engine:
@@ -58,14 +43,14 @@ def engine_of(drafter: str = "parallelspec", **options: Any) -> Engine:
 def test_another_thread_ends_a_generation_at_the_next_step(drafter: str, way: str) -> None:
     engine = engine_of(drafter)
     runs, event = GatedRuns(engine), threading.Event()
-    answer = Answer(lambda: engine.generate(PROMPT, max_new_tokens=100, cancel=event))
+    answer = started(engine, PROMPT, max_new_tokens=100, cancel=event)
     for _ in range(3):
         runs.wait_for_run()
         runs.let_through(1)
     runs.wait_for_run()
     event.set() if way == "event" else engine.cancel()
     runs.let_through()
-    result = answer.get()
+    result = answer.result(PATIENCE)
     assert result.finish_reason == "cancelled"
     assert runs.num_runs == 4  # that which ran when it was cancelled is the last
     assert result.stop is None
@@ -82,11 +67,11 @@ def test_cancel_ends_neither_calls_that_wait_nor_later_ones() -> None:
     engine = engine_of()
     stream = engine.stream(PROMPT, max_new_tokens=100)
     next(stream)
-    waiting = Answer(lambda: engine.generate([1, 2, 3], max_new_tokens=5))
+    waiting = started(engine, [1, 2, 3], max_new_tokens=5)
     engine.cancel()
     assert not list(stream)
     assert engine.generate([1, 2, 3], max_new_tokens=5).finish_reason == "length"
-    assert waiting.get().finish_reason == "length"
+    assert waiting.result(PATIENCE).finish_reason == "length"
     engine.cancel()  # nothing runs
     assert engine.generate([1, 2, 3], max_new_tokens=5).finish_reason == "length"
 
@@ -105,9 +90,9 @@ def test_a_call_that_waits_is_cancelled() -> None:
     engine, event = engine_of(), threading.Event()
     stream = engine.stream(PROMPT, max_new_tokens=30)
     next(stream)
-    waiting = Answer(lambda: engine.generate([1, 2, 3], cancel=event, logprobs=1))
+    waiting = started(engine, [1, 2, 3], cancel=event, logprobs=1)
     event.set()
-    result = waiting.get()
+    result = waiting.result(PATIENCE)
     assert (result.finish_reason, result.token_ids, result.text) == ("cancelled", [], "")
     assert (result.usage.prompt_tokens, result.logprobs) == (3, [])
     assert list(stream)  # goes on
@@ -125,37 +110,30 @@ def test_a_long_prompt_is_left_between_two_chunks(drafter: str) -> None:
     engine = engine_of(drafter, max_length=3 * PREFILL_ROWS + 100)
     runs, event = GatedRuns(engine), threading.Event()
     prompt = random_prompt(3, length=3 * PREFILL_ROWS)
-    answer = Answer(lambda: engine.generate(prompt, max_new_tokens=20, cancel=event))
+    answer = started(engine, prompt, max_new_tokens=20, cancel=event)
     runs.wait_for_run()
     event.set()
     runs.let_through()
-    result = answer.get()
+    result = answer.result(PATIENCE)
     assert runs.num_runs == 1
     assert (result.finish_reason, result.token_ids) == ("cancelled", [])
     again = engine.generate(prompt, max_new_tokens=20)
-    fresh = engine_of(drafter, max_length=3 * PREFILL_ROWS + 100)
-    assert again.token_ids == fresh.generate(prompt, max_new_tokens=20).token_ids
+    assert runs.num_runs >= 1 + 3
+    plain = engine_of("none", max_length=3 * PREFILL_ROWS + 100)
+    assert again.token_ids == plain.generate(prompt, max_new_tokens=20).token_ids
 
 
 # ---- out of time ----
 
 
-class FakeTime:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    fake = FakeTime()
-    monkeypatch.setattr(interruption, "time", fake)
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    fake = FakeClock()
+    monkeypatch.setattr(interruption, "time", SimpleNamespace(monotonic=fake.read))
     return fake
 
 
-def test_a_generation_ends_when_its_time_is_over(clock: FakeTime) -> None:
+def test_a_generation_ends_when_its_time_is_over(clock: FakeClock) -> None:
     engine = engine_of()
     stream = engine.stream(PROMPT, max_new_tokens=100, timeout=5)
     clock.now += 3  # the time runs from the call on, not from the first piece on
@@ -169,7 +147,7 @@ def test_a_generation_ends_when_its_time_is_over(clock: FakeTime) -> None:
     assert (result.finish_reason, result.text) == ("timeout", text)
 
 
-def test_a_generation_that_ends_by_itself_ran_into_no_timeout(clock: FakeTime) -> None:
+def test_a_generation_that_ends_by_itself_ran_into_no_timeout(clock: FakeClock) -> None:
     engine = engine_of()
     steps = engine.steps(PROMPT, max_new_tokens=1, timeout=1)
     next(steps)
@@ -183,8 +161,8 @@ def test_waiting_counts() -> None:
     engine = engine_of()
     stream = engine.stream(PROMPT, max_new_tokens=30)
     next(stream)
-    waiting = Answer(lambda: engine.generate([1, 2, 3], timeout=0.001))
-    assert waiting.get().finish_reason == "timeout"
+    waiting = started(engine, [1, 2, 3], timeout=0.001)
+    assert waiting.result(PATIENCE).finish_reason == "timeout"
     assert "".join(stream)
     assert engine.generate([1, 2, 3], max_new_tokens=3, timeout=PATIENCE).token_ids
 
@@ -195,18 +173,18 @@ def test_waiting_counts() -> None:
 def test_closing_ends_what_runs_and_refuses_what_waits() -> None:
     engine = engine_of()
     runs = GatedRuns(engine)
-    running = Answer(lambda: engine.generate(PROMPT, max_new_tokens=100))
+    running = started(engine, PROMPT, max_new_tokens=100)
     runs.wait_for_run()
     lock = engine.target.lock
-    waiting = [Answer(lambda: engine.generate([1, 2, 3])) for _ in range(2)]
+    waiting = [started(engine, [1, 2, 3]) for _ in range(2)]
     wait_until(lambda: lock.num_holders == 3)
     closing = threading.Thread(target=engine.close)
     closing.start()
     for answer in waiting:
         with pytest.raises(RuntimeError, match="this engine is closed"):
-            answer.get()
+            answer.result(PATIENCE)
     runs.let_through()
-    result = running.get()
+    result = running.result(PATIENCE)
     closing.join(PATIENCE)
     assert not closing.is_alive()
     assert (result.finish_reason, len(result.token_ids)) == ("cancelled", 1)
@@ -371,8 +349,9 @@ def test_the_result_says_what_stopped_it_and_what_was_used() -> None:
     free = engine.generate(PROMPT, max_new_tokens=40)
     assert (free.finish_reason, free.stop) == ("length", None)
     text = free.text[9:12]
-    result = engine.generate(PROMPT, max_new_tokens=40, stop=["never", text])
-    assert (result.finish_reason, result.stop) == ("stop", text)
+    for stops in (["never", text], [free.text[10:13], text]):  # the first to come is named
+        result = engine.generate(PROMPT, max_new_tokens=40, stop=stops)
+        assert (result.finish_reason, result.stop) == ("stop", text)
     token = free.token_ids[5]
     result = engine.generate(PROMPT, max_new_tokens=40, stop_token_ids=[token])
     assert (result.finish_reason, result.stop) == ("stop", token)
@@ -380,13 +359,6 @@ def test_the_result_says_what_stopped_it_and_what_was_used() -> None:
     assert (usage.prompt_tokens, usage.reused_tokens) == (len(PROMPT), len(PROMPT) - 1)
     assert usage.completion_tokens == len(result.token_ids)
     assert usage.drafted_tokens == result.stats.drafted_tokens > 0
-
-
-def test_the_first_of_two_stop_strings_is_named() -> None:
-    engine = engine_of()
-    free = engine.generate(PROMPT, max_new_tokens=40).text
-    stops = [free[10:13], free[9:12]]
-    assert engine.generate(PROMPT, max_new_tokens=40, stop=stops).stop == free[9:12]
 
 
 # ---- options ----
@@ -412,6 +384,13 @@ def test_params_are_taken_as_they_are() -> None:
         ({"timeout": "1"}, ValueError, "got timeout '1'"),
         ({"timeout": True}, ValueError, "got timeout True"),
         ({"cancel": True}, ValueError, "got cancel True, expected an instance of Event or None"),
+        ({"raw": "yes"}, ValueError, "got raw 'yes', expected"),
+        ({"raw": None}, ValueError, "got raw None, expected"),
+        ({"reuse": 0}, ValueError, "got reuse 0, expected"),
+        ({"system": 3}, ValueError, "got system 3, expected"),
+        ({"system": ["be brief"]}, ValueError, "got system .*, expected"),
+        ({"logit_bias": {258: 1.0}}, ValueError, "got logit_bias for token 258, expected 0 to 257"),
+        ({"temprature": 1.0}, TypeError, "temprature"),
     ],
 )
 def test_options_that_do_not_fit_are_one_line(
@@ -422,3 +401,5 @@ def test_options_that_do_not_fit_are_one_line(
         with pytest.raises(error, match=why) as caught:
             call([1, 2], **options)  # type: ignore[operator]
         assert "\n" not in str(caught.value)
+        assert getattr(caught.value, "param", None) in (None, *options)
+    assert engine.target._backend.num_runs == 0  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from spec_runtime.generate import _acceptance
 from spec_runtime.sampling import Sampler, SamplingParams
 from spec_runtime.trees.best_first import grow_best_first
 from spec_runtime.trees.budget import Budget, Drawn
-from spec_runtime.trees.coupling import COLD, GUESS, NEXT, Coupling
+from spec_runtime.trees.coupling import COLD, GUESS, Coupling
 from spec_runtime.trees.grow import TreeBuilder, grow, grow_by_levels
 from spec_runtime.trees.guesses import Guesses
 from spec_runtime.trees.tree import TokenTree
@@ -122,26 +122,9 @@ def test_the_noise_makes_guesses_better() -> None:
     assert hits(use_noise=True, num_guesses=3) > hits(use_noise=False, num_guesses=3) + 0.2
 
 
-def test_a_tree_of_independent_guesses_multiplies_the_coupled_probabilities() -> None:
-    coupling = coupling_of(sampler(), position=9)
-    token_KC = np.array([[7, 8], [4, 5]])
-    log_prob_KC = np.log([[0.6, 0.3], [0.5, 0.2]])
-    tree = grow(1, Guesses(token_KC, log_prob_KC), Budget(8, coupling=coupling))
-    noise_KC = [coupling.noise_at(depth, token_KC[depth - 1]) for depth in (1, 2)]
-    assert noise_KC[1].tolist() == coupling.noise(9 + 2, token_KC[1]).tolist()
-    first = dict(zip([7, 8], coupling.log_probs(noise_KC[0], log_prob_KC[0], NEXT), strict=True))
-    then = dict(zip([4, 5], coupling.log_probs(noise_KC[1], log_prob_KC[1], GUESS), strict=True))
-    assert tree.num_nodes == 7
-    for a in (7, 8):
-        assert probability_of(tree, [a]) == pytest.approx(np.exp(first[a]))
-        for b in (4, 5):
-            assert probability_of(tree, [a, b]) == pytest.approx(np.exp(first[a] + then[b]))
-    assert tree.log_prob_N is not None
-    assert (np.diff(tree.log_prob_N) <= 0).all()
-
-
+@pytest.mark.parametrize("has_pairs", [True, False])
 @pytest.mark.parametrize("seed", range(6))
-def test_pairs_stay_those_of_their_parents(seed: int) -> None:
+def test_a_tree_multiplies_the_coupled_probabilities(seed: int, has_pairs: bool) -> None:
     """The first guess's candidates change their ranks, by which pairs are looked up."""
     coupling = coupling_of(sampler(seed=seed), position=2)
     rng = np.random.default_rng(seed)
@@ -150,8 +133,13 @@ def test_pairs_stay_those_of_their_parents(seed: int) -> None:
     log_prob_KC = np.log(rng.dirichlet([0.5] * (C + 1), K)[:, :C])
     log_prob_KC[0] = -np.sort(-log_prob_KC[0])
     pair_KCC = np.log(rng.dirichlet([0.5] * (C + 1), (K - 1, C))[..., :C])
-    tree = grow(1, Guesses(token_KC, log_prob_KC, pair_KCC), Budget(200, coupling=coupling))
+    guesses = Guesses(token_KC, log_prob_KC, pair_KCC if has_pairs else None)
+    if not has_pairs:
+        pair_KCC = log_prob_KC[1:, None].repeat(C, axis=1)
+    tree = grow(1, guesses, Budget(200, coupling=coupling))
     assert tree.num_nodes == 1 + C + C**2 + C**3
+    assert tree.log_prob_N is not None
+    assert (np.diff(tree.log_prob_N) <= 0).all()
     noise_KC = [coupling.noise_at(depth, token_KC[depth - 1]) for depth in (1, 2, 3)]
     first = coupling.log_probs(noise_KC[0], log_prob_KC[0])
     for i in range(C):
@@ -162,7 +150,7 @@ def test_pairs_stay_those_of_their_parents(seed: int) -> None:
                 path = [int(token_KC[0, i]), int(token_KC[1, j]), int(token_KC[2, k])]
                 expected = np.exp(first[i] + second[j] + third[k])
                 assert probability_of(tree, path) == pytest.approx(expected)
-    narrow = grow(1, Guesses(token_KC, log_prob_KC, pair_KCC), Budget(3, coupling=coupling))
+    narrow = grow(1, guesses, Budget(3, coupling=coupling))
     assert narrow.token_N.tolist() == tree.token_N[:3].tolist()
 
 

@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_backend import ByteTokenizer, ToyTarget
-from toy_engine import random_prompt
+from toy_backend import ToyTarget
+from toy_engine import make_engine, random_prompt
 
-from spec_runtime.engine import Engine, OpenedDrafter
+from spec_runtime.engine import Engine
 from spec_runtime.kv import open_cache
-from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.draft_model import DraftModelProposer
 from spec_runtime.proposers.rows import DrafterRows
-from spec_runtime.step import Step
-from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 
 VOCAB, MAX_LENGTH, SCRATCH = 64, 160, 32
+QUIET: dict[str, Any] = {"peak": 9.0, "noise": 3.0}
 
 
 class ToyModel:
@@ -27,14 +25,10 @@ class ToyModel:
     often right; what a row attends decides its guesses, so a misplaced row changes them."""
 
     def __init__(self, form: str) -> None:
-        self.target = ToyTarget(
-            vocab_size=VOCAB, capacity=MAX_LENGTH + SCRATCH, form=form, peak=9.0, noise=3.0
-        )
-        self.form, self.capacity = form, self.target.capacity
-        self.calls: list[dict[str, np.ndarray]] = []
+        self.form, self.capacity = form, MAX_LENGTH + SCRATCH
+        self.target = ToyTarget(vocab_size=VOCAB, capacity=self.capacity, form=form, **QUIET)
 
     def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        self.calls.append(feeds)
         logits = self.target.run(feeds, ["logits"])["logits"]
         log_q = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         ids = np.argsort(-log_q, axis=-1)[:, :3]
@@ -44,21 +38,16 @@ class ToyModel:
         }
 
 
-def make_engine(form: str, **levels: Any) -> tuple[Engine, Engine, ToyModel]:
+def make_engines(form: str, max_width: int = 3) -> tuple[Engine, Engine]:
     """With a draft model that is the target itself, and plain."""
-    engines: list[Engine] = []
     model = ToyModel(form)
     rows = DrafterRows(model, open_cache(form, model.capacity), wants_features=False, first_token=0)
-    drafter = DraftModelProposer(rows, **({"num_guesses": 4, "max_width": 3} | levels))
-    proposers: list[Proposer] = [drafter, PlainProposer()]
-    for proposer in proposers:
-        backend = ToyTarget(
-            vocab_size=VOCAB, capacity=MAX_LENGTH + SCRATCH, form=form, peak=9.0, noise=3.0
-        )
-        cache = open_cache(form, backend.capacity)
-        target = Target(backend, cache, vocab_size=VOCAB, max_length=MAX_LENGTH)
-        engines.append(Engine(target, ByteTokenizer(), OpenedDrafter("toy", proposer, Budget(9))))
-    return engines[0], engines[1], model
+    drafter = DraftModelProposer(rows, num_guesses=4, max_width=max_width)
+    first, plain = (
+        make_engine(vocab_size=VOCAB, max_length=MAX_LENGTH, scratch=SCRATCH, form=form, **QUIET)
+        for _ in range(2)
+    )
+    return first.observed(lambda _: drafter, Budget(9)), plain
 
 
 @pytest.mark.parametrize("form", ["slots", "contiguous"])
@@ -66,7 +55,7 @@ def make_engine(form: str, **levels: Any) -> tuple[Engine, Engine, ToyModel]:
 def test_the_target_as_its_own_draft_model_is_always_right(form: str, max_width: int) -> None:
     """Each step accepts the whole depth: a row that is missing, misplaced or left over from the
     last tree would change what the model says."""
-    drafted, plain, _ = make_engine(form, max_width=max_width)
+    drafted, plain = make_engines(form, max_width)
     for seed in range(3):
         prompt = random_prompt(seed, 20 + seed, VOCAB)
         result = drafted.generate(prompt, max_new_tokens=51, ignore_eos=True)
@@ -76,7 +65,7 @@ def test_the_target_as_its_own_draft_model_is_always_right(form: str, max_width:
 
 
 def test_rows_of_a_conversation() -> None:
-    drafted, plain, _ = make_engine("slots")
+    drafted, plain = make_engines("slots")
     prompt = random_prompt(7, 20, VOCAB)
     for more in ([], [3, 4, 5], [9]):
         prompt = prompt + more
@@ -86,27 +75,3 @@ def test_rows_of_a_conversation() -> None:
         assert result.stats.accepted_length >= 4.0
         prompt = prompt + result.token_ids
     assert result.stats.reused_tokens > 30
-
-
-def test_a_chain_is_a_width_of_one() -> None:
-    model = ToyModel("slots")
-    rows = DrafterRows(
-        model, open_cache("slots", model.capacity), wants_features=False, first_token=0
-    )
-    proposer = DraftModelProposer(rows, num_guesses=4, max_width=1)
-    proposer.start([1, 2, 3], None, 0)
-    tree = proposer.propose(4, Budget(20))
-    ids = [call["input_ids"][0].tolist() for call in model.calls]
-    assert ids[:2] == [[1, 2, 3], [4]]
-    assert [len(row) for row in ids[2:]] == [1, 1, 1]
-    assert [call["position_ids"][0].tolist() for call in model.calls[1:]] == [[3], [4], [5], [6]]
-    assert int(tree.depth_N.max()) == 4
-    proposer.commit(Step([5], num_accepted=0))
-    assert proposer.propose(5, Budget(1)).num_nodes == 1
-    assert len(model.calls) == 5
-    with pytest.raises(AssertionError):
-        DraftModelProposer(
-            DrafterRows(model, open_cache("slots", 8), wants_features=True),
-            num_guesses=4,
-            max_width=1,
-        )

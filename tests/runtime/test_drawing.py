@@ -20,7 +20,7 @@ from spec_runtime import cli
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.trees import drawing
 from spec_runtime.trees.budget import RankPath
-from spec_runtime.trees.templates import cartesian, parse_tree, searched
+from spec_runtime.trees.templates import searched
 from spec_runtime.trees.tree import TokenTree
 
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0))
@@ -77,18 +77,6 @@ def test_svg_has_every_node_label_and_edge() -> None:
     assert by_probability[-2:] == ["0  50%  p 0.500", "root"]
 
 
-@pytest.mark.parametrize("paths", [parse_tree("medusa64"), cartesian([3, 3, 2]), ((2,),)])
-def test_no_two_nodes_share_a_place(paths: tuple[RankPath, ...]) -> None:
-    place = drawing.layout(paths)
-    assert len(set(place.values())) == len(place) == len(paths) + 1
-    for path in paths:
-        (column, row), (parent_column, parent_row) = place[path], place[path[:-1]]
-        assert column == parent_column + 1
-        assert row >= parent_row
-    rows = {row for _, row in place.values()}
-    assert rows == set(range(len(rows)))
-
-
 def test_terminal_nests_children_below_their_parents() -> None:
     console = Console(width=80, highlight=False, force_terminal=False)
     with console.capture() as captured:
@@ -99,15 +87,6 @@ def test_terminal_nests_children_below_their_parents() -> None:
     names = [line.lstrip("│├└─ ").split()[0] for line in lines[1:]]
     assert names == ["0", "0.0", "0.1", "1", "1.0"]
     assert depth == [0, 4, 8, 8, 4, 8]
-
-
-def test_png_is_a_picture_of_that_size() -> None:
-    pytest.importorskip("matplotlib")
-    content = drawing.png(PATHS, ACCURACY, "title")
-    assert content.startswith(b"\x89PNG")
-    width, height = (int.from_bytes(content[at : at + 4]) for at in (16, 20))
-    expected_width, expected_height = Svg(drawing.svg(PATHS, ACCURACY, "title")).size
-    assert (width, height) == pytest.approx((1.5 * expected_width, 1.5 * expected_height), abs=1)
 
 
 # root 5 with children 7 and 8; 9 and 6 below 7; 4 below 8

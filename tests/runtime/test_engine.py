@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -84,18 +82,6 @@ def test_stream_joins_to_the_generated_text(drafter: str, seed: int) -> None:
     assert whole.text == ByteTokenizer().decode(whole.token_ids)
 
 
-def test_characters_split_across_tokens_arrive_whole() -> None:
-    """A target that can only write "é€" over and over: two and three tokens a character."""
-    engine = make_engine("parallelspec", peak=50.0)
-    loop = "é€".encode()
-    table = engine.target._backend.table_VV  # type: ignore[attr-defined]
-    for i in range(len(loop)):
-        table[loop[i - 2], loop[i - 1]] = loop[i]
-    pieces = list(engine.stream([*loop], max_new_tokens=23))
-    assert "".join(pieces) == "é€" * 4 + "é\ufffd"
-    assert all(piece.strip("é€") in ("", "\ufffd") for piece in pieces)
-
-
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("num_pieces", [1, 4])
 def test_a_stream_closed_early_leaves_the_engine_usable(drafter: str, num_pieces: int) -> None:
@@ -148,25 +134,6 @@ def test_an_error_inside_a_step_leaves_the_engine_usable(drafter: str) -> None:
         again = engine.generate(prompt, max_new_tokens=20)
         assert again.token_ids == wanted
         assert again.stats.reused_tokens == 0
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_conversation_equals_that_of_fresh_engines(drafter: str, seed: int) -> None:
-    engine = chat_engine(drafter, seed=seed)
-    messages: list[dict[str, str]] = []
-    options: dict[str, Any] = {"max_new_tokens": 25, "temperature": 0.6, "seed": seed}
-    for turn in range(4):
-        messages.append({"role": "user", "content": f"question {turn}"})
-        result = engine.generate(messages, **options)
-        fresh = chat_engine(drafter, seed=seed).generate(messages, **options)
-        assert result.token_ids == fresh.token_ids
-        assert fresh.stats.reused_tokens == 0
-        if turn:
-            assert result.stats.reused_tokens >= len(f"<user>question {turn - 1}</>")
-        # letters, so that the next prompt holds the very bytes that were generated
-        answer = "".join(c if c.isascii() else "" for c in result.text)
-        messages.append({"role": "assistant", "content": answer})
 
 
 def test_all_but_one_token_of_the_answer_is_reused() -> None:
@@ -270,38 +237,6 @@ def test_bad_prompts_fail_before_anything_runs() -> None:
     assert engine.target._backend.num_runs == 0  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("raw", "yes"), ("raw", None), ("reuse", 0), ("system", 3), ("system", ["be brief"])],
-)
-def test_an_argument_of_a_wrong_type_is_one_clear_line(argument: str, value: Any) -> None:
-    engine = chat_engine("none")
-    for call in (engine.generate, engine.stream, engine.steps):
-        arguments: dict[str, Any] = {argument: value}
-        with pytest.raises(UserError, match=f"got {argument} .*, expected") as caught:
-            call("x", **arguments)  # type: ignore[operator]
-        assert "\n" not in str(caught.value)
-        assert caught.value.param == argument
-
-
-def test_an_unknown_option_is_refused() -> None:
-    with pytest.raises(TypeError, match="temprature"):
-        make_engine("none").generate("x", temprature=1.0)  # type: ignore[call-arg]
-
-
-def test_a_tree_larger_than_the_scratch_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"9 nodes, expected at most .* 8"):
-        make_engine("none", scratch=8, budget=Budget(9))
-
-
 def test_an_engine_without_a_bundle_has_one_drafter() -> None:
     with pytest.raises(ValueError, match="one drafter"):
         make_engine("none").with_drafter("prompt_lookup")
-
-
-def test_import_is_light() -> None:
-    """No framework and no engine before a bundle is opened."""
-    heavy = "{'torch', 'transformers', 'onnxruntime', 'tokenizers', 'jinja2'}"
-    code = f"import spec_runtime, sys; print(sorted({heavy} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"

@@ -108,19 +108,6 @@ def test_a_budget_of_the_root_alone_runs_nothing() -> None:
     assert proposer.run_seconds > 0
 
 
-def test_an_interrupted_step_goes_with_truncate() -> None:
-    proposer, graph = make()
-    proposer.start([50, 51, 52], features_of([0, 1, 2]), 0)
-    proposer.propose(53, Budget(12))  # never committed
-    proposer.truncate(2)
-    proposer.start([50, 51, 60], features_of([2]), 2)
-    proposer.propose(61, Budget(12))
-    root = graph.calls[4]
-    assert root["input_ids"].tolist() == [[61]]
-    assert root["position_ids"].tolist() == [[2]]
-    assert graph.calls[5]["features"][0, 0].tolist() == [63, 63.5]
-
-
 def test_trees_must_fit_the_scratch(tmp_path: Path) -> None:
     manifest = small_manifest()  # a scratch of 128 rows
     info = dataclasses.replace(manifest.drafters[0], config={"num_guesses": 17, "max_width": 8})

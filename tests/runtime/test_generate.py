@@ -62,7 +62,7 @@ def test_output_is_that_of_plain_decoding(form: str, drafter: str, seed: int) ->
         result = engine.generate(prompt, **options)
         assert result.token_ids == plain.token_ids
         assert len(result.token_ids) == 70
-        assert plain.stats.accepted_length == 1.0
+        assert (plain.stats.accepted_length, plain.stats.acceptance_by_depth) == (1.0, [])
         if sampling["temperature"] == 0 and seed > 2:
             assert result.stats.accepted_length > 1.1, "the draft was never right: no test"
 
@@ -106,9 +106,7 @@ def test_other_rules_run_with_every_proposer(acceptance: str) -> None:
         assert any(drawn) == (drafter == "parallelspec" and acceptance == "rejection")
         for tree in trees:
             if tree.draws:  # lookup adds nothing: every inner node is a drawn one
-                assert {node for node in range(tree.num_nodes) if tree.children(node)} == set(
-                    tree.draws
-                )
+                assert {*tree.draws} == {n for n in range(tree.num_nodes) if tree.children(n)}
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -134,21 +132,6 @@ def test_logprobs_are_the_targets_own_and_cut_like_the_tokens(drafter: str) -> N
     none_asked = engine.generate(prompt, max_new_tokens=3, logprobs=0).logprobs
     assert none_asked is not None
     assert [each.top for each in none_asked] == [[], [], []]
-
-
-def test_a_bias_for_no_token_is_an_error() -> None:
-    engine = make_engine("none")
-    with pytest.raises(ValueError, match="got logit_bias for token 258, expected 0 to 257"):
-        engine.prepare([1, 2], max_new_tokens=3, logit_bias={258: 1.0})
-    assert len(engine.generate([1, 2], max_new_tokens=3).token_ids) == 3
-
-
-def test_a_seed_gives_other_tokens_than_another() -> None:
-    runs = [
-        make_engine("none").generate([1, 2], max_new_tokens=30, temperature=1.5, seed=seed)
-        for seed in (1, 2)
-    ]
-    assert runs[0].token_ids != runs[1].token_ids
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -191,7 +174,8 @@ def test_eos_inside_an_accepted_path_truncates_everything(as_eos: bool) -> None:
     # KV: all but the last token. Metrics: tokens after truncation, without the prompt's one.
     assert engine.target.length == len(prompt) + len(wanted) - 1
     assert result.stats.committed_tokens == len(wanted) - 1
-    full = [step for step, total in _running(steps) if total <= len(wanted)]
+    totals = itertools.accumulate(len(step.tokens) for step in steps)
+    full = [step for step, total in zip(steps, totals, strict=True) if total <= len(wanted)]
     assert result.stats.steps == len(full)  # full steps, the prompt's apart, and the cut one
     assert result.stats.accepted_length == (len(wanted) - 1) / len(full)
     # the cut step counts as accepted down to EOS and says nothing of the depths below
@@ -201,11 +185,6 @@ def test_eos_inside_an_accepted_path_truncates_everything(as_eos: bool) -> None:
         for d in range(len(result.stats.depth_accepts))
     ]
     assert result.stats.depth_accepts == accepts
-
-
-def _running(steps: list[Step]) -> list[tuple[Step, int]]:
-    totals = itertools.accumulate(len(step.tokens) for step in steps)
-    return list(zip(steps, totals, strict=True))
 
 
 def test_ignore_eos_goes_on_and_stop_ids_do_not_care() -> None:
@@ -244,9 +223,8 @@ def test_the_context_is_used_up_exactly(form: str, drafter: str) -> None:
     roomy = make_engine("none", peak=9.0).generate(prompt, max_new_tokens=28, ignore_eos=True)
     assert result.token_ids == roomy.token_ids
     # once more on the full cache, and with a prompt that leaves no room at all
-    assert engine.generate(prompt, max_new_tokens=500, ignore_eos=True).token_ids == (
-        result.token_ids
-    )
+    again = engine.generate(prompt, max_new_tokens=500, ignore_eos=True)
+    assert again.token_ids == result.token_ids
     full = engine.generate(random_prompt(4, 40))
     assert (full.token_ids, full.finish_reason, full.text) == ([], "length", "")
     assert full.stats.steps == 0
@@ -327,12 +305,6 @@ def test_what_counts_as_a_trial() -> None:
         assert stats.drafted_tokens == 3
 
 
-def test_plain_decoding_has_no_trials() -> None:
-    result = make_engine("none").generate([1, 2, 3], max_new_tokens=10)
-    assert result.stats.acceptance_by_depth == []
-    assert result.stats.accepted_length == 1.0
-
-
 def test_features_are_copied_only_for_those_who_want_them() -> None:
     asked: set[tuple[str, str]] = set()
     for drafter in DRAFTERS:
@@ -350,16 +322,6 @@ def test_features_are_copied_only_for_those_who_want_them() -> None:
     assert ("parallelspec", "taps.2") in asked
 
 
-def test_long_prompts_are_prefilled_in_chunks() -> None:
-    prompt = random_prompt(6, 600)
-    results = []
-    for drafter in DRAFTERS:
-        engine = make_engine(drafter, max_length=700, **LOOPS)
-        results.append(engine.generate(prompt, max_new_tokens=20, ignore_eos=True).token_ids)
-        assert engine.target._backend.num_runs >= 3  # type: ignore[attr-defined]
-    assert results[0] == results[1] == results[2]
-
-
 @pytest.mark.parametrize(
     ("tokens", "kept", "reason", "remaining"),
     [
@@ -375,7 +337,4 @@ def test_where_a_generation_ends(
     ending = Ending(5, frozenset({9}))
     assert ending.cut(tokens) == kept
     assert (ending.finish_reason, ending.remaining) == (reason, remaining)
-
-
-def test_an_ending_without_room() -> None:
     assert Ending(0).finish_reason == "length"

@@ -21,25 +21,25 @@ CONDITIONED = Guesses(
 )
 
 
-def random_guesses(rng: np.random.Generator, K: int, C: int) -> Guesses:
-    probability_KC = np.sort(rng.dirichlet(np.ones(C + 1), K)[:, :C])[:, ::-1]
+def random_guesses(rng: np.random.Generator, K: int, C: int, has_pairs: bool) -> Guesses:
+    log_prob_KC = np.log(np.sort(rng.dirichlet(np.ones(C + 1), K)[:, :C])[:, ::-1])
     token_KC = np.stack([rng.permutation(40)[:C] for _ in range(K)])
-    pair_KCC = rng.dirichlet(np.ones(C + 1), (K - 1, C))[:, :, :C]
-    return Guesses(
-        token_KC, np.log(probability_KC).astype(np.float32), np.log(pair_KCC).astype(np.float32)
-    )
+    pair_KCC = np.log(rng.dirichlet(np.ones(C + 1), (K - 1, C))[:, :, :C]).astype(np.float32)
+    return Guesses(token_KC, log_prob_KC.astype(np.float32), pair_KCC if has_pairs else None)
 
 
 def everything(guesses: Guesses) -> dict[tuple[int, ...], float]:
     """Returns all paths of tokens with their log-probabilities, in plain loops."""
-    assert guesses.pair_KCC is not None
     num_levels, num_candidates = guesses.token_KC.shape
     found = {}
     for depth in range(1, num_levels + 1):
         for ranks in itertools.product(range(num_candidates), repeat=depth):
             log_prob = float(guesses.log_prob_KC[0, ranks[0]])
             for k in range(1, depth):
-                log_prob += float(guesses.pair_KCC[k - 1, ranks[k - 1], ranks[k]])
+                row_C = guesses.log_prob_KC[k]
+                if guesses.pair_KCC is not None:
+                    row_C = guesses.pair_KCC[k - 1, ranks[k - 1]]
+                log_prob += float(row_C[ranks[k]])
             found[tuple(int(guesses.token_KC[k, r]) for k, r in enumerate(ranks))] = log_prob
     return found
 
@@ -53,10 +53,11 @@ def test_each_parent_orders_its_own_children() -> None:
     assert np.exp(tree.log_prob_N) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("has_pairs", [True, False])
 @pytest.mark.parametrize("seed", range(20))
-def test_grown_against_brute_force(seed: int) -> None:
+def test_grown_against_brute_force(seed: int, has_pairs: bool) -> None:
     rng = np.random.default_rng(seed)
-    guesses = random_guesses(rng, int(rng.integers(1, 5)), int(rng.integers(1, 4)))
+    guesses = random_guesses(rng, int(rng.integers(1, 5)), int(rng.integers(1, 4)), has_pairs)
     size, floor = int(rng.integers(1, 40)), float(rng.choice([0.0, 0.05]))
     tree = grow(0, guesses, Budget(size, growth=Grown(floor)))
     known = everything(guesses)

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from small_trees import features_of
 from toy_backend import ToyDrafter, ToyTarget
-from toy_engine import make_engine, make_proposer, random_prompt
+from toy_engine import make_engine, random_prompt
 
 from spec_runtime.bundle.manifest import BundleError, DrafterInfo, Graph, TensorSpec
 from spec_runtime.kv import SlotCache
-from spec_runtime.proposers import rows
 from spec_runtime.proposers.heads import OnePassProposer, read_pairs
 from spec_runtime.proposers.rows import DrafterRows
 from spec_runtime.step import Step
@@ -101,58 +100,6 @@ def test_a_root_only_budget_runs_nothing_and_loses_nothing() -> None:
     proposer.propose(54, Budget(4))
     assert graph.calls[1]["input_ids"].tolist() == [[52, 53, 54, MASK, MASK + 1]]
     assert graph.calls[1]["features"][0, :3, 0].tolist() == [1, 2, 3]
-
-
-def test_truncation_keeps_pairs_that_still_wait() -> None:
-    proposer, graph = recorded()
-    proposer.start([50, 51, 52], features_of([0, 1, 2]), 0)
-    proposer.propose(53, Budget(4))
-    proposer.commit(Step([54, 55, 56], num_accepted=2, features=features_of([3, 4, 5])))
-    # 6 rows at the target, 3 at the drafter; the next prompt shares 6 tokens, so 5 are reused
-    proposer.truncate(5)
-    proposer.start([50, 51, 52, 53, 54, 55, 70], features_of([5, 6]), 5)
-    assert graph.calls[2]["input_ids"].tolist() == [[54, 55, 70]]
-    assert graph.calls[2]["position_ids"].tolist() == [[3, 4, 5]]
-    assert graph.calls[2]["features"][0, :, 0].tolist() == [3, 4, 5]
-    # and back into what the drafter has already
-    proposer.truncate(2)
-    proposer.start([50, 51, 80], features_of([2]), 2)
-    assert len(graph.calls) == 3, "no pair is complete"
-    proposer.propose(81, Budget(4))
-    assert graph.calls[3]["input_ids"].tolist() == [[81, MASK, MASK + 1]]
-    assert graph.calls[3]["position_ids"].tolist() == [[2, 3, 4]]
-
-
-def test_an_interrupted_step_goes_with_truncate_zero() -> None:
-    proposer, graph = recorded()
-    proposer.start([50, 51], features_of([0, 1]), 0)
-    proposer.propose(52, Budget(4))  # never committed
-    proposer.truncate(0)
-    proposer.start([60, 61], features_of([0, 1]), 0)
-    assert graph.calls[-1]["input_ids"].tolist() == [[61]]
-    assert graph.calls[-1]["slots"].tolist() == [0]
-
-
-def test_long_prompts_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "CHUNK_ROWS", 4)
-    proposer, graph = recorded()
-    proposer.start(list(range(50, 61)), features_of(range(11)), 0)
-    assert [call["input_ids"].shape[1] for call in graph.calls] == [4, 4, 2]
-    assert np.concatenate([c["features"][0, :, 0] for c in graph.calls]).tolist() == [*range(10)]
-    proposer.propose(61, Budget(4))
-    assert graph.calls[-1]["position_ids"].tolist() == [[10, 11, 12]]
-
-
-def test_token_inputs_send_no_features() -> None:
-    target = ToyTarget(vocab_size=32)
-    proposer = make_proposer("parallelspec", target, with_features=False)
-    assert isinstance(proposer, OnePassProposer)
-    assert not proposer.wants_features
-    proposer.start([1, 2, 3], None, 0)
-    tree = proposer.propose(4, Budget(4))
-    proposer.commit(Step([5], num_accepted=0))
-    assert tree.num_nodes == 4
-    assert proposer.propose(5, Budget(4)).token_N[0] == 5
 
 
 def test_toy_drafter_refuses_a_misplaced_feature() -> None:

@@ -157,11 +157,6 @@ def test_eos_and_bos_reach_the_chat_template(tmp_path: Path) -> None:
     assert engine.encode("x") == [256, *engine.tokenizer.encode("|", False), 257]
 
 
-def test_trees_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
-    folder = write_bundle(tmp_path, ("parallelspec",), trees={"min_probability": 0.5})
-    assert spec_runtime.load(folder).budget == Budget(12, growth=Grown(0.5))
-
-
 def test_a_bundle_may_bring_a_static_tree(tmp_path: Path) -> None:
     trees = {"paths": [[0], [1], [0, 0]], "min_probability": 0.5}
     engine = spec_runtime.load(write_bundle(tmp_path, ("parallelspec",), trees=trees))
@@ -204,20 +199,20 @@ def test_memory_is_each_engines_own_and_changes_no_token(
     assert lengths[0] == lengths[1] == lengths[3] < lengths[2]
 
 
-def test_memory_needs_lookup(tmp_path: Path) -> None:
-    folder = write_bundle(tmp_path, ("parallelspec",))
-    with pytest.raises(ValueError, match="got memory with drafter none, expected prompt_lookup"):
-        spec_runtime.load(folder, "none", memory=10)
-    with pytest.raises(ValueError, match="got memory with drafter parallelspec, expected"):
-        spec_runtime.load(folder, lookup=False, memory=10)
-    with pytest.raises(ValueError, match="got memory -1, expected 0 or more"):
-        spec_runtime.load(folder, memory=-1)
-
-
-def test_what_lookup_cannot_be_merged_into(tmp_path: Path) -> None:
-    folder = write_bundle(tmp_path, ("parallelspec",))
-    with pytest.raises(ValueError, match="with drafter none, expected a trained one"):
-        spec_runtime.load(folder, "none", lookup=True)
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"drafter": "none", "memory": 10}, "got memory with drafter none, expected prompt_lookup"),
+        ({"lookup": False, "memory": 10}, "got memory with drafter parallelspec, expected"),
+        ({"memory": -1}, "got memory -1, expected 0 or more"),
+        ({"drafter": "none", "lookup": True}, "with drafter none, expected a trained one"),
+    ],
+)
+def test_memory_and_lookup_need_a_drafter_that_takes_them(
+    tmp_path: Path, arguments: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        spec_runtime.load(write_bundle(tmp_path, ("parallelspec",)), **arguments)
 
 
 @pytest.mark.parametrize(("expected", "num_warnings"), [(None, 0), (2.0, 1)])

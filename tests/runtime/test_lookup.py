@@ -29,19 +29,21 @@ def propose(text: str, budget: Budget) -> TokenTree:
     return proposer.propose(ord(text[-1]), budget)
 
 
-def test_the_longest_ngram_wins_over_a_newer_one() -> None:
-    # "abc" was followed by x; the newer "c" by y
-    assert drafted(propose("abcx.cy.abc", Budget(3))) == ["x."]
-
-
-def test_shorter_ngrams_when_longer_are_new() -> None:
-    assert drafted(propose("bcx.abc", Budget(4))) == ["x.a"]
-    assert drafted(propose("cx.abc", Budget(4))) == ["x.a"]
-
-
-def test_nothing_to_find_is_the_root() -> None:
-    assert propose("abcdefg", Budget(12)).num_nodes == 1
-    assert propose("a", Budget(12)).num_nodes == 1
+@pytest.mark.parametrize(
+    ("text", "budget", "expected"),
+    [
+        ("abcx.cy.abc", Budget(3), ["x."]),  # the longest n-gram wins over the newer "cy"
+        ("bcx.abc", Budget(4), ["x.a"]),  # a shorter one, where longer ones are new
+        ("cx.abc", Budget(4), ["x.a"]),
+        ("abcdefg", Budget(12), []),
+        ("a", Budget(12), []),
+        ("abababab", Budget(12), ["ab" * 5 + "a"]),  # a running repetition
+        ("abcdefgh.abc", Budget(12, max_depth=2), ["de"]),
+        ("abcdefgh.abc", Budget(12, max_depth=0), []),
+    ],
+)
+def test_what_followed_the_end_of_the_text(text: str, budget: Budget, expected: list[str]) -> None:
+    assert drafted(propose(text, budget)) == expected
 
 
 def test_several_matches_share_the_tree_and_their_beginnings() -> None:
@@ -52,10 +54,6 @@ def test_several_matches_share_the_tree_and_their_beginnings() -> None:
     assert [chr(tree.token_N[node]) for node in (first, second)] == ["1", "9"]
     behind = tree.children(tree.children(first)[0])
     assert [chr(tree.token_N[node]) for node in behind] == ["y", "x"]
-
-
-def test_a_running_repetition_drafts_itself() -> None:
-    assert drafted(propose("abababab", Budget(12))) == ["ab" * 5 + "a"]
 
 
 def test_nodes_come_by_falling_probability_and_end_where_the_budget_says() -> None:
@@ -76,12 +74,6 @@ def test_budget_counts_the_root(max_nodes: int) -> None:
     assert tree.num_nodes <= max_nodes
     if max_nodes >= 2:
         assert tree.num_nodes > 1
-
-
-def test_depth_is_limited() -> None:
-    text = "abcdefgh.abc"
-    assert drafted(propose(text, Budget(12, max_depth=2))) == ["de"]
-    assert propose(text, Budget(12, max_depth=0)).num_nodes == 1
 
 
 @pytest.mark.parametrize("seed", range(10))

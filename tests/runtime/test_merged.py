@@ -46,7 +46,7 @@ def paths(tree: TokenTree) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("max_nodes", "expected"),
     [
-        # "1 2" was followed by 3 4 1; the drafter says 3 9
+        # after "1 2" came 3 4 1; the drafter says 3 9
         (8, {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 1), (2, 3, 9)}),
         (4, {(2,), (2, 3), (2, 3, 4), (2, 3, 4, 1)}),
         (2, {(2,), (2, 3)}),

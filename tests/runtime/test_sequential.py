@@ -166,20 +166,6 @@ def test_a_smaller_budget_takes_its_most_probable_nodes(feature: int, num_nodes:
         assert log_prob[path] >= heapq.nlargest(num_nodes - 1, shorter)[-1]
 
 
-def test_states_go_from_parent_to_child() -> None:
-    """Nodes of one level with different parents; the paths are read off the states."""
-    proposer, graph, start = make_proposer(5, 4)
-    proposer.start([7, 8], features_of([0, 1]), 0)
-    tree = proposer.propose(5, Budget(40))
-    parents = [{tuple(path[:-1]) for path in paths} for _, paths in graph.calls]
-    assert max(map(len, parents)) >= 2
-    assert [len(paths) for _, paths in graph.calls] == [1, 3, 4, 4, 4]
-    for level, ((_, paths), above) in enumerate(zip(graph.calls[1:], graph.calls, strict=False)):
-        assert {tuple(path[:-1]) for path in paths} <= {tuple(path) for path in above[1]}, level
-    assert {tuple(path) for _, paths in graph.calls for path in paths} <= set(paths_of(tree))
-    assert start.num_runs == 1
-
-
 @pytest.mark.parametrize(
     "budget", [Budget(1), Budget(9, max_depth=0), Budget(1, growth=Grown(0.5))]
 )

@@ -26,11 +26,13 @@ from spec_runtime.trees.templates import (
 )
 
 
-def test_chain_and_cartesian() -> None:
+def test_shapes() -> None:
     assert chain(3) == ((0,), (0, 0), (0, 0, 0))
     assert cartesian([2, 1]) == ((0,), (1,), (0, 0), (1, 0))
     # Medusa: the sum over depths of the product of the widths so far
     assert len(cartesian([4, 3, 2])) == 4 + 4 * 3 + 4 * 3 * 2
+    assert from_counts({(): 2, (0,): 1}) == ((0,), (0, 0), (1,))
+    assert set(from_counts({(): 2, (0,): 2, (1,): 2})) == set(cartesian([2, 2]))
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,7 @@ def test_a_bundle_names_its_tree() -> None:
     budget, _ = _budget(entry(paths=[[0], [0, 1]]))
     assert budget.growth == Static(((0,), (0, 1)))
     assert _budget(entry(max_nodes=9))[0].growth == Grown()
+    assert _budget(entry(min_probability=0.5))[0] == Budget(12, growth=Grown(0.5))
     uncalibrated = _budget(entry(None, template="searched", max_nodes=9))[0]
     assert (uncalibrated.max_nodes, uncalibrated.growth) == (9, Grown())
 
@@ -183,8 +186,3 @@ def test_a_calibration_is_validated(change: dict[str, Any], why: str) -> None:
     assert entry().calibration == CALIBRATION
     with pytest.raises(BundleError, match=f"drafter 'parallelspec': calibration.?{why}"):
         entry(CALIBRATION | change)
-
-
-def test_counts_of_children() -> None:
-    assert from_counts({(): 2, (0,): 1}) == ((0,), (0, 0), (1,))
-    assert set(from_counts({(): 2, (0,): 2, (1,): 2})) == set(cartesian([2, 2]))
