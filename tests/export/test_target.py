@@ -39,6 +39,15 @@ def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+def load(path: Path) -> Any:
+    """Returns the model of a folder or file."""
+    return target.load(target.resolve(str(path)))[0]
+
+
+def fingerprint(path: Path) -> str:
+    return target.fingerprint(target.resolve(str(path)))
+
+
 def refusal(act: Callable[[], object]) -> str:
     """Returns the one line with which `act` is refused."""
     with pytest.raises(ValueError, match=r"\w") as error:
@@ -53,36 +62,29 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 def test_a_fingerprint_is_of_contents_not_of_names(folder: Path) -> None:
-    first = target.fingerprint(target.resolve(str(folder)))
+    first = fingerprint(folder)
     copy = shutil.copytree(folder, folder.parent / "another-name")
-    assert target.fingerprint(target.resolve(str(copy))) == first
+    assert fingerprint(copy) == first
     (copy / "tokenizer_config.json").write_text("{}")
-    assert target.fingerprint(target.resolve(str(copy))) == first
+    assert fingerprint(copy) == first
 
-    weights = load_file(copy / "model.safetensors")
-    name = max(weights, key=lambda name: weights[name].numel())
-    weights[name].view(-1)[-1] += 1e-3
-    save_file(weights, copy / "model.safetensors", {"format": "pt"})
-    changed = target.fingerprint(target.resolve(str(copy)))
+    edit_weights(copy, lambda weights: weights["lm_head.weight"].view(-1)[-1].add_(1e-3))
+    changed = fingerprint(copy)
     assert changed != first
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace("}", " }", 1))
-    assert target.fingerprint(target.resolve(str(folder))) not in (first, changed)
+    assert fingerprint(folder) not in (first, changed)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"expected model\*.safetensors or pytorch"):
+        fingerprint(folder)
 
 
 def test_a_gguf_file_has_a_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + bytes(2_000_000))
     (tmp_path / "b.gguf").write_bytes(b"GGUF" + bytes(1_999_999) + b"\1")
-    one, two = (target.fingerprint(target.resolve(str(tmp_path / f"{name}.gguf"))) for name in "ab")
-    assert one != two
-    (tmp_path / "a.gguf").rename(tmp_path / "c.gguf")
-    assert target.fingerprint(target.resolve(str(tmp_path / "c.gguf"))) == one
-
-
-def test_a_folder_without_weights_has_no_fingerprint(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"expected model\*.safetensors or pytorch"):
-        target.fingerprint(target.resolve(str(folder)))
+    one = fingerprint(tmp_path / "a.gguf")
+    assert fingerprint(tmp_path / "b.gguf") != one
+    assert fingerprint((tmp_path / "a.gguf").rename(tmp_path / "c.gguf")) == one
 
 
 # ---- a model's code ----
@@ -120,28 +122,16 @@ def test_code_in_a_model_folder_is_never_run(
 # ---- weights ----
 
 
-def edit_weights(edit: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
-    """Returns what changes the tensors of a model's folder."""
-
-    def spoil(folder: Path) -> None:
-        weights = load_file(folder / "model.safetensors")
-        edit(weights)
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
-
-    return spoil
-
-
-def drop_norm(weights: dict[str, Tensor]) -> None:
-    del weights["model.norm.weight"]
+def edit_weights(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    """Changes the tensors of a model's folder."""
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def rename_up(weights: dict[str, Tensor]) -> None:
     layer = "model.layers.1.mlp."
     weights[f"{layer}upper.weight"] = weights.pop(f"{layer}up_proj.weight")
-
-
-def add_one(weights: dict[str, Tensor]) -> None:
-    weights["model.layers.0.mlp.extra.weight"] = torch.ones(2)
 
 
 def make_nan(weights: dict[str, Tensor]) -> None:
@@ -154,44 +144,57 @@ def make_inf(weights: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("config", "message"),
     [
         (
-            lambda folder: change(folder / "config.json", num_hidden_layers=3),
+            {"num_hidden_layers": 3},
             "the config asks for 9 tensors missing in the weights: "
             "model.layers.2.input_layernorm.weight, .* and 6 more",
         ),
         (
-            lambda folder: change(folder / "config.json", num_hidden_layers=1),
+            {"num_hidden_layers": 1},
             "the weights hold 9 tensors unknown to the config: model.layers.1.input_layernorm",
         ),
         (
-            lambda folder: change(folder / "config.json", vocab_size=99),
+            {"vocab_size": 99},
             r"of another shape than the config's: lm_head.weight \[98, 64\] instead of \[99, 64\]",
         ),
-        (edit_weights(drop_norm), "1 tensor missing in the weights: model.norm.weight;"),
-        (edit_weights(rename_up), "1 tensor missing in the weights: model.layers.1.mlp.up_proj"),
-        (edit_weights(add_one), "1 tensor unknown to the config: model.layers.0.mlp.extra.weight"),
-        (edit_weights(make_nan), "21 tensors with NaN or infinity: lm_head.weight, "),
-        (edit_weights(make_inf), "1 tensor with NaN or infinity: lm_head.weight"),
     ],
 )
-def test_every_tensor_is_accounted_for(
-    folder: Path, spoil: Callable[[Path], None], message: str
+def test_every_tensor_of_the_config_is_accounted_for(
+    folder: Path, config: dict[str, int], message: str
 ) -> None:
-    spoil(folder)
-    found = refusal(lambda: target.load(target.resolve(str(folder))))
-    assert re.search(message, found), found
+    change(folder / "config.json", **config)
+    assert re.search(message, refusal(lambda: load(folder)))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "missing in the weights: model.norm.w"),
+        (rename_up, "1 tensor missing in the weights: model.layers.1.mlp.up_proj"),
+        (
+            lambda weights: weights.update({"model.layers.0.mlp.extra.weight": torch.ones(2)}),
+            "1 tensor unknown to the config: model.layers.0.mlp.extra.weight",
+        ),
+        (make_nan, "21 tensors with NaN or infinity: lm_head.weight, "),
+        (make_inf, "1 tensor with NaN or infinity: lm_head.weight"),
+    ],
+)
+def test_every_tensor_of_the_weights_is_accounted_for(
+    folder: Path, edit: Callable[[dict[str, Tensor]], object], message: str
+) -> None:
+    edit_weights(folder, edit)
+    assert message in refusal(lambda: load(folder))
 
 
 def test_tied_heads_and_old_buffers_are_no_fault(tmp_path: Path) -> None:
     folder = save_llama(tmp_path / "tied", tie_word_embeddings=True)
-    weights = load_file(folder / "model.safetensors")
-    assert "lm_head.weight" not in weights
-    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    weights["model.layers.0.self_attn.masked_bias"] = torch.ones(1)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    model, _ = target.load(target.resolve(str(folder)))
+    old = {"rotary_emb.inv_freq": torch.ones(4), "masked_bias": torch.ones(1)}
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    named = {f"model.layers.0.self_attn.{name}": tensor for name, tensor in old.items()}
+    edit_weights(folder, lambda weights: weights.update(named))
+    model = load(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
@@ -199,13 +202,13 @@ def test_pickled_weights_are_read_but_nothing_in_them_is_run(folder: Path, tmp_p
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     torch.save(weights, folder / "pytorch_model.bin")
-    model, _ = target.load(target.resolve(str(folder)))
+    model = load(folder)
     assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
 
     for save in (torch.save, lambda code, path: path.write_bytes(pickle.dumps(code))):
         code = weights | {"lm_head.weight": Touch(tmp_path / "written")}
         save(code, folder / "pytorch_model.bin")
-        found = refusal(lambda: target.load(target.resolve(str(folder))))
+        found = refusal(lambda: load(folder))
         assert "convert it to safetensors" in found
     assert not (tmp_path / "written").exists()
 
@@ -226,7 +229,7 @@ class Touch:
 def test_damaged_safetensors_are_one_line(folder: Path, content: bytes | None) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100] if content is None else content)
-    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    found = refusal(lambda: load(folder))
     assert re.search(r"could not load .*/model|files hold .* bytes", found), found
 
 
@@ -234,13 +237,7 @@ def test_damaged_safetensors_are_one_line(folder: Path, content: bytes | None) -
 def test_damaged_indices_are_one_line(folder: Path, index: str) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text(index)
-    assert "could not load" in refusal(lambda: target.load(target.resolve(str(folder))))
-
-
-def test_an_adapter_is_no_target(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    found = refusal(lambda: target.load(target.resolve(str(folder))))
-    assert "holds an adapter (adapter_config.json), expected a whole model" in found
+    assert "could not load" in refusal(lambda: load(folder))
 
 
 # ---- configs and tokenizers ----
@@ -254,7 +251,7 @@ def test_an_adapter_is_no_target(folder: Path) -> None:
 )
 def test_damaged_json_is_one_line(folder: Path, name: str, content: str) -> None:
     (folder / name).write_bytes(content.encode("latin1"))
-    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    found = refusal(lambda: load(folder))
     assert name in found or name == "tokenizer.json"
 
 
@@ -285,14 +282,13 @@ def test_damaged_json_is_one_line(folder: Path, name: str, content: str) -> None
 )
 def test_configs_of_other_types_are_one_line(folder: Path, name: str, value: Any) -> None:
     change(folder / "config.json", **{name: value})
-    source = target.resolve(str(folder))
-    refusal(lambda: Backbone.from_transformers(target.load(source)[0]))
+    refusal(lambda: Backbone.from_transformers(load(folder)))
 
 
 @pytest.mark.parametrize("value", ["x", [1, "x"], -1, 2.5, True])
 def test_a_generation_config_has_token_ids(folder: Path, value: Any) -> None:
     change(folder / "generation_config.json", eos_token_id=value)
-    found = refusal(lambda: target.load(target.resolve(str(folder))))
+    found = refusal(lambda: load(folder))
     assert "generation_config.json" in found
 
 
@@ -312,14 +308,22 @@ def test_damaged_tokenizers_are_one_line(folder: Path, change_to: dict[str, Any]
     assert "could not load the tokenizer of" in found
 
 
-def test_an_unsupported_model_is_refused_before_its_weights_are_read(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("config.json", {"hidden_act": "gelu"}, "got activation 'gelu', expected 'silu'"),
+        ("config.json", {"model_type": "gpt2"}, "a model of type 'gpt2', which is not supported"),
+        ("adapter_config.json", {}, "holds an adapter (adapter_config.json), expected a whole mod"),
+    ],
+)
+def test_an_unsupported_model_is_refused_before_its_weights_are_read(
+    folder: Path, file: str, values: dict[str, str], message: str
+) -> None:
     (folder / "model.safetensors").write_bytes(b"never read")
-    change(folder / "config.json", hidden_act="gelu")
-    found = refusal(lambda: target.load(target.resolve(str(folder))))
-    assert "got activation 'gelu', expected 'silu'" in found
-    change(folder / "config.json", model_type="gpt2")
-    found = refusal(lambda: target.load(target.resolve(str(folder))))
-    assert "got a model of type 'gpt2', which is not supported" in found
+    path = folder / file
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | values))
+    assert message in refusal(lambda: load(folder))
 
 
 # ---- GGUF ----
@@ -330,21 +334,14 @@ def test_an_unsupported_model_is_refused_before_its_weights_are_read(folder: Pat
     [
         ({"rename": {"blk.1.ffn_up": "blk.1.ffn_upper"}}, "model.layers.1.mlp.up_proj.weight"),
         ({"fill": {"output_norm": float("nan")}}, "1 tensor with NaN or infinity: model.n"),
+        ({"extra": {"rope_freqs": (16,)}}, "1 tensor unknown to the config: rope_freqs.weight"),
     ],
 )
 def test_tensors_of_a_gguf_file_are_accounted_for(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     write_gguf(tmp_path / "model.gguf", **options)
-    found = refusal(lambda: target.load(target.resolve(str(tmp_path / "model.gguf"))))
-    assert message in found
-
-
-def test_a_gguf_tensor_that_nothing_reads_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path, extra={"rope_freqs": (16,)})
-    found = refusal(lambda: target.load(target.resolve(str(path))))
-    assert "1 tensor unknown to the config: rope_freqs.weight" in found
+    assert message in refusal(lambda: load(tmp_path / "model.gguf"))
 
 
 def test_damaged_gguf_files_are_one_line(tmp_path: Path) -> None:
@@ -378,7 +375,7 @@ def test_a_gguf_file_with_wrong_bytes_is_one_line_or_loads(tmp_path: Path, seed:
         content[int(rng.integers(8, header))] = int(rng.integers(256))
     path.write_bytes(content)
     with contextlib.suppress(ValueError):
-        Backbone.from_transformers(target.load(target.resolve(str(path)))[0])
+        Backbone.from_transformers(load(path))
 
 
 @pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{% for", "{{ raise_exception('a\nb') }}"])
@@ -403,7 +400,7 @@ def test_a_hub_id_is_found_in_the_cache(
     (kept / "refs" / "main").write_text(commit)
     source = target.resolve("org/tiny")
     assert target.local_folder(source) == kept / "snapshots" / commit
-    assert target.fingerprint(source) == target.fingerprint(target.resolve(str(folder)))
+    assert target.fingerprint(source) == fingerprint(folder)
     target.load(source)
 
 
@@ -413,7 +410,7 @@ def test_a_hub_id_is_found_in_the_cache(
 def test_draft_models_and_reference_models_are_read_with_the_same_care(
     workshop: Workshop, folder: Path, tmp_path: Path
 ) -> None:
-    edit_weights(make_inf)(folder)
+    edit_weights(folder, make_inf)
     options = BuildOptions(str(workshop.llama()), out=tmp_path / "out", draft_model=str(folder))
     assert "with NaN or infinity" in refusal(lambda: make_bundle.build(options))
     assert "with NaN or infinity" in refusal(lambda: check.run(str(folder), None, ["fp32"]))

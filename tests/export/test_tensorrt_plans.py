@@ -18,10 +18,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from graphs import Runner, graph_of
+from small import Run
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import cli, drafters, make_bundle, target
+from spec_export import cli, drafters, target
 from spec_export.bundling.drafters import load_module
 from spec_export.bundling.writer import save_graph
 from spec_export.cli.report import TerminalReport
@@ -29,8 +30,6 @@ from spec_export.decoder import Backbone
 from spec_export.graphs import tensorrt as build
 from spec_export.graphs import trace
 from spec_export.graphs.half import to_half
-from spec_export.make_bundle import BuildOptions
-from spec_export.report import SILENT, Report
 from spec_export.training import checkpoint
 from spec_runtime.backends.tensorrt_api import import_tensorrt
 from spec_runtime.bundle import manifest as bundles
@@ -146,17 +145,28 @@ def step_graph(capacity: int) -> Graph:
     return Graph("g.onnx", "contiguous", tuple(inputs), ())
 
 
-def test_profiles_run_from_one_row_to_a_chunk_of_the_prompt() -> None:
-    assert build.profiles_for(step_graph(2176), 24, 128) == (
-        {"N": (1, 1, 4), "M": (1, 1, 4), "A": (1, 1, 4), "A+N": (2, 2, 8)},
-        {"N": (1, 24, 24), "M": (1, 24, 24), "A": (1, 2, 24), "A+N": (2, 26, 48)},
-        {"N": (1, 256, 384), "M": (1, 1, 128), "A": (1, 1, 128), "A+N": (2, 257, 512)},
-    )
-
-
-def test_no_profile_writes_more_rows_than_the_cache_has() -> None:
-    *_, wide = build.profiles_for(step_graph(100), 24, 60)
-    assert wide == {"N": (1, 99, 99), "M": (1, 1, 60), "A": (1, 1, 60), "A+N": (2, 99, 99)}
+@pytest.mark.parametrize(
+    ("capacity", "scratch", "expected"),
+    [
+        (
+            2176,
+            128,
+            (
+                {"N": (1, 1, 4), "M": (1, 1, 4), "A": (1, 1, 4), "A+N": (2, 2, 8)},
+                {"N": (1, 24, 24), "M": (1, 24, 24), "A": (1, 2, 24), "A+N": (2, 26, 48)},
+                {"N": (1, 256, 384), "M": (1, 1, 128), "A": (1, 1, 128), "A+N": (2, 257, 512)},
+            ),
+        ),
+        # no profile writes more rows than the cache has
+        (100, 60, ({"N": (1, 99, 99), "M": (1, 1, 60), "A": (1, 1, 60), "A+N": (2, 99, 99)},)),
+    ],
+)
+def test_profiles_run_from_one_row_to_a_chunk_of_the_prompt(
+    capacity: int, scratch: int, expected: tuple[build.Profile, ...]
+) -> None:
+    profiles = build.profiles_for(step_graph(capacity), 24, scratch)
+    assert len(profiles) == 3
+    assert profiles[-len(expected) :] == expected
 
 
 def test_a_graph_without_free_axes_has_one_profile() -> None:
@@ -214,14 +224,8 @@ def test_a_plans_key_depends_on_all_that_shapes_it(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--backend", "tensorrt", "--precision", "int8"],
-            "got precision int8 with the contiguous",
-        ),
-        (
-            ["--compute-capability", "8.9"],
-            "got a compute capability with onnxruntime, expected --b",
-        ),
+        (["--backend", "tensorrt", "--precision", "int8"], "got precision int8 with the contig"),
+        (["--compute-capability", "8.9"], "got a compute capability with onnxruntime, expected -"),
         (["--backend", "tensorrt"], "got no --compute-capability and no GPU to take it from"),
         (
             ["--backend", "tensorrt", "--compute-capability", "9.0"],
@@ -234,19 +238,16 @@ def test_what_cannot_be_built_is_one_line(
     tmp_path: Path,
     options: list[str],
     message: str,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(build, "import_tensorrt", fake.tensorrt)
     monkeypatch.setattr(build, "open_cuda", lambda: fake.cuda(None)[0])
-    out = tmp_path / "bundle"
-    with pytest.raises(SystemExit) as end:
-        cli.main(["build", "--model", str(workshop.llama()), "--out", str(out), *options])
-    error = capsys.readouterr().err
-    assert end.value.code == 2
-    assert error.startswith("error: ")
-    assert message in error
-    assert error.count("\n") == 1
+    model, out = workshop.llama(), tmp_path / "bundle"
+    code, _, err = run("build", "--model", model, "--out", out, *options, main=cli.main)
+    assert code == 2
+    assert err.startswith(f"error: {message}")
+    assert err.count("\n") == 1
     assert not out.exists()
 
 
@@ -256,23 +257,14 @@ def test_without_tensorrt_it_says_what_to_install(
     for module in ("tensorrt", "tensorrt_rtx_bindings"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=r"TensorRT is not installed.* pip install") as error:
-        make_bundle.build(
-            BuildOptions(str(workshop.llama()), out=tmp_path / "bundle", backend="tensorrt")
-        )
+        workshop.build(tmp_path / "bundle", backend="tensorrt")
     assert "specsplit[tensorrt]" in str(error.value)
     assert "specsplit[tensorrt-rtx]" in str(error.value)
 
 
 def test_a_drafter_on_the_targets_cache_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"got drafter skip_layer with the tensorrt backend"):
-        make_bundle.build(
-            BuildOptions(
-                str(workshop.llama()),
-                drafter_checkpoints=[workshop.drafter(SHARED_CACHE)],
-                out=tmp_path / "bundle",
-                backend="tensorrt",
-            )
-        )
+        workshop.build(tmp_path / "bundle", SHARED_CACHE, backend="tensorrt")
 
 
 # ---- real builds ----
@@ -286,27 +278,9 @@ def rtx() -> Any:
         pytest.skip(str(error))
 
 
-def built(
-    workshop: Workshop,
-    out: Path,
-    precision: str,
-    *names: str,
-    report: Report = SILENT,
-    **options: Any,
-) -> Path:
-    options = {"compute_capabilities": ["8.9"]} | options
-    return make_bundle.build(
-        BuildOptions(
-            str(workshop.llama()),
-            [] if names else ["prompt_lookup"],
-            [workshop.drafter(name) for name in names],
-            precision,
-            out=out,
-            backend="tensorrt",
-            **options,
-        ),
-        report,
-    )
+def built(workshop: Workshop, out: Path, precision: str, *names: str, **options: Any) -> Path:
+    known = {"backend": "tensorrt", "precision": precision, "compute_capabilities": ["8.9"]}
+    return workshop.build(out, *names, **known | options)
 
 
 def plans_of(bundle: Bundle) -> dict[str, list[bundles.Plan]]:
@@ -400,46 +374,44 @@ def test_the_bundle_also_runs_on_onnx_runtime(
     assert results[0].stats.steps == results[1].stats.steps < 59
 
 
-def test_a_network_that_is_not_the_manifests_is_refused(
-    rtx: Any, backbone: Backbone, tmp_path: Path
-) -> None:
-    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
-    trace.save(model, tmp_path / "graph.onnx")
-    graph = graph_of(model, "contiguous")
-    profiles = build.profiles_for(graph, 8, backbone.config.scratch)
-
-    def refusal(**changes: Any) -> str:
-        wrong = dataclasses.replace(graph, **changes)
-        with pytest.raises(ValueError, match=r"graph\.onnx as TensorRT parsed it: ") as error:
-            build.build_plan(rtx, tmp_path / "graph.onnx", wrong, profiles, "8.9")
-        return str(error.value).partition("parsed it: ")[2]
-
-    def with_input(index: int, **changes: Any) -> tuple[TensorSpec, ...]:
-        specs = list(graph.inputs)
-        specs[index] = dataclasses.replace(specs[index], **changes)
-        return tuple(specs)
-
-    assert refusal(inputs=with_input(0, dtype="int32")) == (
-        "type of input_ids: got int64, expected int32"
-    )
-    assert refusal(inputs=with_input(0, shape=(1, 8))) == (
-        "shape of input_ids: got (1, -1), expected (1, 8)"
-    )
-    assert refusal(outputs=graph.outputs[1:]).startswith("outputs: got [")
+@pytest.fixture(scope="module")
+def adapted(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the file of the target's graph, adapted in float32."""
+    path = tmp_path_factory.mktemp("adapted") / "graph.onnx"
+    trace.save(build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32"), path)
+    return path
 
 
-def test_a_cache_written_twice_is_not_in_place(
-    rtx: Any, backbone: Backbone, tmp_path: Path
-) -> None:
+def refusal(rtx: Any, path: Path, graph: Graph) -> str:
+    """Returns what is said of a network that is not the manifest's `graph`."""
+    profiles = build.profiles_for(graph, 8, 128)
+    with pytest.raises(ValueError, match=r"graph\.onnx as TensorRT parsed it: ") as error:
+        build.build_plan(rtx, path, graph, profiles, "8.9")
+    return str(error.value).partition("parsed it: ")[2]
+
+
+def test_a_network_that_is_not_the_manifests_is_refused(rtx: Any, adapted: Path) -> None:
+    graph = graph_of(ir.load(adapted), "contiguous")
+    first, *others = graph.inputs
+    for change, message in (
+        ({"dtype": "int32"}, "type of input_ids: got int64, expected int32"),
+        ({"shape": (1, 8)}, "shape of input_ids: got (1, -1), expected (1, 8)"),
+    ):
+        wrong = dataclasses.replace(first, **change)
+        changed = dataclasses.replace(graph, inputs=(wrong, *others))
+        assert refusal(rtx, adapted, changed) == message
+    less = dataclasses.replace(graph, outputs=graph.outputs[1:])
+    assert refusal(rtx, adapted, less).startswith("outputs: got [")
+
+
+def test_a_cache_written_twice_is_not_in_place(rtx: Any, adapted: Path, tmp_path: Path) -> None:
     """A layer's values are scattered into its keys' cache, so no output can be that update."""
-    model = build.adapt(trace.export_backbone(backbone, capacity_symbolic=False), "fp32")
+    model = ir.load(adapted)
     keys, values = [node for node in model.graph if node.op_type == "TensorScatter"][:2]
     values.replace_input_with(0, keys.inputs[0])
     trace.save(model, tmp_path / "graph.onnx")
-    graph = graph_of(model, "contiguous")
-    profiles = build.profiles_for(graph, 8, backbone.config.scratch)
-    with pytest.raises(ValueError, match=r"updates in place: got .*\('kv\.0\.k', 'kv\.0\.v\.out"):
-        build.build_plan(rtx, tmp_path / "graph.onnx", graph, profiles, "8.9")
+    told = refusal(rtx, tmp_path / "graph.onnx", graph_of(model, "contiguous"))
+    assert re.match(r"updates in place: got .*\('kv\.0\.k', 'kv\.0\.v\.out", told)
 
 
 def test_what_tensorrt_cannot_parse_is_one_line(
@@ -462,14 +434,8 @@ def test_target_and_all_drafters_are_built_for_three_gpus(
     record_property: Callable[[str, object], None],
 ) -> None:
     names = [name for name in drafters.trainable() if name != SHARED_CACHE]
-    out = built(
-        workshop,
-        tmp_path / "bundle",
-        "fp16",
-        *names,
-        report=TerminalReport(),
-        compute_capabilities=[",".join(CAPABILITIES)],
-    )
+    options = {"compute_capabilities": [",".join(CAPABILITIES)], "report": TerminalReport()}
+    out = built(workshop, tmp_path / "bundle", "fp16", *names, **options)
     plans = plans_of(bundles.read(out))
     assert {name.partition("-")[0] for name in plans} == {"target", *names}
     for name, each in plans.items():

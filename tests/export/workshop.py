@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from this_cpu import SATURATES
 from tiny_target import save_llama, teach
@@ -12,6 +13,7 @@ from tiny_target import save_llama, teach
 from spec_export import drafters, make_bundle
 from spec_export.bundling.options import DRAFTER_PRECISIONS
 from spec_export.make_bundle import BuildOptions
+from spec_export.report import SILENT, Report
 from spec_export.training import run as train
 
 WORDS = ("abc, ", "one two. ", "xyz", "0123 ")
@@ -92,32 +94,26 @@ class Workshop:
         drafter = drafter_name(name)
         return RECIPE.format(name=drafter, options=options, num_steps=self.num_steps, lr=self.lr)
 
+    def build(self, out: Path, *names: str, report: Report = SILENT, **options: Any) -> Path:
+        """Builds a bundle with these trained drafters. `options` are those of the build."""
+        checkpoints = [self.drafter(name) for name in names]
+        known: dict[str, Any] = {"model": str(self.llama()), "drafter_checkpoints": checkpoints}
+        return make_bundle.build(BuildOptions(**known | {"out": out} | options), report)
+
     def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
         """Builds a bundle whose drafter has the target's precision, to be compared with torch."""
-        return make_bundle.build(
-            BuildOptions(
-                str(self.llama()),
-                [drafter_name(drafter)],
-                [self.drafter(drafter)],
-                precision,
-                reduce_range=precision == "int8" and SATURATES,
-                drafter_precision=precision if precision in DRAFTER_PRECISIONS else None,
-                out=self.folder / "bundles" / f"{drafter}-{precision}",
-            )
+        return self.build(
+            self.folder / "bundles" / f"{drafter}-{precision}",
+            drafter,
+            precision=precision,
+            reduce_range=precision == "int8" and SATURATES,
+            drafter_precision=precision if precision in DRAFTER_PRECISIONS else None,
         )
 
     def _cuda_bundle(self, precision: str) -> Path:
         """Builds a bundle for CUDA with every trainable drafter, and the fused steps there are."""
-        return make_bundle.build(
-            BuildOptions(
-                str(self.llama()),
-                drafter_checkpoints=[self.drafter(name) for name in drafters.trainable()],
-                precision=precision,
-                device="cuda",
-                out=self.folder / "bundles" / f"cuda-{precision}",
-                fuse=True,
-            )
-        )
+        out, names = self.folder / "bundles" / f"cuda-{precision}", drafters.trainable()
+        return self.build(out, *names, precision=precision, device="cuda", fuse=True)
 
 
 class FluentWorkshop(Workshop):
