@@ -23,7 +23,7 @@ from spec_runtime.proposers.constrained import ConstrainedProposer
 from spec_runtime.requests.call import Call, Steps, read_chunks, read_result, read_texts
 from spec_runtime.requests.options import CallOptions, read_options
 from spec_runtime.requests.result import Chunk, GenerationResult
-from spec_runtime.sampling import SamplingParams, TokenLogprob
+from spec_runtime.sampling import TokenLogprob
 from spec_runtime.stats import Stats
 from spec_runtime.step import Ending, Step
 from spec_runtime.target import Target, Wants
@@ -143,7 +143,7 @@ class Engine:
 
     @property
     def drafter(self) -> str:
-        """Names the drafter; "+prompt_lookup" follows where lookup's candidates are merged."""
+        """Names the drafter, followed by "+prompt_lookup" where lookup's candidates are merged."""
         return self._opened.name
 
     @property
@@ -175,20 +175,18 @@ class Engine:
         `name` and `lookup` are those of `load`. Raises UserError for an unknown name or a wrong
         type, and if this engine was not loaded from a bundle.
         """
-        parts = self._open_parts()
-        opener = parts.opener
+        opener = self._open_parts().opener
         if opener is None:
             raise UserError("this engine was not loaded from a bundle: it has one drafter only")
-        opened = opener.open(name, lookup)
-        return Engine(parts.target, self.tokenizer, opened, opener, parts.conversations.max_bytes)
+        return self._with(opener.open(name, lookup))
 
     def with_budget(self, budget: Budget) -> Engine:
         """Returns an engine like this one whose trees may spend `budget`."""
-        parts = self._open_parts()
-        opened = parts.drafter._replace(budget=budget)
-        return Engine(
-            parts.target, self.tokenizer, opened, parts.opener, parts.conversations.max_bytes
-        )
+        return self._with(self._opened._replace(budget=budget))
+
+    def _with(self, drafter: OpenedDrafter) -> Engine:
+        target, _, opener, conversations = self._open_parts()
+        return Engine(target, self.tokenizer, drafter, opener, conversations.max_bytes)
 
     def observed(
         self, wrap: Callable[[Proposer], Proposer], budget: Budget | None = None
@@ -197,12 +195,8 @@ class Engine:
 
         It has this engine's budget unless another is given, and takes no fused step.
         """
-        opened = OpenedDrafter(
-            self.drafter,
-            wrap(self.proposer),
-            self.budget if budget is None else budget,
-            self._opened.taps,
-        )
+        budget = self.budget if budget is None else budget
+        opened = OpenedDrafter(self.drafter, wrap(self.proposer), budget, self._opened.taps)
         return Engine(self.target, self.tokenizer, opened)
 
     def generate(self, prompt: Prompt, **options: Unpack[CallOptions]) -> GenerationResult:
@@ -251,7 +245,14 @@ class Engine:
         """
         request = read_options(options)
         params = request.sampling
-        self._require_strictly_greedy(params)
+        is_processed = params.temperature > 0 or params.has_processors
+        if self.target.strict_gap is not None and is_processed:
+            raise UserError(
+                f"got temperature {params.temperature}, penalties, a logit bias, response_format or"
+                " logits_processor with strict, expected none: its near ties are those of the raw "
+                "logits",
+                param="strict",
+            )
         params.require_tokens_below(self.target.vocab_size)
         ids = self.encode(
             prompt,
@@ -261,16 +262,11 @@ class Engine:
             continue_final=request.continue_final,
             control_tokens=request.control_tokens,
         )
-        text = TextStream(self.tokenizer.decode, params.stop)
-        return Call(ids, request, text, self._masks(params))
-
-    def _masks(self, params: SamplingParams) -> PathMasks | None:
-        """Returns the masks of the request's grammar, None without one; raises UserError for a
-        grammar that is not valid."""
-        if params.grammar is None:
-            return None
-        matcher = self.tokenizer.matcher(params.grammar, self.target.vocab_size)
-        return PathMasks(matcher, self.tokenizer.eos)
+        masks = None
+        if params.grammar is not None:
+            matcher = self.tokenizer.matcher(params.grammar, self.target.vocab_size)
+            masks = PathMasks(matcher, self.tokenizer.eos)
+        return Call(ids, request, TextStream(self.tokenizer.decode, params.stop), masks)
 
     def answer(self, call: Call) -> Generator[Chunk, None, GenerationResult]:
         """Yields the chunks of a prepared call, see `chunks`."""
@@ -397,22 +393,30 @@ class Engine:
         return self._parts
 
     def _run(self, parts: _Parts, call: Call) -> Steps:
-        target, conversations, proposer = parts.target, parts.conversations, parts.drafter.proposer
-        prompt, params, masks = call.prompt, call.params, call.masks
+        target, drafter, _, conversations = parts
+        proposer, prompt, params, masks = drafter.proposer, call.prompt, call.params, call.masks
         # plain decoding stays plain: it drafts no forced tokens
-        if masks is not None and parts.drafter.name != "none":
+        if masks is not None and drafter.name != "none":
             proposer = ConstrainedProposer(proposer, masks, target.max_nodes)
         reused, restored = conversations.begin(call)
+        eos = () if params.ignore_eos else self.tokenizer.eos
+        ending = Ending(
+            min(params.max_new_tokens, target.max_length - len(prompt)),
+            frozenset([*params.stop_token_ids, *eos]),
+            call.text.push,
+            lambda: call.interruption.reason,
+        )
+        stats = Stats(prompt_tokens=len(prompt), reused_tokens=reused)
         run = Generation(
             target,
             proposer,
-            parts.drafter.budget,
+            drafter.budget,
             prompt,
             params,
-            self._ending(target, call),
-            Stats(prompt_tokens=len(prompt), reused_tokens=reused),
+            ending,
+            stats,
             reused,
-            parts.drafter.taps,
+            drafter.taps,
             restored,
             masks,
         )
@@ -421,10 +425,10 @@ class Engine:
         try:
             target.truncate(reused)
             proposer.truncate(reused if restored is None else 0)
-            if run.ending.finish_reason is None:
+            if ending.finish_reason is None:
                 steps = generate(run)
-                if parts.drafter.fused is not None:
-                    steps = parts.drafter.fused.around(steps, run)
+                if drafter.fused is not None:
+                    steps = drafter.fused.around(steps, run)
                 with closing(steps):  # a fused step hands its rows over while the lock is held
                     for step in steps:
                         logprobs += step.logprobs
@@ -434,7 +438,7 @@ class Engine:
                             call.leave()
                         yield step
                         call.enter()
-                        is_consistent = run.ending.finish_reason is not None
+                        is_consistent = ending.finish_reason is not None
             elif restored is not None:  # rows of which the proposer knows nothing
                 target.truncate(0)
             is_consistent = True
@@ -444,13 +448,11 @@ class Engine:
         finally:
             if is_consistent:  # not interrupted inside a step
                 conversations.end(call.holder, prompt + run.tokens)
-            reason = run.ending.finish_reason or CANCELLED
-            result = self._finish(call, run.tokens, logprobs, run.stats, reason)
+            reason = ending.finish_reason or CANCELLED
+            result = self._finish(call, run.tokens, logprobs, stats, reason)
             # what a threshold or a grammar makes of the lengths says little about the drafter
             if params.rule != "typical" and not params.reads_text:
-                self._warn_of_doubts(
-                    parts.drafter.name, run.stats, is_greedy=params.temperature == 0
-                )
+                self._warn_of_doubts(drafter.name, stats, is_greedy=params.temperature == 0)
         return result
 
     def _finish(
@@ -467,35 +469,10 @@ class Engine:
         stop: str | int | None = text.stop
         if stop is None and reason == "stop":
             stop = tokens[-1]
-        result = GenerationResult(
-            text.text,
-            tokens,
-            reason,
-            stats,
-            params.rule,
-            None if params.logprobs is None else logprobs,
-            stop,
-        )
+        asked = None if params.logprobs is None else logprobs
+        result = GenerationResult(text.text, tokens, reason, stats, params.rule, asked, stop)
         self.last_result = result
         return result
-
-    def _require_strictly_greedy(self, params: SamplingParams) -> None:
-        is_processed = params.temperature > 0 or params.has_processors
-        if self.target.strict_gap is not None and is_processed:
-            raise UserError(
-                f"got temperature {params.temperature}, penalties, a logit bias, response_format or"
-                " logits_processor with strict, expected none: its near ties are those of the raw "
-                "logits",
-                param="strict",
-            )
-
-    def _ending(self, target: Target, call: Call) -> Ending:
-        params = call.params
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= frozenset(self.tokenizer.eos)
-        max_tokens = min(params.max_new_tokens, target.max_length - len(call.prompt))
-        return Ending(max_tokens, stop_ids, call.text.push, lambda: call.interruption.reason)
 
     def _warn_of_doubts(self, drafter: str, stats: Stats, is_greedy: bool) -> None:
         """Warns, once, of the two signatures of wrong weights.

@@ -142,12 +142,21 @@ def load(
         raise UserError(f"got path {path!r:.60}, expected the folder of a bundle", param="path")
     options = LoadOptions(drafter=drafter, threads=threads, **arguments)
     warn_of_threads(options.threads)
-    bundle = bundles.read(_local(path), options.verify)
+    if isinstance(path, str) and path.startswith("hf://"):
+        from spec_runtime.hub.pull import cached  # here: few need it
+
+        path = cached(path)
+    bundle = bundles.read(path, options.verify)
     known = _drafter_names(bundle)
     if drafter is not None and drafter not in known:  # before anything slow
         raise UnknownDrafterError(drafter, known)
-    if options.strict:
-        _require_strictness(bundle.manifest)
+    precision = bundle.manifest.target.precision
+    if options.strict and precision not in STRICT_GAPS:
+        raise UserError(
+            f"got strict with {precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
+            "lower precisions moves more than near ties; leave it out or use another bundle",
+            param="strict",
+        )
     tokenizer = Tokenizer(bundle)
     target = _open_target(bundle, options)
     opener = DrafterOpener(bundle, target, options)
@@ -159,15 +168,6 @@ def load(
             param="memory",
         )
     return Engine(target, tokenizer, opened, opener, options.kept_mb << 20)
-
-
-def _local(path: str | Path) -> str | Path:
-    """Returns the folder of a bundle; fetches that of "hf://org/name" if it is not there yet."""
-    if isinstance(path, str) and path.startswith("hf://"):
-        from spec_runtime.hub.pull import cached  # here: few need it
-
-        return cached(path)
-    return path
 
 
 def _open_target(bundle: bundles.Bundle, options: LoadOptions) -> Target:
@@ -307,17 +307,6 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
     )
 
 
-def _require_strictness(manifest: bundles.Manifest) -> None:
-    """Refuses `strict` for targets whose near ties one-row passes cannot decide."""
-    precision = manifest.target.precision
-    if precision not in STRICT_GAPS:
-        raise UserError(
-            f"got strict with {precision}, expected {' or '.join(STRICT_GAPS)}: rounding of "
-            "lower precisions moves more than near ties; leave it out or use another bundle",
-            param="strict",
-        )
-
-
 def _drafter_names(bundle: bundles.Bundle) -> list[str]:
     names = [info.name for info in bundle.manifest.drafters]
     return [*names, *(name for name in BUILT_IN if name not in names)]
@@ -335,6 +324,5 @@ def _budget(entry: bundles.DrafterInfo) -> tuple[Budget, int]:
     known |= {"paths": None, "template": None}
     require_keys(entry.trees, known, (), f"drafter {entry.name!r}: trees", bundles.BundleError)
     values = known | entry.trees
-    grown = Grown(values["min_probability"])
-    growth = grown if paths is None else Static(paths)
+    growth = Grown(values["min_probability"]) if paths is None else Static(paths)
     return Budget(values["max_nodes"], growth=growth), values["lookup_nodes"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
@@ -77,19 +78,15 @@ class Stats:
         """Returns the sum of `parts`, whose ratios weigh each step and each second alike."""
         whole = cls()
         for part in parts:
-            for name in ("prompt_tokens", "reused_tokens", "steps", "committed_tokens"):
-                setattr(whole, name, getattr(whole, name) + getattr(part, name))
-            whole.drafted_tokens += part.drafted_tokens
-            whole.engine_seconds += part.engine_seconds
-            for phase in PHASES:
-                whole.timings[phase] += part.timings[phase]
-            for mine, theirs in (
-                (whole.depth_trials, part.depth_trials),
-                (whole.depth_accepts, part.depth_accepts),
-            ):
-                mine += [0] * (len(theirs) - len(mine))
-                for d, n in enumerate(theirs):
-                    mine[d] += n
+            for name, count in vars(part).items():
+                mine = getattr(whole, name)
+                if isinstance(count, dict):
+                    for phase in PHASES:
+                        mine[phase] += count[phase]
+                elif isinstance(count, list):
+                    mine[:] = [a + b for a, b in zip_longest(mine, count, fillvalue=0)]
+                else:
+                    setattr(whole, name, mine + count)
         return whole
 
 

@@ -255,21 +255,9 @@ def _read_tagged(text: str) -> list[_Found]:
 
 
 def _read_llama(text: str) -> list[_Found]:
-    """Reads an answer that is nothing but JSON objects, perhaps after <|python_tag|>."""
-    at = len(text) - len(text.lstrip())
-    if text.startswith("<|python_tag|>", at):
-        at += len("<|python_tag|>")
-    begin, calls = 0, list[ToolCall]()
-    while True:
-        value, at = _json_at(text, at)
-        call = _call(value)
-        if call is None:
-            return []
-        calls.append(call)
-        rest = text[at:].lstrip(" \t\r\n;,")
-        if not rest:
-            return [_Found(calls, begin, len(text))]
-        at = len(text) - len(rest)
+    """Reads an answer that is nothing but calls, perhaps after <|python_tag|>."""
+    tag = re.match(r"\s*<\|python_tag\|>", text)
+    return _read_bare(text, tag.end() if tag else 0, separators=" \t\r\n;,")
 
 
 def _read_listed(*markers: str) -> Callable[[str], list[_Found]]:
@@ -291,11 +279,12 @@ def _read_listed(*markers: str) -> Callable[[str], list[_Found]]:
     return read
 
 
-def _read_bare(text: str) -> list[_Found]:
-    """Reads an answer that is nothing but JSON lists (or objects) of calls."""
-    at, calls = 0, list[ToolCall]()
-    while text[at:].strip():
-        value, at = _json_at(text, at)
+def _read_bare(text: str, at: int = 0, separators: str | None = None) -> list[_Found]:
+    """Reads an answer that, from `at` on, is nothing but JSON lists (or objects) of calls, with
+    these characters between them (None: white space)."""
+    calls: list[ToolCall] = []
+    while rest := text[at:].lstrip(separators):
+        value, at = _json_at(text, len(text) - len(rest))
         if not (more := _calls(value)):
             return []
         calls += more

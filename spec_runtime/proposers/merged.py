@@ -151,16 +151,11 @@ def guessed_below(drafted: TokenTree, worth: Sequence[float], node: int | None) 
     return {int(drafted.token_N[c]): worth[c] / worth[node] for c in drafted.children(node)}
 
 
-def combined(
-    guessed: Mapping[int, float],
-    found: Mapping[int, float],
-    against_drafter: float = AGAINST_DRAFTER,
-    against_lookup: float = AGAINST_LOOKUP,
-) -> Mapping[int, float]:
+def combined(guessed: Mapping[int, float], found: Mapping[int, float]) -> Mapping[int, float]:
     """Returns the probability of each token that a drafter guessed or lookup found.
 
     With the drafter's probability d of a token and D of all its others, lookup's l and L, and the
-    numbers a = `against_drafter` and b = `against_lookup`,
+    numbers a = AGAINST_DRAFTER and b = AGAINST_LOOKUP,
 
         d' = d max(0, 1 - a L)
         l' = l / (l + (1 - l) exp(b D))
@@ -177,8 +172,8 @@ def combined(
     probability = {}
     for token in {**found, **guessed}:
         d, of_lookup = guessed.get(token, 0.0), found.get(token, 0.0)
-        own = d * max(0.0, 1.0 - against_drafter * (all_found - of_lookup))
-        odds = of_lookup * math.exp(-against_lookup * (all_guessed - d))
+        own = d * max(0.0, 1.0 - AGAINST_DRAFTER * (all_found - of_lookup))
+        odds = of_lookup * math.exp(-AGAINST_LOOKUP * (all_guessed - d))
         other = odds / (odds + 1.0 - of_lookup) if odds else 0.0
         probability[token] = 1.0 - (1.0 - own) * (1.0 - other)
     return probability

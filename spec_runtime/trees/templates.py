@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,7 @@ def parse_tree(
     match name, [int(number) for number in numbers.split(",") if number]:
         case "chain", [depth] if depth < MAX_NODES:
             return chain(depth)
-        case "cartesian", [_, *_] as widths if _num_products(widths) < MAX_NODES:
+        case "cartesian", [_, *_] as widths if sum(accumulate(widths, mul)) < MAX_NODES:
             return cartesian(widths)
         case "medusa64", []:
             return from_counts(MEDUSA64)
@@ -157,11 +158,6 @@ def parse_tree(
             raise UserError(
                 f"got tree {text!r:.80}, expected one of {TEMPLATES}, of {MAX_NODES} nodes at most"
             )
-
-
-def _num_products(widths: Sequence[int]) -> int:
-    """Returns the number of drafted nodes of `cartesian(widths)`, without making them."""
-    return sum(itertools.accumulate(widths, operator.mul))
 
 
 def paths_of(entry: DrafterInfo, num_nodes: int = DEFAULT_NODES) -> tuple[RankPath, ...] | None:
