@@ -162,8 +162,7 @@ def from_mapping(
 
 @dataclass(frozen=True)
 class Must:
-    """Says in an annotation what a value has to be in addition to its type, by a test
-    and in words:
+    """Says in an annotation what a value has to be in addition to its type, by a test and in words:
     `Annotated[str, Must(str.isprintable, "printable characters")]`."""
 
     test: Callable[[Any], object]
@@ -283,9 +282,14 @@ def _require_few(data: Any) -> Any:
 def _with_keys(data: Any, cls: Any) -> Any:
     """Returns `data`; raises UserError if it is a mapping and has not the keys of a dataclass."""
     if isinstance(data, Mapping):
-        fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-        required = [name for name, field in fields.items() if _has_no_default(field)]
-        require_keys(data, fields, required)
+        known = {field.name: field for field in dataclasses.fields(cls) if field.init}
+        missing = dataclasses.MISSING
+        required = [
+            name
+            for name, field in known.items()
+            if field.default is missing and field.default_factory is missing
+        ]
+        require_keys(data, known, required)
     return data
 
 
@@ -303,10 +307,6 @@ def require_keys(
         wrong = [*wrong[:8], *([f"{len(wrong) - 8} more"] if len(wrong) > 8 else [])]
         got = f"{where}{': ' if where else ''}got {brief(', '.join(wrong))}"
         raise error(f"{got}; expected keys {', '.join(known)}")
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 class _Fault(NamedTuple):

@@ -10,14 +10,15 @@ from typing import Any, Literal
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
-# The further keys of each type.
-_KEYS = {"text": (), "json_object": (), "json_schema": ("json_schema",)}
-_OWN_KEYS = {
+# The further keys of each type; the last three types are our own.
+_KNOWN: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": (),
+    "json_schema": ("json_schema",),
     "regex": ("regex",),
     "ebnf": ("grammar",),
     "tagged_json": ("begin", "schema", "end"),
 }
-_KNOWN: dict[str, tuple[str, ...]] = {**_KEYS, **_OWN_KEYS}
 # What OpenAI's "json_schema" holds; only `schema` changes what is allowed.
 _SCHEMA_KEYS = ("name", "schema", "description", "strict")
 _ANY_OBJECT = json.dumps({"type": "object"})

@@ -56,7 +56,6 @@ class DraftPauser(ProposerWrapper):
         self._costs = costs
         self._gain, self._sampled_gain = gain, sampled_gain
         self._is_first = True  # the next tree is the generation's first
-        self._rest = 0  # plain steps still to come
         self._reset()
 
     @property
@@ -125,7 +124,7 @@ class DraftPauser(ProposerWrapper):
         self._tokens, self._ms = 1.0, self._costs.plain
 
     def _reset(self) -> None:
-        self._rest = 0
+        self._rest = 0  # plain steps still to come
         self._probe = 0  # speculative steps until the next verdict
         self._next_rest = FIRST_REST
         self._is_judged = False
@@ -164,9 +163,8 @@ class ProbabilityScaler(ProposerWrapper):
         scaled = replace(budget, growth=growth.trusting(self.trust))
         tree = self._tree = super().propose(token, scaled)
         assert tree.num_nodes == 1 or tree.log_prob_N is not None, "a tree without probabilities"
-        if tree.log_prob_N is None:
-            self._worth = 0.0
-        else:
+        self._worth = 0.0
+        if tree.log_prob_N is not None:
             worth_N = payoff.probabilities(tree.log_prob_N[1:], growth.reliability)
             self._worth = float(worth_N.sum())
         return tree

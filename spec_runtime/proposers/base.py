@@ -43,8 +43,8 @@ class Proposer(Protocol):
         """Forgets all but the first `length` tokens; 0 must work from any state."""
 
 
-class PlainProposer:
-    """Decodes plainly: every tree is its root."""
+class StatelessProposer:
+    """Keeps nothing of what it is told; a subclass proposes."""
 
     wants_features = False
     run_seconds = 0.0
@@ -52,14 +52,18 @@ class PlainProposer:
     def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
         pass
 
-    def propose(self, token: int, budget: Budget) -> TokenTree:
-        return TokenTree.root(token)
-
     def commit(self, step: Step) -> None:
         pass
 
     def truncate(self, length: int) -> None:
         pass
+
+
+class PlainProposer(StatelessProposer):
+    """Decodes plainly: every tree is its root."""
+
+    def propose(self, token: int, budget: Budget) -> TokenTree:
+        return TokenTree.root(token)
 
 
 class Follower(Protocol):

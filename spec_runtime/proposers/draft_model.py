@@ -6,22 +6,20 @@ target's; a tree's rows are scratch after them. With a width of one it drafts a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
 
 from spec_runtime.backends import Runtime
 from spec_runtime.bundle.manifest import Bundle, DrafterInfo, require_config
-from spec_runtime.proposers.rows import DrafterRows, require_levels_fit
-from spec_runtime.step import Step
+from spec_runtime.proposers.rows import DrafterRows, RowsProposer, require_levels_fit
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
 from spec_runtime.trees.tree import TokenTree
 
 
-class DraftModelProposer:
+class DraftModelProposer(RowsProposer):
     """Runs the graph "drafter", which has a cache: a row is a token, and its outputs `guess_ids`
     i64[M, C] and `guess_log_probs` f32[M, C] are guesses of the next token.
 
@@ -32,13 +30,12 @@ class DraftModelProposer:
 
     reads_features = False
     first_token = 0
+    _rows: DrafterRows
 
     def __init__(self, rows: DrafterRows, *, num_guesses: int, max_width: int) -> None:
+        super().__init__(rows)
         assert rows.wants_features <= self.reads_features, rows.wants_features
-        self.wants_features = rows.wants_features
-        self._rows = rows
-        self._num_guesses = num_guesses
-        self._max_width = max_width
+        self._num_guesses, self._max_width = num_guesses, max_width
 
     @classmethod
     def open(
@@ -57,13 +54,6 @@ class DraftModelProposer:
         )
         return cls(rows, num_guesses=info.config["num_guesses"], max_width=info.config["max_width"])
 
-    @property
-    def run_seconds(self) -> float:
-        return self._rows.run_seconds
-
-    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._rows.start(prompt, features_TF, reused)
-
     def propose(self, token: int, budget: Budget) -> TokenTree:
         self._rows.add(token)
         return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
@@ -72,9 +62,3 @@ class DraftModelProposer:
         """See grow.grow_by_levels."""
         result = self._rows.run_level(("guess_ids", "guess_log_probs"), nodes, first)
         return result["guess_ids"], result["guess_log_probs"]
-
-    def commit(self, step: Step) -> None:
-        self._rows.commit(step)
-
-    def truncate(self, length: int) -> None:
-        self._rows.truncate(length)

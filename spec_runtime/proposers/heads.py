@@ -13,8 +13,7 @@ import numpy as np
 from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.proposers.base import Follower
-from spec_runtime.proposers.rows import DrafterRows, LastFeature
-from spec_runtime.step import Step
+from spec_runtime.proposers.rows import DrafterRows, LastFeature, RowsProposer
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import grow
@@ -24,7 +23,7 @@ from spec_runtime.trees.tree import TokenTree
 PAIRS = "pair_log_probs"
 
 
-class OnePassProposer:
+class OnePassProposer(RowsProposer):
     """Runs a graph once a step and grows its guesses into a tree.
 
     `rows` feeds the graph. If the graph has a cache, the waiting rows are run and then `mask_ids`,
@@ -45,8 +44,7 @@ class OnePassProposer:
         has_pairs: bool = False,
         mask_reads_token: bool = False,
     ) -> None:
-        self.wants_features = rows.wants_features
-        self._rows = rows
+        super().__init__(rows)
         self._mask_ids = np.array(mask_ids, np.int64)
         self._has_pairs = has_pairs
         self._mask_reads_token = mask_reads_token
@@ -81,16 +79,9 @@ class OnePassProposer:
         mask_ids = mask_input_ids(base, num_masks, bool(reads_token))
         return cls(rows, mask_ids, read_pairs(info), bool(reads_token))
 
-    @property
-    def run_seconds(self) -> float:
-        return self._rows.run_seconds
-
     def fusable(self) -> tuple[Follower, Backend | None]:
         """See base.Fusable."""
         return self._rows, self._rows.backend if isinstance(self._rows, DrafterRows) else None
-
-    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._rows.start(prompt, features_TF, reused)
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
         self._rows.add(token)
@@ -104,12 +95,6 @@ class OnePassProposer:
             results = self._rows.run(outputs, self._mask_ids + added)
         guesses = Guesses(results["guess_ids"], results["guess_log_probs"], results.get(PAIRS))
         return grow(token, guesses, budget)
-
-    def commit(self, step: Step) -> None:
-        self._rows.commit(step)
-
-    def truncate(self, length: int) -> None:
-        self._rows.truncate(length)
 
 
 def mask_input_ids(base: int, num_masks: int, mask_reads_token: bool) -> list[int]:

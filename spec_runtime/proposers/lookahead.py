@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spec_runtime.proposers.base import StatelessProposer
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder
@@ -26,7 +27,7 @@ LEVEL, WINDOW, POOL = 5, 7, 7
 NUM_NODES = (WINDOW + POOL) * (LEVEL - 1)  # of a full tree, root included
 
 
-class LookaheadProposer:
+class LookaheadProposer(StatelessProposer):
     """Drafts n-grams from its pool, and a window of guesses that makes new n-grams.
 
     `level` N: tokens of an n-gram; `window` W: columns; `pool` G: n-grams kept per first token.
@@ -47,10 +48,9 @@ class LookaheadProposer:
     rightmost columns, also if they reach below `max_depth`. They do not come back in that
     generation. A budget for only the root leaves the window as it is, and so does a step without
     the target's answers: a grammar left out nodes of the tree, the window's among them.
-    """
 
-    wants_features = False
-    run_seconds = 0.0
+    `truncate` does nothing, because `start` begins anew, whatever is reused.
+    """
 
     def __init__(self, level: int = LEVEL, window: int = WINDOW, pool: int = POOL) -> None:
         assert level >= 2, level
@@ -93,9 +93,6 @@ class LookaheadProposer:
                 self._remember(first, tuple(rest))
             del self._level_JW[0]
         self._level_JW.append(answer_W)
-
-    def truncate(self, length: int) -> None:
-        pass  # `start` begins anew, whatever is reused
 
     def _width(self, budget: Budget) -> int:
         """Returns how many of the columns still there the budget has room for."""

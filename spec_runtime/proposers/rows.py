@@ -100,6 +100,27 @@ class LastFeature:
         return result
 
 
+class RowsProposer:
+    """Keeps its state in the rows that it feeds a graph; a subclass proposes."""
+
+    def __init__(self, rows: DrafterRows | LastFeature) -> None:
+        self.wants_features = rows.wants_features
+        self._rows = rows
+
+    @property
+    def run_seconds(self) -> float:
+        return self._rows.run_seconds
+
+    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
+        self._rows.start(prompt, features_TF, reused)
+
+    def commit(self, step: Step) -> None:
+        self._rows.commit(step)
+
+    def truncate(self, length: int) -> None:
+        self._rows.truncate(length)
+
+
 def open_reader(
     bundle: Bundle, graph: Graph, capacity: int, runtime: Runtime, target: Target
 ) -> tuple[Backend, Target | None]:

@@ -7,22 +7,20 @@ The graph makes the states; this file only carries them from parent to child. A 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
 from spec_runtime import backends
 from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle.manifest import BANK_ROWS, STATE_ROWS, Bundle, DrafterInfo, require_config
-from spec_runtime.proposers.rows import DrafterRows, LastFeature
-from spec_runtime.step import Step
+from spec_runtime.proposers.rows import DrafterRows, LastFeature, RowsProposer
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
 from spec_runtime.trees.tree import TokenTree
 
 
-class SequentialProposer:
+class SequentialProposer(RowsProposer):
     """Runs a start graph and then, level by level, a step graph.
 
     The step graph takes a level's nodes, `input_ids` i64[N], each with its parent's `state`
@@ -45,8 +43,7 @@ class SequentialProposer:
         max_width: int,
         is_banked: bool = False,
     ) -> None:
-        self.wants_features = start.wants_features
-        self._start = start
+        super().__init__(start)
         self._is_banked = is_banked
         self._backend = step
         self._num_guesses = num_guesses
@@ -81,16 +78,13 @@ class SequentialProposer:
 
     @property
     def run_seconds(self) -> float:
-        return self._start.run_seconds + self._step_seconds
-
-    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        self._start.start(prompt, features_TF, reused)
+        return super().run_seconds + self._step_seconds
 
     def propose(self, token: int, budget: Budget) -> TokenTree:
-        self._start.add(token)
+        self._rows.add(token)
         if budget.is_root_only:
             return TokenTree.root(token)
-        start = self._start.run([] if self._is_banked else ["state"])
+        start = self._rows.run([] if self._is_banked else ["state"])
         self._state_NW, self._level = start.get("state"), 0
         return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
 
@@ -116,9 +110,3 @@ class SequentialProposer:
             self._state_NW = np.concatenate([self._state_NW, result["state.out"]])
         self._level += 1
         return result["guess_ids"], result["guess_log_probs"]
-
-    def commit(self, step: Step) -> None:
-        self._start.commit(step)
-
-    def truncate(self, length: int) -> None:
-        self._start.truncate(length)

@@ -7,7 +7,6 @@ target's free slots and keeps nothing: the verify pass writes those slots anew w
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,23 +14,20 @@ from spec_runtime import backends
 from spec_runtime.backends import Backend, Runtime
 from spec_runtime.bundle.manifest import Bundle, BundleError, DrafterInfo, require_config
 from spec_runtime.kv import Cache
+from spec_runtime.proposers.base import StatelessProposer
 from spec_runtime.proposers.rows import require_levels_fit
-from spec_runtime.step import Step
 from spec_runtime.target import Target
 from spec_runtime.trees.budget import Budget
 from spec_runtime.trees.grow import TreeBuilder, grow_by_levels
 from spec_runtime.trees.tree import TokenTree
 
 
-class SkipLayerProposer:
+class SkipLayerProposer(StatelessProposer):
     """Runs `backend`, which shares the target's buffers, level by level.
 
-    `cache` is the target's, and says where the rows go.
-    One run of a level returns its nodes' guesses: `guess_ids` i64[M, C] and `guess_log_probs`
-    f32[M, C].
+    `cache` is the target's, and says where the rows go. One run of a level returns its nodes'
+    guesses: `guess_ids` i64[M, C] and `guess_log_probs` f32[M, C].
     """
-
-    wants_features = False
 
     def __init__(self, backend: Backend, cache: Cache, *, num_guesses: int, max_width: int) -> None:
         self.run_seconds = 0.0
@@ -62,17 +58,8 @@ class SkipLayerProposer:
             max_width=info.config["max_width"],
         )
 
-    def start(self, prompt: Sequence[int], features_TF: np.ndarray | None, reused: int) -> None:
-        pass
-
     def propose(self, token: int, budget: Budget) -> TokenTree:
         return grow_by_levels(token, self._expand, budget, self._num_guesses, self._max_width)
-
-    def commit(self, step: Step) -> None:
-        pass
-
-    def truncate(self, length: int) -> None:
-        pass
 
     def _expand(self, nodes: TreeBuilder, first: int) -> tuple[np.ndarray, np.ndarray]:
         """See grow.grow_by_levels."""

@@ -81,10 +81,6 @@ class TextIndex:
             self._automata += [SuffixAutomaton(), SuffixAutomaton()]  # newer, older
         self._known: list[Match] = [NO_MATCH] * (len(self._automata) - 1)  # of the text's end
 
-    def __len__(self) -> int:
-        """Returns the number of tokens of the text."""
-        return len(self._tokens)
-
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds tokens at the end of the text."""
         self._tokens += tokens
@@ -138,7 +134,9 @@ class TextIndex:
         least = max(least, _LEAST_LEFT)
         seen: set[int] | None = None  # tokens that followed a longer match
         for _ in range(MAX_LEVELS):
-            at = 0 if len(matches) == 1 else _longest(matches)
+            at = 0
+            if len(matches) > 1:  # the longest, of equal ones the first
+                at = max(range(len(matches)), key=lambda i: matches[i].length)
             match, automaton = matches[at], self._automata[at]
             if match.length == 0 or left < least:
                 break
@@ -168,11 +166,6 @@ class TextIndex:
             for token in self._tokens[-_REREAD:]:
                 match = automaton.advance(match, token)
             self._known[i] = match
-
-
-def _longest(matches: Sequence[Match]) -> int:
-    """Returns which match is the longest; of equal ones the first."""
-    return max(range(len(matches)), key=lambda i: matches[i].length)
 
 
 def _estimate(

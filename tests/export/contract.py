@@ -122,7 +122,7 @@ def _recorded_guesses(
     which has guess 0, counts.
     """
     proposer: Any = engine.proposer
-    reader = getattr(proposer, "_rows", None) or getattr(proposer, "_last", proposer)
+    reader = proposer if hasattr(proposer, "_backend") else proposer._rows
     backend = reader._backend
     run = backend.run
     guesses: dict[int, dict[str, np.ndarray]] = {}
