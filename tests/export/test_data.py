@@ -65,22 +65,6 @@ def test_chat_rows_lose_on_the_assistant_only(tmp_path: Path) -> None:
     assert tokenizer.decode(example.token_T.tolist()) == text
 
 
-def test_cut_to_max_length_and_rows_without_answer_dropped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write(
-        tmp_path / "a.jsonl",
-        {"tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
-        {"tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 0, 1]},
-    )
-    with caplog.at_level(logging.WARNING):
-        (example,) = data.read(path, make_tokenizer(), 3)
-    assert example.token_T.tolist() == [5, 6, 7]
-    assert "dropped 1 rows" in caplog.text
-    with pytest.raises(UserError, match="no training example"):
-        data.read(path, make_tokenizer(), 2)
-
-
 def test_sources_allow_list(tmp_path: Path) -> None:
     rows = [
         {"tokens": [i, 9], "loss_mask": [0, 1], **({"source": s} if s else {})}
@@ -90,53 +74,86 @@ def test_sources_allow_list(tmp_path: Path) -> None:
     kept = data.read(path, make_tokenizer(), 10, sources=("", "y"))
     assert [e.token_T[0] for e in kept] == [5, 7]
     assert data.source_counts(kept) == {"": 1, "y": 1}
-    with pytest.raises(
-        UserError, match=r"no row has source \['z'\], expected some of \['', 'x', 'y'\]"
-    ):
+    message = r"no row has source \['z'\], expected some of \['', 'x', 'y'\]"
+    with pytest.raises(UserError, match=message):
         data.read(path, make_tokenizer(), 10, sources=("x", "z"))
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "not JSON"),
-        ("[1]", "got list, expected an object"),
-        ('{"text": "x"}', r"got keys \['text'\]"),
-        ('{"prompt": [1], "response": "x"}', '"response" is not a list of token ids'),
-        ('{"prompt": [true], "response": [1]}', '"prompt" is not a list of token ids'),
-        ('{"prompt": [98], "response": [1]}', "ids from 98 to 98, expected 0 to 97"),
-        ('{"prompt": [1], "response": [-1]}', "ids from -1"),
-        ('{"tokens": [1, 2], "loss_mask": [1]}', "loss_mask of 1 for 2 tokens"),
-        ('{"tokens": [1], "loss_mask": [2]}', "expected a list of 0 and 1"),
-        ('{"messages": [{"role": "user"}]}', '"messages" is not a list'),
-        ('{"prompt": [1], "response": [1], "source": 3}', '"source" is 3'),
+        (b"{", "not JSON"),
+        (b"[1]", "got list, expected an object"),
+        (b'{"text": "x"}', r"got keys \['text'\]"),
+        (b'{"prompt": [1], "response": "x"}', '"response" is not a list of token ids'),
+        (b'{"prompt": [98], "response": [1]}', "ids from 98 to 98, expected 0 to 97"),
+        (b'{"prompt": [1], "response": [-1]}', "ids from -1"),
+        (b'{"tokens": [1, 2], "loss_mask": [1]}', "loss_mask of 1 for 2 tokens"),
+        (b'{"tokens": [1], "loss_mask": [2]}', "expected a list of 0 and 1"),
+        (b'{"messages": [{"role": "user"}]}', '"messages" is not a list'),
+        (b'{"prompt": [1], "response": [1], "source": 3}', '"source" is 3'),
+        (b"[" * 5000, "not JSON .it is nested too deeply"),
+        (b'{"tokens": ' + b"[" * 5000 + b"]" * 5000 + b', "loss_mask": [1]}', "nested too deeply"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),
+        (b'{"tokens": [5], "loss_mask": [1' + b"0" * 5000 + b"]}", "not JSON"),
+        (b'{"tokens": [1e400], "loss_mask": [1]}', "not JSON .it holds 1e400"),
+        (b'{"tokens": [1.5], "loss_mask": [1]}', '"tokens" is not a list of token ids'),
+        (b'{"tokens": [5], "loss_mask": [[[]]]}', '"loss_mask" holds other values'),
+        (b'{"tokens": {}, "loss_mask": null}', '"tokens" is not a list of token ids'),
+        (b'{"prompt": [true], "response": [5]}', '"prompt" is not a list of token ids'),
+        (b'{"messages": {"role": "user"}}', '"messages" is not a list of'),
+        (b'{"messages": [{"role": 1, "content": "a"}]}', '"messages" is not a list of'),
+        (b'{"messages": [{"role": "user", "content": null}]}', '"messages" is not a list of'),
+        (b'{"prompt": [5], "response": [5], "source": {}}', '"source" is {}, expected a string'),
+        (b'{"messages": [], "\\ud800": 1}', "half a surrogate pair"),
+        (b"\xff\xfe", "not JSON"),
+        (b"NaN", "not JSON .it holds NaN"),
+        (b"1.5", "got float, expected an object"),
     ],
 )
-def test_errors_name_file_and_line(tmp_path: Path, line: str, message: str) -> None:
+def test_errors_name_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"tokens": [1], "loss_mask": [1]}\n' + line + "\n")
-    with pytest.raises(UserError, match=f"bad.jsonl:2: .*{message}"):
-        data.read(path, make_tokenizer(), 10)
+    path.write_bytes(b'{"tokens": [5, 6], "loss_mask": [0, 1]}\n' + line + b"\n")
+    with pytest.raises(UserError, match=rf"bad\.jsonl:2: .*{message}"):
+        data.read(path, make_tokenizer(), 1000)
 
 
-def test_missing_and_truncated_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cannot read .*none.jsonl"):
-        data.read(tmp_path / "none.jsonl", make_tokenizer(), 10)
-    path = tmp_path / "cut.jsonl.xz"
-    path.write_bytes(lzma.compress(b'{"tokens": [1], "loss_mask": [1]}\n' * 5)[:-20])
-    with pytest.raises(UserError, match=r"cannot read .*cut.jsonl.xz"):
-        data.read(path, make_tokenizer(), 10)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    cut = tmp_path / "cut.jsonl.xz"
+    cut.write_bytes(lzma.compress(b'{"tokens": [1], "loss_mask": [1]}\n' * 5)[:-20])
+    for path in (tmp_path / "none.jsonl", cut, "a\0b: embedded null byte"):
+        with pytest.raises(UserError, match=f"cannot read {path}"):
+            data.read(str(path).partition(":")[0], make_tokenizer(), 10)
 
 
-def test_template_that_rewrites_turns_or_refuses_is_an_error(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    path = write(tmp_path / "a.jsonl", {"messages": messages})
-    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template rewrites"):
-        data.read(path, make_tokenizer("{{ messages | length }}"), 10)
-    with pytest.raises(UserError, match=r"a.jsonl:1: the chat template refuses the messages: no"):
-        data.read(path, make_tokenizer("{{ raise_exception('no') }}"), 10)
-    with pytest.raises(UserError, match="exactly once"):
-        data.chat_affixes(make_tokenizer("{{ messages[0].content * 2 }}"))
+REFUSES = "the chat template refuses the messages"
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "of_affixes"),
+    [
+        ("{{ messages | length }}", "the chat template rewrites", "exactly once"),
+        ("{{ raise_exception('no') }}", f"{REFUSES}: no", REFUSES),
+        *(
+            (template, REFUSES, REFUSES)
+            for template in ("{{ 1 / 0 }}", "{{ messages + 1 }}", "{% for %}", "{{ range(10**9) }}")
+        ),
+    ],
+)
+def test_a_template_that_fails_is_named_with_the_row(
+    tmp_path: Path, template: str, message: str, of_affixes: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", {"messages": QUESTION_AND_ANSWER})
+    with pytest.raises(UserError, match=rf"a\.jsonl:1: {message}"):
+        data.read(path, make_tokenizer(template), 10)
+    with pytest.raises(UserError, match=of_affixes):
+        data.chat_affixes(make_tokenizer(template))
+
+
+QUESTION_AND_ANSWER = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+]
 
 
 def example(*tokens: int, prompt: int = 1) -> Example:
@@ -186,38 +203,6 @@ def test_most_frequent_tokens() -> None:
         data.most_frequent_tokens(counts_V, 13)
 
 
-# ---- foreign rows ----
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (b"[" * 5000, "not JSON .it is nested too deeply"),
-        (b'{"tokens": ' + b"[" * 5000 + b"]" * 5000 + b', "loss_mask": [1]}', "nested too deeply"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "half a surrogate pair"),
-        (b'{"tokens": [5], "loss_mask": [1' + b"0" * 5000 + b"]}", "not JSON"),
-        (b'{"tokens": [1e400], "loss_mask": [1]}', "not JSON .it holds 1e400"),
-        (b'{"tokens": [1.5], "loss_mask": [1]}', '"tokens" is not a list of token ids'),
-        (b'{"tokens": [5], "loss_mask": [[[]]]}', '"loss_mask" holds other values'),
-        (b'{"tokens": {}, "loss_mask": null}', '"tokens" is not a list of token ids'),
-        (b'{"prompt": [true], "response": [5]}', '"prompt" is not a list of token ids'),
-        (b'{"messages": {"role": "user"}}', '"messages" is not a list of'),
-        (b'{"messages": [{"role": 1, "content": "a"}]}', '"messages" is not a list of'),
-        (b'{"messages": [{"role": "user", "content": null}]}', '"messages" is not a list of'),
-        (b'{"prompt": [5], "response": [5], "source": {}}', '"source" is {}, expected a string'),
-        (b'{"messages": [], "\\ud800": 1}', "half a surrogate pair"),
-        (b"\xff\xfe", "not JSON"),
-        (b"NaN", "not JSON .it holds NaN"),
-        (b"1.5", "got float, expected an object"),
-    ],
-)
-def test_foreign_rows_are_named_by_file_and_line(tmp_path: Path, line: bytes, message: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"tokens": [5, 6], "loss_mask": [0, 1]}\n' + line + b"\n")
-    with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{message}"):
-        data.read(path, make_tokenizer(), 1000)
-
-
 def test_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
     """U+2028 and its like may stand in JSON strings as they are; a mark may begin the file."""
     text = "a\u2028b\u2029c\x85d\x1ee"
@@ -230,20 +215,22 @@ def test_separators_of_unicode_do_not_end_a_line(tmp_path: Path) -> None:
     assert (where, got) == (f"{path}:1", row)
 
 
-def test_a_path_that_cannot_be_one_is_named() -> None:
-    with pytest.raises(UserError, match="cannot read a\0b: embedded null byte"):
-        data.read("a\0b", make_tokenizer(), 10)
-
-
-def test_rows_of_one_token_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cut_to_max_length_and_rows_without_answer_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows of one token are dropped too."""
     path = write(
         tmp_path / "a.jsonl",
+        {"tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]},
+        {"tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 0, 1]},
         {"tokens": [5], "loss_mask": [1]},
-        {"tokens": [5, 6], "loss_mask": [1, 1]},
     )
     with caplog.at_level(logging.WARNING):
-        assert len(data.read(path, make_tokenizer(), 10)) == 1
-    assert "dropped 1 rows" in caplog.text
+        (example,) = data.read(path, make_tokenizer(), 3)
+    assert example.token_T.tolist() == [5, 6, 7]
+    assert "dropped 2 rows" in caplog.text
+    with pytest.raises(UserError, match="no training example"):
+        data.read(path, make_tokenizer(), 2)
 
 
 class Panic(BaseException):
@@ -254,8 +241,7 @@ class Panic(BaseException):
 def test_a_tokenizer_that_fails_is_named_with_the_row(
     tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    path = write(tmp_path / "a.jsonl", {"messages": QUESTION_AND_ANSWER})
     tokenizer = make_tokenizer()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -270,18 +256,6 @@ def test_a_tokenizer_that_fails_is_named_with_the_row(
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{% for %}", "{{ range(10**9) }}"]
-)
-def test_a_template_that_fails_is_named_with_the_row(tmp_path: Path, template: str) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    path = write(tmp_path / "a.jsonl", {"messages": messages})
-    with pytest.raises(UserError, match=r"a\.jsonl:1: the chat template refuses the messages"):
-        data.read(path, make_tokenizer(template), 10)
-    with pytest.raises(UserError, match="the chat template refuses the messages"):
-        data.chat_affixes(make_tokenizer(template))
-
-
-@pytest.mark.parametrize(
     ("turns", "message"),
     [
         ([{"prompt": [5]}], "is not a list of"),
@@ -290,10 +264,14 @@ def test_a_template_that_fails_is_named_with_the_row(tmp_path: Path, template: s
     ],
 )
 def test_foreign_turns_are_one_line(tmp_path: Path, turns: Any, message: str) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"turns": turns}) + "\n")
+    path = write(tmp_path / "rows.jsonl", {"turns": turns})
     with pytest.raises(UserError, match=f"rows.jsonl:1: .*{message}"):
         data.read(path, make_tokenizer(), 99)
+
+
+def test_a_template_shows_the_user_message_once() -> None:
+    with pytest.raises(UserError, match="exactly once"):
+        data.chat_affixes(make_tokenizer("{{ messages[0].content * 2 }}"))
 
 
 def test_a_template_without_end_tokens_has_no_second_turn() -> None:
