@@ -19,6 +19,7 @@ from spec_runtime.backends.cuda_api import Cuda
 from spec_runtime.backends.shapes import shape_of
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT
 from spec_runtime.bundle.manifest import Graph, Plan
+from spec_runtime.kv import Cache
 
 FLAVOUR, VERSION, CAPABILITY = "tensorrt_rtx", "1.7.1.116", "8.9"
 GPU_NAME = b"NVIDIA GeForce RTX 4090"
@@ -362,3 +363,11 @@ def cuda(capability: str | None = CAPABILITY) -> tuple[Cuda, Runtime]:
     """Returns our wrapper and the fake under it."""
     runtime = Runtime(capability)
     return Cuda(runtime), runtime
+
+
+def step_feeds(cache: Cache, tokens: list[int], parents: list[int]) -> dict[str, np.ndarray]:
+    """Returns the feeds of a target for a tree of tokens, all of whose logits are wanted."""
+    feeds = cache.place(np.array(parents, np.int64))
+    feeds["input_ids"] = np.array(tokens, np.int64)[None]
+    feeds["logit_rows"] = np.arange(len(tokens), dtype=np.int64)
+    return feeds

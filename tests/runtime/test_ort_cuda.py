@@ -19,6 +19,7 @@ import fake_ort_cuda as fake
 import numpy as np
 import onnxruntime
 import pytest
+from fake_tensorrt import step_feeds
 from onnx_text import model_of, session_of
 from workshop import Workshop
 
@@ -92,13 +93,6 @@ def open_target(
     backend = open_graph(opened, graph, capacity, Runtime(how, 1, cuda_graphs))
     assert isinstance(backend, OrtBackend)
     return backend, open_cache(graph.form, capacity)
-
-
-def step(cache: Cache, tokens: list[int], parents: list[int]) -> dict[str, np.ndarray]:
-    feeds = cache.place(np.array(parents, np.int64))
-    feeds["input_ids"] = np.array(tokens, np.int64)[None]
-    feeds["logit_rows"] = np.arange(len(tokens), dtype=np.int64)
-    return feeds
 
 
 # ---- the same tokens ----
@@ -177,7 +171,7 @@ def test_all_feeds_of_a_run_go_to_the_device_in_one_piece(
     folders: dict[str, Path], device: fake.Device
 ) -> None:
     backend, cache = open_target(folders["fp16"])
-    feeds = step(cache, [5, 6, 7], [0, 0, 1])
+    feeds = step_feeds(cache, [5, 6, 7], [0, 0, 1])
     for _ in range(5):  # until it is captured
         expected = backend.run(feeds, ["logits"])["logits"]
     before = device.num_to_device
@@ -198,13 +192,13 @@ def test_the_host_waits_only_for_what_it_reads(
         backend, cache = open_target(folders["fp16"], cuda_graphs=cuda_graphs)
         before = device.num_waits, device.num_captured
         for tokens in chunks:
-            backend.run(step(cache, tokens, [0, 0, 1, 2]), [])
+            backend.run(step_feeds(cache, tokens, [0, 0, 1, 2]), [])
             cache.commit(range(4))
             if not cuda_graphs:
                 backend.copies.settle()
         # before feeds are written again that may still be on their way, and to capture
         assert device.num_waits - before[0] >= len(chunks) - 1
-        logits.append(backend.run(step(cache, [7], [0]), ["logits"])["logits"].copy())
+        logits.append(backend.run(step_feeds(cache, [7], [0]), ["logits"])["logits"].copy())
     assert np.array_equal(logits[0], logits[1])
 
     engine = load(folders["fp16"], drafter="hydra")
@@ -423,7 +417,7 @@ def test_a_repeated_shape_is_captured_then_replayed(
     backend, cache = open_target(folders["fp32"])
     counts = []
     for tokens in ([5], [6], [7], [8, 9], [10], [11], [12, 13], [1], [2]):
-        backend.run(step(cache, tokens, [0] * len(tokens)), ["logits"])
+        backend.run(step_feeds(cache, tokens, [0] * len(tokens)), ["logits"])
         cache.commit([0])
         counts.append((device.num_eager, device.num_captured, device.num_replayed))
     assert counts == [
@@ -444,7 +438,9 @@ def test_a_capture_leaves_all_rows_as_they_are(
         tokens, path = rng.integers(2, 90, 6).tolist(), [0, 2, 3, 5]
         logits = []
         for backend, cache in (captured, eager):
-            outputs = backend.run(step(cache, tokens, [0, 0, 0, 2, 3, 3]), ["logits", "features"])
+            outputs = backend.run(
+                step_feeds(cache, tokens, [0, 0, 0, 2, 3, 3]), ["logits", "features"]
+            )
             logits.append((outputs["logits"], outputs["features"]))
             cache.commit(path)
         assert all(np.array_equal(a, b) for a, b in zip(*logits, strict=True))
@@ -487,14 +483,14 @@ def test_wide_runs_and_those_beyond_the_limit_are_not_captured(
     counts = []
     for width in (5, 1, 2, 3):
         for _ in range(3):
-            backend.run(step(cache, [5] * width, [0] * width), ["logits"])
+            backend.run(step_feeds(cache, [5] * width, [0] * width), ["logits"])
         counts.append((device.num_captured, device.num_replayed))
     assert counts == [(0, 0), (1, 1), (2, 2), (2, 2)]
 
 
 def test_every_thread_captures_its_own(folders: dict[str, Path], device: fake.Device) -> None:
     backend, cache = open_target(folders["fp16"])
-    feeds, results = step(cache, [5, 6], [0, 0]), []
+    feeds, results = step_feeds(cache, [5, 6], [0, 0]), []
 
     def run() -> None:
         for _ in range(4):
@@ -529,7 +525,7 @@ def test_masks_are_cut_to_widths_that_double(folders: dict[str, Path], device: f
     assert shapes.mask_width(7, 100) == 100
     backend, cache = open_target(folders["fp16"])
     for length in (200, 55, 1, 1):
-        backend.run(step(cache, [5] * length, [max(i - 1, 0) for i in range(length)]), [])
+        backend.run(step_feeds(cache, [5] * length, [max(i - 1, 0) for i in range(length)]), [])
         cache.commit(range(length))
     backend.copies.settle()
     assert [shapes["mask"][3] for shapes in device.shapes] == [256, 256, 256, 384]
@@ -543,7 +539,7 @@ def test_a_narrow_mask_changes_nothing(workshop: Workshop, precision: str) -> No
     wide, narrow = (CpuBackend(opened.path / graph.file, graph, 384, 1) for _ in range(2))
     cache, names = open_cache("slots", 384), ["logits", "features"]
     for n in (20, 4, 9, 30):
-        feeds = step(cache, list(range(2, 2 + n)), [max(i // 2 - 1, 0) for i in range(n)])
+        feeds = step_feeds(cache, list(range(2, 2 + n)), [max(i // 2 - 1, 0) for i in range(n)])
         used = int(feeds["seqlens_k"][0]) + 1
         expected = {name: array.copy() for name, array in wide.run(feeds, names).items()}
         got = narrow.run(feeds | {"mask": feeds["mask"][..., :used]}, names)

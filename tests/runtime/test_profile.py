@@ -15,9 +15,7 @@ from tuning import COSTS, KEY, opened_anew, use_cache
 from spec_runtime import machine, profile
 from spec_runtime.bundle import manifest as bundle
 from spec_runtime.profile import PLAIN, Candidate, Gain, Key, Profile
-from spec_runtime.proposers.adaptive import (
-    DraftPauser,
-)
+from spec_runtime.proposers.adaptive import DraftPauser
 from spec_runtime.proposers.base import PlainProposer
 from spec_runtime.trees.budget import Budget, Grown, Static
 
