@@ -174,9 +174,7 @@ class Distiller:
 
     def _room_behind(self, conversation: Conversation) -> int:
         """Returns the tokens that the next user message may have."""
-        context = self.room + len(self.prefix) + len(self.suffix) + self.config.max_new_tokens
-        used = len(conversation.ids) + len(self.joint) + len(self.suffix)
-        return context - used - self.config.max_new_tokens
+        return self.room + len(self.prefix) - len(conversation.ids) - len(self.joint)
 
     def _sampled(
         self, inputs: list[list[int]], room: int, number: int, turn: int

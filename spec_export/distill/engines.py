@@ -195,7 +195,9 @@ class OpenVINOEngine:
         if source.gguf_file:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 copy = Path(folder) / "target.gguf"
-                write_f16_gguf(source.path / source.gguf_file, copy)
+                # OpenVINO's reader rounds the offsets of 4-bit blocks to integers, which changes
+                # every greedy answer of the demo; float16 keeps 11 bits of a weight
+                write_gguf(source.path / source.gguf_file, copy, "F16")
                 self.pipeline = load(copy)
         elif _openvino_folder(source):
             self.pipeline = load(source.path)
@@ -282,16 +284,6 @@ def save_dequantized(source: Source, folder: Path) -> None:
 
     model, tokenizer = target.load(source)
     target.save(model, tokenizer, folder)
-
-
-def write_f16_gguf(source: Path, destination: Path) -> None:
-    """Copies a GGUF file with its matrices as float16 and its vectors unchanged.
-
-    OpenVINO's reader rounds the offsets of 4-bit blocks to integers, which makes another model
-    (every greedy answer of the demo changes). float16 keeps the dequantised weights to 11 bits.
-    Raises UserError if the file cannot be read or a weight exceeds float16.
-    """
-    write_gguf(source, destination, "F16")
 
 
 def write_gguf(source: Path, destination: Path, kind: str) -> None:

@@ -25,7 +25,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from spec_export.training import disk, tap_codes
+from spec_export.training.batches import by_length
 from spec_export.training.data import Example
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import locked, write_atomically
@@ -271,9 +272,10 @@ def _build(
     stored = _load_features(folder, about, int(offset[-1]), "r+")
     if progress:
         progress(int(offset[about.sequences_done]), int(offset[-1]))
+    batch_tokens = BATCH_TOKENS[model.device.type]
     for start in range(about.sequences_done, len(examples), BLOCK):
         block = range(start, min(start + BLOCK, len(examples)))
-        for indices in _batches(block, examples, BATCH_TOKENS[model.device.type]):
+        for indices in by_length(np.array(block), np.diff(offset), batch_tokens):
             rows = _forward([examples[i].token_T for i in indices], model, about.taps)
             for i, row in zip(indices, rows, strict=True):
                 for name, part in _encoded(row, about).items():
@@ -389,18 +391,6 @@ def _damaged(folder: Path, reason: str) -> UserError:
     return UserError(
         f"got feature cache {folder}, which is damaged ({reason}): remove it to build it again"
     )
-
-
-def _batches(block: range, examples: Sequence[Example], batch_tokens: int) -> Iterator[list[int]]:
-    """Yields the indices of `block` by length, in groups of up to `batch_tokens` padded tokens."""
-    group: list[int] = []
-    for i in sorted(block, key=lambda i: len(examples[i].token_T)):
-        if group and (len(group) + 1) * len(examples[i].token_T) > batch_tokens:
-            yield group
-            group = []
-        group.append(i)
-    if group:
-        yield group
 
 
 @torch.inference_mode()

@@ -14,14 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from annotated_types import Ge, Gt, Le, Lt
 
 from spec_runtime.errors import UserError
-from spec_runtime.mapping import (
-    Must,
-    added_later,
-    from_mapping,
-    parse_toml,
-    require_keys,
-    to_json,
-)
+from spec_runtime.mapping import Must, added_later, from_mapping, parse_toml, require_keys, to_json
 
 T = TypeVar("T")
 

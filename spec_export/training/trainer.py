@@ -25,11 +25,7 @@ from spec_export.training import batches, checkpoint, disk, interruption, recipe
 from spec_export.training.average import WeightAverage
 from spec_export.training.bigrams import Table
 from spec_export.training.log import Log
-from spec_export.training.validate import (
-    Validation,
-    held_out_sequences,
-    validate,
-)
+from spec_export.training.validate import Validation, held_out_sequences, validate
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import remove_folder
 from spec_runtime.machine import give_back_memory

@@ -196,7 +196,7 @@ def test_most_frequent_tokens() -> None:
     counts_V = data.count_tokens(examples, 12, prompt_weight=1.0)
     assert data.most_frequent_tokens(counts_V, 2).tolist() == [4, 9]
     with pytest.raises(UserError, match="token id 9"):
-        data.count_tokens(examples, 8)
+        data.require_vocabulary(examples, 8)
     with pytest.raises(UserError, match=r"cannot hold 2 special ids"):
         data.most_frequent_tokens(counts_V, 1, always=[1, 2])
     with pytest.raises(UserError, match="expected 1 to 12"):

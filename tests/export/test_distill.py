@@ -315,7 +315,7 @@ def test_a_copied_gguf_is_the_same_model(kind: str, most: float, tmp_path: Path)
 def test_a_damaged_gguf_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError, match="cannot read"):
-        distill_engines.write_f16_gguf(tmp_path / "bad.gguf", tmp_path / "x.gguf")
+        distill_engines.write_gguf(tmp_path / "bad.gguf", tmp_path / "x.gguf", "F16")
 
 
 @pytest.mark.skipif(
@@ -325,7 +325,7 @@ def test_openvino_gives_the_answers_of_transformers(tmp_path: Path) -> None:
     model = str(tmp_path / "q4.gguf")
     write_gguf(tmp_path / "q4.gguf")
     # The reference reads the same float16 weights, so that greedy answers can be compared exactly.
-    distill_engines.write_f16_gguf(tmp_path / "q4.gguf", tmp_path / "f16.gguf")
+    distill_engines.write_gguf(tmp_path / "q4.gguf", tmp_path / "f16.gguf", "F16")
     reference = transformers_engine(str(tmp_path / "f16.gguf"))
     engine = distill_engines.OpenVINOEngine(target.resolve(model), "fp32", 4)
     prompts = [[5, 6, 7, 8], [40, 41, 42], [99, 100, 101, 102, 103]]

@@ -17,14 +17,10 @@ import pytest
 import torch
 from said import Said
 from tiny_target import save_llama
-from tiny_training import fail_at_call, largest_file
+from tiny_training import largest_file, stop_in
 
 from spec_export import target
-from spec_export.training import (
-    checkpoint,
-    features,
-    tap_codes,
-)
+from spec_export.training import checkpoint, features, tap_codes
 from spec_export.training import run as train
 from spec_export.training.data import Example
 
@@ -52,6 +48,9 @@ def test_the_cache_holds_every_sequences_features(model: Any, tmp_path: Path) ->
     assert cache.num_sequences == len(examples)
     total = sum(cache.length_N)
     assert seen == [(0, total), (total, total)]
+    seen.clear()
+    features.build(tmp_path, examples, model, "t", (1,), lambda *x: seen.append(x))
+    assert seen == [(total, total)], "a finished cache is shown as finished"
     files = [tmp_path / name for name in ("token_T.npy", "loss_T.npy", "feature_TF.npy")]
     on_disk = sum(file.stat().st_size - 128 for file in files)  # less their headers
     assert on_disk == features.size_estimate(examples, 32, 1)
@@ -282,7 +281,7 @@ def test_the_features_say_when_they_are_done(
     first, second = Said(), Said()
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr(features, "_forward", fail_at_call(features._forward, 3))
+        patch.setattr(features, "_forward", stop_in(features, "_forward", 3, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             train.run(recipe, ["train.max_steps=1"], out, report=first)
     assert re.search(
@@ -294,11 +293,3 @@ def test_the_features_say_when_they_are_done(
     assert len(shares) >= 2
     assert shares == sorted(set(shares))
     assert len(shares) <= 10
-
-
-def test_a_finished_cache_is_shown_as_finished(model: Any, tmp_path: Path) -> None:
-    examples, seen = some_examples(), []
-    features.build(tmp_path, examples, model, "t", ())
-    features.build(tmp_path, examples, model, "t", (), lambda *x: seen.append(x))
-    total = sum(len(example.token_T) for example in examples)
-    assert seen == [(total, total)]

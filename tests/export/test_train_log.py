@@ -13,11 +13,7 @@ from said import Said
 from tiny_training import curve, stop_in
 
 from spec_export.cli import main
-from spec_export.training import (
-    batches,
-    features,
-    pace,
-)
+from spec_export.training import batches, features, pace
 from spec_export.training import run as train
 from spec_export.training.events import EventWriter
 from spec_export.training.pace import Pace

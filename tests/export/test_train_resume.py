@@ -15,10 +15,7 @@ import torch
 from said import Said
 from tiny_training import curve, largest_file, stop_in
 
-from spec_export.training import (
-    checkpoint,
-    interruption,
-)
+from spec_export.training import checkpoint, interruption
 from spec_export.training import run as train
 from spec_export.training.log import Log
 from spec_export.training.trainer import Trainer

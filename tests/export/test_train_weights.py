@@ -10,10 +10,7 @@ import torch
 from said import Said
 from tiny_training import curve, stop_in, stored
 
-from spec_export.training import (
-    checkpoint,
-    validate,
-)
+from spec_export.training import checkpoint, validate
 from spec_export.training import run as train
 from spec_export.training.average import WeightAverage
 from spec_export.training.trainer import Trainer

@@ -5,9 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from spec_export.training import (
-    validate,
-)
+from spec_export.training import validate
 from spec_runtime.trees.budget import Budget
 
 #                    0  1  2  3  4  5    answer: 6 7 8 9, root of the first step: 6

@@ -14,9 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_target import save_llama
 
-from spec_export.training import (
-    checkpoint,
-)
+from spec_export.training import checkpoint
 
 NUM_ROWS = 14
 RECIPE = """
@@ -79,8 +77,8 @@ def stored(out: Path, step: int, file: str) -> dict[str, torch.Tensor]:
     return load_file(folder / f"{file}.safetensors")
 
 
-def stop_in(owner: type, name: str, call: int, error: BaseException) -> Callable[..., Any]:
-    """Returns a class's method that raises `error` when it is called that often."""
+def stop_in(owner: Any, name: str, call: int, error: BaseException) -> Callable[..., Any]:
+    """Returns a method or function of `owner` that raises `error` when it is called that often."""
     method, calls = getattr(owner, name), []
 
     def stopping(of: object, *arguments: Any, **more: Any) -> Any:
@@ -90,19 +88,6 @@ def stop_in(owner: type, name: str, call: int, error: BaseException) -> Callable
         return method(of, *arguments, **more)
 
     return stopping
-
-
-def fail_at_call(function: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """Returns a function that raises KeyboardInterrupt when it is called that often."""
-    calls: list[int] = []
-
-    def failing(*given: Any) -> Any:
-        calls.append(1)
-        if len(calls) == call:
-            raise KeyboardInterrupt
-        return function(*given)
-
-    return failing
 
 
 @contextmanager
