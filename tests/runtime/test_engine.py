@@ -11,9 +11,10 @@ from toy_engine import DRAFTERS, make_engine, random_prompt
 
 from spec_runtime.engine import Engine
 from spec_runtime.errors import ContextLengthError, UserError
+from spec_runtime.proposers.base import PlainProposer
+from spec_runtime.proposers.merged import MergedProposer
 from spec_runtime.step import Step
 from spec_runtime.text.chat_template import ChatTemplate
-from spec_runtime.trees.budget import Budget
 
 MODEL: dict[str, Any] = {"peak": 9.0, "num_successors": 97}
 
@@ -172,18 +173,11 @@ def test_reuse_can_be_switched_off() -> None:
     assert results[0].token_ids == results[1].token_ids
 
 
-def shared(engine: Engine, drafter: str) -> Engine:
-    """A second engine on the same target, as `with_drafter` makes it."""
-    from toy_engine import make_proposer
-
-    proposer = make_proposer(drafter, engine.target._backend)  # type: ignore[arg-type]
-    return engine.observed(lambda _: proposer, Budget(8))
-
-
 def test_engines_that_share_a_target_do_not_share_its_kv() -> None:
     prompt = random_prompt(2)
     first = make_engine("parallelspec", **MODEL)
-    engines = [first, shared(first, "none"), shared(first, "prompt_lookup")]
+    others = (PlainProposer(), MergedProposer(PlainProposer()))
+    engines = [first, *(first.observed(lambda _, other=other: other) for other in others)]
     results = [
         engine.generate(prompt, max_new_tokens=20) for engine in (*engines, *reversed(engines))
     ]
