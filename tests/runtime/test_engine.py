@@ -176,8 +176,8 @@ def test_reuse_can_be_switched_off() -> None:
 def test_engines_that_share_a_target_do_not_share_its_kv() -> None:
     prompt = random_prompt(2)
     first = make_engine("parallelspec", **MODEL)
-    others = (PlainProposer(), MergedProposer(PlainProposer()))
-    engines = [first, *(first.observed(lambda _, other=other: other) for other in others)]
+    plain = first.observed(lambda _: PlainProposer())
+    engines = [first, plain, first.observed(lambda _: MergedProposer(PlainProposer()))]
     results = [
         engine.generate(prompt, max_new_tokens=20) for engine in (*engines, *reversed(engines))
     ]
