@@ -207,27 +207,18 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"errors": [], "warnings": []})
 
     def _on_preupload(self, body: bytes, name: str) -> None:
-        paths = [each["path"] for each in json.loads(body)["files"]]
-        files = [
-            {
-                "path": path,
-                "uploadMode": "lfs" if path.endswith(LARGE) else "regular",
-                "shouldIgnore": False,
-            }
-            for path in paths
-        ]
-        self._answer({"files": files})
+        def mode_of(path: str) -> dict[str, Any]:
+            mode = "lfs" if path.endswith(LARGE) else "regular"
+            return {"path": path, "uploadMode": mode, "shouldIgnore": False}
+
+        self._answer({"files": [mode_of(each["path"]) for each in json.loads(body)["files"]]})
 
     def _on_batch(self, body: bytes, name: str) -> None:
-        host = f"http://{self.headers['Host']}"
-        objects = [
-            {
-                "oid": each["oid"],
-                "size": each["size"],
-                "actions": {"upload": {"href": f"{host}/upload/{each['oid']}"}},
-            }
-            for each in json.loads(body)["objects"]
-        ]
+        def place_of(oid: str, size: int, **_: Any) -> dict[str, Any]:
+            href = f"http://{self.headers['Host']}/upload/{oid}"
+            return {"oid": oid, "size": size, "actions": {"upload": {"href": href}}}
+
+        objects = [place_of(**each) for each in json.loads(body)["objects"]]
         self._answer({"objects": objects, "transfer": "basic"})
 
     def _on_upload(self, body: bytes, oid: str) -> None:

@@ -17,9 +17,9 @@ from pathlib import Path
 import gates
 import pytest
 from served import CHAT, COMPLETIONS
+from small import Run
 
 import spec_runtime
-from spec_runtime import cli
 from spec_runtime.serving import app, processes, settings
 from spec_runtime.serving.metrics import Metrics
 
@@ -149,7 +149,7 @@ def test_ctrl_c_while_workers_start_is_quiet(bundle: Path, tmp_path: Path) -> No
 
 
 def test_loopback_may_be_written_in_capitals(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     bind = processes.bind
     monkeypatch.setattr(processes, "bind", lambda host, port: bind("127.0.0.1", port))
@@ -159,9 +159,8 @@ def test_loopback_may_be_written_in_capitals(
         served.append(bundle)
 
     monkeypatch.setattr(processes, "serve", serve)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["serve", str(bundle), "--port", "0", "--host", "LocalHost"])
-    assert ended.value.code == 0, capsys.readouterr().err
+    code, _, error = run("serve", bundle, "--port", "0", "--host", "LocalHost")
+    assert code == 0, error
     assert served[0].settings.hosts == settings.LOOPBACK
 
 
@@ -221,31 +220,25 @@ def workers_of(parent: int) -> list[int]:
     ],
 )
 def test_what_cannot_be_served_is_one_line(
-    bundle: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+    bundle: Path, run: Run, options: list[str], message: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         options = [option.format(taken=port) for option in options]
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["serve", str(bundle), "--port", "0", *options])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
+        code, _, error = run("serve", bundle, "--port", "0", *options)
+    assert code == 2
     assert message.format(taken=port) in error
     assert error.count("\n") == 1
 
 
-def test_the_manifest_for_kubernetes_has_options_and_addresses_that_exist(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_manifest_for_kubernetes_has_options_and_addresses_that_exist(run: Run) -> None:
     yaml = pytest.importorskip("yaml")
     text = (Path(__file__).parents[1] / "examples/kubernetes.yaml").read_text()
     deployment, service, scaler = yaml.safe_load_all(text)
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"][:2] == ["spec-runtime", "serve"]
-    with pytest.raises(SystemExit):
-        cli.main([*container["command"][1:], *container["args"]])
-    error = capsys.readouterr().err
+    _, _, error = run(*container["command"][1:], *container["args"])
     assert error.startswith("error: /bundle: "), "the options are right, only the bundle is missing"
     paths = {getattr(route, "path", "") for route in app.router.routes}
     probes = [container[name] for name in ("startupProbe", "livenessProbe", "readinessProbe")]

@@ -24,6 +24,15 @@ def answer_alone(drafter: str, prompt: list[int], num_tokens: int) -> list[int]:
     return engine.generate(prompt, max_new_tokens=num_tokens).token_ids
 
 
+def after_two(drafter: str) -> tuple[Engine, list[int]]:
+    """Returns an engine that has answered two conversations, and the prompt of the first."""
+    engine = keeping(drafter)
+    talks = [random_prompt(seed, length=60) for seed in (1, 2)]
+    for talk in talks:
+        engine.generate(talk, max_new_tokens=5)
+    return engine, talks[0]
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_conversations_in_turn_are_not_read_again(drafter: str) -> None:
     engine = keeping(drafter)
@@ -41,20 +50,18 @@ def test_conversations_in_turn_are_not_read_again(drafter: str) -> None:
             talk += [*result.token_ids, *random_prompt(turn + 9, length=4)]
 
 
-def test_without_a_store_only_the_last_conversation_is_known() -> None:
-    engine = keeping("parallelspec", kept_bytes=0)
-    talks = [random_prompt(seed, length=60) for seed in (1, 2)]
+@pytest.mark.parametrize(("length", "kept_bytes"), [(60, 0), (MIN_ROWS - 8, 1 << 20)])
+def test_without_a_store_or_many_rows_only_the_last_is_known(length: int, kept_bytes: int) -> None:
+    engine = keeping("parallelspec", kept_bytes=kept_bytes)
+    talks = [random_prompt(seed, length=length) for seed in (1, 2)]
     for talk in talks:
-        engine.generate(talk, max_new_tokens=5)
-    assert engine.generate(talks[0], max_new_tokens=5).usage.reused_tokens == 0
+        engine.generate(talk, max_new_tokens=2)
+    assert engine.generate(talks[0], max_new_tokens=2).usage.reused_tokens == 0
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_prompt_left_in_the_middle_after_rows_came_back(drafter: str) -> None:
-    engine = keeping(drafter)
-    first = random_prompt(1, length=60)
-    engine.generate(first, max_new_tokens=5)
-    engine.generate(random_prompt(2, length=60), max_new_tokens=5)
+    engine, first = after_two(drafter)
     runs = GatedRuns(engine)
     longer = [*first, *random_prompt(3, length=PREFILL_ROWS + 30)]
     runs.let_through()
@@ -79,10 +86,7 @@ def test_a_prompt_left_in_the_middle_after_rows_came_back(drafter: str) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_prompt_that_fills_the_context_after_rows_came_back(drafter: str) -> None:
-    engine = keeping(drafter)
-    first = random_prompt(1, length=60)
-    for talk in (first, random_prompt(2, length=60)):
-        engine.generate(talk, max_new_tokens=5)
+    engine, first = after_two(drafter)
     full = [*first, *random_prompt(3, length=MAX_LENGTH - 60)]
     assert engine.generate(full).finish_reason == "length"
     assert engine.generate(first, max_new_tokens=9).token_ids == answer_alone(drafter, first, 9)
@@ -90,10 +94,7 @@ def test_a_prompt_that_fills_the_context_after_rows_came_back(drafter: str) -> N
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_an_error_while_rows_come_back_loses_no_answer(drafter: str) -> None:
-    engine = keeping(drafter)
-    first = random_prompt(1, length=60)
-    engine.generate(first, max_new_tokens=5)
-    engine.generate(random_prompt(2, length=60), max_new_tokens=5)
+    engine, first = after_two(drafter)
     backend: Any = engine.target.lend()[0]
     write_rows = backend.write_rows
 
@@ -105,14 +106,6 @@ def test_an_error_while_rows_come_back_loses_no_answer(drafter: str) -> None:
         engine.generate(first)
     backend.write_rows = write_rows
     assert engine.generate(first, max_new_tokens=9).token_ids == answer_alone(drafter, first, 9)
-
-
-def test_short_beginnings_are_read_again() -> None:
-    engine = keeping("none")
-    talks = [random_prompt(seed, length=MIN_ROWS - 8) for seed in (1, 2)]
-    for talk in talks:
-        engine.generate(talk, max_new_tokens=2)
-    assert engine.generate(talks[0], max_new_tokens=2).usage.reused_tokens == 0
 
 
 def test_rows_that_a_device_keeps_to_itself_are_refused() -> None:

@@ -170,26 +170,14 @@ print(json.dumps(about))
 def write(folder: Path) -> list[Path]:
     """Writes a graph that can be captured and warns, and one that cannot be captured."""
     onnx = pytest.importorskip("onnx")
-    node, value = onnx.helper.make_node, onnx.helper.make_tensor_value_info
-    ints, floats = onnx.TensorProto.INT64, onnx.TensorProto.FLOAT
     graphs = {
-        "scatter": (
-            [node("ScatterND", ["x", "index", "row"], ["y"])],
-            [value("x", floats, [4]), value("row", floats, [1])],
-            [value("y", floats, [4])],
-            [onnx.helper.make_tensor("index", ints, [1, 1], [0])],
-        ),
-        "pad": (
-            [node("Add", ["x", "x"], ["xx"]), node("Pad", ["xx", "pads"], ["y"])],
-            [value("x", ints, [4])],
-            [value("y", ints, [6])],
-            [onnx.helper.make_tensor("pads", ints, [2], [1, 1])],
-        ),
+        "scatter": "(float[4] x, float[1] row) => (float[4] y) <int64[1, 1] index = {0}> "
+        "{ y = ScatterND(x, index, row) }",
+        "pad": "(int64[4] x) => (int64[6] y) <int64[2] pads = {1, 1}> "
+        "{ xx = Add(x, x) y = Pad(xx, pads) }",
     }
-    for name, (nodes, inputs, outputs, constants) in graphs.items():
-        graph = onnx.helper.make_graph(nodes, name, inputs, outputs, constants)
-        opset = [onnx.helper.make_opsetid("", 18)]
-        model = onnx.helper.make_model(graph, opset_imports=opset, ir_version=9)
+    for name, graph in graphs.items():
+        model = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {name} {graph}')
         onnx.save(model, folder / f"{name}.onnx")
     return [folder / f"{name}.onnx" for name in graphs]
 

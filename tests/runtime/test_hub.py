@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import socket
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,9 @@ pytest.importorskip("huggingface_hub")
 
 from fake_hub import TOKEN, FakeHub, serving
 from huggingface_hub import constants, file_download
-from small import write_small_bundle
+from small import Run, write_small_bundle
 
 import spec_runtime
-from spec_runtime import cli
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError
 from spec_runtime.errors import UserError
@@ -78,20 +78,20 @@ def test_names_of_repositories(text: str, name: str, revision: str | None) -> No
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["name", "a/b/c", "../b", "a/..", "a/b..c", "a /b", "a/b\n", "", "/b", "a/", "x" * 97 + "/b"],
+    ("text", "revision", "message"),
+    [
+        *(
+            (text, None, r"got repository .*, expected ORG/NAME")
+            for text in ("name", "a/b/c", "../b", "a/..", "a/b..c", "a /b", "a/b\n", "", "/b", "a/")
+        ),
+        ("x" * 97 + "/b", None, r"got repository .*, expected ORG/NAME"),
+        *(("a/b", revision, "got revision") for revision in ("", "a b", "v\n", "x" * 201)),
+        ("a/b@c", "d", "got two revisions"),
+    ],
 )
-def test_other_names_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"got repository .*, expected ORG/NAME"):
-        Repository.parse(text)
-
-
-@pytest.mark.parametrize("revision", ["", "a b", "v\n", "x" * 201])
-def test_other_revisions_are_refused(revision: str) -> None:
-    with pytest.raises(UserError, match="got revision"):
-        Repository.parse("a/b", revision)
-    with pytest.raises(UserError, match="got two revisions"):
-        Repository.parse("a/b@c", revision)
+def test_other_names_are_refused(text: str, revision: str | None, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Repository.parse(text, revision)
 
 
 # ---- there and back ----
@@ -100,13 +100,17 @@ def test_other_revisions_are_refused(revision: str) -> None:
 def test_a_bundle_travels_whole(hub: FakeHub, files: dict[str, bytes], tmp_path: Path) -> None:
     address = push(tmp_path / "made", NAME)
     assert address.rpartition("/")[2] == hub.repositories[NAME].revisions["main"]
-    folder = pull(NAME)
+    seen: list[Progress] = []
+    folder = pull(NAME, on_progress=seen.append)
     assert folder == Path("bundles/small") == bundles.find()
     assert contents(folder) == files
     commit = hub.repositories[NAME].revisions["main"]
     assert b"spec-runtime pull org/small" in hub.repositories[NAME].commits[commit]["README.md"]
     assert [path.name for path in Path("bundles").iterdir()] == ["small"], "nothing is left over"
     assert not hub.repositories[NAME].private
+    counts = [state.done for state in seen]
+    assert counts == sorted(counts), "every byte counts once"
+    assert counts[-1] == seen[-1].total == sum(map(len, files.values()))
 
 
 def test_push_sends_what_the_manifest_names_and_keeps_a_card(
@@ -196,15 +200,6 @@ def test_load_fetches_once(
 
 
 # ---- what fails ----
-
-
-def test_progress_counts_every_byte_once(hub: FakeHub, files: dict[str, bytes]) -> None:
-    hub.add(NAME, files)
-    seen: list[Progress] = []
-    pull(NAME, on_progress=seen.append)
-    counts = [state.done for state in seen]
-    assert counts == sorted(counts)
-    assert counts[-1] == seen[-1].total == sum(map(len, files.values()))
 
 
 def test_a_broken_download_goes_on_where_it_stopped(
@@ -298,51 +293,44 @@ def test_what_is_not_a_bundle_is_refused(hub: FakeHub, files: dict[str, bytes]) 
 
 
 @pytest.mark.parametrize(
-    ("refusal", "message"),
+    ("verb", "part", "refusal", "message"),
     [
-        ((401, ""), "wants to know who you are|knows no such repository"),
-        ((401, "GatedRepo"), "its owner lends access one by one"),
-        ((403, "GatedRepo"), "its owner lends access one by one"),
-        ((403, ""), r"does not let you read it \(403\)"),
-        ((404, "RepoNotFound"), r"knows no such repository, or shows it to others only \(404\)"),
-        ((418, ""), "answered with HTTP status 418"),
+        *(
+            ("pull", part, refusal, message)
+            for part in ("/api/models", "/resolve/")
+            for refusal, message in (
+                ((401, ""), "wants to know who you are|knows no such repository"),
+                ((401, "GatedRepo"), "its owner lends access one by one"),
+                ((403, "GatedRepo"), "its owner lends access one by one"),
+                ((403, ""), r"does not let you read it \(403\)"),
+                ((404, "RepoNotFound"), r"no such repository, or shows it to others only \(404\)"),
+                ((418, ""), "answered with HTTP status 418"),
+            )
+        ),
+        ("push", "/api/repos", (401, ""), "wants to know who you are"),
+        ("push", "/api/repos", (403, ""), r"does not let you write it \(403\)"),
+        ("push", "/commit/", (403, ""), r"does not let you write it \(403\)"),
+        ("push", "/upload/", (403, ""), r"does not let you write it \(403\)"),
+        ("push", "/objects/batch", (418, ""), "answered with HTTP status 418"),
     ],
 )
 def test_what_the_hub_refuses_is_one_line(
-    hub: FakeHub, files: dict[str, bytes], refusal: tuple[int, str], message: str
-) -> None:
-    hub.add(NAME, files)
-    for part in ("/api/models", "/resolve/"):
-        hub.refusals = {part: refusal}
-        with pytest.raises(UserError, match=message) as caught:
-            pull(NAME)
-        assert str(caught.value).startswith("hf://org/small: ")
-        assert "\n" not in str(caught.value)
-        assert not Path("bundles/small").exists()
-
-
-@pytest.mark.parametrize(
-    ("part", "refusal", "message"),
-    [
-        ("/api/repos", (401, ""), "wants to know who you are"),
-        ("/api/repos", (403, ""), r"does not let you write it \(403\)"),
-        ("/commit/", (403, ""), r"does not let you write it \(403\)"),
-        ("/upload/", (403, ""), r"does not let you write it \(403\)"),
-        ("/objects/batch", (418, ""), "answered with HTTP status 418"),
-    ],
-)
-def test_what_the_hub_does_not_take_is_one_line(
     hub: FakeHub,
     files: dict[str, bytes],
     tmp_path: Path,
+    verb: str,
     part: str,
     refusal: tuple[int, str],
     message: str,
 ) -> None:
+    if verb == "pull":
+        hub.add(NAME, files)
     hub.refusals = {part: refusal}
     with pytest.raises(UserError, match=message) as caught:
-        push(tmp_path / "made", NAME)
+        pull(NAME) if verb == "pull" else push(tmp_path / "made", NAME)
+    assert str(caught.value).startswith("hf://org/small: ")
     assert "\n" not in str(caught.value)
+    assert not Path("bundles/small").exists()
 
 
 def test_no_network(
@@ -382,20 +370,6 @@ def test_a_full_disk(
 
 # ---- the commands ----
 
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def run(*argv: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(argument) for argument in argv])
-        assert isinstance(end.value.code, int)
-        captured = capsys.readouterr()
-        return end.value.code, captured.out, captured.err
-
-    return run
-
 
 def test_the_commands_print_where_the_bundle_is(
     hub: FakeHub, files: dict[str, bytes], tmp_path: Path, run: Run
@@ -429,7 +403,7 @@ def test_their_errors_are_one_line(
 def test_without_the_library_the_extra_is_named(
     hub: FakeHub, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     code, _, err = run("pull", NAME)
     assert code == 2
     assert err == (

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,8 +22,7 @@ from served import (
     wait_until,
 )
 
-from spec_runtime import Chunk, QueueFull
-from spec_runtime.requests.call import Call
+from spec_runtime import QueueFull
 from spec_runtime.serving.errors import ApiError, as_api_error, response
 from spec_runtime.serving.settings import Settings
 from spec_runtime.text.prompt import Prompt
@@ -52,40 +50,13 @@ def read_all(connection: socket.socket) -> bytes:
     return data
 
 
-def test_a_full_queue_is_429_and_the_rest_is_answered_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = toy_engine()
-    runs = GatedRuns(engine)
-    answer, prepare = engine.answer, engine.prepare
-    prepared: list[object] = []  # prompts
-    ended: list[int] = []  # the max_tokens of those answered
-
-    def noted(call: Call) -> Generator[Chunk, None, None]:
-        for chunk in answer(call):
-            if chunk.result is not None:
-                ended.append(call.params.max_new_tokens)
-            yield chunk
-
-    def noted_prompt(prompt: Prompt, **options: Any) -> Call:
-        prepared.append(prompt)
-        return prepare(prompt, **options)
-
-    monkeypatch.setattr(engine, "answer", noted)
-    monkeypatch.setattr(engine, "prepare", noted_prompt)
-    with (
-        served(engine, max_waiting=2) as server,
-        server.client() as client,
-        ThreadPoolExecutor(3) as pool,
-    ):
-        waiting = []
-        for number in range(3):
-            body = {**BODY, "max_tokens": 60 + number}
-            waiting.append(pool.submit(client.post, COMPLETIONS, json=body))
-            wait_until(lambda: len(prepared) == len(waiting))
+def test_a_full_queue_is_429_and_the_rest_is_answered() -> None:
+    with held(max_waiting=2) as (_, client, runs), ThreadPoolExecutor(3) as pool:
+        bodies = [{**BODY, "max_tokens": 60 + number} for number in range(3)]
+        replies = [pool.submit(client.post, COMPLETIONS, json=body) for body in bodies]
         runs.wait_for_run()
-        found = metrics(client)
-        assert (found["waiting_requests"], found["running_requests"]) == (2, 1)
+        wait_for(client, 2, "waiting_requests")
+        assert metrics(client)["running_requests"] == 1
         assert client.get("/ready").status_code == 503
         for body in (BODY, STREAM):
             reply = client.post(COMPLETIONS, json=body)
@@ -93,9 +64,8 @@ def test_a_full_queue_is_429_and_the_rest_is_answered_in_order(
             assert 1 <= int(reply.headers["retry-after"]) <= 60
             assert reply.json()["error"]["code"] == "rate_limit_exceeded"
         runs.let_through()
-        replies = [each.result() for each in waiting]
-        assert ended == [60, 61, 62]
-        assert [r.json()["usage"]["completion_tokens"] for r in replies] == ended
+        tokens = [each.result().json()["usage"]["completion_tokens"] for each in replies]
+        assert tokens == [60, 61, 62]
         assert client.get("/ready").status_code == 200
         assert client.post(COMPLETIONS, json=BODY).status_code == 200
 

@@ -6,11 +6,11 @@ import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from typing import Any
 
 import numpy as np
 import pytest
+from page_elements import Elements
 from served import events, served, toy_engine
 from toy_backend import ByteTokenizer
 
@@ -32,18 +32,6 @@ def answer(client: Any, **body: Any) -> tuple[list[Any], Any]:
     tokens = sum(event.get("tokens", 0) for event in found)
     assert tokens == found[-1]["result"]["tokens"] == body["max_tokens"]
     return [piece for event in found for piece in event.get("pieces", ())], found[-1]
-
-
-class Elements(HTMLParser):
-    """Collects the elements of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
 
 
 def test_the_page_needs_nothing_else(client: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 onnx = pytest.importorskip("onnx")
+from onnx_text import model_of  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RUN = """
@@ -48,11 +49,7 @@ def run(code: str, *arguments: Path, home: Path, path: Path = ROOT, **variables:
 def test_a_run_leaves_no_file_in_an_empty_home(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    h, f32 = onnx.helper, onnx.TensorProto.FLOAT
-    x, y = (h.make_tensor_value_info(name, f32, ["M"]) for name in "xy")
-    graph = h.make_graph([h.make_node("Neg", ["x"], ["y"])], "g", [x], [y])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 24)], ir_version=11)
-    onnx.save(model, tmp_path / "g.onnx")
+    onnx.save(model_of("g (float[M] x) => (float[M] y) { y = Neg(x) }"), tmp_path / "g.onnx")
     assert run(RUN, tmp_path / "g.onnx", home=home) == "[-1. -2.]"
     assert list(home.rglob("*")) == []
 

@@ -6,16 +6,14 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
-from html.parser import HTMLParser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small import toy_engine
+from page_elements import Elements
+from small import Run, toy_engine
 
-import spec_runtime
-from spec_runtime import cli
 from spec_runtime.step import Step
 from spec_runtime.tracing.page import page
 from spec_runtime.tracing.record import Trace, node_texts, record, whole_path
@@ -88,25 +86,6 @@ def test_texts_read_as_they_do_behind_what_is_before_them() -> None:
 # ---- the page ----
 
 
-class Elements(HTMLParser):
-    """Collects the start tags of a page with their attributes, and its text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-
-    def of_class(self, name: str) -> list[dict[str, str | None]]:
-        return [a for _, a in self.found if name in (a.get("class") or "").split()]
-
-
 def test_the_page_shows_every_step(trace: Trace) -> None:
     text = page(trace)
     elements = Elements(text)
@@ -140,13 +119,11 @@ def hostile_trace() -> Trace:
     assert engine.tokenizer.template is not None
     trace = record(engine, HOSTILE, max_new_tokens=12)
     steps = tuple(
-        type(step)(
-            **{
-                **vars(step),
-                "pieces": tuple((HOSTILE, depth) for _, depth in step.pieces),
-                "node_texts": (HOSTILE,) * len(step.node_texts),
-                "bonus_text": step.bonus_text and HOSTILE,
-            }
+        replace(
+            step,
+            pieces=tuple((HOSTILE, depth) for _, depth in step.pieces),
+            node_texts=(HOSTILE,) * len(step.node_texts),
+            bonus_text=step.bonus_text and HOSTILE,
         )
         for step in trace.steps
     )
@@ -184,38 +161,25 @@ def test_the_page_runs_in_a_browser(tmp_path: Path) -> None:
 # ---- the command ----
 
 
-Run = Callable[..., tuple[int, str, str]]
+GENERATE = ("generate", PROMPT, "--bundle", "b", "--max-new-tokens", 20)
 
 
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs `generate` on the toy engine: (exit code, stdout, stderr)."""
-    monkeypatch.setattr(spec_runtime, "load", lambda *arguments, **options: toy_engine())
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main(["generate", PROMPT, "--bundle", "b", *map(str, argv)])
-        assert isinstance(end.value.code, int)
-        captured = capsys.readouterr()
-        return end.value.code, captured.out, captured.err
-
-    return run
-
-
+@pytest.mark.usefixtures("engines")
 def test_generate_writes_the_page(run: Run, tmp_path: Path) -> None:
     out_file = tmp_path / "new" / "trace.html"
-    _, expected, _ = run("--max-new-tokens", 20)
-    code, out, err = run("--max-new-tokens", 20, "--trace", out_file)
+    _, expected, _ = run(*GENERATE)
+    code, out, err = run(*GENERATE, "--trace", out_file)
     assert (code, out) == (0, expected)
     assert err.startswith("20 tokens, ")
     assert 'class="step"' in out_file.read_text()
-    code, out, err = run("--max-new-tokens", 20, "--trace", out_file, "--json")
+    code, out, err = run(*GENERATE, "--trace", out_file, "--json")
     assert (code, err, json.loads(out)["text"]) == (0, "", expected.strip())
 
 
+@pytest.mark.usefixtures("engines")
 def test_generate_refuses_what_a_trace_cannot_show(run: Run, tmp_path: Path) -> None:
     for other in ("--show-accepted", "--fused"):
-        code, _, err = run("--trace", tmp_path / "t.html", other)
+        code, _, err = run(*GENERATE, "--trace", tmp_path / "t.html", other)
         assert (code, err) == (2, f"error: got --trace with {other}, expected one of them\n")
-    code, out, err = run("--trace", tmp_path)
+    code, out, err = run(*GENERATE, "--trace", tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1)
