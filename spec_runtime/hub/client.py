@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING
 
 from spec_runtime.errors import UserError
 
@@ -91,7 +91,8 @@ def in_one_line(client: HfApi, repository: Repository, verb: str) -> Iterator[No
     except UserError:
         raise
     except _errors_of_the_client() as error:
-        _refuse(error, _Call(client.endpoint, repository, verb))
+        what = _told(error, client.endpoint, repository, verb)
+        raise UserError(f"{repository}: {what}") from error
     except OSError as error:
         if error.errno is None:  # the client's own, of a short file
             raise UserError(
@@ -122,68 +123,47 @@ def _errors_of_the_client() -> tuple[type[Exception], ...]:
     return *network, *files, http.InvalidURL, ValueError, RuntimeError
 
 
-class _Call(NamedTuple):
-    """What was being done: `endpoint` is the hub's address."""
-
-    endpoint: str
-    repository: Repository
-    verb: str
-
-
-def _refuse(error: Exception, call: _Call) -> NoReturn:
-    """Raises the UserError that says what an error of the client means."""
+def _told(error: Exception, endpoint: str, repository: Repository, verb: str) -> str:
+    """Returns what an error of the client means; `endpoint` is the hub's address."""
     from huggingface_hub import errors
 
-    endpoint, repository = call.endpoint, call.repository
     if isinstance(error, errors.OfflineModeIsEnabled):
-        raise UserError(
-            f"{repository}: HF_HUB_OFFLINE forbids the network; unset it to reach {endpoint}"
-        ) from error
+        return f"HF_HUB_OFFLINE forbids the network; unset it to reach {endpoint}"
     if isinstance(error, errors.GatedRepoError):
-        raise UserError(
-            f"{repository}: its owner lends access one by one; ask for it on "
-            f"{endpoint}/{repository.name}, then {_LOG_IN}"
-        ) from error
+        page = f"{endpoint}/{repository.name}"
+        return f"its owner lends access one by one; ask for it on {page}, then {_LOG_IN}"
     if isinstance(error, errors.RevisionNotFoundError):
-        raise UserError(
-            f"{repository}: got a revision that is not there, expected a branch, a tag or a commit"
-        ) from error
+        return "got a revision that is not there, expected a branch, a tag or a commit"
     if isinstance(error, errors.EntryNotFoundError) and isinstance(error, errors.HfHubHTTPError):
-        raise UserError(f"{repository}: a file is missing there; ask its owner") from error
+        return "a file is missing there; ask its owner"
     # Errors of one file carry those of the network as their cause.
-    cause = error.__cause__
-    for each in (error, cause):
+    shown = error if error.__cause__ is None else error.__cause__
+    for each in (error, shown):
         if isinstance(each, errors.HfHubHTTPError):
-            _refuse_status(each, each.response.status_code, call)
+            return f"{endpoint} {_status_told(each, each.response.status_code, verb)}"
     if isinstance(error, errors.LocalTokenNotFoundError):
-        raise UserError(f"{repository}: {endpoint} wants to know who you are; {_LOG_IN}") from error
-    shown = error if cause is None else cause
+        return f"{endpoint} wants to know who you are; {_LOG_IN}"
     if isinstance(shown, ValueError):
-        raise UserError(
-            f"{repository}: {endpoint} did not answer as a hub does ({_first_line(shown)}); check "
-            "HF_ENDPOINT"
-        ) from error
-    raise UserError(
-        f"{repository}: {endpoint} could not be reached ({_first_line(shown)}); check the "
-        "network and HF_ENDPOINT, and run the command again"
-    ) from error
+        line = _first_line(shown)
+        return f"{endpoint} did not answer as a hub does ({line}); check HF_ENDPOINT"
+    return (
+        f"{endpoint} could not be reached ({_first_line(shown)}); check the network and "
+        "HF_ENDPOINT, and run the command again"
+    )
 
 
-def _refuse_status(error: Exception, status: int, call: _Call) -> NoReturn:
-    """Raises the UserError that says what an HTTP status means."""
+def _status_told(error: Exception, status: int, verb: str) -> str:
+    """Returns what an HTTP status means."""
     from huggingface_hub import errors
 
-    endpoint, repository, verb = call
     if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
-        what = f"{endpoint} knows no such repository, or shows it to others only ({status}); check "
-        what += f"the name, or {_LOG_IN}"
-    elif status == 401:
-        what = f"{endpoint} wants to know who you are (401); {_LOG_IN}"
-    elif status == 403:
-        what = f"{endpoint} does not let you {verb} it (403); use a token that may {verb} it"
-    else:
-        what = f"{endpoint} answered with HTTP status {status}; run the command again later"
-    raise UserError(f"{repository}: {what}") from error
+        what = f"knows no such repository, or shows it to others only ({status})"
+        return f"{what}; check the name, or {_LOG_IN}"
+    if status == 401:
+        return f"wants to know who you are (401); {_LOG_IN}"
+    if status == 403:
+        return f"does not let you {verb} it (403); use a token that may {verb} it"
+    return f"answered with HTTP status {status}; run the command again later"
 
 
 def _first_line(error: BaseException) -> str:

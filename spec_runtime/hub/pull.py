@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.bundle.manifest import MANIFEST, BundleError, Manifest
+from spec_runtime.bundle.manifest import MANIFEST, BundleError
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import replacing_folder, require_replaceable
 from spec_runtime.hub.client import Repository, in_one_line, open_client
@@ -145,7 +145,11 @@ def _fetch(download: _Download, sizes: dict[str, int]) -> None:
     download.parts.mkdir(parents=True, exist_ok=True)
     download.total = sizes[MANIFEST]
     download.fetch(MANIFEST, sizes[MANIFEST])
-    manifest = _read_manifest(download)
+    try:
+        manifest = bundles.read_manifest(download.parts)
+    except BundleError as error:
+        shutil.rmtree(download.parts, ignore_errors=True)
+        raise BundleError(_without_folder(error, download.parts, download.source)) from None
     names = list(manifest.files)
     if missing := [name for name in names if name not in sizes]:
         shutil.rmtree(download.parts, ignore_errors=True)
@@ -165,14 +169,6 @@ def _fetch(download: _Download, sizes: dict[str, int]) -> None:
     download.total += total
     for name in names:
         download.fetch(name, sizes[name])
-
-
-def _read_manifest(download: _Download) -> Manifest:
-    try:
-        return bundles.read_manifest(download.parts)
-    except BundleError as error:
-        shutil.rmtree(download.parts, ignore_errors=True)
-        raise BundleError(_without_folder(error, download.parts, download.source)) from None
 
 
 def _size(file: Path) -> int:

@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp
 
 from spec_runtime import Engine
-from spec_runtime.serving.errors import ApiError, Json, add_handlers
+from spec_runtime.serving.errors import Json, add_handlers
 from spec_runtime.serving.guards import Guards
 from spec_runtime.serving.page import PAGE_HEADERS, PageRequest, answer, page_html
 from spec_runtime.serving.schemas import ChatRequest, CompletionRequest
@@ -69,11 +69,8 @@ async def models(request: Request) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> Response:
-    known = _model(request)
-    if name != known["id"]:
-        message = f"The model `{name}` does not exist; this server has `{known['id']}`."
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return Json(known)
+    _service(request).require_model(name)
+    return Json(_model(request))
 
 
 def _model(request: Request) -> dict[str, Any]:

@@ -60,15 +60,10 @@ class TreeRecorder(ProposerWrapper):
     def __init__(self, proposer: Proposer) -> None:
         super().__init__(proposer)
         self.last: tuple[TokenTree, Step] | None = None
-        self._tree = TokenTree.root(0)
-
-    def propose(self, token: int, budget: Budget) -> TokenTree:
-        self._tree = super().propose(token, budget)
-        return self._tree
 
     def commit(self, step: Step) -> None:
-        if self._tree.num_nodes > 1:
-            self.last = self._tree, step
+        if step.tree is not None and step.tree.num_nodes > 1:
+            self.last = step.tree, step
         super().commit(step)
 
 

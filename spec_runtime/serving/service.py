@@ -169,12 +169,17 @@ class Service:
         return [self.engine.prepare(prompt, params=choice) for choice in choices]
 
     def _check(self, model: str | None, num_choices: int) -> None:
-        if model is not None and model != self.settings.name:
-            message = f"The model `{model}` does not exist; this server has `{self.settings.name}`."
-            raise ApiError(404, message, param="model", code="model_not_found")
+        if model is not None:
+            self.require_model(model)
         if num_choices > self.settings.max_choices:
             message = f"This server gives at most {self.settings.max_choices} answers a request."
             raise ApiError(400, message, param="n", code="invalid_value")
+
+    def require_model(self, name: str) -> None:
+        """Raises ApiError for a model that this server does not have."""
+        if name != self.settings.name:
+            message = f"The model `{name}` does not exist; this server has `{self.settings.name}`."
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def _texts(self, body: ChatRequest | CompletionRequest) -> TokenTexts:
         ending = frozenset(body.sampling.get("stop_token_ids", ()))

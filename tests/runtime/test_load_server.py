@@ -38,6 +38,7 @@ def test_wrong_ends_are_counted() -> None:
     ]
     assert load_server.summary(outcomes)["wrong"] == 3
     before = {"threads": 5.0, "files": 7.0}
+    assert load_server.kept(before, {"threads": 7.0, "files": 7.0}) == []
     assert load_server.kept(before, {"threads": 50.0, "files": 8.0}) == ["threads", "files"]
 
 
@@ -46,5 +47,6 @@ def test_speed_and_order_are_those_of_the_parts() -> None:
     later = Outcome("stream", sent=1.0, first=1.5, last=3.0, tokens=3)
     close = Outcome("stream", sent=0.02, first=1.9, last=3.0, tokens=3)
     assert first.tokens_per_second == 5
+    assert Outcome("stream", 0.0, first=2.0, last=2.0, tokens=3).tokens_per_second is None
     pairs = ([first, later], [first, close], [later, close])
     assert [load_server.num_overtaken(pair) for pair in pairs] == [1, 0, 1]
