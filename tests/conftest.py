@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import io
+import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import pytest
 
 if TYPE_CHECKING:
     from cuda_standin import StandIn
-    from small import Run
+    from small import Measure, Run
     from workshop import FluentWorkshop, Workshop
 
     from spec_runtime import Engine
@@ -90,6 +91,24 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return int(end.value.code or 0), captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def measure(run: Run, folder: Path, engines: list[Engine], tmp_path: Path) -> Measure:
+    """Returns a function that runs bench or audit on prompts: (exit code, stdout, stderr, figures).
+
+    The figures are {} where none were written.
+    """
+    from small import PROMPTS, write_prompts
+
+    def measure(
+        verb: str, *words: object, prompts: Sequence[Any] = PROMPTS
+    ) -> tuple[int, str, str, dict[str, Any]]:
+        file, out = write_prompts(tmp_path / "prompts.jsonl", *prompts), tmp_path / "new/out.json"
+        ended = run(verb, "--bundle", folder, "--prompts", file, "--json", out, *words)
+        return *ended, json.loads(out.read_text()) if out.exists() else {}
+
+    return measure
 
 
 @pytest.fixture(scope="session")

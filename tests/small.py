@@ -1,10 +1,12 @@
 """Makes a bundle of a few bytes and an engine on the toy target, for tests without real graphs."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from toy_backend import ByteTokenizer, ToyTarget
 
 from spec_runtime.bundle import manifest as bundle
@@ -26,6 +28,7 @@ from spec_runtime.target import Target
 from spec_runtime.text.chat_template import ChatTemplate
 
 Run = Callable[..., tuple[int, str, str]]  # see conftest.run
+Measure = Callable[..., tuple[int, str, str, dict[str, Any]]]  # see conftest.measure
 
 CONTEXT = 224
 # The shares of right guesses by depth and rank, and the calibration that has them.
@@ -37,6 +40,13 @@ CALIBRATION = {
     "reliability": [[0.1, 0.1, 9]],
     "accepted_length": {"2": 1.5},
 }
+# Three prompts that fit the context, the first with two turns, and one that does not.
+PROMPTS: tuple[dict[str, Any], ...] = (
+    {"question_id": 1, "category": "writing", "turns": ["abcabc", "bcabca"]},
+    {"question_id": 3, "category": "qa", "turns": ["bcdbcdb"]},
+    {"question_id": 2, "category": "math", "turns": ["ddabdda"]},
+    {"question_id": 4, "category": "qa", "turns": ["a" * CONTEXT]},
+)
 
 
 def small_manifest() -> Manifest:
@@ -96,6 +106,14 @@ def write_small_bundle(path: Path) -> Path:
     return path
 
 
+def write_prompts(path: Path, *rows: dict[str, Any] | str | bytes) -> Path:
+    """Writes a file of prompts: these objects as JSON, and other lines as they are."""
+    lines = [json.dumps(row) if isinstance(row, dict) else row for row in rows]
+    whole = [line.encode() if isinstance(line, str) else line for line in lines]
+    path.write_bytes(b"".join(line + b"\n" for line in whole))
+    return path
+
+
 class ToyOpener:
     """Opens plain decoding or prompt lookup, as load.DrafterOpener does for a bundle."""
 
@@ -129,3 +147,10 @@ def raising(error: BaseException) -> Callable[..., Any]:
         raise error
 
     return stand_in
+
+
+def without_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes this process's home, as for a user without an entry in the table of users."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])

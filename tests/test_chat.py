@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import signal
@@ -12,11 +11,9 @@ from typing import Any
 
 import pytest
 from screen import ALT_ENTER, CTRL_C, CTRL_D, PASTE, UP, Screen, screen
-from small import toy_engine, write_small_bundle
+from small import Run, toy_engine
 
-import spec_runtime
 from spec_runtime import Engine
-from spec_runtime import cli as runtime_cli
 from spec_runtime.cli import line_input, messages
 
 TESTS = Path(__file__).parent
@@ -49,12 +46,8 @@ main()
 LONG = "x" * 9_990 + "0123456789"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return write_small_bundle(tmp_path / "bundles" / "small")
-
-
 Open = Callable[..., Any]
+Say = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
@@ -175,29 +168,19 @@ def test_a_stopped_answer_stays_in_the_conversation(chat: Open, tmp_path: Path) 
 
 
 @pytest.fixture
-def say(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[str, str]]:
+def say(run: Run, engines: list[Engine], folder: Path) -> Say:
     """Chats with these lines on standard input: (stdout, stderr)."""
-    monkeypatch.setattr(
-        spec_runtime, "load", lambda path, drafter=None, **options: toy_engine(drafter)
-    )
 
-    def say(*lines: str, words: tuple[str, ...] = ()) -> tuple[str, str]:
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        words = ("chat", "--bundle", str(folder), "--max-new-tokens", "6", *words)
-        with pytest.raises(SystemExit) as end:
-            runtime_cli.main(words)
-        assert end.value.code == 0
-        captured = capsys.readouterr()
-        return captured.out, captured.err
+    def say(*lines: str) -> tuple[str, str]:
+        stdin = "".join(f"{line}\n" for line in lines)
+        code, out, err = run("chat", "--bundle", folder, "--max-new-tokens", 6, stdin=stdin)
+        assert code == 0
+        return out, err
 
     return say
 
 
-def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(
-    say: Callable[..., tuple[str, str]], tmp_path: Path
-) -> None:
+def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(say: Say, tmp_path: Path) -> None:
     path = tmp_path / "new" / "talk.json"
     out, _ = say("/system Be brief.", "abc", "bcd")
     first, second = out.splitlines()
@@ -207,11 +190,10 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(
     assert "loaded 2 messages" in err
     _, err = say(f"/load {path}", "/reset", "/save x.json")
     assert "error: got nothing to save" in err
-    words = ("generate", "--messages", str(path), "--bundle", "x")
-    assert messages.read(path)[0] == {"role": "system", "content": "Be brief."}, words
+    assert messages.read(path)[0] == {"role": "system", "content": "Be brief."}
 
 
-def test_a_drafter_is_chosen_and_changes_no_token(say: Callable[..., tuple[str, str]]) -> None:
+def test_a_drafter_is_chosen_and_changes_no_token(say: Say) -> None:
     out, err = say("abc", "/stats", "/reset", "/drafter none", "abc", "/stats", "/drafter")
     first, second = out.splitlines()
     assert first == second
@@ -240,11 +222,7 @@ def test_a_drafter_is_chosen_and_changes_no_token(say: Callable[..., tuple[str, 
     ],
 )
 def test_a_mistyped_command_costs_nothing(
-    say: Callable[..., tuple[str, str]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    line: str,
-    message: str,
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     texts = {"broken": "{", "empty": "[]", "roles": '[{"content": "x"}]'}
@@ -259,9 +237,7 @@ def test_a_mistyped_command_costs_nothing(
     assert (tmp_path / "broken.json").read_text() == "{"
 
 
-def test_text_that_begins_with_a_slash_is_text(
-    say: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_begins_with_a_slash_is_text(say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     inner = Engine.chunks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import CONTEXT, Run, raising, toy_engine
+from small import PROMPTS, Measure, Run, toy_engine, write_prompts
 
 import spec_runtime
 from spec_export import cli as export_cli
@@ -17,7 +17,7 @@ from spec_runtime import Engine, generate
 from spec_runtime import cli as runtime_cli
 from spec_runtime.errors import UserError
 from spec_runtime.load import LoadOptions
-from spec_runtime.measure import audit, bench
+from spec_runtime.measure import audit
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.options import declared
 from spec_runtime.sampling import SamplingParams
@@ -35,16 +35,6 @@ JSON_KEYS = [
     "acceptance",
     "preserves_distribution",
 ]
-FIGURES = {
-    "prompts",
-    "tokens_per_second",
-    "plain_tokens_per_second",
-    "speedup",
-    "accepted_length",
-    "acceptance_by_depth",
-    "identical",
-    "divergences",
-}
 
 # Options of `load` with values that are not their defaults, and the flags that say so.
 LOADING: dict[str, tuple[Any, str]] = {
@@ -77,15 +67,14 @@ def test_the_flags_of_load_reach_it(
 
     def load(path: Path, **options: Any) -> Engine:
         asked.append(options)
-        return raising(UserError("not here"))()
+        raise UserError("not here")
 
     monkeypatch.setattr(spec_runtime, "load", load)
     if words[0] in ("bench", "audit"):
-        words = [*words, "--prompts", str(write_prompts(folder / "prompts.jsonl"))]
+        words = [*words, "--prompts", str(write_prompts(folder / "prompts.jsonl", *PROMPTS))]
     given = {name: value for name, value in LOADING.items() if name not in without}
     for flags in ([], [flag for _, flag in given.values()]):
-        code, _, err = run(*words, *flags, "--bundle", folder)
-        assert (code, err) == (2, "error: not here\n")
+        assert run(*words, *flags, "--bundle", folder) == (2, "", "error: not here\n")
     fixed = {"profile": False} if words[0] == "audit" else {}
     defaults = {name: declared(LoadOptions)[name].default for name in given}
     assert asked == [defaults | fixed, {name: value for name, (value, _) in given.items()} | fixed]
@@ -115,22 +104,6 @@ def test_generate_json_has_exactly_the_documented_keys(
     _, out, _ = run(*arguments, "--drafter", "none", stdin=PROMPT)
     assert json.loads(out)["accepted_length"] == 1.0
     assert json.loads(out)["token_ids"] == plain.token_ids
-
-
-def test_generate_options_reach_the_engine(run: Run, folder: Path, engines: list[Engine]) -> None:
-    options = ("--max-new-tokens", 30, "--temperature", 2.0, "--seed", 3, "--top-k", 40, "--raw")
-    _, out, _ = run("generate", PROMPT, "--bundle", folder, *options)
-    sampled = toy_engine("none").generate(
-        PROMPT, raw=True, max_new_tokens=30, temperature=2.0, seed=3, top_k=40
-    )
-    assert out == sampled.text + "\n"
-    greedy = toy_engine("none").generate(PROMPT, max_new_tokens=30).text
-    _, out, err = run("generate", PROMPT, "--bundle", folder, "--stop", greedy[4:7])
-    assert out == greedy[: greedy.index(greedy[4:7])] + "\n"
-    assert "finished by stop" in err
-    _, out, _ = run("generate", PROMPT, "--bundle", folder, "--system", "ab", "--max-new-tokens", 9)
-    with_system = toy_engine("none").generate(PROMPT, system="ab", max_new_tokens=9)
-    assert out == with_system.text + "\n"
 
 
 SAMPLING: dict[str, Any] = {
@@ -249,20 +222,14 @@ def test_show_accepted_colours_drafted_tokens_only(
     assert re.sub(r"\x1b\[\d+m", "", out) == text + "\n"
 
 
-class Terminal(io.StringIO):
-    """Standard input that says it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 def test_no_prompt_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.stdin", Terminal())
-    with pytest.raises(SystemExit) as end:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    with pytest.raises(SystemExit, match="2"):
         runtime_cli.main(["generate"])
-    assert end.value.code == 2
     assert capsys.readouterr().err.startswith("error: got no prompt")
 
 
@@ -273,12 +240,10 @@ def test_a_warning_is_one_line_on_stderr(
     engine._expected = 3.0
     monkeypatch.setattr(spec_runtime, "load", lambda *args, **kwargs: engine)
     code, out, err = run("generate", PROMPT, "--max-new-tokens", 70, "--bundle", folder)
-    assert code == 0
-    assert "warning" not in out
     warning, summary = err.split("\n")[1:3]
     assert warning.startswith("warning: drafter none: accepted length 1.00 in 69 steps, expected")
     assert summary.startswith("70 tokens")
-    assert err.count("warning") == 1
+    assert (code, "warning" in out, err.count("warning")) == (0, False, 1)
 
 
 def test_chat_keeps_turns_reuses_them_and_resets(
@@ -299,42 +264,14 @@ def test_chat_keeps_turns_reuses_them_and_resets(
     assert last.stats.reused_tokens > 0  # what the two conversations have in common
 
 
-def test_chat_survives_a_conversation_longer_than_the_context(
-    run: Run, folder: Path, engines: list[Engine]
-) -> None:
-    code, out, err = run(
-        *("chat", "--bundle", folder, "--max-new-tokens", 3), stdin="a" * CONTEXT + "\nabc\n"
-    )
-    assert (code, len(out)) == (0, 4)
-    assert err.splitlines()[0].startswith("error: got a prompt of ")
-
-
-def write_prompts(path: Path) -> Path:
-    rows: list[dict[str, Any]] = [
-        {"question_id": 1, "category": "writing", "turns": ["abcabc", "bcabca"]},
-        {"question_id": 3, "category": "qa", "turns": ["bcdbcdb"]},
-        {"question_id": 2, "category": "math", "turns": ["ddabdda"]},
-        {"question_id": 4, "category": "qa", "turns": ["a" * CONTEXT]},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
-    return path
-
-
-def test_bench_writes_the_metrics_and_prints_a_table(
-    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
-) -> None:
-    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "new" / "out.json"
-    code, out, err = run(
-        *("bench", "--bundle", folder, "--prompts", prompts),
-        *("--max-new-tokens", 24, "--json", out_file),
-    )
+def test_bench_writes_the_metrics_and_prints_a_table(measure: Measure, tmp_path: Path) -> None:
+    code, out, err, figures = measure("bench", "--max-new-tokens", 24)
     assert code == 0
-    figures = json.loads(out_file.read_text())
     assert list(figures["categories"]) == ["mt_bench", "qa"]
     for row in (figures["overall"], *figures["categories"].values()):
-        assert set(row) >= FIGURES
         assert (row["identical"], row["divergences"]) == (1.0, [])
         assert row["accepted_length"] == row["tokens"] / row["steps"] > 1
+        assert row["acceptance_by_depth"]
         assert 0 <= row["host_share"] < 1
     overall = figures["overall"]
     assert (overall["prompts"], overall["turns"]) == (3, 4)
@@ -343,20 +280,13 @@ def test_bench_writes_the_metrics_and_prints_a_table(
     assert len(figures["skipped"]) == 1
     assert "prompt 4 skipped: got a prompt of" in " ".join(err.split())
     assert re.search(r"overall .* 3 .*100%", out)
-    assert list(out_file.parent.iterdir()) == [out_file]
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["out.json"]
 
 
-def test_bench_compares_drafters_in_one_run(
-    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
-) -> None:
-    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
-    code, out, _ = run(
-        *("bench", "--bundle", folder, "--prompts", prompts, "--max-new-tokens", 24),
-        *("--drafter", "prompt_lookup", "--drafter", "none", "--json", out_file),
-    )
-    assert code == 0
-    figures = json.loads(out_file.read_text())
-    assert list(figures["drafters"]) == ["prompt_lookup", "none"]
+def test_bench_compares_drafters_in_one_run(measure: Measure) -> None:
+    drafters = ("--drafter", "prompt_lookup", "--drafter", "none")
+    code, out, _, figures = measure("bench", "--max-new-tokens", 24, *drafters)
+    assert (code, list(figures["drafters"])) == (0, ["prompt_lookup", "none"])
     lookup, plain = (result["overall"] for result in figures["drafters"].values())
     assert (plain["accepted_length"], plain["tokens"], plain["identical"]) == (1.0, 92, 1.0)
     assert (lookup["accepted_length"] > 1, lookup["identical"]) == (True, 1.0)
@@ -366,65 +296,28 @@ def test_bench_compares_drafters_in_one_run(
     assert re.search(r"prompt_lookup .*100%", out)
 
 
-def test_bench_samples_both_ways_alike(
-    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
-) -> None:
-    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
-    arguments = ("bench", "--bundle", folder, "--prompts", prompts, "--json", out_file)
+def test_bench_samples_both_ways_alike(measure: Measure) -> None:
     sampling = ("--max-new-tokens", 24, "--temperature", 3.0, "--seed", 2)
     identical = []
     for more in ((), ("--acceptance", "typical"), ("--system", "abab")):
-        assert run(*arguments, *sampling, *more)[0] == 0
-        figures = json.loads(out_file.read_text())
-        assert (figures["sampling"]["temperature"], figures["sampling"]["seed"]) == (3.0, 2)
+        code, _, _, figures = measure("bench", *sampling, *more)
+        found = figures["sampling"]
+        assert (code, found["temperature"], found["seed"]) == (0, 3.0, 2)
         identical.append(figures["overall"]["identical"])
     assert identical == [1.0, 0.0, 1.0]  # the plain side draws whatever the rule
-    assert (figures["system"], figures["sampling"]["acceptance"]) == ("abab", "target_sampling")
+    assert (figures["system"], found["acceptance"]) == ("abab", "target_sampling")
 
 
-def test_bench_fixes_the_size_of_trees(
-    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
-) -> None:
-    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
-    arguments = ("bench", "--bundle", folder, "--prompts", prompts, "--json", out_file)
+def test_bench_fixes_the_size_of_trees(measure: Measure) -> None:
     drafted = []
     for nodes in (1, 2, 3):
-        assert run(*arguments, "--max-new-tokens", 24, "--nodes", nodes)[0] == 0
-        figures = json.loads(out_file.read_text())
-        assert figures["nodes"] == nodes
+        code, _, _, figures = measure("bench", "--max-new-tokens", 24, "--nodes", nodes)
+        assert (code, figures["nodes"]) == (0, nodes)
         drafted.append(figures["overall"]["nodes_per_step"])
     assert drafted[0] == 0 < drafted[1] <= 1 < drafted[2] <= 2
-    code, _, err = run(*arguments, "--nodes", 10_000)
+    code, _, err, _ = measure("bench", "--nodes", 10_000)
     assert code == 2
-    assert "got --nodes 10000, expected at most the bundle's scratch of" in " ".join(err.split())
-
-
-def test_bench_rotates_who_goes_first() -> None:
-    engine = toy_engine()
-    order: list[str] = []
-
-    class Recorder:
-        """Notes which engine generates; everything else is the engine's own."""
-
-        def __init__(self, inner: Engine) -> None:
-            self.inner = inner
-            self.target, self.encode = inner.target, inner.encode
-
-        def with_drafter(self, name: str) -> "Recorder":
-            return Recorder(self.inner.with_drafter(name))
-
-        def generate(self, prompt: list[int], **options: Any) -> spec_runtime.GenerationResult:
-            order.append(self.inner.drafter)
-            return self.inner.generate(prompt, **options)
-
-    prompts = [BenchPrompt(i, "all", "abcabc") for i in range(4)]
-    recorders: Any = [Recorder(engine), Recorder(engine.with_drafter("lookahead"))]
-    reports = bench.run(recorders, prompts, max_new_tokens=4)
-    assert [len(report.pairs) for report in reports] == [4, 4]
-    turns = [order[i : i + 3] for i in range(3, len(order), 3)]  # the first three warm up
-    plain_first = ["none", "prompt_lookup", "lookahead"]
-    second, third = (plain_first[i:] + plain_first[:i] for i in (1, 2))
-    assert turns == [plain_first, second, third, plain_first]
+    assert "got --nodes 10000, expected at most the bundle's scratch of" in err
 
 
 def test_divergence_has_the_targets_logit_gap() -> None:
@@ -463,7 +356,7 @@ def test_prompt_files(tmp_path: Path) -> None:
         BenchPrompt(1, "all", "text"),
         BenchPrompt("m", "chat", messages),
     ]
-    write_prompts(path)
+    write_prompts(path, *PROMPTS)
 
     def chosen(limit: int | None, per_category: int | None) -> list[str | int]:
         return [prompt.id for prompt in read_prompts(path, limit, per_category)]
@@ -478,35 +371,34 @@ def test_prompt_files(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "got no prompt"),
-        ("{}\n", "line 1: got keys none, expected turns"),
-        ('{"prompt": ""}\n{"prompt": 3}\n', "line 2: got keys prompt"),
-        ('{"prompt": "a"}\n{"prompt": 3}\n', "line 2: got keys prompt"),
-        ('{"turns": []}\n', "line 1: got keys turns"),
-        ('{"messages": ["a"]}\n', "line 1: got keys messages"),
-        ("[1]\n", "line 1: got list, expected an object"),
-        ("prompt\n", "line 1: not JSON"),
+        ("{}", "line 1: got keys none, expected turns"),
+        ('{"prompt": ""}\n{"prompt": 3}', "line 2: got keys prompt"),
+        ('{"prompt": "a"}\n{"prompt": 3}', "line 2: got keys prompt"),
+        ('{"turns": []}', "line 1: got keys turns"),
+        ('{"turns": ["a", 3]}', "line 1: got keys turns, expected turns"),
+        ('{"messages": ["a"]}', "line 1: got keys messages"),
+        ('{"messages": [{"role": "user", "content": null}]}', "line 1: got keys messages"),
+        ('{"messages": [{"role": 3, "content": "a"}]}', "line 1: got keys messages"),
+        ('{"prompt": "a", "id": [1]}', "line 1: got id [1], expected a number or a text"),
+        ("[1]", "line 1: got list, expected an object"),
+        ("prompt", "line 1: not JSON"),
+        ("[" * 100_000, "line 1: not JSON (it is nested too deeply)"),
     ],
 )
 def test_bad_prompt_files_are_one_line_and_write_nothing(
-    run: Run, folder: Path, tmp_path: Path, text: str, message: str
+    measure: Measure, text: str, message: str
 ) -> None:
-    path, out_file = tmp_path / "prompts.jsonl", tmp_path / "out.json"
-    path.write_text(text)
-    code, _, err = run("bench", "--bundle", folder, "--prompts", path, "--json", out_file)
-    assert code == 2
+    code, _, err, figures = measure("bench", prompts=[text])
+    assert (code, err.count("\n"), figures) == (2, 1, {})
     assert message in err
-    assert err.count("\n") == 1
-    assert not out_file.exists()
 
 
 def test_audit_writes_figures_and_prints_a_table(
-    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
+    measure: Measure, folder: Path, engines: list[Engine], tmp_path: Path
 ) -> None:
-    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "new" / "out.json"
-    arguments = ("audit", "--bundle", folder, "--prompts", prompts, "--max-new-tokens", 24)
-    code, out, err = run(*arguments, "--json", out_file, "--reference", folder)
+    words = ("audit", "--max-new-tokens", 24)
+    code, out, err, figures = measure(*words, "--reference", folder)
     assert code == 0
-    figures = json.loads(out_file.read_text())
     assert (figures["bundle"], figures["precision"]) == ("small", "fp32")
     assert (figures["prompts"], figures["tokens"]) == (3, 72)
     assert (figures["identical"], figures["real"], figures["divergences"]) == (1.0, 0, [])
@@ -516,48 +408,33 @@ def test_audit_writes_figures_and_prints_a_table(
     assert "prompt 4 skipped: got a prompt of" in " ".join(err.split())
     assert re.search(r"identical .* 100.0% of the prompts", out)
     assert "log-probability a token" in out
-    assert list(out_file.parent.iterdir()) == [out_file]
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["out.json"]
     assert [engine.drafter for engine in engines] == ["none", "prompt_lookup"]
-    code, out, _ = run(*arguments, "--json", out_file, "--strict", "--limit", 1)
+    code, out, _, figures = measure(*words, "--strict", "--limit", 1)
     assert (code, "rows redone" in out) == (0, True)
-    assert json.loads(out_file.read_text())["strict"]["rows"] > 0
+    assert figures["strict"]["rows"] > 0
 
 
 def test_audit_of_a_wrong_acceptance_exits_with_1(
-    run: Run,
-    folder: Path,
-    engines: list[Engine],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take_the_first_child(tree: Any, draw: Callable[[int], int]) -> tuple[list[int], int]:
         path = [0, *tree.children(0)[:1]]
         return path, draw(path[-1])
 
     monkeypatch.setattr(generate, "by_target_sampling", take_the_first_child)
-    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
-    code, out, _ = run(
-        *("audit", "--bundle", folder, "--prompts", prompts),
-        *("--max-new-tokens", 24, "--json", out_file),
-    )
+    code, out, _, figures = measure("audit", "--max-new-tokens", 24)
     assert code == 1
-    figures = json.loads(out_file.read_text())
     assert figures["real"] >= len(figures["unjustified"]) > 0
     assert "first divergences" in out
     assert "real" in out
 
 
-def test_audit_of_rejection_tests_a_distribution(
-    run: Run, folder: Path, engines: list[Engine], tmp_path: Path
-) -> None:
-    prompts, out_file = write_prompts(tmp_path / "prompts.jsonl"), tmp_path / "out.json"
-    code, out, _ = run(
-        *("audit", "--bundle", folder, "--prompts", prompts, "--json", out_file),
-        *("--acceptance", "rejection", "--temperature", 1, "--draws", 80),
-    )
-    assert code == 0
-    law = json.loads(out_file.read_text())["law"]
-    assert (law["prompt"], law["draws"]) == (1, 80)
+def test_audit_of_rejection_tests_a_distribution(measure: Measure) -> None:
+    rejection = ("--acceptance", "rejection", "--temperature", 1, "--draws", 80)
+    code, out, _, figures = measure("audit", *rejection)
+    law = figures["law"]
+    assert (code, law["prompt"], law["draws"]) == (0, 1, 80)
     assert law["count"] >= law["drafted"] > 25
     assert "chi-square" in out
 
@@ -577,30 +454,12 @@ def test_audit_of_rejection_tests_a_distribution(
     ],
 )
 def test_audit_refuses_in_one_line(
-    run: Run,
-    folder: Path,
-    engines: list[Engine],
-    tmp_path: Path,
-    arguments: list[str],
-    message: str,
+    measure: Measure, engines: list[Engine], arguments: list[str], message: str
 ) -> None:
-    prompts = write_prompts(tmp_path / "prompts.jsonl")
-    code, out, err = run("audit", "--bundle", folder, "--prompts", prompts, *arguments)
+    code, out, err, _ = measure("audit", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert engines == []  # found out before anything slow
-
-
-def test_show(run: Run, folder: Path) -> None:
-    code, out, _ = run("show", "--bundle", folder)
-    assert code == 0
-    drafters = ("parallelspec", "prompt_lookup", "lookahead")
-    for word in ("llama", "fp32", *drafters, "target/target.onnx", "command"):
-        assert word in out, word
-    code, out, _ = run("show", "--bundle", folder, "--json")
-    shown = json.loads(out)
-    assert shown["target"]["family"] == "llama"
-    assert shown["sizes"]["tokenizer.json"] == len("tokenizer.json") * 10
 
 
 @pytest.mark.parametrize("verb", sorted({*runtime_cli.VERBS} - {"pull", "push"}))
@@ -608,7 +467,7 @@ def test_no_bundle_is_one_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    from_file = ["--prompts", str(write_prompts(tmp_path / "p"))]
+    from_file = ["--prompts", str(write_prompts(tmp_path / "p", *PROMPTS))]
     more = {"bench": from_file, "audit": from_file, "generate": ["hello"]}
     code, out, err = run(verb, *more.get(verb, []))
     assert (code, out) == (2, "")

@@ -8,13 +8,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from small import small_manifest, toy_engine, write_small_bundle
+from small import Measure, small_manifest
 
-import spec_runtime
-from spec_runtime import cli
 from spec_runtime.measure import provenance
 from spec_runtime.measure.prompts import read_prompts
 
@@ -80,16 +77,9 @@ def test_the_commit_says_whether_files_were_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["bench", "audit"])
-def test_verbs_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
-    monkeypatch.setattr(spec_runtime, "load", lambda *_, **__: toy_engine())
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
-    prompts.write_text('{"prompt": "abcabc", "id": "p"}\n')
-    words: list[Any] = [verb, "--bundle", write_small_bundle(tmp_path / "small")]
-    words += ["--prompts", prompts, "--json", out, "--max-new-tokens", 8]
-    with pytest.raises(SystemExit) as end:
-        cli.main([*map(str, words)])
-    assert not end.value.code
-    about = json.loads(out.read_text())["provenance"]
-    assert tuple(about) == provenance.KEYS
-    assert about["prompts"]["ids"] == ["p"]
-    assert about["bundle"]["name"] == "small"
+def test_verbs_write_it(measure: Measure, verb: str) -> None:
+    prompts = [{"prompt": "abcabc", "id": "p"}]
+    code, _, _, figures = measure(verb, "--max-new-tokens", 8, prompts=prompts)
+    about = figures["provenance"]
+    assert (code, tuple(about)) == (0, provenance.KEYS)
+    assert (about["prompts"]["ids"], about["bundle"]["name"]) == (["p"], "small")

@@ -58,6 +58,9 @@ WRONG = [
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "{{ strftime_now(5) }}",
     "{{ nothing|tojson }}",
+    "{{ nothing.there }}",
+    "{{ messages.append(1) }}",
+    "{{ messages.__class__.__mro__ }}",
     "{{ messages|sort }}{{ [1, 'a']|sort }}",
 ]
 INVALID = [

@@ -13,9 +13,9 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -134,23 +134,18 @@ def test_a_kill_loses_neither_folder_and_the_next_call_tidies_up(
     assert names(tmp_path) == [out.name]
 
 
-def test_the_next_call_puts_the_old_folder_back_before_it_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("calls", [[2], [2, 3]])
+def test_the_next_call_puts_the_old_folder_back_before_it_writes(
+    tmp_path: Path, calls: list[int]
+) -> None:
+    """Killed between the renames, also twice: the second process first renames the old one back."""
     out = fill(tmp_path / "box", "old")
-    child(MOMENTS["between the renames"][0] + "\n" + REPLACE, out)
-    assert not out.exists()
+    for call in calls:
+        child(f"die_at(files.Path, 'rename', {call}, after=True)\n" + REPLACE, out)
+        assert not out.exists()
     with failing(OSError), files.replacing_folder(out, own, "a box"):
         assert texts(out) == dict.fromkeys(OURS, "old")
         raise OSError
-    assert texts(out) == dict.fromkeys(OURS, "old")
-    assert names(tmp_path) == ["box"]
-
-
-def test_killed_twice_between_the_renames(tmp_path: Path) -> None:
-    out = fill(tmp_path / "box", "old")
-    for call in (2, 3):  # the second process first renames the old folder back
-        child(f"die_at(files.Path, 'rename', {call}, after=True)\n" + REPLACE, out)
-        assert not out.exists()
-    files.restore_folder(out)
     assert texts(out) == dict.fromkeys(OURS, "old")
     assert names(tmp_path) == ["box"]
 
@@ -243,43 +238,30 @@ def test_a_lock_is_handed_on_among_threads(tmp_path: Path) -> None:
     """Its file is removed and made again all the time; never do two hold it."""
     holders, most, taken = list[int](), list[int](), list[int]()
 
-    def work() -> None:
+    def work(number: int) -> None:
         while len(taken) < 200:
-            try:
-                with files.locked(tmp_path / "run"):
-                    holders.append(0)
-                    most.append(len(holders))
-                    taken.append(0)
-                    holders.pop()
-            except files.LockedError:
-                continue
+            with suppress(files.LockedError), files.locked(tmp_path / "run"):
+                holders.append(0)
+                most.append(len(holders))
+                taken.append(0)
+                holders.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert max(most) == 1
     assert names(tmp_path) == []
 
 
 def test_many_threads_write_one_file(tmp_path: Path) -> None:
     """None takes another's temporary for one that was left behind, not even before it is locked."""
-    file, errors = tmp_path / "file", []
+    file = tmp_path / "file"
 
     def work(text: str) -> None:
-        try:
-            for _ in range(50):
-                files.write_atomically(file, text * 1000)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(50):
+            files.write_atomically(file, text * 1000)
 
-    threads = [threading.Thread(target=work, args=(text,)) for text in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, "abcd"))
     assert len(file.read_text()) == 1000
     assert names(tmp_path) == ["file"]
 
@@ -330,26 +312,22 @@ def refused(out: Path, message: str) -> None:
 
 def test_folders_with_other_files_are_not_replaced(tmp_path: Path) -> None:
     out = fill(tmp_path / "box", "old")
+    with pytest.raises(ValueError, match=r"holds other files \(a.bin and 1 more\)"):
+        files.require_replaceable(out, lambda folder: None, "a box")
     (out / "deep" / "notes.txt").write_text("mine")
     refused(out, r"box holds other files \(deep/notes.txt\), expected a box or a new folder; name")
     (out / "deep" / "link").symlink_to("/")
     os.mkfifo(out / "pipe")
     refused(out, r"box holds other files \(deep/link and 2 more\), expected a box")
-    (out / "deep" / "link").unlink()
-    (out / "pipe").unlink()
-    (out / "deep" / "notes.txt").unlink()
-    shutil.move(out / "deep", tmp_path / "elsewhere")
-    (out / "deep").symlink_to(tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "box")
+    fill(tmp_path / "elsewhere" / "box", "old")
+    out.mkdir()
+    (out / "deep").symlink_to(tmp_path / "elsewhere" / "box" / "deep")
     refused(out, r"box holds other files \(deep\)")
-    assert texts(tmp_path / "elsewhere") == {"b.bin": "old"}
+    assert texts(tmp_path / "elsewhere" / "box") == dict.fromkeys(OURS, "old")
     assert names(tmp_path) == ["box", "elsewhere"]
-
-
-def test_a_folder_is_ours_only_if_it_says_so(tmp_path: Path) -> None:
-    out = fill(tmp_path / "box", "old")
-    with pytest.raises(ValueError, match=r"holds other files \(a.bin and 1 more\)"):
-        files.require_replaceable(out, lambda folder: None, "a box")
-    (out / "a.bin").unlink()  # a file that is missing does not matter
+    (out / "deep").unlink()
+    (out / "a.bin").touch()  # the other file may be missing
     files.require_replaceable(out, own, "a box")
 
 
@@ -376,10 +354,8 @@ def test_places_that_no_folder_can_take(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_comes_meanwhile_is_not_removed(tmp_path: Path) -> None:
     out = fill(tmp_path / "box", "old")
-    with (
-        failing(ValueError, r"holds other files \(notes.txt\)"),
-        files.replacing_folder(out, own, "a box") as folder,
-    ):
+    message = r"holds other files \(notes.txt\)"
+    with failing(ValueError, message), files.replacing_folder(out, own, "a box") as folder:
         fill(folder, "new")
         (out / "notes.txt").write_text("mine")
     assert texts(out) == dict.fromkeys(OURS, "old") | {"notes.txt": "mine"}
@@ -417,6 +393,15 @@ def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "old"
 
 
+def test_a_trial_leaves_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    kept, new = tmp_path / "kept.json", tmp_path / "new" / "out.json"
+    kept.write_text("old")
+    files.require_writable(kept)
+    files.require_writable(new)
+    assert {each.name for each in tmp_path.rglob("*")} == {"kept.json", "new"}
+    assert kept.read_text() == "old"
+
+
 # ---- failures ----
 
 
@@ -429,13 +414,10 @@ def test_a_folder_of_a_containers_image_is_refused(
         raise OSError(errno.EXDEV, "Invalid cross-device link")
 
     out = fill(tmp_path / "box", "old")
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fail)
-        with (
-            failing(ValueError, "box cannot be renamed on this file system, as a part of a"),
-            files.replacing_folder(out, own, "a box"),
-        ):
-            raise AssertionError("the block ran")
+    monkeypatch.setattr(Path, "rename", fail)
+    message = "box cannot be renamed on this file system, as a part of a"
+    with pytest.raises(ValueError, match=message), files.replacing_folder(out, own, "a box"):
+        raise AssertionError("the block ran")
     assert texts(out) == dict.fromkeys(OURS, "old")
     assert names(tmp_path) == ["box"]
 
@@ -474,10 +456,14 @@ def test_a_block_that_raises_leaves_no_folder_above_either(tmp_path: Path) -> No
 def test_a_full_disk_is_told_with_the_name(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     message = rf"^\[Errno 28\] No space left on device: '{tmp_path}/box'$"
-    with failing(OSError, message), files.replacing_folder(tmp_path / "box", own, "a box"):
+    with (
+        pytest.raises(OSError, match=message),
+        files.replacing_folder(tmp_path / "box", own, "a box"),
+    ):
         raise full
-    with failing(OSError, "device: '/dev/full'"), files.replacing(tmp_path / "file"):
-        raise OSError(errno.ENOSPC, "No space left on device", "/dev/full")
+    full = OSError(errno.ENOSPC, "No space left on device", "/dev/full")
+    with pytest.raises(OSError, match="device: '/dev/full'"), files.replacing(tmp_path / "file"):
+        raise full
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
