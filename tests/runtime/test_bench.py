@@ -177,6 +177,25 @@ def test_each_way_continues_from_its_own_answer() -> None:
     assert bench.summarise(reports[1])["overall"]["identical"] == 0.0
 
 
+def test_who_goes_first_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    inner = Engine.generate
+
+    def generate(self: Engine, prompt: Any, **options: Any) -> GenerationResult:
+        order.append(self.drafter)
+        return inner(self, prompt, **options)
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    engine = toy_engine()
+    prompts = [BenchPrompt(i, "all", "abcabc") for i in range(4)]
+    reports = bench.run([engine, engine.with_drafter("lookahead")], prompts, max_new_tokens=4)
+    assert [len(report.pairs) for report in reports] == [4, 4]
+    turns = [order[i : i + 3] for i in range(3, len(order), 3)]  # the first three warm up
+    plain_first = ["none", "prompt_lookup", "lookahead"]
+    second, third = (plain_first[i:] + plain_first[:i] for i in (1, 2))
+    assert turns == [plain_first, second, third, plain_first]
+
+
 def test_a_turn_that_does_not_fit_ends_the_chat() -> None:
     prompts = [
         BenchPrompt(1, "all", "abc", ("a" * CONTEXT, "abc")),

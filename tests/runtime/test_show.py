@@ -83,7 +83,10 @@ def test_show_prints_no_python_values(tmp_path: Path, capsys: pytest.CaptureFixt
         assert not end.value.code
         return capsys.readouterr().out
 
-    cells = [line.split("│")[2].rstrip() for line in show().splitlines() if line.startswith("│")]
+    shown = show()
+    for word in ("llama", "fp32", "parallelspec", "prompt_lookup", "lookahead", "target.onnx"):
+        assert word in shown, word
+    cells = [line.split("│")[2].rstrip() for line in shown.splitlines() if line.startswith("│")]
     for line in (
         *LINES.splitlines(),
         "taps: 1, 2",
@@ -94,4 +97,7 @@ def test_show_prints_no_python_values(tmp_path: Path, capsys: pytest.CaptureFixt
     ):
         assert f" {line}" in cells, line
     assert not any(mark in cell for cell in cells for mark in ("{", "[", "None", "False"))
-    assert json.loads(show("--json"))["provenance"] == PROVENANCE, "the whole, as it is"
+    found = json.loads(show("--json"))
+    assert found["provenance"] == PROVENANCE, "the whole, as it is"
+    assert found["target"]["family"] == "llama"
+    assert found["sizes"]["tokenizer.json"] == len("tokenizer.json") * 10

@@ -190,6 +190,7 @@ def test_every_split_of_a_stop_string_over_tokens() -> None:
 
 
 USER = [{"role": "user", "content": "x"}]
+EMPTY: list[Any] = [[], (), np.array([], np.int64)]
 BOTH = (True, False)  # with a chat template and without
 
 
@@ -206,7 +207,7 @@ BOTH = (True, False)  # with a chat template and without
         ("hi", False, "\ud800", [True], "half a surrogate pair at character 0 of the system"),
         *[
             (empty, raw, None, BOTH, r"got prompt \[\], expected at least one message")
-            for empty in ([], (), np.array([], np.int64))
+            for empty in EMPTY
             for raw in (True, False)
         ],
         *[
