@@ -91,7 +91,7 @@ class Distiller:
         self.special_ids = set(tokenizer.all_special_ids) | set(self.end_ids)
         if given is None and not self.prefix:
             raise UserError(
-                f"{source.name} has no chat template to sample prompts behind, give a prompts file"
+                f"{source.name} has no chat template to sample prompts after, give a prompts file"
             )
 
     def batch(self, number: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
@@ -153,7 +153,7 @@ class Distiller:
         """
         going = []
         for conversation in conversations:
-            room = self._room_behind(conversation)
+            room = self._room_after(conversation)
             wanted = len(conversation.given[0]) if conversation.given else 0
             fits = room >= (wanted or self.config.max_prompt_tokens)
             if conversation.ids[-1] == self.joint[0] and fits:
@@ -172,7 +172,7 @@ class Distiller:
                 asking.append((conversation, message))
         return asking
 
-    def _room_behind(self, conversation: Conversation) -> int:
+    def _room_after(self, conversation: Conversation) -> int:
         """Returns the tokens that the next user message may have."""
         return self.room + len(self.prefix) - len(conversation.ids) - len(self.joint)
 

@@ -325,7 +325,7 @@ class _RowReader:
                 # The end token is the answer's; one that was cut off has no turn after it.
                 if pieces[-1][0][-1:] != self.joint[:1]:
                     raise UserError(
-                        f"{where}: an answer with a turn behind it ends without the chat "
+                        f"{where}: an answer with a turn after it ends without the chat "
                         "template's end token"
                     )
                 before = self.joint[1:]

@@ -54,7 +54,7 @@ class Relay:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        first = await receive()  # has the whole body, see guards.BodyLimit
+        first = await receive()  # has the whole body, see guards.Guards
         reply = _Reply(scope, send, self._metrics)
         body = first.get("body", b"")
         await unless_gone(receive, self._answer(carried_scope(scope), body, reply))

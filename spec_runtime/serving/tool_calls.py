@@ -9,7 +9,7 @@ from spec_runtime.constraints.tools import ToolCall, parse_calls
 
 Object = dict[str, Any]
 _TAG = "<tool_call>"
-_TAGGED = ("hermes", "smollm")  # families whose calls stand behind that tag, wherever it is
+_TAGGED = ("hermes", "smollm")  # families whose calls follow that tag, wherever it is
 
 
 class CallReader:

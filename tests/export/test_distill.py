@@ -220,7 +220,7 @@ def test_refuses_to_mix_or_overwrite(model: str, tmp_path: Path) -> None:
 
 def test_targets_that_cannot_be_distilled(model: str, tmp_path: Path) -> None:
     bare = str(save_llama(tmp_path / "bare", template=None))
-    with pytest.raises(UserError, match="no chat template to sample prompts behind"):
+    with pytest.raises(UserError, match="no chat template to sample prompts after"):
         distill.run(config(bare, tmp_path / "out.jsonl"))
     with pytest.raises(UserError, match="the target's context"):
         distill.run(config(model, tmp_path / "out2.jsonl", max_new_tokens=250))
@@ -538,7 +538,7 @@ def test_every_turn_of_a_conversation_carries_loss(model: str, tmp_path: Path) -
         assert example.token_T.tolist() == written[: -1 if ended else -2]
         answers = [i for turn in turns for i in turn["response"]]
         assert example.token_T[example.loss_T].tolist() == answers
-        # Only an answer that ended has a turn behind it.
+        # Only an answer that ended has a turn after it.
         assert all(turn["response"][-1] == 1 for turn in turns[:-1])
 
 

@@ -151,8 +151,10 @@ def test_all_but_one_token_of_the_answer_is_reused() -> None:
 
 
 @pytest.mark.parametrize("form", ["slots", "contiguous"])
+@pytest.mark.parametrize("temperature", [0, 0.6])
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_prompts_that_share_any_prefix(form: str, drafter: str) -> None:
+def test_prompts_that_share_any_prefix(form: str, temperature: float, drafter: str) -> None:
+    options: Any = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
     rng = np.random.default_rng(0)
     engine = make_engine(drafter, form=form, **MODEL)
     text: list[int] = random_prompt(0)
@@ -160,8 +162,8 @@ def test_prompts_that_share_any_prefix(form: str, drafter: str) -> None:
         prompt = text[: int(rng.integers(1, len(text) + 1))][:100] + random_prompt(
             int(rng.integers(1000)), int(rng.integers(0, 4))
         )
-        result = engine.generate(prompt, max_new_tokens=20)
-        fresh = make_engine(drafter, form=form, **MODEL).generate(prompt, max_new_tokens=20)
+        result = engine.generate(prompt, **options)
+        fresh = make_engine(drafter, form=form, **MODEL).generate(prompt, **options)
         assert result.token_ids == fresh.token_ids
         text = prompt + result.token_ids
 

@@ -111,12 +111,14 @@ def test_a_timeout_is_504_or_a_streams_last_event() -> None:
         wait_until(lambda: client.post(COMPLETIONS, json=BODY).status_code == 200)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-def test_a_disconnect_ends_the_answer_within_a_step(is_stream: bool) -> None:
-    body = {**BODY, "max_tokens": 200, "stream": is_stream}
+@pytest.mark.parametrize(
+    ("path", "body"), [(COMPLETIONS, BODY), (COMPLETIONS, STREAM), ("/page/answer", BODY)]
+)
+def test_a_disconnect_ends_the_answer_within_a_step(path: str, body: dict[str, Any]) -> None:
+    body = {**body, "max_tokens": 200}
     with held(num_runs=1, max_waiting=1) as (server, client, runs):
-        connection = server.open_request(COMPLETIONS, body)
-        waiting = server.open_request(COMPLETIONS, body)
+        connection = server.open_request(path, body)
+        waiting = server.open_request(path, body)
         wait_for(client, 1, "waiting_requests")
         wait_until(lambda: runs.num_begun == 2)
         waiting.close()  # before its turn came
