@@ -34,7 +34,7 @@ from spec_runtime.backends import (
 from spec_runtime.backends import tensorrt as backend
 from spec_runtime.backends.cuda_api import Cuda
 from spec_runtime.backends.layout import Layout
-from spec_runtime.backends.shapes import axis_sizes, shape_of
+from spec_runtime.backends.shapes import axis_sizes, num_bytes, shape_of
 from spec_runtime.backends.tensorrt import TensorRTBackend
 from spec_runtime.backends.tensorrt_api import TensorRT
 from spec_runtime.backends.tensorrt_kernels import kernels_path
@@ -318,6 +318,7 @@ def test_arrays_lie_side_by_side() -> None:
     assert layout.pieces({"b": 9}) == [(256, 265)]
     assert layout.pieces({}) == []
     assert Layout.of({}).num_bytes > 0, "CUDA allocates nothing of no size"
+    assert num_bytes(TensorSpec("x", "bfloat16", (1, "A", 5)), {"A": 8}) == 80
 
 
 def test_a_greedy_run_sends_one_piece_and_fetches_eight_bytes_a_node(
