@@ -252,6 +252,12 @@ def test_carried_wheels_come_before_what_is_installed(tmp_path: Path) -> None:
     assert done.stdout == "carried\n"
 
 
+def test_a_wheel_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+    make_wheel(tmp_path, "carried", "").rename(tmp_path / "carried-1.0-cp27-none-any.whl")
+    with pytest.raises(ValueError, match=r"\Apip cannot install the wheels of .*: .*cp27.*\Z"):
+        gpu_check.install_wheels(tmp_path, tmp_path / "site")
+
+
 # ---- what the parts find, on the CPU ----
 
 
