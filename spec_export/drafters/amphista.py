@@ -18,7 +18,7 @@ the heads read rows like those that the target's head reads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import onnx_ir as ir
 import torch
@@ -26,23 +26,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
-from spec_export.drafters.heads import HEADS, HeadsDrafter
+from spec_export.drafters.fields import AtLeastOne, Heads, NotNegative
+from spec_export.drafters.heads import HeadsDrafter
 from spec_export.drafters.layers import (
     Batch,
+    CachedGraph,
     DecoderLayer,
     LayerDims,
     TargetEnds,
-    as_traceable,
+    export_cached,
     fusion,
 )
-from spec_export.graphs.trace import GraphInput, export, step_inputs
+from spec_export.graphs.trace import GraphInput, export
 from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
 
 STAGES = {"none": 0, "one": 1, "two": 2}
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """The settings of Amphista.
 
     The paper's ablations are `auto_embedding` false (without a position table too),
@@ -51,39 +54,27 @@ class Config:
     paper's variant alpha. `taps` are target layers that fc1 reads beside h_t.
     """
 
-    num_heads: int = 4
-    staged: str = "two"
+    num_heads: AtLeastOne = 4
+    staged: Literal["none", "one", "two"] = "two"
     sampled_token: bool = True
     auto_embedding: bool = True
-    attention_layers: int = 1
+    attention_layers: AtLeastOne = 1
     position_table: bool = True
     feed_forward: bool = False
-    heads: str = "shared"
+    heads: Heads = "shared"
     taps: tuple[int, ...] = ()
-    top_k: int = 10
-    lambda_soft: float = 1.0
-    lambda_hard: float = 1.0
+    top_k: AtLeastOne = 10
+    lambda_soft: NotNegative = 1.0
+    lambda_hard: NotNegative = 1.0
 
     def __post_init__(self) -> None:
-        for name, known in (("heads", HEADS), ("staged", tuple(STAGES))):
-            if getattr(self, name) not in known:
-                raise UserError(
-                    f"got {name} {getattr(self, name)!r}, expected one of {', '.join(known)}"
-                )
+        super().__post_init__()
         if self.taps and self.staged == "none":
             raise UserError(f"got taps {list(self.taps)} without a layer that reads them")
         if self.staged == "two" and self.num_heads == 1:
             raise UserError('got one head for two stages: set staged = "one"')
-        if min(self.num_heads, self.attention_layers, self.top_k) < 1:
-            raise UserError(
-                f"got num_heads {self.num_heads}, attention_layers {self.attention_layers}, "
-                f"top_k {self.top_k}, expected at least 1 of each"
-            )
-        if min(self.lambda_soft, self.lambda_hard) < 0 or self.lambda_soft + self.lambda_hard <= 0:
-            raise UserError(
-                f"got lambda_soft {self.lambda_soft} and lambda_hard {self.lambda_hard}, expected "
-                "none negative and one positive"
-            )
+        if not self.lambda_soft + self.lambda_hard:
+            raise UserError("got lambda_soft 0 and lambda_hard 0, expected one of them positive")
 
 
 class Mixer(nn.Module):
@@ -252,28 +243,24 @@ class Drafter(HeadsDrafter):
             features = GraphInput("features", torch.zeros(1, width), {})
             return {"drafter": export(_StatelessGraph(self), [features], outputs, "amphista")}
         config = replace(target, num_layers=len(self.layers), taps=())
-        inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
-        num_rows = inputs[0].example.shape[1]
-        features_1NF = torch.zeros(1, num_rows, (1 + len(self.config.taps)) * width)
-        inputs.insert(1, GraphInput("features", features_1NF, {1: "N"}))
-        outputs += [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-        return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "amphista")}
+        graph = export_cached(
+            _DrafterGraph(self, self.layers, config),
+            config,
+            self.head_VD.dtype,
+            outputs,
+            "amphista",
+            feature_width=(1 + len(self.config.taps)) * width,
+            capacity_symbolic=capacity_symbolic,
+        )
+        return {"drafter": graph}
 
 
-class _DrafterGraph(nn.Module):
+class _DrafterGraph(CachedGraph):
     """The graph "drafter": one chain of rows over the stages' caches."""
-
-    def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
-        super().__init__()
-        self.drafter, self.pairs = drafter, drafter.bigrams
-        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
 
     def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         drafter = self.drafter
-        position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
-        step = decoder.SharedInputs(
-            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
-        )
+        step, logit_rows, kv = self.shared_inputs(inputs)
         stage, token = drafter.stage_inputs(features, F.embedding(input_ids, drafter.embed_VD))
         rows: list[Tensor] = []
         caches: list[Tensor] = []
@@ -282,7 +269,7 @@ class _DrafterGraph(nn.Module):
             stage = [x]
             rows.append(x.index_select(1, logit_rows[-1:]))
             caches += (k, v)
-        return (*drafter.graph_outputs(drafter.exchange(rows), self.pairs), *caches)
+        return (*drafter.graph_outputs(drafter.exchange(rows)), *caches)
 
 
 class _StatelessGraph(nn.Module):
@@ -290,8 +277,8 @@ class _StatelessGraph(nn.Module):
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
-        self.drafter, self.pairs = drafter, drafter.bigrams
+        self.drafter = drafter
 
     def forward(self, features: Tensor) -> tuple[Tensor, ...]:
         drafter = self.drafter
-        return tuple(drafter.graph_outputs(drafter.exchange([features[None]]), self.pairs))
+        return tuple(drafter.graph_outputs(drafter.exchange([features[None]])))

@@ -25,21 +25,23 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
+from spec_export.drafters.fields import AtLeastOne, NoTaps, NotNegative, Share
 from spec_export.drafters.layers import (
     Batch,
     DecoderLayer,
     DrafterBase,
     LayerDims,
     TargetEnds,
-    as_traceable,
+    export_cached,
+    level_config,
 )
-from spec_export.drafters.losses import IGNORED, head_cross_entropy
-from spec_export.graphs.trace import export, step_inputs
+from spec_export.drafters.losses import IGNORED
 from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """The model's sizes and how it drafts.
 
     Its attention heads are as wide as the target's, because it uses the target's rotary tables.
@@ -47,44 +49,25 @@ class Config:
     `soft_weight` is the share of the target's distribution in the labels.
     """
 
-    hidden_size: int = 384
-    intermediate_size: int = 1024
-    layers: int = 6
-    num_heads: int = 6
-    num_kv_heads: int = 2
-    num_guesses: int = 5
-    max_width: int = 8
-    taps: tuple[int, ...] = ()
-    top_k: int = 10
-    soft_weight: float = 0.0
-    prompt_weight: float = 0.0
+    hidden_size: AtLeastOne = 384
+    intermediate_size: AtLeastOne = 1024
+    layers: AtLeastOne = 6
+    num_heads: AtLeastOne = 6
+    num_kv_heads: AtLeastOne = 2
+    num_guesses: AtLeastOne = 5
+    max_width: AtLeastOne = 8
+    taps: NoTaps = ()
+    top_k: AtLeastOne = 10
+    soft_weight: Share = 0.0
+    prompt_weight: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        if self.taps:
-            raise UserError("a draft model reads tokens alone: leave taps empty")
-        sizes = ("hidden_size", "intermediate_size", "layers", "num_heads", "num_kv_heads")
-        for name in (*sizes, "num_guesses", "max_width", "top_k"):
-            if getattr(self, name) < 1:
-                raise UserError(f"got {name} {getattr(self, name)}, expected at least 1")
+        super().__post_init__()
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"got num_heads {self.num_heads}, expected a multiple of num_kv_heads, "
                 f"{self.num_kv_heads}"
             )
-        if not 0 <= self.soft_weight <= 1 or self.prompt_weight < 0:
-            raise UserError(
-                f"got soft_weight {self.soft_weight} and prompt_weight {self.prompt_weight}, "
-                "expected 0 to 1, and 0 or more"
-            )
-
-    def runtime_config(self) -> dict[str, Any]:
-        """Returns what the proposer reads: see `spec_runtime/proposers/draft_model.py`."""
-        return {
-            "num_guesses": self.num_guesses,
-            "max_width": self.max_width,
-            "taps": [],
-            "top_k": self.top_k,
-        }
 
 
 class Drafter(DrafterBase):
@@ -135,25 +118,21 @@ class Drafter(DrafterBase):
         Tokens past the end or outside the draft vocabulary are ignored. Nothing is random.
         """
         rows_BRD = self.hidden_rows(batch.token_BT)[:, 1:]
-        is_token_BT = torch.arange(batch.token_BT.shape[1]).to(batch.token_BT.device)
-        is_token_BT = is_token_BT < batch.length_B[:, None].to(is_token_BT.device)
-        prompt = replace(batch, loss_BT=is_token_BT & ~batch.loss_BT)
-        total, hits, count = self._cross_entropy(batch, rows_BRD)
+        total, hits, count = self._mean_loss(batch, rows_BRD)
         if self.config.prompt_weight:
-            total = total + self.config.prompt_weight * self._cross_entropy(prompt, rows_BRD)[0]
+            prompt = replace(batch, loss_BT=batch.is_token_BT & ~batch.loss_BT)
+            total = total + self.config.prompt_weight * self._mean_loss(prompt, rows_BRD)[0]
         return total, {"correct_K": hits[None], "count_K": count[None]}
 
-    def _cross_entropy(self, batch: Batch, rows_BRD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _mean_loss(self, batch: Batch, rows_BRD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the mean loss of the labelled tokens, their top-1 hits, and their number."""
         label_BR = self.labels(batch, 1)[..., 0]
         b, t = (label_BR != IGNORED).nonzero(as_tuple=True)
         label_R, out = label_BR[b, t], self.output_rows(rows_BRD[b, t])
-        soft, teacher_RD = self.config.soft_weight, None
-        if soft and batch.feature_BTF is not None:
-            teacher_RD = batch.feature_BTF[b, t + 1].to(out.dtype)
+        target_RF = None if batch.feature_BTF is None else batch.feature_BTF[b, t + 1]
         weight_R = torch.full(label_R.shape, 1 / max(len(b), 1), device=b.device)
-        loss, is_top_R = head_cross_entropy(
-            out, self.head_VD, label_R, weight_R, teacher_RD, soft, self.shortlist
+        loss, is_top_R = self.cross_entropy(
+            out, label_R, weight_R, target_RF, self.config.soft_weight
         )
         return loss, is_top_R.sum(), torch.tensor(len(b), device=b.device)
 
@@ -168,10 +147,6 @@ class Drafter(DrafterBase):
         row_RK = torch.arange(R)[:, None] + torch.arange(K)
         row_RK = row_RK.clamp(max=R - 1).to(ids.device)
         return ids[:, row_RK], log_probs[:, row_RK]
-
-    def runtime_config(self) -> dict[str, Any]:
-        """See Config.runtime_config."""
-        return self.config.runtime_config()
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
@@ -189,16 +164,14 @@ class Drafter(DrafterBase):
         return _export(_TrainedGraph(self, config), config, self.head_VD.dtype, capacity_symbolic)
 
 
-class _TrainedGraph(nn.Module):
+class _TrainedGraph(CachedGraph):
     """The graph "drafter" of a model trained here: rows over a cache, top-k guesses out."""
 
     embed_Vd: Tensor
     head_Vd: Tensor
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
-        super().__init__()
-        self.drafter = drafter
-        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
+        super().__init__(drafter, drafter.layers, config)
         self.norm = decoder.RMSNorm(drafter.final_norm, config.norm_eps)
         with torch.no_grad():
             self.register_buffer("embed_Vd", drafter.embed_VD @ drafter.project_in)
@@ -206,16 +179,8 @@ class _TrainedGraph(nn.Module):
 
     def forward(self, input_ids: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         drafter = self.drafter
-        position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
-        x = F.embedding(input_ids, self.embed_Vd)
-        step = decoder.SharedInputs(
-            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
-        )
-        caches: list[Tensor] = []
-        for i, layer in enumerate(self.layers):
-            x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
-            caches += (k, v)
-        rows_Md = self.norm(x.index_select(1, logit_rows)).view(-1, self.embed_Vd.shape[1])
+        rows, caches = self.run_layers(F.embedding(input_ids, self.embed_Vd), inputs)
+        rows_Md = self.norm(rows).view(-1, self.embed_Vd.shape[1])
         logits_MV = F.linear(rows_Md, self.head_Vd)
         return (*drafter.top_tokens(logits_MV, drafter.config.top_k), *caches)
 
@@ -239,8 +204,8 @@ class Pretrained:
         return self._backbone.parameters()
 
     def runtime_config(self) -> dict[str, Any]:
-        """See Config.runtime_config."""
-        return self.config.runtime_config()
+        """Returns what the proposer reads: see `spec_runtime/proposers/draft_model.py`."""
+        return level_config(self.config)
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
@@ -291,7 +256,8 @@ def _export(
     Its inputs are input_ids i64[1,N], position_ids, mask, logit_rows i64[M] and the caches; its
     outputs guess_ids i64[M,C], guess_log_probs f32[M,C] and the caches.
     """
-    inputs = step_inputs(config, dtype, capacity_symbolic)
-    caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-    outputs = ["guess_ids", "guess_log_probs", *caches]
-    return {"drafter": export(graph, inputs, outputs, "draft_model")}
+    outputs = ["guess_ids", "guess_log_probs"]
+    model = export_cached(
+        graph, config, dtype, outputs, "draft_model", capacity_symbolic=capacity_symbolic
+    )
+    return {"drafter": model}

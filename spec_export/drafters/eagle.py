@@ -28,24 +28,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
+from spec_export.drafters.fields import AtLeastOne, NoTaps, NotNegative, Share
 from spec_export.drafters.layers import (
     Batch,
+    CachedGraph,
     DecoderLayer,
     DrafterBase,
     TargetEnds,
-    as_traceable,
+    export_cached,
     fusion,
     noisy_features,
     rotate,
     tokens_ahead,
 )
-from spec_export.drafters.losses import IGNORED, feature_regression, head_cross_entropy
-from spec_export.graphs.trace import GraphInput, export, step_inputs
-from spec_runtime.errors import UserError
+from spec_export.drafters.losses import IGNORED, feature_regression
+from spec_runtime.mapping import Checked
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """The settings of EAGLE.
 
     `num_guesses` levels are drafted, and `max_width` nodes expanded in each. `normalise` norms
@@ -53,30 +54,18 @@ class Config:
     0.2) is uniform in ± noise / 2 · 512 / sequence length.
     """
 
-    layers: int = 1
-    num_guesses: int = 5
-    max_width: int = 8
+    layers: AtLeastOne = 1
+    num_guesses: AtLeastOne = 5
+    max_width: AtLeastOne = 8
     normalise: bool = False
-    taps: tuple[int, ...] = ()
-    top_k: int = 10
-    soft_weight: float = 1.0
+    taps: NoTaps = ()
+    top_k: AtLeastOne = 10
+    soft_weight: Share = 1.0
     w_reg: float = 1.0
     w_cls: float = 0.1
-    feature_noise: float = 0.2
-    ttt_steps: int = 1
+    feature_noise: NotNegative = 0.2
+    ttt_steps: AtLeastOne = 1
     decay: float = 0.8
-
-    def __post_init__(self) -> None:
-        if self.taps:
-            raise UserError("eagle reads the final feature alone: leave taps empty")
-        for name in ("layers", "num_guesses", "max_width", "top_k", "ttt_steps"):
-            if getattr(self, name) < 1:
-                raise UserError(f"got {name} {getattr(self, name)}, expected at least 1")
-        if not 0 <= self.soft_weight <= 1 or self.feature_noise < 0:
-            raise UserError(
-                f"got soft_weight {self.soft_weight} and feature_noise {self.feature_noise}, "
-                "expected 0 to 1, and 0 or more"
-            )
 
 
 class Drafter(DrafterBase):
@@ -157,15 +146,8 @@ class Drafter(DrafterBase):
             label_R = label_BRK[b, t, k]
             keep_R = label_R != IGNORED
             rows, feature_RD, label_R = rows[keep_R], feature_RD[keep_R], label_R[keep_R]
-            weight_R = _equal_weights(rows)
-            loss, is_top_R = head_cross_entropy(
-                rows,
-                self.head_VD,
-                label_R,
-                weight_R,
-                feature_RD,
-                config.soft_weight,
-                self.shortlist,
+            loss, is_top_R = self.cross_entropy(
+                rows, label_R, _equal_weights(rows), feature_RD, config.soft_weight
             )
             total = total + config.decay**k * (config.w_cls * loss + config.w_reg * distance)
             correct.append(is_top_R.sum())
@@ -182,15 +164,6 @@ class Drafter(DrafterBase):
 
     # ---- export ----------------------------------------------------------------------------------
 
-    def runtime_config(self) -> dict[str, Any]:
-        """Returns what the proposer reads: see `spec_runtime/proposers/feature.py`."""
-        return {
-            "num_guesses": self.config.num_guesses,
-            "max_width": self.config.max_width,
-            "taps": [],
-            "top_k": self.config.top_k,
-        }
-
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
@@ -201,12 +174,16 @@ class Drafter(DrafterBase):
         f32[M,D] (the predicted features) and the caches.
         """
         config = replace(target, num_layers=self.config.layers, taps=())
-        inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
-        num_rows, D = inputs[0].example.shape[1], self.dims.hidden_size
-        inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, D), {1: "N"}))
-        caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-        outputs = ["guess_ids", "guess_log_probs", "hidden", *caches]
-        return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "eagle")}
+        graph = export_cached(
+            _DrafterGraph(self, config),
+            config,
+            self.head_VD.dtype,
+            [*self.output_names(), "hidden"],
+            "eagle",
+            feature_width=self.dims.hidden_size,
+            capacity_symbolic=capacity_symbolic,
+        )
+        return {"drafter": graph}
 
 
 def _equal_weights(rows_RD: Tensor) -> Tensor:
@@ -239,13 +216,11 @@ def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
     return out.flatten(2)
 
 
-class _DrafterGraph(nn.Module):
+class _DrafterGraph(CachedGraph):
     """The graph "drafter": rows over a cache, top-k guesses and predicted features out."""
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
-        super().__init__()
-        self.drafter = drafter
-        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
+        super().__init__(drafter, drafter.layers, config)
         fc = drafter.fc.detach()
         if drafter.config.normalise:
             # the gains are folded into fc, so that one operator norms both
@@ -255,19 +230,11 @@ class _DrafterGraph(nn.Module):
 
     def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         drafter = self.drafter
-        position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
         D = drafter.dims.hidden_size
         x = torch.cat((features, F.embedding(input_ids, drafter.embed_VD)), -1)
         if drafter.config.normalise:
             x = self.unit_norm(x.view(1, -1, 2, D)).view(1, -1, 2 * D)
-        x = self.fc(x)
-        step = decoder.SharedInputs(
-            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
-        )
-        caches: list[Tensor] = []
-        for i, layer in enumerate(self.layers):
-            x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
-            caches += (k, v)
-        hidden_MD = x.index_select(1, logit_rows).view(-1, D)
+        rows, caches = self.run_layers(self.fc(x), inputs)
+        hidden_MD = rows.view(-1, D)
         logits_MV = F.linear(hidden_MD, drafter.head_VD)
         return (*drafter.top_tokens(logits_MV, drafter.config.top_k), hidden_MD.float(), *caches)

@@ -17,11 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export.drafters.bigram_pairs import BigramPairs
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
-from spec_export.drafters.losses import IGNORED, head_cross_entropy, trained_head_cross_entropy
-
-HEADS = ("own", "shared")
+from spec_export.drafters.losses import IGNORED
 
 
 class ResidualBlock(nn.Module):
@@ -90,36 +87,21 @@ class HeadsDrafter(DrafterBase):
         label_BRK = self.labels(batch, self.config.num_heads)
         b, t = (label_BRK != IGNORED).any(-1).nonzero(as_tuple=True)
         rows_NKD, label_NK = self.head_rows(batch, (b, t)), label_BRK[b, t]
-        head_VD = self.head_VD.to(rows_NKD.dtype)
         count_K = (label_NK != IGNORED).sum(0)
         correct_K, loss = torch.zeros_like(count_K), rows_NKD.new_zeros((), dtype=torch.float32)
         for k, weight in enumerate(self.weight_K / count_K.clamp(min=1)):
             keep_N = label_NK[:, k] != IGNORED
-            rows_RD, label_R = rows_NKD[keep_N, k], label_NK[keep_N, k]
+            label_R = label_NK[keep_N, k]
             # guess k of row t is what the target's own row t + 1 + k predicts
             target_RF = batch.feature_BTF[b[keep_N], t[keep_N] + 1 + k]
-            teacher_RD = target_RF[:, : self.dims.hidden_size].to(rows_RD.dtype)
-            weight_R = weight.expand(len(label_R))
-            if self.output_heads:
-                part, is_top_R = trained_head_cross_entropy(
-                    rows_RD,
-                    self.output_heads[k],
-                    label_R,
-                    weight_R,
-                    teacher_RD,
-                    head_VD,
-                    self.soft_weight,
-                )
-            else:
-                part, is_top_R = head_cross_entropy(
-                    rows_RD,
-                    head_VD,
-                    label_R,
-                    weight_R,
-                    teacher_RD,
-                    self.soft_weight,
-                    self.shortlist,
-                )
+            part, is_top_R = self.cross_entropy(
+                rows_NKD[keep_N, k],
+                label_R,
+                weight.expand(len(label_R)),
+                target_RF,
+                self.soft_weight,
+                self.output_heads[k] if self.output_heads else None,
+            )
             loss = loss + part
             correct_K[k] = is_top_R.sum()
         return loss, {"correct_K": correct_K, "count_K": count_K}
@@ -128,18 +110,12 @@ class HeadsDrafter(DrafterBase):
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the top guesses at every row: token ids i64 and log-probabilities f32, both
         [B, T-1, K, top_k]. None is conditioned on the guess before it."""
-        return self.guesses_with_pairs(batch, top_k)[:2]
-
-    @torch.no_grad()
-    def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
         B, T = batch.token_BT.shape
         b, t = torch.ones(B, T - 1, device=batch.token_BT.device).nonzero(as_tuple=True)
         rows_NKD = self.head_rows(batch, (b, t))
-        # logits of all rows at once would be gigabytes
-        chunks = rows_NKD.split(max(1, 4096 // self.config.num_heads))
-        parts = [self.top_tokens(self.logits(chunk), top_k) for chunk in chunks]
-        ids, log_probs = (torch.cat(x).unflatten(0, (B, T - 1)) for x in zip(*parts, strict=True))
-        return ids, log_probs, self.pairs(ids, log_probs)
+        num_rows = max(1, 4096 // self.config.num_heads)
+        ids, log_probs = self.top_in_chunks(self.logits, [rows_NKD], num_rows, top_k)
+        return ids.unflatten(0, (B, T - 1)), log_probs.unflatten(0, (B, T - 1))
 
     def logits(self, rows_NKD: Tensor) -> Tensor:
         """Returns the logits [N, K, Vd] of head rows.
@@ -153,16 +129,11 @@ class HeadsDrafter(DrafterBase):
         head_VD = self.head_VD.to(rows_NKD.dtype)
         return F.linear(rows_NKD.flatten(0, 1), head_VD).unflatten(0, rows_NKD.shape[:2])
 
-    def graph_outputs(self, rows_1KD: Tensor, pairs: BigramPairs | None) -> list[Tensor]:
+    def graph_outputs(self, rows_1KD: Tensor) -> list[Tensor]:
         """Returns a graph's outputs of one row of heads: guess_ids and guess_log_probs [K, C], and
-        with `pairs` pair_log_probs [K-1, C, C]."""
+        with a table of bigrams pair_log_probs [K-1, C, C]."""
         index_KC, log_prob_KC = self.top_draft_tokens(self.logits(rows_1KD)[0], self.config.top_k)
         outputs = [self.draft_token_ids[index_KC], log_prob_KC]
-        if pairs is not None:
-            outputs.append(pairs(index_KC, log_prob_KC))
+        if self.bigrams is not None:
+            outputs.append(self.bigrams(index_KC, log_prob_KC))
         return outputs
-
-    def output_names(self) -> list[str]:
-        """Returns the names of `graph_outputs`."""
-        pairs = ["pair_log_probs"] if self.has_pairs else []
-        return ["guess_ids", "guess_log_probs", *pairs]

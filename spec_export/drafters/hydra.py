@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
-from spec_export.drafters.layers import Batch, DecoderLayer, TargetEnds, as_traceable
+from spec_export.drafters.fields import AtLeastZero
+from spec_export.drafters.layers import Batch, CachedGraph, DecoderLayer, TargetEnds, export_cached
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
-from spec_export.graphs.trace import GraphInput, export, step_inputs
 from spec_runtime.errors import UserError
 
 
@@ -43,15 +43,14 @@ class Config(SequentialConfig):
     `first_block` is "linear" by default because drafters of earlier versions do not name it.
     """
 
-    num_layers: int = 1
+    num_layers: AtLeastZero = 1
     prefix_layer: bool = False
     first_block: Literal["linear", "residual"] = "linear"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = 1 if self.first_block == "residual" else 0
-        if self.num_layers < least:
-            raise UserError(f"got num_layers {self.num_layers}, expected {least} or more")
+        if self.first_block == "residual" and not self.num_layers:
+            raise UserError("got num_layers 0, expected 1 or more: the first block is one of them")
 
 
 class _Head(nn.Module):
@@ -134,12 +133,15 @@ class Drafter(SequentialDrafter):
         graphs = super().export(target, capacity_symbolic=capacity_symbolic)
         if self.config.prefix_layer:
             config = replace(target, num_layers=1, taps=())
-            inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
-            num_rows = inputs[0].example.shape[1]
-            features = torch.zeros(1, num_rows, self.dims.hidden_size)
-            inputs.insert(1, GraphInput("features", features, {1: "N"}))
-            outputs = ["state", "kv.0.k.out", "kv.0.v.out"]
-            graphs["start"] = export(_PrefixStartGraph(self, config), inputs, outputs, "start")
+            graphs["start"] = export_cached(
+                _PrefixStartGraph(self, config),
+                config,
+                self.head_VD.dtype,
+                ["state"],
+                "start",
+                feature_width=self.dims.hidden_size,
+                capacity_symbolic=capacity_symbolic,
+            )
         return graphs
 
 
@@ -201,19 +203,13 @@ class _StepNetwork(nn.Module):
         return F.rms_norm(z, norm_D.shape, norm_D, self.eps), state_NKE.view(-1, K * E)
 
 
-class _PrefixStartGraph(nn.Module):
+class _PrefixStartGraph(CachedGraph):
     """The graph "start" with a prefix layer: the layer over a cache, then `_StartNetwork`."""
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
-        super().__init__()
-        self.drafter = drafter
-        self.layer = as_traceable(drafter.prefix, config)
+        super().__init__(drafter, [drafter.prefix], config)
         self.start = _StartNetwork(drafter)
 
     def forward(self, token_1N: Tensor, feature_1ND: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        position_ids, mask, logit_rows, write_index, src, perm, past_k, past_v = inputs
-        cos, sin = self.drafter.cos, self.drafter.sin
-        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, cos, sin)
-        x, k, v = self.layer(self.drafter.unit(feature_1ND), past_k, past_v, step)
-        context_MD = x.index_select(1, logit_rows).view(-1, self.drafter.dims.hidden_size)
-        return self.start(context_MD), k, v
+        rows, caches = self.run_layers(self.drafter.unit(feature_1ND), inputs)
+        return (self.start(rows.view(-1, self.drafter.dims.hidden_size)), *caches)

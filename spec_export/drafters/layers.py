@@ -1,4 +1,4 @@
-"""Provides what drafters share: their base class, a Llama-style decoder layer, rotary embedding.
+"""Provides what drafters share: their base class, a Llama-style decoder layer, graphs with a cache.
 
 The base class borrows the target's frozen ends (embedding and LM head). A layer leaves attention to
 its caller: in training each drafter has a mask of its own, and the traced graph has the backbone's
@@ -7,18 +7,26 @@ attention with a cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
 from spec_export.drafters.bigram_pairs import BigramPairs
-from spec_export.drafters.losses import IGNORED, Shortlist, draw_shortlist
+from spec_export.drafters.losses import (
+    IGNORED,
+    Shortlist,
+    draw_shortlist,
+    head_cross_entropy,
+    trained_head_cross_entropy,
+)
+from spec_export.graphs.trace import GraphInput, export, step_inputs
 from spec_runtime.errors import UserError
 
 
@@ -68,6 +76,12 @@ class Batch:
     loss_BT: Tensor
     feature_BTF: Tensor | None
     length_B: Tensor
+
+    @property
+    def is_token_BT(self) -> Tensor:
+        """Returns which places hold tokens, bool[B, T]; the others are padding."""
+        position_T = torch.arange(self.token_BT.shape[1], device=self.token_BT.device)
+        return position_T < self.length_B[:, None].to(position_T.device)
 
 
 class DrafterBase(nn.Module):
@@ -145,6 +159,31 @@ class DrafterBase(nn.Module):
             )
         return self.loss(batch, generator)  # type: ignore[no-any-return, operator]
 
+    def cross_entropy(
+        self,
+        rows_RD: Tensor,
+        label_R: Tensor,
+        weight_R: Tensor,
+        target_RF: Tensor | None,
+        soft_weight: float,
+        head_VD: Tensor | None = None,
+        bias_V: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `losses.head_cross_entropy` through the target's frozen head, or through the
+        trained `head_VD` with its bias. target_RF are the features that the target reads there."""
+        teacher_RD = None
+        if target_RF is not None:
+            teacher_RD = target_RF[:, : self.dims.hidden_size].to(rows_RD.dtype)
+        if head_VD is None:
+            return head_cross_entropy(
+                rows_RD, self.head_VD, label_R, weight_R, teacher_RD, soft_weight, self.shortlist
+            )
+        assert teacher_RD is not None, "trained heads read features"
+        frozen_VD = self.head_VD.to(rows_RD.dtype)
+        return trained_head_cross_entropy(
+            rows_RD, head_VD, label_R, weight_R, teacher_RD, frozen_VD, soft_weight, bias_V
+        )
+
     def labels(self, batch: Batch, num_guesses: int) -> Tensor:
         """Returns draft-vocabulary labels i64[B, T-1, K]: guess k of row t is token t + 2 + k.
 
@@ -165,11 +204,6 @@ class DrafterBase(nn.Module):
             )
         self.bigrams = BigramPairs(table, self.draft_token_ids)
 
-    @property
-    def has_pairs(self) -> bool:
-        """Says whether a table conditions guesses on the guess before."""
-        return self.bigrams is not None
-
     def top_tokens(self, logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the best tokens of logits [..., Vd]: ids i64 and log-probabilities f32, both
         [..., top_k].
@@ -186,41 +220,69 @@ class DrafterBase(nn.Module):
 
     @torch.no_grad()
     def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns the drafter's `guesses`, token ids and log-probabilities [B, T-1, K, C], and if
-        it `has_pairs` the log-probability f32[B, T-1, K-1, C, C] of candidate c of guess k + 1
+        """Returns the drafter's `guesses`, token ids and log-probabilities [B, T-1, K, C], and with
+        a table of bigrams the log-probability f32[B, T-1, K-1, C, C] of candidate c of guess k + 1
         after candidate p of guess k, entry [k, p, c]."""
         ids, log_probs = self.guesses(batch, top_k)  # type: ignore[operator]
-        return ids, log_probs, None
-
-    @torch.no_grad()
-    def pairs(self, ids: Tensor, log_probs: Tensor) -> Tensor | None:
-        """Returns the pairs of `guesses_with_pairs` from the top guesses [B, T-1, K, C]; None
-        without a table."""
         if self.bigrams is None:
-            return None
+            return ids, log_probs, None
         parts = [
             self.bigrams(self.draft_index_V[ids_NKC], log_prob_NKC)
             for ids_NKC, log_prob_NKC in zip(
                 *(x.flatten(0, 1).split(256) for x in (ids, log_probs)), strict=True
             )
         ]
-        return torch.cat(parts).unflatten(0, ids.shape[:2])
+        return ids, log_probs, torch.cat(parts).unflatten(0, ids.shape[:2])
 
     @torch.no_grad()
+    def top_in_chunks(
+        self,
+        logits_of: Callable[..., Tensor],
+        rows: Sequence[Tensor],
+        num_rows: int,
+        top_k: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns `top_tokens` of the logits of all `rows`, tensors [N, ...], which are made of
+        `num_rows` rows at a time: those of all at once would be gigabytes."""
+        chunks = zip(*(x.split(num_rows) for x in rows), strict=True)
+        tops = [self.top_tokens(logits_of(*chunk), top_k) for chunk in chunks]
+        ids, log_probs = zip(*tops, strict=True)
+        return torch.cat(ids), torch.cat(log_probs)
+
     def top_guesses(
         self, rows: Tensor, output_rows: Callable[[Tensor], Tensor], top_k: int
     ) -> tuple[Tensor, Tensor]:
         """Returns the best tokens of hidden `rows` [..., D] through `output_rows` and the shared
         head: ids i64 and log-probabilities f32, both [..., top_k]."""
-        ids, log_probs = [], []
-        # the logits of all rows at once would be gigabytes
-        for chunk in rows.flatten(0, -2).split(4096):
+
+        def logits_of(chunk: Tensor) -> Tensor:
             out = output_rows(chunk)
-            chosen, values = self.top_tokens(out @ self.head_VD.to(out.dtype).T, top_k)
-            ids.append(chosen)
-            log_probs.append(values)
+            return out @ self.head_VD.to(out.dtype).T
+
+        ids, log_probs = self.top_in_chunks(logits_of, [rows.flatten(0, -2)], 4096, top_k)
         shape = (*rows.shape[:-1], top_k)
-        return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
+        return ids.view(shape), log_probs.view(shape)
+
+    # ---- export ----------------------------------------------------------------------------------
+
+    def runtime_config(self) -> dict[str, Any]:
+        """Returns what the proposer reads, as JSON values."""
+        return level_config(self.config)
+
+    def output_names(self) -> list[str]:
+        """Returns the names of a graph's guesses, and with a table of bigrams of their pairs."""
+        pairs = [] if self.bigrams is None else ["pair_log_probs"]
+        return ["guess_ids", "guess_log_probs", *pairs]
+
+
+def level_config(config: Any) -> dict[str, Any]:
+    """Returns what the proposers that draft level by level read of a drafter's config."""
+    return {
+        "num_guesses": config.num_guesses,
+        "max_width": config.max_width,
+        "taps": list(config.taps),
+        "top_k": config.top_k,
+    }
 
 
 def tokens_ahead(values_BT: Tensor, num_guesses: int, fill: int) -> Tensor:
@@ -336,3 +398,60 @@ def as_traceable(layer: DecoderLayer, config: decoder.DecoderConfig) -> decoder.
         decoder.RMSNorm(layer.mlp_norm, d.norm_eps),
         decoder.GatedMLP(decoder.Projection(layer.gate_up.t()), decoder.Projection(layer.down.t())),
     )
+
+
+class CachedGraph(nn.Module):
+    """The base of graphs that run decoder layers over their caches.
+
+    Its inputs are those of `trace.step_inputs`, the features second if there are any.
+    """
+
+    def __init__(
+        self, drafter: nn.Module, layers: Iterable[DecoderLayer], config: decoder.DecoderConfig
+    ) -> None:
+        super().__init__()
+        self.drafter: Any = drafter
+        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in layers)
+
+    def shared_inputs(
+        self, inputs: Sequence[Tensor]
+    ) -> tuple[decoder.SharedInputs, Tensor, list[Tensor]]:
+        """Returns what all layers read, the rows whose guesses are asked for, i64[M], and the
+        caches, from the inputs that follow tokens and features."""
+        position_ids, mask, logit_rows, write_index, src, perm, *caches = inputs
+        cos, sin = self.drafter.cos, self.drafter.sin
+        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, cos, sin)
+        return step, logit_rows, caches
+
+    def run_layers(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Returns the rows [1, M, D] that are asked for after all layers, and the caches."""
+        step, logit_rows, old = self.shared_inputs(inputs)
+        caches: list[Tensor] = []
+        for i, layer in enumerate(self.layers):
+            x, k, v = layer(x, old[2 * i], old[2 * i + 1], step)
+            caches += (k, v)
+        return x.index_select(1, logit_rows), caches
+
+
+def export_cached(
+    graph: nn.Module,
+    config: decoder.DecoderConfig,
+    dtype: torch.dtype,
+    outputs: Sequence[str],
+    name: str,
+    *,
+    feature_width: int = 0,
+    capacity_symbolic: bool = True,
+) -> ir.Model:
+    """Returns a graph with caches of `dtype` for the layers of `config`, in the contiguous form.
+
+    Its inputs are input_ids i64[1,N], features f32[1,N,F] if `feature_width` F is not 0,
+    position_ids, mask, logit_rows i64[M], and the rest of `trace.step_inputs`. The new caches
+    follow the `outputs`.
+    """
+    inputs = step_inputs(config, dtype, capacity_symbolic)
+    caches = [f"{given.name}.out" for given in inputs if given.name.startswith("kv.")]
+    if feature_width:
+        features = torch.zeros(1, inputs[0].example.shape[1], feature_width)
+        inputs.insert(1, GraphInput("features", features, {1: "N"}))
+    return export(graph, inputs, [*outputs, *caches], name)

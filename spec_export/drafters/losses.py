@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from spec_export.drafters.fields import Share
 from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
 
 IGNORED = -100  # label of a row that carries no loss
 CHUNK_ROWS = 256  # logits of a chunk stay in cache: 256 rows of an 8 k vocabulary are 8 MB
-LOSSES = ("ce", "tv", "lk")
+Loss = Literal["ce", "tv", "lk"]
 
 
 def position_weights(count: int, decay: float) -> Tensor:
@@ -27,7 +29,7 @@ def position_weights(count: int, decay: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(Checked):
     """The loss of one row through a head, from q, its label y and the target's p.
 
         ce: −(1−s) log q(y) − s Σ_v p(v) log q(v),                s = soft_weight
@@ -38,18 +40,9 @@ class Objective:
     and ½ Σ_v |p − q| that it does not. "lk" is the negative logarithm of the first.
     """
 
-    loss: str = "ce"
-    soft_weight: float = 0.0
-    tv_weight: float = 0.9
-
-    def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise UserError(f"got loss {self.loss!r}, expected one of {', '.join(LOSSES)}")
-        if not 0 <= self.tv_weight <= 1 or not 0 <= self.soft_weight <= 1:
-            raise UserError(
-                f"got tv_weight {self.tv_weight} and soft_weight {self.soft_weight}, expected "
-                "numbers in [0, 1]"
-            )
+    loss: Loss = "ce"
+    soft_weight: Share = 0.0
+    tv_weight: Share = 0.9
 
     @property
     def cross_entropy_share(self) -> float:
@@ -280,11 +273,6 @@ def head_cross_entropy(
     return (losses.loss_R * weight_R.detach()).sum(), losses.is_top_R
 
 
-def is_top_token(logits_RV: Tensor, label_R: Tensor) -> Tensor:
-    """Returns whether no token of a row has a higher logit than its label, bool[R]."""
-    return logits_RV.gather(1, label_R[:, None])[:, 0] == logits_RV.amax(-1)
-
-
 def trained_head_cross_entropy(
     hidden_RD: Tensor,
     head_VD: Tensor,
@@ -293,8 +281,9 @@ def trained_head_cross_entropy(
     teacher_RD: Tensor,
     teacher_VD: Tensor,
     soft_weight: float = 0.0,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what `head_cross_entropy` does, for a head that learns too.
+    """Returns what `head_cross_entropy` does, for a head that learns too, with its bias.
 
     p = softmax(teacher · teacher_VDᵀ), where teacher_VD is the target's own head. Logits are
     computed again for the backward pass, chunk by chunk, so that they are never all in memory.
@@ -302,11 +291,14 @@ def trained_head_cross_entropy(
 
     def chunk(rows: slice) -> tuple[Tensor, Tensor]:
         logits = F.linear(hidden_RD[rows], head_VD).float()
+        if bias_V is not None:
+            logits = logits + bias_V
         losses_R = (1 - soft_weight) * F.cross_entropy(logits, label_R[rows], reduction="none")
         if soft_weight:
             p = torch.softmax(F.linear(teacher_RD[rows].detach(), teacher_VD).float(), -1)
             losses_R = losses_R + soft_weight * F.cross_entropy(logits, p, reduction="none")
-        return (losses_R * weight_R[rows]).sum(), is_top_token(logits.detach(), label_R[rows])
+        of_label_R = logits.detach().gather(1, label_R[rows, None])[:, 0]
+        return (losses_R * weight_R[rows]).sum(), of_label_R == logits.detach().amax(-1)
 
     loss = hidden_RD.new_zeros((), dtype=torch.float32)
     is_top_R = torch.empty_like(label_R, dtype=torch.bool)

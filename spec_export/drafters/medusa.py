@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from spec_export import decoder
-from spec_export.drafters.heads import HEADS, HeadsDrafter
+from spec_export.drafters.fields import AtLeastOne, Heads, NoTaps, Share
+from spec_export.drafters.heads import HeadsDrafter
 from spec_export.drafters.layers import Batch, TargetEnds
 from spec_export.drafters.losses import position_weights
 from spec_export.graphs.trace import GraphInput, export
-from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """The settings of Medusa.
 
     There are `num_heads` K heads of `num_layers` residual blocks. `heads` is "shared" (the target's
@@ -34,26 +35,13 @@ class Config:
     empty. `soft_weight` is the share of the target's distribution in the labels.
     """
 
-    num_heads: int = 4
-    num_layers: int = 1
-    heads: str = "shared"
-    taps: tuple[int, ...] = ()
-    top_k: int = 10
+    num_heads: AtLeastOne = 4
+    num_layers: AtLeastOne = 1
+    heads: Heads = "shared"
+    taps: NoTaps = ()
+    top_k: AtLeastOne = 10
     decay: float = 0.8
-    soft_weight: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.heads not in HEADS:
-            raise UserError(f"got heads {self.heads!r}, expected one of {', '.join(HEADS)}")
-        if self.taps:
-            raise UserError(f"got taps {list(self.taps)}, expected none: heads read h_t alone")
-        if min(self.num_heads, self.num_layers, self.top_k) < 1:
-            raise UserError(
-                f"got num_heads {self.num_heads}, num_layers {self.num_layers}, "
-                f"top_k {self.top_k}, expected at least 1 of each"
-            )
-        if not 0 <= self.soft_weight <= 1:
-            raise UserError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
+    soft_weight: Share = 0.0
 
 
 class Drafter(HeadsDrafter):
@@ -84,12 +72,7 @@ class Drafter(HeadsDrafter):
 
     def runtime_config(self) -> dict[str, Any]:
         """Returns what the manifest says of the drafter."""
-        config = self.config
-        return {
-            "num_guesses": config.num_heads,
-            "taps": list(config.taps),
-            "top_k": config.top_k,
-        }
+        return {"num_guesses": self.config.num_heads, "taps": [], "top_k": self.config.top_k}
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
@@ -110,9 +93,9 @@ class _DrafterGraph(nn.Module):
 
     def __init__(self, drafter: Drafter) -> None:
         super().__init__()
-        self.drafter, self.pairs = drafter, drafter.bigrams
+        self.drafter = drafter
 
     def forward(self, features: Tensor) -> tuple[Tensor, ...]:
         # products of rank 3, as the quantised forms want them
         rows_1KD = self.drafter.blocks_of(features[None])[0]
-        return tuple(self.drafter.graph_outputs(rows_1KD, self.pairs))
+        return tuple(self.drafter.graph_outputs(rows_1KD))

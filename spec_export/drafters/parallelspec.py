@@ -19,20 +19,23 @@ There are two styles (section 4 of the paper), each guess's loss being a mean ov
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import onnx_ir as ir
 import torch
+from annotated_types import Gt, Le
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
+from spec_export.drafters.fields import AtLeastOne, AtLeastZero, NotNegative, Share
 from spec_export.drafters.layers import (
     Batch,
+    CachedGraph,
     DecoderLayer,
     DrafterBase,
     TargetEnds,
-    as_traceable,
+    export_cached,
     fusion,
     noisy_features,
     rotate,
@@ -40,23 +43,20 @@ from spec_export.drafters.layers import (
 )
 from spec_export.drafters.losses import (
     IGNORED,
-    LOSSES,
+    Loss,
     Objective,
     feature_regression,
     head_losses,
     position_weights,
 )
-from spec_export.graphs.trace import GraphInput, export, step_inputs
 from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
 
-STYLES = ("medusa", "eagle")
-INPUTS = ("tokens", "features+tokens")
-MASK_FEATURES = ("zero", "anchor")
-DEPTH_WEIGHTS = ("decay", "reach")
+PositiveShare = Annotated[float, Gt(0), Le(1)]
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """The settings of ParallelSpec.
 
     `num_masks` K masks give K+1 guesses. `taps` are target layers that are read beside the final
@@ -80,57 +80,32 @@ class Config:
       `noisy_features`). Only style "eagle" reads it.
     """
 
-    num_masks: int = 4
-    style: str = "medusa"
-    inputs: str = "features+tokens"
-    layers: int = 1
+    num_masks: AtLeastZero = 4
+    style: Literal["medusa", "eagle"] = "medusa"
+    inputs: Literal["tokens", "features+tokens"] = "features+tokens"
+    layers: AtLeastOne = 1
     taps: tuple[int, ...] = ()
-    top_k: int = 10
-    mask_feature: str = "zero"
+    top_k: AtLeastOne = 10
+    mask_feature: Literal["zero", "anchor"] = "zero"
     decay: float = 0.8
-    soft_weight: float = 0.0
+    soft_weight: Share = 0.0
     w_reg: float = 1.0
     w_cls: float = 0.1
-    anchor_fraction: float = 1.0
+    anchor_fraction: PositiveShare = 1.0
     mask_reads_token: bool = False
-    loss: str = "ce"
-    tv_weight: float = 0.9
-    depth_weights: str = "decay"
-    prompt_weight: float = 0.0
-    depth_keep: float = 1.0
-    feature_noise: float = 0.0
+    loss: Loss = "ce"
+    tv_weight: Share = 0.9
+    depth_weights: Literal["decay", "reach"] = "decay"
+    prompt_weight: NotNegative = 0.0
+    depth_keep: PositiveShare = 1.0
+    feature_noise: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("style", self.style, STYLES),
-            ("inputs", self.inputs, INPUTS),
-            ("mask_feature", self.mask_feature, MASK_FEATURES),
-            ("loss", self.loss, LOSSES),
-            ("depth_weights", self.depth_weights, DEPTH_WEIGHTS),
-        ):
-            if value not in known:
-                raise UserError(f"got {name} {value!r}, expected one of {', '.join(known)}")
+        super().__post_init__()
         if self.style == "eagle" and self.inputs == "tokens":
             raise UserError("style 'eagle' regresses features: set inputs = \"features+tokens\"")
         if self.inputs == "tokens" and self.taps:
             raise UserError('inputs = "tokens" reads no target layer: leave taps empty')
-        if self.num_masks < 0 or self.layers < 1 or self.top_k < 1:
-            raise UserError(
-                f"got num_masks {self.num_masks}, layers {self.layers}, top_k {self.top_k}, "
-                "expected num_masks >= 0, layers >= 1, top_k >= 1"
-            )
-        if not 0 < self.anchor_fraction <= 1 or not 0 <= self.soft_weight <= 1:
-            raise UserError("anchor_fraction must lie in (0, 1], soft_weight in [0, 1]")
-        if not 0 <= self.tv_weight <= 1 or not 0 < self.depth_keep <= 1:
-            raise UserError(
-                f"got tv_weight {self.tv_weight} and depth_keep {self.depth_keep}, expected "
-                "numbers in [0, 1] and in (0, 1]"
-            )
-        if self.prompt_weight < 0 or self.feature_noise < 0:
-            raise UserError(
-                f"got prompt_weight {self.prompt_weight} and feature_noise {self.feature_noise}, "
-                "expected neither negative"
-            )
         if self.feature_noise and self.style != "eagle":
             raise UserError(
                 f"got feature_noise {self.feature_noise} with style {self.style!r}, expected 0: "
@@ -330,7 +305,7 @@ class Drafter(DrafterBase):
         rows that train; every real row stays.
         """
         config, num_guesses = self.config, self.config.num_masks + 1
-        learns_BT = _learns(batch, config.prompt_weight)
+        learns_BT = batch.is_token_BT if config.prompt_weight else batch.loss_BT
         label_BRK = self.labels(replace(batch, loss_BT=learns_BT), num_guesses)
         trains_BRK = label_BRK != IGNORED
         if config.style == "eagle":
@@ -457,19 +432,11 @@ class Drafter(DrafterBase):
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the top guesses at every real row: token ids i64 and log-probabilities f32, both
         [B, T-1, K+1, top_k]. None is conditioned on the guess before it."""
-        return self.top_guesses(self._all_rows(batch), self.output_rows, top_k)
-
-    @torch.no_grad()
-    def guesses_with_pairs(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        ids, log_probs = self.guesses(batch, top_k)
-        return ids, log_probs, self.pairs(ids, log_probs)
-
-    def _all_rows(self, batch: Batch) -> Tensor:
-        """Returns the hidden rows of all guesses at every real row, [B, T-1, K+1, D]."""
         B, T = batch.token_BT.shape
         anchor_BA = torch.arange(T - 1, device=batch.token_BT.device).expand(B, T - 1)
         real, masks = self.hidden_rows(batch, anchor_BA)
-        return torch.cat((real[:, :, None], masks), dim=2)
+        rows = torch.cat((real[:, :, None], masks), dim=2)
+        return self.top_guesses(rows, self.output_rows, top_k)
 
     # ---- export ----------------------------------------------------------------------------------
 
@@ -495,40 +462,30 @@ class Drafter(DrafterBase):
         Its inputs are input_ids i64[1,N], features f32[1,N,F] (not with inputs = "tokens"),
         position_ids, mask, logit_rows i64[M] and the caches; its outputs guess_ids i64[M,C],
         guess_log_probs f32[M,C] and the caches. With V = mask_token_base mask k has the id
-        V + k − 1, and with `mask_reads_token` the id k · V + root token. If the drafter `has_pairs`
+        V + k − 1, and with `mask_reads_token` the id k · V + root token. With a table of bigrams
         there is the output pair_log_probs f32[K,C,C] over the first K+1 rows of logits, see
         `BigramPairs`.
         """
         config = replace(target, num_layers=self.config.layers, taps=())
-        inputs = step_inputs(config, self.head_VD.dtype, capacity_symbolic)
-        if self.num_features:
-            width = self.num_features * self.dims.hidden_size
-            num_rows = inputs[0].example.shape[1]
-            inputs.insert(1, GraphInput("features", torch.zeros(1, num_rows, width), {1: "N"}))
-        caches = [f"kv.{layer}.{part}.out" for layer in range(config.num_layers) for part in "kv"]
-        pairs = ["pair_log_probs"] if self.has_pairs else []
-        outputs = ["guess_ids", "guess_log_probs", *pairs, *caches]
-        return {"drafter": export(_DrafterGraph(self, config), inputs, outputs, "parallelspec")}
+        graph = export_cached(
+            _DrafterGraph(self, config),
+            config,
+            self.head_VD.dtype,
+            self.output_names(),
+            "parallelspec",
+            feature_width=self.num_features * self.dims.hidden_size,
+            capacity_symbolic=capacity_symbolic,
+        )
+        return {"drafter": graph}
 
 
-def _learns(batch: Batch, prompt_weight: float) -> Tensor:
-    """Returns which tokens train, bool[B, T]: the answers', and with a weight the prompts'."""
-    if not prompt_weight:
-        return batch.loss_BT
-    position_T = torch.arange(batch.loss_BT.shape[1], device=batch.loss_BT.device)
-    return position_T < batch.length_B[:, None].to(position_T.device)
-
-
-class _DrafterGraph(nn.Module):
+class _DrafterGraph(CachedGraph):
     """The graph "drafter": one chain of rows over a cache, top-k guesses out."""
 
     mask_KD: Tensor
 
     def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
-        super().__init__()
-        self.drafter = drafter
-        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in drafter.layers)
-        self.pairs = drafter.bigrams
+        super().__init__(drafter, drafter.layers, config)
         # row 0 is what real rows add to their token, nothing
         self.register_buffer("mask_KD", F.pad(drafter.mask_embed.detach(), (0, 0, 1, 0)))
         if drafter.num_features:
@@ -541,45 +498,34 @@ class _DrafterGraph(nn.Module):
     def forward(self, input_ids: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
         drafter = self.drafter
         feature, inputs = (inputs[0], inputs[1:]) if drafter.num_features else (None, inputs)
-        position_ids, mask, logit_rows, write_index, src, perm, *kv = inputs
         D = drafter.dims.hidden_size
         x = self._tokens(input_ids)
         if feature is not None:
             chunks = torch.cat((feature, x), -1).view(1, -1, drafter.num_features + 1, D)
             x = self.fc(self.unit_norm(chunks).view(1, -1, (drafter.num_features + 1) * D))
-        step = decoder.SharedInputs(
-            position_ids, mask, write_index, src, perm, drafter.cos, drafter.sin
-        )
-        caches: list[Tensor] = []
-        for i, layer in enumerate(self.layers):
-            x, k, v = layer(x, kv[2 * i], kv[2 * i + 1], step)
-            caches += (k, v)
-        rows_MD = drafter.output_rows(x.index_select(1, logit_rows)).view(-1, D)
+        rows, caches = self.run_layers(x, inputs)
+        rows_MD = drafter.output_rows(rows).view(-1, D)
         logits_MV = F.linear(rows_MD, drafter.head_VD)
         index_MC, log_prob_MC = drafter.top_draft_tokens(logits_MV, drafter.config.top_k)
         outputs = [drafter.draft_token_ids[index_MC], log_prob_MC]
-        if self.pairs is not None:
+        if drafter.bigrams is not None:
             # The pairs have a fixed shape, which axes of logit rows cannot give, and rows chosen
             # by a slice do not have for TensorRT. A run of the prompt has fewer rows, and the last
             # one repeated: nobody reads its guesses.
             K = drafter.config.num_masks
-            first = torch.arange(K + 1)
+            padded = [torch.cat((x, x[-1:].expand(K, -1))) for x in (index_MC, log_prob_MC)]
             outputs.append(
-                self.pairs(
-                    *(
-                        torch.cat((x, x[-1:].expand(K, -1))).index_select(0, first)
-                        for x in (index_MC, log_prob_MC)
-                    )
-                )
+                drafter.bigrams(*(x.index_select(0, torch.arange(K + 1)) for x in padded))
             )
         return (*outputs, *caches)
 
     def _tokens(self, input_ids: Tensor) -> Tensor:
         """Returns the token chunk [1, N, D] of real and mask rows."""
         drafter = self.drafter
-        V, K = len(drafter.embed_VD), drafter.config.num_masks
-        if not K:
-            return F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
+        V = len(drafter.embed_VD)
+        real = F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
+        if not drafter.config.num_masks:
+            return real
         if drafter.config.mask_reads_token:
             # ONNX's Div of integers; torch's own would be traced as one of float32
             whole = torch.tensor(V)
@@ -588,6 +534,5 @@ class _DrafterGraph(nn.Module):
             )
             token = F.embedding(input_ids - k * V, drafter.embed_VD)
             return token + F.embedding(k, self.mask_KD)
-        real = F.embedding(input_ids.clamp(max=V - 1), drafter.embed_VD)
         masked = F.embedding((input_ids - V).clamp(min=0), drafter.mask_embed)
         return torch.where((input_ids >= V)[..., None], masked, real)

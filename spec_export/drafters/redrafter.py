@@ -24,11 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spec_export.drafters.heads import HEADS
+from spec_export.drafters.fields import AtLeastZero, Heads
 from spec_export.drafters.layers import TargetEnds
-from spec_export.drafters.losses import trained_head_cross_entropy
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
-from spec_runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -40,16 +38,9 @@ class Config(SequentialConfig):
     not name them.
     """
 
-    num_layers: int = 2
+    num_layers: AtLeastZero = 2
     width: Literal["target", "both"] = "target"
-    head: str = "shared"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.head not in HEADS:
-            raise UserError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
-        if self.num_layers < 0:
-            raise UserError(f"got num_layers {self.num_layers}, expected 0 or more")
+    head: Heads = "shared"
 
 
 class Drafter(SequentialDrafter):
@@ -80,9 +71,8 @@ class Drafter(SequentialDrafter):
                 self.narrow = nn.Parameter(torch.cat((torch.eye(D), torch.zeros(D, D))))
         self.begin_with_zeros(D)  # the recurrent part of the first state
 
-    @property
-    def trains_output_head(self) -> bool:
-        return self.config.head == "own"
+    def trained_head(self) -> tuple[Tensor, None] | None:
+        return (self.own_head, None) if self.config.head == "own" else None
 
     def start(self, context_RD: Tensor) -> Tensor:
         h = self.unit(context_RD)
@@ -101,19 +91,3 @@ class Drafter(SequentialDrafter):
             z = z @ self.narrow
         row = F.rms_norm(z, self.norm.shape, self.norm.to(z.dtype), self.dims.norm_eps)
         return row, state
-
-    def logits(self, rows: Tensor) -> Tensor:
-        if self.config.head == "shared":
-            return super().logits(rows)
-        return F.linear(rows, self.own_head.to(rows.dtype))
-
-    def head_loss(
-        self, rows: Tensor, label_R: Tensor, weight_R: Tensor, teacher_RD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if self.config.head == "shared":
-            return super().head_loss(rows, label_R, weight_R, teacher_RD)
-        teacher_RD, head_VD = teacher_RD.to(rows.dtype), self.head_VD.to(rows.dtype)
-        soft_weight = self.config.soft_weight
-        return trained_head_cross_entropy(
-            rows, self.own_head, label_R, weight_R, teacher_RD, head_VD, soft_weight
-        )

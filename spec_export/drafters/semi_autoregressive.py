@@ -25,21 +25,17 @@ is the paper's "separate" training.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from spec_export.drafters.heads import HEADS
+from spec_export.drafters.fields import AtLeastOne, Heads
 from spec_export.drafters.layers import DecoderLayer, TargetEnds, rotate
-from spec_export.drafters.losses import is_top_token
 from spec_export.drafters.sequential import SequentialConfig, SequentialDrafter
 from spec_runtime.errors import UserError
-
-KINDS = ("fixed_attention", "lstm", "rnn", "transformer")
-CHUNK_ROWS = 1024  # rows whose logits are in memory at once
 
 
 @dataclass(frozen=True)
@@ -47,26 +43,15 @@ class Config(SequentialConfig):
     """The settings: the `kind` of h_q, its `layers` if it is a transformer, whose `head` q0 is,
     `head_width` columns each of W_p and W_q, and α's learning rate as a multiple of the others'."""
 
-    num_guesses: int = 3
-    kind: str = "fixed_attention"
-    layers: int = 1
-    head: str = "own"
-    head_width: int = 1024
-    alpha_rate: float = 20.0
+    num_guesses: AtLeastOne = 3
+    kind: Literal["fixed_attention", "lstm", "rnn", "transformer"] = "fixed_attention"
+    layers: Annotated[int, Ge(0), Le(6)] = 1
+    head: Heads = "own"
+    head_width: AtLeastOne = 1024
+    alpha_rate: Annotated[float, Gt(0)] = 20.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.kind not in KINDS:
-            raise UserError(f"got kind {self.kind!r}, expected one of {', '.join(KINDS)}")
-        if self.head not in HEADS:
-            raise UserError(f"got head {self.head!r}, expected one of {', '.join(HEADS)}")
-        if not 0 <= self.layers <= 6 or self.head_width < 1:
-            raise UserError(
-                f"got layers {self.layers}, head_width {self.head_width}, expected 0 to 6 layers "
-                "and a head_width of 1 or more"
-            )
-        if self.alpha_rate <= 0:
-            raise UserError(f"got alpha_rate {self.alpha_rate}, expected more than 0")
         if self.head == "own" and self.soft_weight:
             raise UserError("got a soft_weight, expected 0: a head of its own learns hard labels")
 
@@ -216,9 +201,8 @@ class Drafter(SequentialDrafter):
             self.w3 = _weight(2 * width, D)
             self.norm = nn.Parameter(ends.final_norm_D.float().clone())
 
-    @property
-    def trains_output_head(self) -> bool:
-        return self.config.head == "own"
+    def trained_head(self) -> tuple[Tensor, Tensor] | None:
+        return (self.w3, self.b3) if self.config.head == "own" else None
 
     def trained_groups(self) -> list[tuple[float, list[nn.Parameter]]]:
         if not isinstance(self.h_q, _FixedAttention):
@@ -238,26 +222,3 @@ class Drafter(SequentialDrafter):
             y = row @ self.w3
             row = F.rms_norm(y, self.norm.shape, self.norm.to(y.dtype), self.dims.norm_eps)
         return row, torch.cat((p, state), -1)
-
-    def logits(self, rows: Tensor) -> Tensor:
-        if self.config.head == "shared":
-            return super().logits(rows)
-        return F.linear(rows, self.w3.to(rows.dtype)) + self.b3
-
-    def head_loss(
-        self, rows: Tensor, label_R: Tensor, weight_R: Tensor, teacher_RD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if self.config.head == "shared":
-            return super().head_loss(rows, label_R, weight_R, teacher_RD)
-        loss, is_top = rows.new_zeros((), dtype=torch.float32), []
-        parts = (x.split(CHUNK_ROWS) for x in (rows, label_R, weight_R))
-        for part in zip(*parts, strict=True):
-            chunk_loss, top = checkpoint(self._chunk_loss, *part, use_reentrant=False)
-            loss = loss + chunk_loss
-            is_top.append(top)
-        return loss, torch.cat(is_top)
-
-    def _chunk_loss(self, rows: Tensor, label_R: Tensor, weight_R: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.logits(rows).float()
-        losses = F.cross_entropy(logits, label_R, reduction="none")
-        return (losses * weight_R).sum(), is_top_token(logits.detach(), label_R)

@@ -19,38 +19,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
+from spec_export.drafters.fields import AtLeastOne, NoTaps, Share
 from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
-from spec_export.drafters.losses import IGNORED, head_cross_entropy
+from spec_export.drafters.losses import IGNORED
 from spec_export.graphs.trace import GraphInput, export
-from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
 
 
 @dataclass(frozen=True)
-class SequentialConfig:
+class SequentialConfig(Checked):
     """The fields that all such drafters have.
 
     There are `num_guesses` levels K; at most `max_width` nodes of a level are expanded;
     `soft_weight` is the share of the target's distribution in the labels.
     """
 
-    num_guesses: int = 4
-    max_width: int = 4
-    soft_weight: float = 0.0
-    taps: tuple[int, ...] = ()
-    top_k: int = 10
-
-    def __post_init__(self) -> None:
-        if self.taps:
-            raise UserError(
-                f"got taps {list(self.taps)}, expected none: it reads the final feature"
-            )
-        if self.num_guesses < 1 or self.max_width < 1 or self.top_k < 1:
-            raise UserError(
-                f"got num_guesses {self.num_guesses}, max_width {self.max_width}, "
-                f"top_k {self.top_k}, expected at least 1 each"
-            )
-        if not 0 <= self.soft_weight <= 1:
-            raise UserError(f"got soft_weight {self.soft_weight}, expected 0 to 1")
+    num_guesses: AtLeastOne = 4
+    max_width: AtLeastOne = 4
+    soft_weight: Share = 0.0
+    taps: NoTaps = ()
+    top_k: AtLeastOne = 10
 
 
 class SequentialDrafter(DrafterBase):
@@ -102,19 +90,20 @@ class SequentialDrafter(DrafterBase):
             rows.append(row)
         return torch.stack(rows, 1)
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """Returns logits over the draft vocabulary, [..., Vd], by the target's own frozen head."""
-        return F.linear(rows, self.head_VD.to(rows.dtype))
+    def trained_head(self) -> tuple[Tensor, Tensor | None] | None:
+        """Returns the output matrix [Vd, E] and the bias [Vd] that learn; None if `logits` reads
+        the target's own frozen head."""
+        return None
 
-    def head_loss(
-        self, rows: Tensor, label_R: Tensor, weight_R: Tensor, teacher_RD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the loss of rows [R, D] and whether their labels are on top; see
-        losses.head_cross_entropy."""
-        teacher_RD, soft = teacher_RD.to(rows.dtype), self.config.soft_weight
-        return head_cross_entropy(
-            rows, self.head_VD, label_R, weight_R, teacher_RD, soft, self.shortlist
-        )
+    @property
+    def trains_output_head(self) -> bool:
+        return self.trained_head() is not None
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Returns logits over the draft vocabulary, [..., Vd]."""
+        head, bias = self.trained_head() or (self.head_VD, None)
+        logits = F.linear(rows, head.to(rows.dtype))
+        return logits if bias is None else logits + bias
 
     def unit(self, x: Tensor) -> Tensor:
         """Returns x [..., D] in float32, scaled to a root mean square of 1."""
@@ -156,9 +145,10 @@ class SequentialDrafter(DrafterBase):
         count_K = torch.bincount(k, minlength=self.config.num_guesses)
         assert batch.feature_BTF is not None, "no features"
         # the target's own row for that guess: guess k of row t is what position t+1+k predicts
-        teacher = batch.feature_BTF[b[row], t[row] + 1 + k, : self.dims.hidden_size]
+        target = batch.feature_BTF[b[row], t[row] + 1 + k]
         weight = (1 / count_K.clamp(min=1))[k]
-        loss, is_top = self.head_loss(rows_RK[row, k], label, weight, teacher)
+        soft, trained = self.config.soft_weight, self.trained_head() or ()
+        loss, is_top = self.cross_entropy(rows_RK[row, k], label, weight, target, soft, *trained)
         correct_K = torch.zeros_like(count_K).index_add_(0, k, is_top.long())
         return loss, {"correct_K": correct_K, "count_K": count_K}
 
@@ -166,27 +156,16 @@ class SequentialDrafter(DrafterBase):
     def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
         """Returns the top guesses along every row's true path: token ids i64 and log-probabilities
         f32, both [B, T-1, K, top_k]."""
+
+        def logits_of(context_RD: Tensor, token_RK: Tensor) -> Tensor:
+            return self.logits(self.path_rows(context_RD, token_RK))
+
         context, paths = self.context(batch), self.paths(batch)
-        ids, log_probs = [], []
-        pairs = zip(context.flatten(0, 1).split(1024), paths.flatten(0, 1).split(1024), strict=True)
-        for context_RD, token_RK in pairs:
-            logits = self.logits(self.path_rows(context_RD, token_RK))
-            chosen, values = self.top_tokens(logits, top_k)
-            ids.append(chosen)
-            log_probs.append(values)
-        shape = (*paths.shape, top_k)
-        return torch.cat(ids).view(shape), torch.cat(log_probs).view(shape)
+        rows = [context.flatten(0, 1), paths.flatten(0, 1)]
+        ids, log_probs = self.top_in_chunks(logits_of, rows, 1024, top_k)
+        return ids.unflatten(0, paths.shape[:2]), log_probs.unflatten(0, paths.shape[:2])
 
     # ---- export ----------------------------------------------------------------------------------
-
-    def runtime_config(self) -> dict[str, Any]:
-        """Returns what the proposer reads: see `spec_runtime/proposers/sequential.py`."""
-        return {
-            "num_guesses": self.config.num_guesses,
-            "max_width": self.config.max_width,
-            "taps": [],
-            "top_k": self.config.top_k,
-        }
 
     def traceable(self) -> tuple[Any, Any]:
         """Returns `start` and `step` for the graphs: functions, or modules whose weights are laid
@@ -203,13 +182,7 @@ class SequentialDrafter(DrafterBase):
         guess_log_probs f32[N, C], state.out f32[N, W].
         """
         start, step = self.traceable()
-        return {"start": self._export_start(start), "step": self._export_step(start, step)}
-
-    def _export_start(self, start: Any) -> ir.Model:
         features = GraphInput("features", torch.zeros(1, self.dims.hidden_size), {})
-        return export(_StartGraph(start), [features], ["state"], "start")
-
-    def _export_step(self, start: Any, step: Any) -> ir.Model:
         N = 5  # an example's size, free in the graph: see GraphInput
         state = start(torch.zeros(N, self.dims.hidden_size)).detach()
         inputs = [
@@ -218,7 +191,10 @@ class SequentialDrafter(DrafterBase):
             GraphInput("level", torch.zeros(1, dtype=torch.int64), {}),
         ]
         outputs = ["guess_ids", "guess_log_probs", "state.out"]
-        return export(_StepGraph(self, step), inputs, outputs, "step")
+        return {
+            "start": export(_StartGraph(start), [features], ["state"], "start"),
+            "step": export(_StepGraph(self, step), inputs, outputs, "step"),
+        }
 
 
 class _StartGraph(nn.Module):

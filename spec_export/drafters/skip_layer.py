@@ -23,7 +23,7 @@ The graph holds the target's own layers, so it is made from the backbone that th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import onnx_ir as ir
 import torch
@@ -31,17 +31,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
+from spec_export.drafters.fields import AtLeastOne, Share
 from spec_export.drafters.heads import ResidualBlock
-from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds
-from spec_export.drafters.losses import IGNORED, head_cross_entropy
-from spec_export.graphs.trace import export, step_inputs
+from spec_export.drafters.layers import Batch, DrafterBase, TargetEnds, export_cached
+from spec_export.drafters.losses import IGNORED
 from spec_runtime.errors import UserError
-
-EXIT_HEADS = ("target", "trained")
+from spec_runtime.mapping import Checked
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Checked):
     """The settings of skip-layer drafting.
 
     The first `layers` E of the target run for each level, for at most `num_guesses` levels of
@@ -50,34 +49,26 @@ class Config:
     addition to E, every `exit_every`-th (R) of them in a step.
     """
 
-    layers: int = 8
-    head: str = "trained"
-    num_guesses: int = 4
-    max_width: int = 8
-    top_k: int = 10
-    soft_weight: float = 0.5
+    layers: AtLeastOne = 8
+    head: Literal["target", "trained"] = "trained"
+    num_guesses: AtLeastOne = 4
+    max_width: AtLeastOne = 8
+    top_k: AtLeastOne = 10
+    soft_weight: Share = 0.5
     exit_layers: tuple[int, ...] = ()
-    exit_every: int = 1
+    exit_every: AtLeastOne = 1
 
     def __post_init__(self) -> None:
-        if self.head not in EXIT_HEADS:
-            raise UserError(f"got head {self.head!r}, expected one of {', '.join(EXIT_HEADS)}")
-        if min(self.layers, self.num_guesses, self.max_width, self.top_k) < 1:
-            raise UserError(
-                f"got layers {self.layers}, num_guesses {self.num_guesses}, max_width "
-                f"{self.max_width}, top_k {self.top_k}, expected at least 1 of each"
-            )
-        if not 0 <= self.soft_weight <= 1:
-            raise UserError(f"got soft_weight {self.soft_weight}, expected a number in [0, 1]")
+        super().__post_init__()
         if self.exit_layers and (min(self.taps) < 2 or len(set(self.taps)) < len(self.taps)):
             raise UserError(
                 f"got layers {self.layers} and exit_layers {list(self.exit_layers)}, expected "
                 "different layers from 2 on: the loss behind layer 1 has weight 0"
             )
-        if not 1 <= self.exit_every <= max(1, len(self.exit_layers)):
+        if self.exit_every > max(1, len(self.exit_layers)):
             raise UserError(
                 f"got exit_every {self.exit_every} of {len(self.exit_layers)} exit_layers, "
-                "expected at least 1 and at most as many"
+                "expected at most as many"
             )
 
     @property
@@ -138,14 +129,8 @@ class Drafter(DrafterBase):
         for layer, share in self.exit_shares().items():
             rows_ND = self.head_rows(exits[layer][keep_BR])
             weight_N = torch.full_like(label_N, share / max(len(label_N), 1), dtype=torch.float32)
-            part, is_top_N = head_cross_entropy(
-                rows_ND,
-                self.head_VD,
-                label_N,
-                weight_N,
-                final_ND.to(rows_ND.dtype),
-                self.config.soft_weight,
-                self.shortlist,
+            part, is_top_N = self.cross_entropy(
+                rows_ND, label_N, weight_N, final_ND, self.config.soft_weight
             )
             loss = loss + part
             hits.append(is_top_N)
@@ -171,14 +156,8 @@ class Drafter(DrafterBase):
 
     def runtime_config(self) -> dict[str, Any]:
         """Returns what the proposer reads: see `spec_runtime/proposers/skip_layer.py`."""
-        c = self.config
-        return {
-            "layers": c.layers,
-            "head": c.head,
-            "num_guesses": c.num_guesses,
-            "max_width": c.max_width,
-            "top_k": c.top_k,
-        }
+        names = ("layers", "head", "num_guesses", "max_width", "top_k")
+        return {name: getattr(self.config, name) for name in names}
 
     def export_from_target(
         self, backbone: decoder.Backbone, *, capacity_symbolic: bool = True
@@ -195,10 +174,15 @@ class Drafter(DrafterBase):
                 f"{backbone.config.num_layers}"
             )
         config = replace(backbone.config, num_layers=self.config.layers, taps=())
-        inputs = step_inputs(config, backbone.dtype, capacity_symbolic)
-        caches = [f"{given.name}.out" for given in inputs if given.name.startswith("kv.")]
-        outputs = ["guess_ids", "guess_log_probs", *caches]
-        return {"drafter": export(_DrafterGraph(self, backbone), inputs, outputs, "skip_layer")}
+        graph = export_cached(
+            _DrafterGraph(self, backbone),
+            config,
+            backbone.dtype,
+            self.output_names(),
+            "skip_layer",
+            capacity_symbolic=capacity_symbolic,
+        )
+        return {"drafter": graph}
 
 
 class _DrafterGraph(nn.Module):

@@ -1,16 +1,121 @@
-"""Compares a drafter's loss with a formula written out."""
+"""Makes drafters of a tiny target, and compares their losses with formulas written out."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
+import pytest
 import torch
-from tiny_backbone import HEAD_DIM, HEADS, VOCAB
+from tiny_backbone import HEAD_DIM, HEADS, TRIMMED, VOCAB, backbone_of, tiny
 from torch import Tensor
 
+from spec_export import drafters, target
+from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
 
+D = HEADS * HEAD_DIM
+# What a tiny drafter has instead of a config's default.
+SMALL: dict[str, dict[str, Any]] = {
+    "draft_model": {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "layers": 2,
+        "num_heads": 3,
+        "num_kv_heads": 1,
+    },
+    "eagle": {"feature_noise": 0.0},
+    "semi_autoregressive": {"head_width": 128},  # large enough for every product to be quantised
+    "skip_layer": {"layers": 1},
+}
+PLUS_PLUS: dict[str, Any] = {"prefix_layer": True, "num_layers": 4, "soft_weight": 1.0}
+VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "amphista": {
+        "full": {},
+        "alpha, feed-forward, tap": {"attention_layers": 2, "feed_forward": True, "taps": (1,)},
+        "own heads, odd number": {"heads": "own", "num_heads": 3},
+        "no auto-embedding": {"auto_embedding": False},
+        "no position table": {"position_table": False},
+        "one stage": {"staged": "one"},
+        "no sampled token": {"sampled_token": False},
+        "no stage": {"staged": "none"},
+    },
+    "hydra": {
+        "hydra": {},
+        "hydra++": PLUS_PLUS | {"num_guesses": 3},
+        "one head, no layer": {"num_guesses": 1, "num_layers": 0},
+        "mixed labels": {"num_guesses": 2, "num_layers": 2, "soft_weight": 0.3},
+        "the authors' first block": {"first_block": "residual", "num_guesses": 3},
+        "the authors' hydra++": PLUS_PLUS | {"first_block": "residual", "num_guesses": 2},
+    },
+    "medusa": {
+        "shared": {},
+        "own": {"heads": "own", "num_layers": 2, "num_heads": 3},
+        "one head": {"num_heads": 1},
+    },
+    "parallelspec": {
+        "medusa, taps": {"taps": (1, 2)},
+        "medusa, tokens only, two layers": {"inputs": "tokens", "layers": 2, "num_masks": 2},
+        "eagle": {"style": "eagle", "num_masks": 3},
+        "eagle, two layers, tap": {"style": "eagle", "layers": 2, "taps": (1,)},
+        "no masks": {"num_masks": 0},
+        "masks with the anchor's feature": {"mask_feature": "anchor", "taps": (1,)},
+        "masks with the root token": {"mask_reads_token": True, "mask_feature": "anchor"},
+        "tokens only, masks with the root token": {"mask_reads_token": True, "inputs": "tokens"},
+    },
+    "redrafter": {
+        "default": {},
+        "five levels, soft labels": {"num_guesses": 5, "num_layers": 1, "soft_weight": 0.5},
+        "no layer": {"num_guesses": 2, "num_layers": 0},
+        "the authors'": {"width": "both", "head": "own", "num_guesses": 3, "soft_weight": 0.3},
+        "the authors' width": {"width": "both", "num_guesses": 3},
+        "a head of its own": {"head": "own", "num_guesses": 2, "num_layers": 1},
+    },
+    "semi_autoregressive": {
+        "fixed attention": {},
+        "lstm": {"kind": "lstm", "head": "shared", "soft_weight": 0.5},
+        "rnn": {"kind": "rnn", "head": "shared"},
+        "no layer": {"kind": "transformer", "layers": 0, "num_guesses": 2},
+        "two layers": {"kind": "transformer", "layers": 2, "num_guesses": 4, "head": "shared"},
+    },
+}
 
-def make_batch(lengths: tuple[int, ...] = (8,), width: int = HEADS * HEAD_DIM) -> Batch:
+
+def variants(name: str) -> pytest.MarkDecorator:
+    """Parametrises a test by the `options` of each variant of a drafter."""
+    options = [pytest.param(options, id=case) for case, options in VARIANTS[name].items()]
+    return pytest.mark.parametrize("options", options)
+
+
+@cache
+def backbone() -> Backbone:
+    return backbone_of(tiny("llama"), taps=(1, 2))
+
+
+def new_drafter(name: str, vocabulary: Tensor | None = None, **config: Any) -> Any:
+    """Returns a drafter as training begins with it."""
+    torch.manual_seed(1)
+    module = drafters.load(name)
+    fields = SMALL.get(name, {}) | config
+    return module.Drafter(module.Config(**fields), target.ends(backbone()), vocabulary)
+
+
+def make_drafter(name: str, vocabulary: Tensor | None = None, **config: Any) -> Any:
+    """Returns a drafter with random weights, so that every one of them matters."""
+    drafter = new_drafter(name, vocabulary, **config)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return drafter
+
+
+def width_of(drafter: Any) -> int:
+    """Returns the width of the features that a drafter reads."""
+    return (1 + len(drafter.config.taps)) * D
+
+
+def make_batch(lengths: Sequence[int] = (8,), width: int = D) -> Batch:
     """Returns random tokens and features; every token is an answer's."""
     torch.manual_seed(2)
     B, T, length_B = len(lengths), max(lengths), torch.tensor(lengths)
@@ -19,23 +124,99 @@ def make_batch(lengths: tuple[int, ...] = (8,), width: int = HEADS * HEAD_DIM) -
     return Batch(token_BT, is_token_BT, torch.randn(B, T, width), length_B)
 
 
-def check_loss_and_gradient(
+def features_of(batch: Batch) -> Tensor:
+    assert batch.feature_BTF is not None
+    return batch.feature_BTF
+
+
+def rms(x: Tensor) -> Tensor:
+    """Returns x over its root mean square."""
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns x [..., Dh] with rotary embedding by the angles of its position."""
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def attend(drafter: Any, layer: Any, x_TD: Tensor, positions: Sequence[int]) -> Tensor:
+    """Returns the attended heads [T, H*Dh] of a causal layer, row by row and head by head."""
+    dims = layer.dims
+    q, k, v = layer.project_qkv(x_TD)
+    cos, sin = drafter.cos[list(positions), None], drafter.sin[list(positions), None]
+    q, k = turned(q, cos, sin), turned(k, cos, sin)
+    rows = []
+    for t in range(len(x_TD)):
+        heads = []
+        for h in range(dims.num_heads):
+            g = h // (dims.num_heads // dims.num_kv_heads)
+            weight = torch.softmax(k[: t + 1, g] @ q[t, h] * dims.head_dim**-0.5, -1)
+            heads.append(weight @ v[: t + 1, g])
+        rows.append(torch.cat(heads))
+    return torch.stack(rows)
+
+
+Reference = tuple[Tensor, list[int], list[int]]  # loss, correct_K, count_K
+
+
+def cross_entropy(
     drafter: Any,
     batch: Batch,
-    reference: Callable[[Any, Batch], tuple[Tensor, list[int], list[int]]],
-    atol: float = 1e-5,
-    empty: tuple[str, ...] = (),
-) -> None:
-    """`reference` returns loss, correct_K and count_K; some guess 0 must be right.
+    logits_of: Callable[[Tensor, Tensor], Any],
+    shares_K: Sequence[tuple[float, float]],
+) -> Reference:
+    """Returns Σ_k mean_t of −hard_k log q(token) − soft_k Σ p log q, token by token.
 
-    Every parameter must have a gradient that is not zero, but those named `empty`, which have no
-    element.
+    `logits_of` takes tokens and features of one sequence and returns the logits of guess k at row
+    t as [t][k]; `shares_K` are hard_k and soft_k.
     """
+    ids = drafter.draft_token_ids.tolist()
+    losses_K: list[list[Tensor]] = [[] for _ in shares_K]
+    correct_K = [0] * len(shares_K)
+    for b, length in enumerate(batch.length_B.tolist()):
+        token_T, feature_TF = batch.token_BT[b, :length], features_of(batch)[b, :length]
+        logits = logits_of(token_T, feature_TF)
+        for k, (hard, soft) in enumerate(shares_K):
+            for t in range(length - 2 - k):
+                token = int(token_T[t + 2 + k])
+                if not batch.loss_BT[b, t + 2 + k] or token not in ids:
+                    continue
+                log_q_V = torch.log_softmax(logits[t][k], -1)
+                # what the target itself says of that token
+                p_V = torch.softmax(drafter.head_VD @ feature_TF[t + 1 + k, :D], -1)
+                label = ids.index(token)
+                losses_K[k].append(-hard * log_q_V[label] - soft * (p_V @ log_q_V))
+                correct_K[k] += int(log_q_V.argmax() == label)
+    loss = torch.stack([torch.stack(losses).mean() for losses in losses_K]).sum()
+    return loss, correct_K, [len(losses) for losses in losses_K]
+
+
+def check_loss(
+    drafter: Any,
+    reference: Callable[[Batch], Reference],
+    lengths: Sequence[int] = (14,),
+    width: int | None = None,
+    atol: float = 1e-5,
+    empty: Sequence[str] = (),
+) -> None:
+    """Compares loss, counts and gradient with those of `reference`.
+
+    A prompt, a turn between two answers, a token outside the draft vocabulary and a right guess 0
+    are in the batch. Every parameter must have a gradient that is not zero, but those named
+    `empty`, which have no element.
+    """
+    batch = make_batch(lengths, width_of(drafter) if width is None else width)
+    batch.loss_BT[0, :5] = False
+    batch.loss_BT[0, 7] = False
+    batch.token_BT[0, 6] = 5
+    assert 5 not in TRIMMED
+    batch.token_BT[0, -1] = drafter.guesses(batch, 1)[0][0, -2, 0, 0]
     loss, counts = drafter.loss(batch)
     loss.backward()
     gradients = {name: p.grad for name, p in drafter.named_parameters()}
     drafter.zero_grad(set_to_none=True)
-    expected, correct_K, count_K = reference(drafter, batch)
+    expected, correct_K, count_K = reference(batch)
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert counts["count_K"].tolist() == count_K
@@ -46,3 +227,25 @@ def check_loss_and_gradient(
         assert got is not None, name
         assert got.any() or (name in empty and not got.numel()), name
         torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=atol)
+
+
+def check_loss_of_paths(drafter: Any, logits_of: Callable[[Tensor, list[int]], Tensor]) -> None:
+    """Checks the loss of a drafter that runs level by level.
+
+    `logits_of` takes the features of the first t + 1 positions and the path's tokens, and returns
+    the logits of the next guess by the paper's formula.
+    """
+    K, soft = drafter.config.num_guesses, drafter.config.soft_weight
+
+    def of_paths(token_T: Tensor, feature_TD: Tensor) -> list[list[Tensor]]:
+        tokens, T = token_T.tolist(), len(token_T)
+        return [
+            [
+                logits_of(feature_TD[: t + 1], tokens[t + 1 : t + 2 + k])
+                for k in range(min(K, T - 2 - t))
+            ]
+            for t in range(T - 2)
+        ]
+
+    shares = [(1 - soft, soft)] * K
+    check_loss(drafter, lambda batch: cross_entropy(drafter, batch, of_paths, shares))
