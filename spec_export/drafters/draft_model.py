@@ -28,6 +28,7 @@ from spec_export import decoder
 from spec_export.drafters.fields import AtLeastOne, NoTaps, NotNegative, Share
 from spec_export.drafters.layers import (
     Batch,
+    CachedGraph,
     DecoderLayer,
     DrafterBase,
     LayerDims,

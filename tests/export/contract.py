@@ -89,7 +89,7 @@ def check_guesses_are_pytorchs(
             log_prob_of = dict(zip(ids[row, k].tolist(), log_probs[row, k].tolist(), strict=True))
             mine = [log_prob_of[i] for i in guess_ids.tolist()]
             assert np.abs(mine - got["guess_log_probs"][k]).max() <= 1e-3
-    if module.has_pairs:
+    if module.bigrams is not None:
         _check_pairs(module, batch, guesses)
 
 

@@ -227,7 +227,8 @@ def check_along_trees(
         check([], got, 0)
         paths: list[list[int]] = []
         parents: list[int] = []
-        hidden, level = {-1: got.get("hidden", [None])[0]}, [-1]
+        hidden: dict[int, Any] = {-1: got.get("hidden", [None])[0]}
+        level = [-1]
         for width in (2, 3, 3):
             begin, above = len(paths), rng.choice(level, width).tolist()
             for parent in above:

@@ -1,8 +1,4 @@
-"""A draft model: against transformers' Llama with the same weights, its loss, the exported graph.
-
-Tolerance between implementations: 1e-4 absolute on log-probabilities, all float32 with other orders
-of summation (measures about 5e-6; a wrong row or position moves them by tenths).
-"""
+"""A draft model: against transformers' Llama with the same weights, its loss, its graph."""
 
 from __future__ import annotations
 
@@ -16,60 +12,21 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from graphs import Runner
-from tiny_backbone import HEAD_DIM, VOCAB, backbone_of, chain, tiny
+from formulas import backbone, check_loss, cross_entropy, make_batch, make_drafter, new_drafter
+from guessing import TOLERANCE, check_along_trees
+from tiny_backbone import HEAD_DIM, TRIMMED, VOCAB, backbone_of, tiny
 from tiny_target import save_llama
 from torch import Tensor
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import make_bundle, target
-from spec_export.decoder import Backbone
-from spec_export.drafters.draft_model import (
-    Config,
-    Drafter,
-    Pretrained,
-    require_same_tokens,
-)
+from spec_export import make_bundle
+from spec_export.drafters.draft_model import Config, Drafter, Pretrained, require_same_tokens
 from spec_export.drafters.layers import Batch
 from spec_export.graphs.slots import to_slots
 from spec_export.make_bundle import BuildOptions
 
-TOLERANCE = 1e-4
-SIZES: dict[str, Any] = {
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "layers": 2,
-    "num_heads": 3,
-    "num_kv_heads": 1,
-    "top_k": 5,
-}
-TRIMMED = torch.arange(1, VOCAB, 2)
-
-
-@pytest.fixture(scope="module")
-def backbone() -> Backbone:
-    return backbone_of(tiny("llama"))
-
-
-def make_drafter(backbone: Backbone, vocabulary: Tensor | None = None, **config: Any) -> Drafter:
-    torch.manual_seed(1)
-    drafter = Drafter(Config(**SIZES | config), target.ends(backbone), vocabulary)
-    with torch.no_grad():  # so that every gain matters, and logits differ
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-        drafter.project_out.mul_(4)
-    return drafter
-
-
-def make_batch(lengths: tuple[int, ...] = (8,), seed: int = 2) -> Batch:
-    """Random tokens, every one an answer's; features of the target's width."""
-    torch.manual_seed(seed)
-    B, T = len(lengths), max(lengths)
-    length_B = torch.tensor(lengths)
-    is_token_BT = torch.arange(T) < length_B[:, None]
-    token_BT = torch.where(is_token_BT, torch.randint(VOCAB, (B, T)), 0)
-    return Batch(token_BT, is_token_BT, torch.randn(B, T, 64), length_B)
+NAME = "draft_model"
 
 
 def as_transformers(drafter: Drafter) -> Any:
@@ -109,7 +66,7 @@ def as_transformers(drafter: Drafter) -> Any:
 
 
 def log_q(model: Any, token_T: Tensor, ids: Tensor) -> Tensor:
-    """By transformers: log q of the token behind each of `token_T`, over the draft vocabulary
+    """By transformers: log q of the token after each of `token_T`, over the draft vocabulary
     `ids`, [T, V], -inf elsewhere."""
     with torch.no_grad():
         logits = model(token_T[None]).logits[0]
@@ -119,9 +76,9 @@ def log_q(model: Any, token_T: Tensor, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("trimmed", [True, False])
-def test_guesses_are_the_models_next_tokens(backbone: Backbone, trimmed: bool) -> None:
+def test_guesses_are_the_models_next_tokens(trimmed: bool) -> None:
     """Guess k of row t is what the model says of token t + 2 + k, having read all before it."""
-    drafter = make_drafter(backbone, TRIMMED if trimmed else None, num_guesses=3)
+    drafter = make_drafter(NAME, TRIMMED if trimmed else None, num_guesses=3)
     batch = make_batch((9, 6))
     ids, log_probs = drafter.guesses(batch, 5)
     assert ids.shape == log_probs.shape == (2, 8, 3, 5)
@@ -135,73 +92,40 @@ def test_guesses_are_the_models_next_tokens(backbone: Backbone, trimmed: bool) -
                 assert (expected[t + 1 + k][ids[b, t, k]] - best.values).abs().max() <= TOLERANCE
 
 
-def reference_loss(drafter: Drafter, batch: Batch) -> tuple[Tensor, int, int]:
-    config, soft = drafter.config, drafter.config.soft_weight
-    losses: dict[bool, list[Tensor]] = {True: [], False: []}
-    correct = 0
-    for b, length in enumerate(batch.length_B.tolist()):
-        hidden = drafter.hidden_rows(batch.token_BT[b : b + 1, :length])[0]
-        for i in range(2, length):
-            wanted = int(drafter.draft_index_V[batch.token_BT[b, i]])
-            if wanted < 0:
-                continue
-            is_answer = bool(batch.loss_BT[b, i])
-            log_q = torch.log_softmax(drafter.head_VD @ drafter.output_rows(hidden[i - 1]), -1)
-            loss = -log_q[wanted]
-            if soft:
-                assert batch.feature_BTF is not None
-                p = torch.softmax(drafter.head_VD @ batch.feature_BTF[b, i - 1], -1)
-                loss = (1 - soft) * loss - soft * (p * log_q).sum()
-            losses[is_answer].append(loss)
-            correct += is_answer and int(log_q.argmax() == wanted)
-    total = torch.stack(losses[True]).mean()
-    if config.prompt_weight:
-        total = total + config.prompt_weight * torch.stack(losses[False]).mean()
-    return total, correct, len(losses[True])
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"prompt_weight": 0.3}, {"soft_weight": 0.5}, {"layers": 1, "num_kv_heads": 3}]
 )
-def test_the_loss_and_its_gradient_are_the_formulas(
-    backbone: Backbone, options: dict[str, Any]
-) -> None:
-    drafter = make_drafter(backbone, torch.tensor([i for i in range(VOCAB) if i % 5]), **options)
-    batch = make_batch((12, 7))
-    batch.loss_BT[:, :4] = False
-    with torch.no_grad():  # make some guess right
-        batch.token_BT[0, 11] = drafter.guesses(batch, 1)[0][0, 9, 0, 0]
-    loss, counts = drafter.loss(batch)
-    loss.backward()
-    gradients = {name: p.grad for name, p in drafter.named_parameters()}
-    drafter.zero_grad(set_to_none=True)
-    expected, correct, count = reference_loss(drafter, batch)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    assert (counts["correct_K"].tolist(), counts["count_K"].tolist()) == ([correct], [count])
-    assert correct >= 1
-    for name, parameter in drafter.named_parameters():
-        got = gradients[name]
-        assert got is not None, name
-        assert got.any(), name
-        torch.testing.assert_close(got, parameter.grad, rtol=1e-3, atol=1e-5)
+def test_the_loss_and_its_gradient_are_the_formulas(options: dict[str, Any]) -> None:
+    drafter = make_drafter(NAME, TRIMMED, **options)
+    soft, prompt_weight = drafter.config.soft_weight, drafter.config.prompt_weight
+
+    def logits_of(token_T: Tensor, feature_TD: Tensor) -> list[list[Tensor]]:
+        hidden_RD = drafter.hidden_rows(token_T[None])[0, 1:]
+        return [[drafter.head_VD @ drafter.output_rows(hidden_D)] for hidden_D in hidden_RD]
+
+    def reference(batch: Batch) -> tuple[Tensor, list[int], list[int]]:
+        loss, correct_K, count_K = cross_entropy(drafter, batch, logits_of, [(1 - soft, soft)])
+        if prompt_weight:
+            prompt = dataclasses.replace(batch, loss_BT=~batch.loss_BT)
+            of_prompt = cross_entropy(drafter, prompt, logits_of, [(1 - soft, soft)])[0]
+            loss = loss + prompt_weight * of_prompt
+        return loss, correct_K, count_K
+
+    check_loss(drafter, reference, (12, 7))
 
 
-def test_it_needs_no_features_and_no_labels(backbone: Backbone) -> None:
-    drafter, batch = make_drafter(backbone), make_batch((9, 5))
+def test_it_needs_no_features() -> None:
+    drafter, batch = make_drafter(NAME), make_batch((9, 5))
     blind = dataclasses.replace(batch, feature_BTF=None)
     assert drafter.loss(blind)[0].item() == drafter.loss(batch)[0].item()
-    batch.loss_BT[:] = False
-    loss, counts = drafter.loss(batch)
-    assert (loss.item(), counts["count_K"].tolist()) == (0.0, [0])
     with pytest.raises(ValueError, match="soft labels need them"):
-        make_drafter(backbone, soft_weight=0.5).loss(blind)
+        make_drafter(NAME, soft_weight=0.5).loss(blind)
 
 
-def test_a_new_model_knows_nothing_and_learns(backbone: Backbone) -> None:
+def test_a_new_model_knows_nothing_and_learns() -> None:
     """At first the loss is about that of guessing blindly; under bf16 as in training."""
     torch.manual_seed(0)
-    drafter, batch = Drafter(Config(**SIZES), target.ends(backbone)), make_batch((24, 16))
+    drafter, batch = new_drafter(NAME), make_batch((24, 16))
     assert 0.8 < float((drafter.embed_VD @ drafter.project_in).std().detach()) < 1.25
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
     losses = []
@@ -216,12 +140,8 @@ def test_a_new_model_knows_nothing_and_learns(backbone: Backbone) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_its_own_weights_are_small(backbone: Backbone) -> None:
-    drafter = make_drafter(backbone)
-    layer = ("attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down")
-    names = {f"layers.{i}.{name}" for i in range(2) for name in layer}
-    assert set(drafter.state_dict()) == names | {"project_in", "project_out", "final_norm"}
-    # for SmolLM2's width of 576 and heads of 64: under 20 MB in bf16
+def test_its_own_weights_are_small() -> None:
+    """For SmolLM2's width of 576 and heads of 64: under 20 MB in bf16."""
     c, D, head = Config(), 576, 64
     per_layer = c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * head
     per_layer += c.hidden_size * (3 * c.intermediate_size + 2)
@@ -231,55 +151,18 @@ def test_its_own_weights_are_small(backbone: Backbone) -> None:
 # ---- the exported graph ----
 
 
-@pytest.mark.parametrize("form", ["slots", "contiguous"])
-@pytest.mark.parametrize("trimmed", [True, False])
+@pytest.mark.parametrize("vocabulary", [TRIMMED, None], ids=["trimmed", "whole"])
 def test_the_graph_guesses_as_the_model_does_along_a_tree(
-    backbone: Backbone, trimmed: bool, form: str, tmp_path: Path
+    vocabulary: Tensor | None, tmp_path: Path
 ) -> None:
-    drafter = make_drafter(backbone, TRIMMED if trimmed else None)
-    graph, model = drafter.export(backbone.config)["drafter"], as_transformers(drafter)
-    ids = drafter.draft_token_ids
-    check_graph(graph, form, tmp_path, lambda token_T: log_q(model, token_T, ids))
+    drafter = make_drafter(NAME, vocabulary, top_k=5)
+    graph, model = drafter.export(backbone().config)["drafter"], as_transformers(drafter)
 
+    def expected_of(token_T: Tensor, length: int) -> tuple[Tensor, None]:
+        return log_q(model, token_T, drafter.draft_token_ids)[-1], None
 
-def check_graph(graph: Any, form: str, folder: Path, expected_of: Any, vocab: int = VOCAB) -> None:
-    """Committed tokens in chunks, behind each a random forest, level by level, of which nothing
-    stays. Each node against `expected_of` the text of its own path: log q [T, V]."""
-    runner = Runner(to_slots(graph) if form == "slots" else graph, folder, form, 64)
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, vocab, 24)
-    outputs, length = ["guess_ids", "guess_log_probs"], 0
-
-    def check(path: list[int], got: dict[str, np.ndarray], row: int) -> None:
-        token_T = torch.from_numpy(np.concatenate([text[:length], np.array(path, np.int64)]))
-        expected = expected_of(token_T)[-1]
-        log_probs, ids = got["guess_log_probs"][row], got["guess_ids"][row]
-        assert log_probs.shape == (5,)
-        assert np.abs(log_probs - expected.topk(5).values.numpy()).max() <= TOLERANCE
-        assert np.abs(expected[torch.from_numpy(ids)].numpy() - log_probs).max() <= TOLERANCE
-        assert len(set(ids.tolist())) == 5
-
-    for c in (5, 1, 3, 6):
-        got = runner.step(text[length : length + c], chain(c), outputs, [c - 1])
-        runner.cache.commit(range(c))
-        length += c
-        check([], got, 0)
-        paths: list[list[int]] = []
-        parents: list[int] = []
-        level = [-1]
-        for width in (2, 3, 3):
-            first = len(paths)
-            for parent in rng.choice(level, width).tolist():
-                parents.append(len(parents) if parent < 0 else parent)
-                above = [] if parent < 0 else paths[parent]
-                paths.append([*above, int(rng.integers(vocab))])
-            feeds = runner.cache.place(np.array(parents), first)
-            feeds["input_ids"] = np.array([[path[-1] for path in paths[first:]]])
-            feeds["logit_rows"] = np.arange(width)
-            result = runner.backend.run(feeds, outputs)
-            level = list(range(first, len(paths)))
-            for i in level:
-                check(paths[i], result, i - first)
+    check_along_trees(graph, tmp_path / "contiguous", "contiguous", expected_of)
+    check_along_trees(to_slots(graph), tmp_path / "slots", "slots", expected_of)
 
 
 # ---- a model that is there already ----
@@ -294,7 +177,12 @@ def test_a_pretrained_models_graph(family: str, form: str, tmp_path: Path) -> No
     ids = torch.arange(VOCAB - 7)
     drafter = Pretrained(backbone_of(model), VOCAB - 7, Config(top_k=5))
     graph = drafter.export(backbone_of(model).config)["drafter"]
-    check_graph(graph, form, tmp_path, lambda token_T: log_q(model, token_T, ids), VOCAB - 7)
+
+    def expected_of(token_T: Tensor, length: int) -> tuple[Tensor, None]:
+        return log_q(model, token_T, ids)[-1], None
+
+    graph = to_slots(graph) if form == "slots" else graph
+    check_along_trees(graph, tmp_path, form, expected_of, vocab=VOCAB - 7)
 
 
 def test_vocabularies_must_agree_token_by_token() -> None:
@@ -351,27 +239,3 @@ def test_what_a_given_model_does_not_fit(workshop: Workshop, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="token 68 is 'ä', expected the target's 'a'"):
         build(llama, out=out, draft_model=str(other))
     assert not out.exists()
-
-
-def test_what_the_proposer_is_told(backbone: Backbone) -> None:
-    drafter = make_drafter(backbone, num_guesses=6, max_width=1, top_k=7)
-    told = {"num_guesses": 6, "max_width": 1, "taps": [], "top_k": 7}
-    assert drafter.runtime_config() == told
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"taps": (1,)}, "leave taps empty"),
-        ({"layers": 0}, "got layers 0, expected at least 1"),
-        ({"hidden_size": 0}, "got hidden_size 0"),
-        ({"num_guesses": 0}, "got num_guesses 0"),
-        ({"max_width": 0}, "got max_width 0"),
-        ({"num_heads": 5}, "got num_heads 5, expected a multiple of num_kv_heads, 2"),
-        ({"soft_weight": 1.5}, "got soft_weight 1.5"),
-        ({"prompt_weight": -1.0}, "prompt_weight -1.0, expected"),
-    ],
-)
-def test_config_errors(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Config(**fields)

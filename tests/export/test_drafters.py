@@ -251,7 +251,7 @@ BAD_FIELDS: dict[str, list[tuple[dict[str, Any], str]]] = {
         (NONE_POSITIVE, "got lambda_soft 0 and lambda_hard 0, expected one of them positive"),
     ],
     "draft_model": [
-        ({"taps": (1,)}, r"got taps \[1\], expected none"),
+        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
         ({"layers": 0}, "got layers 0, expected 1 or more"),
         ({"hidden_size": 0}, "got hidden_size 0"),
         ({"num_heads": 5}, "got num_heads 5, expected a multiple of num_kv_heads, 2"),
@@ -259,7 +259,7 @@ BAD_FIELDS: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"prompt_weight": -1.0}, "got prompt_weight -1.0, expected 0 or more"),
     ],
     "eagle": [
-        ({"taps": (1,)}, r"got taps \[1\], expected none"),
+        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
         ({"layers": 0}, "got layers 0, expected 1 or more"),
         ({"ttt_steps": 0}, "got ttt_steps 0"),
         ({"soft_weight": 1.5}, "got soft_weight 1.5"),
@@ -268,12 +268,12 @@ BAD_FIELDS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "hydra": [
         ({"num_layers": -1}, "got num_layers -1, expected 0 or more"),
         ({"num_layers": 0, "first_block": "residual"}, "got num_layers 0, expected 1 or more"),
-        ({"taps": (1,)}, r"got taps \[1\], expected none"),
+        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
         ({"soft_weight": -0.1}, "got soft_weight -0.1, expected 0 or more"),
     ],
     "medusa": [
         ({"heads": "tied"}, "got heads 'tied', expected 'own' or 'shared'"),
-        ({"taps": (1,)}, r"got taps \[1\], expected none"),
+        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
         ({"num_heads": 0}, "got num_heads 0, expected 1 or more"),
         ({"num_layers": 0}, "got num_layers 0"),
         ({"soft_weight": 1.5}, "got soft_weight 1.5"),
@@ -298,7 +298,7 @@ BAD_FIELDS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "redrafter": [
         ({"num_layers": -1}, "got num_layers -1, expected 0 or more"),
         ({"head": "tied"}, "got head 'tied', expected 'own' or 'shared'"),
-        ({"taps": (1,)}, r"got taps \[1\], expected none"),
+        ({"taps": (1,)}, r"got taps \(1,\), expected none"),
     ],
     "semi_autoregressive": [
         ({"kind": "gru"}, "got kind 'gru', expected 'fixed_attention', 'lstm', 'rnn' or"),

@@ -142,27 +142,6 @@ def test_a_guess_is_the_one_before_it_a_token_later(llama: Any) -> None:
     assert torch.equal(ids[1, 3, 0], expected.indices + 10)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"head": "own"}, "got head 'own', expected one of target, trained"),
-        ({"layers": 0}, "got layers 0"),
-        ({"max_width": 0}, "max_width 0"),
-        ({"soft_weight": 1.5}, "got soft_weight 1.5"),
-        ({"exit_layers": (1, 4)}, r"got layers 8 and exit_layers \[1, 4\], expected different"),
-        ({"layers": 1, "exit_layers": (4,)}, "the loss behind layer 1 has weight 0"),
-        ({"exit_layers": (8,)}, r"got layers 8 and exit_layers \[8\], expected different"),
-        ({"exit_layers": (9, 9)}, r"exit_layers \[9, 9\], expected different"),
-        ({"exit_every": 2}, "got exit_every 2 of 0 exit_layers"),
-        ({"exit_layers": (9, 10), "exit_every": 3}, "got exit_every 3 of 2 exit_layers"),
-        ({"exit_every": 0}, "got exit_every 0"),
-    ],
-)
-def test_what_a_config_refuses(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Config(**fields)
-
-
 def test_the_whole_target_is_no_draft(llama: Any) -> None:
     backbone = Backbone.from_transformers(llama)
     drafter = Drafter(Config(layers=2), target.ends(backbone))
