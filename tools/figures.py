@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
-from spec_runtime.files.writing import write_atomically
+from spec_runtime.files.writing import require_writable, write_atomically
 from spec_runtime.measure import provenance
 
 # The flags that several scripts take; `command_line` adds those that it is given the names of.
@@ -49,6 +49,22 @@ def command_line(
         parser.add_argument(flag, **FLAGS[flag] | ({"required": True} if flag in required else {}))
     parser.set_defaults(**defaults)
     return parser
+
+
+def parse(
+    parser: argparse.ArgumentParser, words: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Returns the flags given; raises OSError before anything is measured if --json cannot be
+    written."""
+    arguments = parser.parse_args(words)
+    if arguments.json is not None:
+        require_writable(arguments.json)
+    return arguments
+
+
+def asked(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `write` records of the flags: the threads and the file of prompts."""
+    return {"threads": arguments.threads, "prompts_file": arguments.prompts}
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

@@ -105,8 +105,7 @@ class Scenario:
     name = ""
     # A part of what a second process of the same command may say when the first one has finished.
     taken = ""
-    # The command measures something and writes down figures, so that it has to notice a folder
-    # that it cannot write to before it measures.
+    # Says that the command has to notice a folder that it cannot write to before it measures.
     measures = False
 
     def __init__(self, shop: Shop) -> None:
@@ -324,22 +323,27 @@ class Features(Train):
         return arrays, super().result(place)
 
 
-class Tune(Scenario):
-    """Measures a machine's profile, in place of an older one."""
+class Measuring(Scenario):
+    """Measures something and writes the figures in place of older ones."""
 
-    name = "tune"
     measures = True
 
     def prepare(self, place: Path) -> None:
-        old = self.shop.old("old-tune", self.arguments())
+        old = self.shop.old(f"old-{self.name}", self.arguments())
         shutil.copytree(old, place, dirs_exist_ok=True)
+
+    def check_kept(self, place: Path) -> None:
+        self.result(place)
+
+
+class Tune(Measuring):
+    """Measures a machine's profile."""
+
+    name = "tune"
 
     def arguments(self) -> list[str]:
         options = "--threads 1 --quick --max-new-tokens 4 --json tune.json"
         return ["spec-runtime", "tune", "--bundle", str(self.shop.bundle), *options.split()]
-
-    def check_kept(self, place: Path) -> None:
-        self.result(place)
 
     def result(self, place: Path) -> Any:
         """Returns what the profile and the figures are about: their times differ by run."""
@@ -355,23 +359,15 @@ class Tune(Scenario):
         return found[0].name, kept.key, written.key
 
 
-class Bench(Scenario):
-    """Measures speeds and writes the figures, in place of older ones."""
+class Bench(Measuring):
+    """Measures speeds."""
 
     name = "bench"
-    measures = True
-
-    def prepare(self, place: Path) -> None:
-        old = self.shop.old("old-bench", self.arguments())
-        shutil.copytree(old, place, dirs_exist_ok=True)
 
     def arguments(self) -> list[str]:
         options = "--threads 1 --limit 3 --max-new-tokens 8 --json bench.json"
         inputs = ["--bundle", str(self.shop.bundle), "--prompts", str(self.shop.prompts)]
         return ["spec-runtime", "bench", *inputs, *options.split()]
-
-    def check_kept(self, place: Path) -> None:
-        self.result(place)
 
     def result(self, place: Path) -> Any:
         """Returns the counts of the figures: their times differ by run."""
@@ -382,17 +378,5 @@ class Bench(Scenario):
         return overall["prompts"], overall["tokens"], overall["identical"]
 
 
-SCENARIOS: dict[str, type[Scenario]] = {
-    scenario.name: scenario
-    for scenario in (
-        Build,
-        BuildOver,
-        Distill,
-        DistillMore,
-        Train,
-        TrainResume,
-        Features,
-        Tune,
-        Bench,
-    )
-}
+COMMANDS = (Build, BuildOver, Distill, DistillMore, Train, TrainResume, Features, Tune, Bench)
+SCENARIOS: dict[str, type[Scenario]] = {scenario.name: scenario for scenario in COMMANDS}

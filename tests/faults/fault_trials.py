@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -123,25 +123,19 @@ class Disturber:
             self._check_next(trial, place, logs)
         return trial
 
-    # ---- full disks ------------------------------------------------------------------------------
+    # ---- full disks and read-only folders --------------------------------------------------------
 
     def fill_disk(self, share: float) -> Trial:
         """Runs the command with room for a `share` of what it writes, then with room for all."""
         trial = Trial(self.scenario.name, "full disk", f"room for {share:.0%} of what it writes")
         reference = self.reference
         size = reference.bytes_before + int(share * reference.bytes_written)
-        place, logs = self._new_place()
-        with _tmpfs(place):
-            self.scenario.prepare(place)
+
+        def disturbed(place: Path, logs: Path) -> Ended:
             _remount(place, f"size={max(_pages(size), PAGE)}")
-            ended = Running(self.scenario.arguments(), place, logs / "disturbed").wait()
-            trial.disturbed = ended.exit_code != 0
-            if trial.disturbed:
-                trial.problems += _refusal_problems(ended)
-            trial.check_kept(self.scenario, place)
-            _remount(place, f"size={ROOM}")
-            if trial.disturbed:
-                self._check_next(trial, place, logs)
+            return Running(self.scenario.arguments(), place, logs).wait()
+
+        self._try_mounted(trial, disturbed, lambda place: _remount(place, f"size={ROOM}"))
         return trial
 
     def fill_disk_later(self, share: float) -> Trial:
@@ -149,40 +143,59 @@ class Disturber:
         operations, and gives the room back afterwards."""
         number = int(share * len(self.reference.operations))
         trial = Trial(self.scenario.name, "full disk", f"full from operation {number} on")
-        place, logs = self._new_place()
-        with _tmpfs(place):
-            self.scenario.prepare(place)
-            running = Running(self.scenario.arguments(), place, logs / "disturbed")
-            while running.is_alive and running.num_operations() < number:
-                time.sleep(0.001)
-            _fill(place / OTHER_FILE)
-            ended = running.wait()
-            trial.disturbed = ended.exit_code != 0
-            if trial.disturbed:
-                trial.problems += _refusal_problems(ended)
-            trial.check_kept(self.scenario, place)
-            (place / OTHER_FILE).unlink()
-            if trial.disturbed:
-                self._check_next(trial, place, logs)
-        return trial
 
-    # ---- read-only folders -----------------------------------------------------------------------
+        def disturbed(place: Path, logs: Path) -> Ended:
+            running = self._run_until(number, place, logs)
+            _fill(place / OTHER_FILE)
+            return running.wait()
+
+        self._try_mounted(trial, disturbed, lambda place: (place / OTHER_FILE).unlink())
+        return trial
 
     def forbid_writing(self) -> Trial:
         """Runs the command in a folder that cannot be written to, then in one that can."""
         trial = Trial(self.scenario.name, "read-only", "a file system mounted read-only")
+
+        def disturbed(place: Path, logs: Path) -> Ended:
+            _remount(place, "ro")
+            return Running(self.scenario.arguments(), place, logs).wait()
+
+        ended = self._try_mounted(trial, disturbed, lambda place: _remount(place, "rw"))
+        if not trial.disturbed:
+            trial.problems.append("it ended well in a folder that it cannot write to")
+        if self.scenario.measures and ended.has_decoded:
+            trial.problems.append("it measured before it found that it cannot write")
+        return trial
+
+    def _try_mounted(
+        self,
+        trial: Trial,
+        run: Callable[[Path, Path], Ended],
+        make_good: Callable[[Path], None],
+    ) -> Ended:
+        """Runs the command on a file system of its own, then again after `make_good`.
+
+        `run` disturbs and runs it, given its place and the folder of its logs.
+        """
         place, logs = self._new_place()
         with _tmpfs(place):
             self.scenario.prepare(place)
-            _remount(place, "ro")
-            ended = Running(self.scenario.arguments(), place, logs / "disturbed").wait()
-            trial.problems += _refusal_problems(ended)
-            if self.scenario.measures and ended.has_decoded:
-                trial.problems.append("it measured before it found that it cannot write")
+            ended = run(place, logs / "disturbed")
+            trial.disturbed = ended.exit_code != 0
+            if trial.disturbed:
+                trial.problems += _refusal_problems(ended)
             trial.check_kept(self.scenario, place)
-            _remount(place, "rw")
-            self._check_next(trial, place, logs)
-        return trial
+            make_good(place)
+            if trial.disturbed:
+                self._check_next(trial, place, logs)
+        return ended
+
+    def _run_until(self, number: int, place: Path, logs: Path) -> Running:
+        """Starts the command and returns when it has begun its operation `number`, or ended."""
+        running = Running(self.scenario.arguments(), place, logs)
+        while running.is_alive and running.num_operations() < number:
+            time.sleep(0.001)
+        return running
 
     # ---- two at once -----------------------------------------------------------------------------
 
@@ -195,9 +208,7 @@ class Disturber:
         trial = Trial(self.scenario.name, "two at once", f"the second at operation {number}")
         place, logs = self._new_place()
         self.scenario.prepare(place)
-        first = Running(self.scenario.arguments(), place, logs / "first")
-        while first.is_alive and first.num_operations() < number:
-            time.sleep(0.001)
+        first = self._run_until(number, place, logs / "first")
         second = Running(self.scenario.arguments(), place, logs / "second")
         pairs = [(first.wait(), second), (second.wait(), first)]
         losers = [(ended, winner) for ended, winner in pairs if ended.exit_code != 0]

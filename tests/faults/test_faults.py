@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,42 +49,37 @@ def mounts(tmp_path_factory: pytest.TempPathFactory) -> None:
         pytest.skip(reason)
 
 
+def slow(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 def check(trial: Trial) -> None:
     assert not trial.problems, str(trial)
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_a_command_killed_while_it_writes_loses_nothing(
-    name: str, disturber: Callable[[str], Disturber]
-) -> None:
-    each = disturber(name)
+KILLS = [
     # right before its last renaming, when all of the new content is there under another name
-    last = max(i for i, op in enumerate(each.reference.operations, 1) if op.startswith("os.rename"))
-    check(each.kill(Death(signal.SIGKILL, operation=last)))
-
-
-@pytest.mark.slow
-def test_a_build_killed_while_it_replaces_a_bundle_loses_nothing(
-    disturber: Callable[[str], Disturber],
-) -> None:
-    each = disturber("build over")
+    *(pytest.param(name, "SIGKILL", r"os\.rename .*", id=name) for name in QUICK),
     # right before the new bundle takes the place of the old one
-    put = [
-        i
-        for i, op in enumerate(each.reference.operations, 1)
-        if re.fullmatch(r"os\.rename /?\.bundle\.\w+\.tmp", op)
-    ]
-    check(each.kill(Death(signal.SIGKILL, operation=put[-1])))
+    pytest.param(
+        "build over", "SIGKILL", r"os\.rename /?\.bundle\.\w+\.tmp", marks=pytest.mark.slow
+    ),
+    *(
+        pytest.param(
+            name, "SIGTERM", r"open .*", id=f"{name}, asked to end", marks=pytest.mark.slow
+        )
+        for name in ("distill", "train", "tune")
+    ),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["distill", "train", "tune"])
-def test_a_command_asked_to_end_leaves_no_litter(
-    name: str, disturber: Callable[[str], Disturber]
+@pytest.mark.parametrize(("name", "number", "operation"), KILLS)
+def test_a_command_killed_while_it_writes_loses_nothing(
+    name: str, number: str, operation: str, disturber: Callable[[str], Disturber]
 ) -> None:
     each = disturber(name)
-    written = [i for i, op in enumerate(each.reference.operations, 1) if op.startswith("open")]
-    check(each.kill(Death(signal.SIGTERM, operation=written[-1])))
+    fits = [i for i, op in enumerate(each.reference.operations, 1) if re.fullmatch(operation, op)]
+    check(each.kill(Death(signal.Signals[number], operation=fits[-1])))
 
 
 @pytest.mark.slow
@@ -95,33 +91,16 @@ def test_a_full_disk_is_said_in_one_line(name: str, disturber: Callable[[str], D
     check(each.fill_disk_later(0.3))
 
 
-@pytest.mark.parametrize("name", MEASURING)
+@pytest.mark.parametrize("name", [*MEASURING, *slow("distill", "train")])
 @pytest.mark.usefixtures("mounts")
-def test_figures_that_cannot_be_written_are_refused_before_measuring(
+def test_a_read_only_folder_is_said_in_one_line_before_anything_is_measured(
     name: str, disturber: Callable[[str], Disturber]
 ) -> None:
     check(disturber(name).forbid_writing())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["distill", "train"])
-@pytest.mark.usefixtures("mounts")
-def test_a_read_only_folder_is_said_in_one_line(
-    name: str, disturber: Callable[[str], Disturber]
-) -> None:
-    check(disturber(name).forbid_writing())
-
-
-@pytest.mark.parametrize("name", ["distill"])
-def test_of_two_at_once_one_is_refused_or_waits(
-    name: str, disturber: Callable[[str], Disturber]
-) -> None:
-    check(disturber(name).run_two(0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["train", "tune"])
-def test_of_two_at_once_the_result_is_that_of_one(
+@pytest.mark.parametrize("name", ["distill", *slow("train", "tune")])
+def test_of_two_at_once_one_is_refused_or_both_bring_the_result_of_one(
     name: str, disturber: Callable[[str], Disturber]
 ) -> None:
     check(disturber(name).run_two(0))

@@ -28,34 +28,34 @@ from cases import FAILED, Outcome  # noqa: E402
 from kinds import KINDS  # noqa: E402
 
 from spec_runtime.files.writing import write_atomically  # noqa: E402
-from spec_runtime.measure import provenance  # noqa: E402
+from tools.figures import command_line, parse, write  # noqa: E402
 
 PACKAGES = ("hypothesis", "torch", "transformers")
 NOTE = "bundles of its own; not recorded: prompts, bundle"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = command_line(__doc__, "--json")
     parser.add_argument("--cases", type=int, default=5000, help="in all; kinds have weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", help=f"comma-separated, of: {', '.join(KINDS)}")
     parser.add_argument("--workers", type=int, default=2, help="processes at once")
-    parser.add_argument("--json", type=Path, help="write counts, and failures with their inputs")
     parser.add_argument("--inputs", type=Path, help="write every input and outcome, as .jsonl.xz")
     parser.add_argument("--replay", help="FILE#N: run failure N of a --json file again")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv)
     if options.replay:
         return _replay(options.replay)
     names = options.kinds.split(",") if options.kinds else list(KINDS)
     if unknown := [name for name in names if name not in KINDS]:
         parser.error(f"got kinds {', '.join(unknown)}, expected some of {', '.join(KINDS)}")
-    for file in filter(None, (options.json, options.inputs)):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    if options.inputs:
+        options.inputs.parent.mkdir(parents=True, exist_ok=True)
     report = _run(options, names)
     _print(report)
     if options.json:
-        about = {"provenance": provenance.collect(packages=PACKAGES, note=NOTE)}
-        write_atomically(options.json, json.dumps(about | report.as_json(), indent=1) + "\n")
+        figures = write(None, report.as_json(), packages=PACKAGES, note=NOTE)
+        # in ASCII, since inputs hold halves of surrogate pairs
+        write_atomically(options.json, json.dumps(figures, indent=1) + "\n")
     return 1 if report.failures else 0
 
 

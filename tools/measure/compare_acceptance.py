@@ -15,13 +15,12 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.files.writing import require_writable
 from spec_runtime.machine import default_threads
 from spec_runtime.measure import quality
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.sampling import SamplingOptions
 from spec_runtime.stats import Stats
-from tools.figures import command_line, manifest_of, markdown, run, write
+from tools.figures import asked, command_line, manifest_of, markdown, parse, run, write
 
 TEMPERATURES = (1.0, 0.7)
 EPSILONS = (0.01, 0.03, 0.05, 0.09, 0.15, 0.25)
@@ -37,9 +36,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=TEMPERATURES)
     parser.add_argument("--epsilon", type=float, nargs="+", default=EPSILONS)
     parser.add_argument("--rejection", action="store_true")
-    arguments = parser.parse_args(words)
-    if arguments.json:
-        require_writable(arguments.json)
+    arguments = parse(parser, words)
     folder = arguments.bundle or bundles.find()
     engine = spec_runtime.load(
         folder, arguments.drafter, arguments.threads, profile=not arguments.no_profile
@@ -68,14 +65,8 @@ def main(words: list[str] | None = None) -> None:
         "max_new_tokens": arguments.max_new_tokens,
         "rows": rows,
     }
-    write(
-        arguments.json,
-        figures,
-        threads=arguments.threads,
-        prompts_file=arguments.prompts,
-        prompts=prompts,
-        manifest=manifest_of(folder),
-    )
+    about = {**asked(arguments), "prompts": prompts, "manifest": manifest_of(folder)}
+    write(arguments.json, figures, **about)
 
 
 def compare(

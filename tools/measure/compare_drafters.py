@@ -22,10 +22,9 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.prompts import read_prompts
 from spec_runtime.sampling import SamplingOptions
-from tools.figures import command_line, markdown, run, write
+from tools.figures import asked, command_line, manifest_of, markdown, parse, run, write
 from tools.measure.decoding import Ledger, Task, decode, sizes
 
 LOOKUPS = ("prompt_lookup", "lookahead")
@@ -40,8 +39,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=(0.0,))
     parser.add_argument("--nodes", type=int, nargs="+", default=(8,))
     parser.add_argument("--drafter", nargs="+", help="default: all of the bundle, and lookups")
-    arguments = parser.parse_args(words)
-    require_writable(arguments.json)
+    arguments = parse(parser, words)
     rows = compare(arguments)
     cells = [[row["drafter"], *(f"{row[column]:.3g}" for column in COLUMNS)] for row in rows]
     print(markdown(["drafter", *COLUMNS], cells))
@@ -55,7 +53,7 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """
     folder = arguments.bundle or bundles.find()
     prompts = read_prompts(arguments.prompts, per_category=arguments.per_category)
-    manifest = bundles.read(folder, verify=False).manifest
+    manifest = manifest_of(folder)
     plain = spec_runtime.load(folder, "none", arguments.threads, profile=False)
     task = Task(prompts, arguments.max_new_tokens, SAMPLING)
     settings = {**task.settings, "files": manifest.files, "threads": arguments.threads}
@@ -73,14 +71,8 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             rows += [
                 {**about, "size": size, **ledger.figures(label)} for size, label in labels.items()
             ]
-            write(
-                arguments.json,
-                {"max_new_tokens": arguments.max_new_tokens, "rows": rows},
-                threads=arguments.threads,
-                prompts_file=arguments.prompts,
-                prompts=prompts,
-                manifest=manifest,
-            )
+            figures = {"max_new_tokens": arguments.max_new_tokens, "rows": rows}
+            write(arguments.json, figures, **asked(arguments), prompts=prompts, manifest=manifest)
     return rows
 
 

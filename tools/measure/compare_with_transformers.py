@@ -21,11 +21,10 @@ import spec_runtime
 from spec_export import target
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
-from spec_runtime.files.writing import require_writable
 from spec_runtime.measure.audit import first_difference
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.proposers import BUILT_IN
-from tools.figures import command_line, run, write
+from tools.figures import command_line, parse, run, write
 
 
 def evenly(prompts: list[BenchPrompt], num: int) -> list[BenchPrompt]:
@@ -125,9 +124,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=20, help="ids evenly spaced over the file")
     parser.add_argument("--model", help="what the bundle was built from; default: the demo")
     parser.add_argument("--drafter", action="append", help="default: all, prompt_lookup and none")
-    args = parser.parse_args(words)
-    if args.json:
-        require_writable(args.json)
+    args = parse(parser, words)
     result = compare(args)
     print(json.dumps(result, indent=2, ensure_ascii=False))
     return int(any(each["differences"] for each in result["drafters"].values()))

@@ -38,8 +38,7 @@ import httpx
 
 import spec_runtime
 from spec_runtime.errors import UserError
-from spec_runtime.files.writing import require_writable
-from tools.figures import command_line, manifest_of, run, write
+from tools.figures import command_line, manifest_of, parse, run, write
 
 NOTE = "requests of its own; not recorded: prompts"
 PATH = "/v1/chat/completions"
@@ -327,9 +326,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", type=int, default=0, metavar="ROUNDS")
-    arguments = parser.parse_args(words)
-    if arguments.json is not None:
-        require_writable(arguments.json)
+    arguments = parse(parser, words)
     process, url = start_server(arguments)
     try:
         warm_up = Load(url, arguments.max_new_tokens, 3 * list(KINDS))

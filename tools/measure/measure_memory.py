@@ -28,9 +28,8 @@ from typing import Any
 import numpy as np
 
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.files.writing import require_writable
 from spec_runtime.proposers import BUILT_IN
-from tools.figures import command_line, manifest_of, markdown, run, write
+from tools.figures import command_line, manifest_of, markdown, parse, run, write
 
 PROMPT = "Explain to a child why the sea has tides, and why some places have higher ones."
 # Runs in a process of its own: bundle, drafter and number of tokens in, sizes in bytes out.
@@ -117,9 +116,7 @@ def measure(folder: Path, drafter: str, max_new_tokens: int) -> dict[str, Any]:
 def main(words: list[str] | None = None) -> None:
     parser = command_line(__doc__, "--bundle", "--max-new-tokens", "--json", max_new_tokens=64)
     parser.add_argument("--drafter", action="append", help="default: all, and those built in")
-    args = parser.parse_args(words)
-    if args.json:
-        require_writable(args.json)
+    args = parse(parser, words)
     folder = args.bundle or bundles.find()
     manifest = manifest_of(folder)
     names = args.drafter or [*(each.name for each in manifest.drafters), *BUILT_IN]

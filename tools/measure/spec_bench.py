@@ -26,11 +26,10 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.files.writing import require_writable
 from spec_runtime.measure import bench
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import ratio
-from tools.figures import command_line, manifest_of, markdown, run, write
+from tools.figures import asked, command_line, manifest_of, markdown, parse, run, write
 from tools.measure.decoding import Counts, Ledger, counted, figures
 
 WARM_UP_TOKENS = 8
@@ -47,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> None:
         *("--no-profile", "--threads", "--json"),
     )
     parser = command_line(__doc__, *flags, required=("--json",), per_category=None)
-    found = measure(parser.parse_args(words))
+    found = measure(parse(parser, words))
     cells = [
         [name, f"{each['prompts']}", *(f"{each[column]:.3g}" for column in COLUMNS)]
         for name, each in {**found["categories"], "all": found["overall"]}.items()
@@ -63,7 +62,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     Raises UserError if the bundle or the questions cannot be read, and if the ledger has other
     settings.
     """
-    require_writable(args.json)
     folder = args.bundle or bundles.find()
     questions = read_prompts(args.prompts, per_category=args.per_category)
     engine = spec_runtime.load(folder, args.drafter, args.threads, profile=not args.no_profile)
@@ -79,14 +77,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ledger = Ledger(args.json.with_suffix(".parts.json"), settings)
     decode(engine, questions, args.max_new_tokens, ledger)
     found = summarise(questions, ledger.counts(engine.drafter), ledger.notes)
-    return write(
-        args.json,
-        {**about, "max_new_tokens": args.max_new_tokens, **found},
-        threads=args.threads,
-        prompts_file=args.prompts,
-        prompts=questions,
-        manifest=manifest,
-    )
+    whole = {**about, "max_new_tokens": args.max_new_tokens, **found}
+    return write(args.json, whole, **asked(args), prompts=questions, manifest=manifest)
 
 
 def decode(

@@ -30,11 +30,10 @@ import numpy as np
 import spec_runtime
 from spec_runtime.backends.session import ort
 from spec_runtime.errors import UserError
-from spec_runtime.files.writing import require_writable
 from spec_runtime.machine import default_threads
 from spec_runtime.target import Target
 from spec_runtime.trees.tree import TokenTree
-from tools.figures import command_line, markdown, run, spread, spread_text, write
+from tools.figures import command_line, markdown, parse, run, spread, spread_text, write
 
 NOTE = "random tokens; not recorded: prompts, bundle"
 PROFILED_NODES = (1, 8)
@@ -50,9 +49,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--operators", action="store_true")
-    arguments = parser.parse_args(words)
-    if arguments.json:
-        require_writable(arguments.json)
+    arguments = parse(parser, words)
     figures: dict[str, Any] = {
         "threads": arguments.threads or default_threads(),
         "repeats": arguments.repeats,

@@ -20,12 +20,21 @@ from typing import Any
 
 import spec_runtime
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.files.writing import require_writable
 from spec_runtime.machine import default_threads
 from spec_runtime.measure.prompts import BenchPrompt, read_prompts
 from spec_runtime.stats import Stats
 from spec_runtime.trees.budget import Budget, Grown
-from tools.figures import command_line, manifest_of, markdown, run, spread, spread_text, write
+from tools.figures import (
+    asked,
+    command_line,
+    manifest_of,
+    markdown,
+    parse,
+    run,
+    spread,
+    spread_text,
+    write,
+)
 
 NODES = (2, 4, 6, 8, 12, 16)
 THRESHOLDS = (0.03, 0.1, 0.2, 0.3)
@@ -41,9 +50,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--nodes", type=int, nargs="*", default=NODES)
     parser.add_argument("--threshold", type=float, nargs="*", default=THRESHOLDS)
-    arguments = parser.parse_args(words)
-    if arguments.json:
-        require_writable(arguments.json)
+    arguments = parse(parser, words)
     folder = arguments.bundle or bundles.find()
     engines = contenders(folder, arguments.threads, arguments.nodes, arguments.threshold)
     prompts = read_prompts(arguments.prompts, arguments.limit)
@@ -75,14 +82,8 @@ def main(words: list[str] | None = None) -> None:
     ]
     print(markdown(["budget", "nodes", "accepted length", *groups], rows))
     print(f"tuned / best of the sweep ({best}): {figures['tuned_over_best']:.3f}")
-    write(
-        arguments.json,
-        figures,
-        threads=arguments.threads,
-        prompts_file=arguments.prompts,
-        prompts=prompts,
-        manifest=manifest_of(folder),
-    )
+    about = {**asked(arguments), "prompts": prompts, "manifest": manifest_of(folder)}
+    write(arguments.json, figures, **about)
 
 
 def contenders(
