@@ -21,25 +21,9 @@ from spec_runtime.errors import UserError
 BAD, NUM_CASES = 3, 8  # the case at which a fault is planted, and how many there are
 
 
-def _crash() -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-def _leave() -> None:
-    os._exit(7)
-
-
-def _hang() -> None:
-    time.sleep(60)
-
-
 def _hog() -> None:
     held = [bytearray(50 * 2**20) for _ in range(40)]
     raise AssertionError(f"took {len(held)} pieces")
-
-
-def _answer_wrongly() -> None:
-    raise Wrong("tokens differ from plain decoding")
 
 
 def _refuse(message: str) -> None:
@@ -62,24 +46,35 @@ def _leak_a_foreign_error() -> None:
         int("x")
 
 
-def _panic() -> None:
-    raise BaseException("a Rust panic is no Exception")
+def _raise(error: BaseException) -> None:
+    raise error
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    "crash": _crash,
-    "leave": _leave,
-    "hang": _hang,
-    "hog": _hog,
-    "wrong": _answer_wrongly,
-    "two lines": partial(_refuse, "got one\ngot two"),
-    "endless line": partial(_refuse, "x" * 5000),
-    "escape": partial(_print, "error: got \x1b[31mred"),
-    "box": partial(_print, "Usage: main\n╭─ Error ─╮\n│ no │\n╰─────╯"),
-    "foreign": _leak_a_foreign_error,
-    "panic": _panic,
-    "good refusal": partial(_refuse, "got 3, expected 4; take another"),
+# By name: what happens, and what the runner has to say of it; a good refusal is no fault.
+PLANTED: dict[str, tuple[Callable[[], None], str]] = {
+    "crash": (partial(signal.raise_signal, signal.SIGSEGV), "the process died: by SIGSEGV"),
+    "leave": (partial(os._exit, 7), "the process died: with exit code 7"),
+    "hang": (partial(time.sleep, 60), "the process took more than 2 s"),
+    "hog": (_hog, "MemoryError"),
+    "wrong": (
+        partial(_raise, Wrong("tokens differ from plain decoding")),
+        "Wrong in the oracle: tokens differ from plain decoding",
+    ),
+    "two lines": (partial(_refuse, "got one\ngot two"), "a refusal in … lines"),
+    "endless line": (partial(_refuse, "x" * 5000), "a refusal of … characters"),
+    "escape": (
+        partial(_print, "error: got \x1b[31mred"),
+        "control characters reach the terminal",
+    ),
+    "box": (partial(_print, "Usage: main\n╭─ Error ─╮\n│ no │\n╰─────╯"), "a refusal in … lines"),
+    "foreign": (_leak_a_foreign_error, "ValueError"),
+    "panic": (
+        partial(_raise, BaseException("a Rust panic is no Exception")),
+        "BaseException in the oracle: a Rust panic",
+    ),
+    "good refusal": (partial(_refuse, "got 3, expected 4; take another"), ""),
 }
+CAUSES = {name: cause for name, (_, cause) in PLANTED.items() if cause}
 
 
 def cases() -> SearchStrategy[Any]:
@@ -91,7 +86,7 @@ def open_with(fault: str, folder: Path) -> Run:
 
     def run(case: int) -> None:
         if case == BAD:
-            FAULTS[fault]()
+            PLANTED[fault][0]()
         elif case % 2 == 0:
             raise Refused("an even number")
 
