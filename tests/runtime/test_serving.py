@@ -117,6 +117,15 @@ def test_choices_of_several_prompts(client: Any) -> None:
     assert streamed == texts
 
 
+def test_cached_tokens_are_those_of_all_prompts() -> None:
+    with served() as running, running.client() as client:
+        counts = []
+        for prompt in ("one two", ["one two", "one three"]):
+            usage = post(client, COMPLETIONS, prompt=prompt, n=2, max_tokens=6)["usage"]
+            counts.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert counts == [0, 7 + 6]  # BOS and "one tw", whose last token is read anew, and "one t"
+
+
 def test_a_prompt_may_be_token_ids_and_is_echoed(client: Any) -> None:
     ids = toy_engine().encode("hello", raw=True)
     text = choice_of(client, COMPLETIONS, **BODY)["text"]
