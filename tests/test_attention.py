@@ -22,7 +22,6 @@ from workshop import Workshop  # noqa: E402
 
 import spec_runtime  # noqa: E402
 from spec_export import check, drafters, make_bundle  # noqa: E402
-from spec_export import cli as export_cli  # noqa: E402
 from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime.bundle import manifest as bundles  # noqa: E402
 from spec_runtime.trees.tree import chain_parents  # noqa: E402
@@ -88,20 +87,6 @@ def test_check_passes(workshop: Workshop, folder: Path) -> None:
     names = {row.name for row in rows}
     assert {"random trees", "permuted slots", "perplexity ratio"} <= names
     assert f"accepted, {DRAFTERS[0]}" in names
-
-
-def test_the_contiguous_form_is_not_built_for_cuda(
-    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    command = ["build", "--model", str(workshop.llama()), "--out", str(out)]
-    capsys.readouterr()  # what making the target printed
-    with pytest.raises(SystemExit) as end:
-        export_cli.main([*command, "--device", "cuda", "--form", "contiguous"])
-    assert (end.value.code, out.exists()) == (2, False)
-    message = capsys.readouterr().err
-    assert message.startswith("error: got form contiguous with device cuda, expected slots: leave")
-    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,6 @@ from this_cpu import SATURATES  # noqa: E402
 from workshop import FluentWorkshop, drafter_name  # noqa: E402
 
 import spec_runtime  # noqa: E402
-from spec_export import make_bundle  # noqa: E402
-from spec_export.make_bundle import BuildOptions  # noqa: E402
 from spec_runtime.backends import shapes  # noqa: E402
 from spec_runtime.engine import Engine  # noqa: E402
 from spec_runtime.errors import UserError  # noqa: E402
@@ -48,18 +46,14 @@ def bundles(fluent: FluentWorkshop) -> Any:
 
     @cache
     def build(name: str, precision: str | None, device: str) -> Path:
-        return make_bundle.build(
-            BuildOptions(
-                str(fluent.llama()),
-                [drafter_name(name)],
-                [fluent.drafter(name)],
-                precision,
-                max_length=160,
-                out=fluent.folder / "fused" / f"{name}-{precision}-{device}",
-                device=device,
-                fuse=True,
-                reduce_range=precision == "int8" and SATURATES,
-            )
+        return fluent.build(
+            fluent.folder / "fused" / f"{name}-{precision}-{device}",
+            name,
+            precision=precision,
+            max_length=160,
+            device=device,
+            fuse=True,
+            reduce_range=precision == "int8" and SATURATES,
         )
 
     # Not cached itself: `bundle("medusa")` and `bundle("medusa", device="cpu")` are one bundle.
@@ -405,16 +399,13 @@ def test_the_fused_step_has_no_weights_of_its_own(bundles: Any) -> None:
 
 
 def test_refusals(bundles: Any, fluent: FluentWorkshop, tmp_path: Path) -> None:
-    plain = fluent.bundle("parallelspec")
     with pytest.raises(ValueError, match=r"got fused with a bundle without one .* --fuse"):
-        load(plain, "parallelspec")
+        load(fluent.bundle("parallelspec"), "parallelspec")
     with pytest.raises(ValueError, match="got lookup with fused"):
         load(bundles("parallelspec"), "parallelspec", lookup=True)
-    model, out = str(fluent.llama()), tmp_path / "out"
+    out = tmp_path / "out"
     with pytest.raises(ValueError, match=r"got fuse with the contiguous form, expected slots"):
-        make_bundle.build(
-            BuildOptions(model, [], [fluent.drafter("medusa")], form="contiguous", fuse=True)
-        )
+        fluent.build(out, "medusa", form="contiguous", fuse=True)
     with pytest.raises(ValueError, match=r"got fuse with drafter eagle, expected one of .*medusa"):
-        make_bundle.build(BuildOptions(model, [], [fluent.drafter("eagle")], out=out, fuse=True))
+        fluent.build(out, "eagle", fuse=True)
     assert not out.exists()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small import toy_engine, write_small_bundle
+from small import Run, toy_engine, write_small_bundle
 
 from spec_export import calibrate, cli
 from spec_runtime.bundle import manifest as bundles
@@ -213,7 +213,7 @@ def trained() -> list[str]:
 
 @pytest.mark.parametrize("name", trained())
 def test_a_bundle_is_calibrated_and_decodes_as_foretold(
-    workshop: Any, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    workshop: Any, tmp_path: Path, name: str, run: Run
 ) -> None:
     pytest.importorskip("onnxruntime")
     from spec_runtime import load
@@ -223,11 +223,9 @@ def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     texts = ["say abc, 3", "one two. one two. one", "x" * 5000]  # the last does not fit
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     before = bundles.read(folder).manifest
-    options = ["--prompts", str(prompts), "--max-new-tokens", "24", "--threads", "1"]
-    with pytest.raises(SystemExit) as end:
-        cli.main(["calibrate", "--bundle", str(folder), *options])
-    assert end.value.code == 0
-    shown = capsys.readouterr()
+    options = ["--prompts", prompts, "--max-new-tokens", 24, "--threads", 1]
+    code, *shown = run("calibrate", "--bundle", folder, *options, main=cli.main)
+    assert code == 0
     out, err = (" ".join(text.split()) for text in shown)
     assert "prompt 3 skipped: got a prompt of" in err
     manifest = bundles.read(folder).manifest  # with all its hashes
@@ -249,22 +247,16 @@ def test_a_bundle_is_calibrated_and_decodes_as_foretold(
     assert num_candidates > 1
 
 
-def test_what_cannot_be_calibrated_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_calibrated_is_one_line(tmp_path: Path, run: Run) -> None:
     folder = write_small_bundle(tmp_path / "small")
-
-    def fails(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as end:
-            cli.main(["calibrate", "--bundle", str(folder), *arguments])
-        err = capsys.readouterr().err
-        assert (end.value.code, err.count("\n")) == (2, 1), err
-        return err
-
-    assert "got drafter 'medusa', expected one this bundle holds" in fails("--drafter", "medusa")
     manifest = bundles.read(folder).manifest
+    code, _, err = run("calibrate", "--bundle", folder, "--drafter", "medusa", main=cli.main)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "got drafter 'medusa', expected one this bundle holds" in err
     bundles.write_manifest(folder, dataclasses.replace(manifest, drafters=()))
-    assert "has no trained drafter to calibrate" in fails()
+    code, _, err = run("calibrate", "--bundle", folder, main=cli.main)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "has no trained drafter to calibrate" in err
 
 
 def test_a_manifest_that_cannot_be_written_is_found_before_the_work(
@@ -282,10 +274,7 @@ def test_a_manifest_that_cannot_be_written_is_found_before_the_work(
 
 
 def test_a_calibration_is_printed_before_it_is_stored_and_keeps_what_others_stored(
-    workshop: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    workshop: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     folder = Path(shutil.copytree(workshop.bundle("medusa"), tmp_path / "bundle"))
     real, stored = bundles.write_manifest, dict[str, dict[str, Any]]()
@@ -307,10 +296,8 @@ def test_a_calibration_is_printed_before_it_is_stored_and_keeps_what_others_stor
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(bundles, "write_manifest", full)
-    arguments = ["--bundle", str(folder), "--prompts", str(prompts), "--max-new-tokens", "4"]
-    with pytest.raises(SystemExit) as end:
-        cli.main(["calibrate", *arguments])
-    shown = capsys.readouterr()
-    assert end.value.code == 2
-    assert "target's token among the guesses" in " ".join(shown.out.split())
-    assert "No space left on device" in shown.err
+    arguments = ["--bundle", folder, "--prompts", prompts, "--max-new-tokens", 4]
+    code, out, err = run("calibrate", *arguments, main=cli.main)
+    assert code == 2
+    assert "target's token among the guesses" in " ".join(out.split())
+    assert "No space left on device" in err

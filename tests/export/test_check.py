@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -91,38 +92,23 @@ def test_taps_are_compared_too(copy: Path, folder: Path, are_swapped: bool) -> N
     )
 
 
-def test_a_perturbed_weight_fails(copy: Path, folder: Path) -> None:
-    path = copy / "target" / "target.onnx"
-    model = onnx.load(path)
-    weight = max(
-        (t for t in model.graph.initializer if "down" in t.name), key=lambda t: len(t.raw_data)
-    )
+def perturb_weight(model: onnx.ModelProto) -> None:
+    weights = [tensor for tensor in model.graph.initializer if "down" in tensor.name]
+    weight = max(weights, key=lambda tensor: len(tensor.raw_data))
     values = onnx.numpy_helper.to_array(weight).copy()
     values[3, 5] += 0.5
     weight.CopyFrom(onnx.numpy_helper.from_array(values, weight.name))
-    _replace_graph(path, model)
-    rows = check.run(str(folder), copy, []).rows
-    assert SCRIPTS | {"permuted slots", "context of 256", "features"} <= failed(rows)
 
 
-def test_an_ignored_mask_fails(copy: Path, folder: Path) -> None:
-    """A graph that attends all rows in use is right for a lone row and wrong for rows of a tree."""
-    path = copy / "target" / "target.onnx"
-    model = onnx.load(path)
-    (where,) = (
-        node for node in model.graph.node if node.op_type == "Where" and node.input[0] == "mask"
-    )
+def ignore_mask(model: onnx.ModelProto) -> None:
+    """Attends all rows in use, which is right for a lone row and wrong for rows of a tree."""
+    nodes = model.graph.node
+    (where,) = (node for node in nodes if node.op_type == "Where" and node.input[0] == "mask")
     where.input[2] = where.input[1]
-    _replace_graph(path, model)
-    rows = check.run(str(folder), copy, []).rows
-    assert {"random trees", "permuted slots", "chunks of 7"} <= failed(rows)
-    assert "chunks of 1" not in failed(rows)
 
 
-def test_slots_ignored_fail(copy: Path, folder: Path) -> None:
-    """The graph writes to slot 0 whatever `slots` says."""
-    path = copy / "target" / "target.onnx"
-    model = onnx.load(path)
+def ignore_slots(model: onnx.ModelProto) -> None:
+    """Writes to slot 0 whatever `slots` says."""
     for node in model.graph.node:
         for i, name in enumerate(node.input):
             if name == "slots":
@@ -130,14 +116,32 @@ def test_slots_ignored_fail(copy: Path, folder: Path) -> None:
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0]), "zero_slot"))
     nullify = onnx.helper.make_node("Mul", ["slots", "zero_slot"], ["first_slot"])
     model.graph.node.insert(0, nullify)
-    _replace_graph(path, model)
-    assert "permuted slots" in failed(check.run(str(folder), copy, []).rows)
 
 
-def _replace_graph(path: Path, model: onnx.ModelProto) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "wrong", "right"),
+    [
+        (perturb_weight, SCRIPTS | {"permuted slots", "context of 256", "features"}, set()),
+        (ignore_mask, {"random trees", "permuted slots", "chunks of 7"}, {"chunks of 1"}),
+        (ignore_slots, {"permuted slots"}, set()),
+    ],
+)
+def test_a_graph_with_a_fault_fails(
+    copy: Path,
+    folder: Path,
+    spoil: Callable[[onnx.ModelProto], None],
+    wrong: set[str],
+    right: set[str],
+) -> None:
+    path = copy / "target" / "target.onnx"
+    model = onnx.load(path)
+    spoil(model)
     path.with_suffix(".bin").unlink()
-    ir.save(ir.from_proto(model), path, external_data=path.with_suffix(".bin").name)
-    bundles.write_manifest(path.parents[1], bundles.read(path.parents[1], verify=False).manifest)
+    ir.save(ir.from_proto(model), path, external_data="target.bin")
+    bundles.write_manifest(copy, bundles.read(copy, verify=False).manifest)
+    found = failed(check.run(str(folder), copy, []).rows)
+    assert wrong <= found
+    assert not right & found
 
 
 def test_another_tokenizer_fails(copy: Path, folder: Path) -> None:
@@ -148,13 +152,19 @@ def test_another_tokenizer_fails(copy: Path, folder: Path) -> None:
     assert (row.value, row.passed) == (16, False)
 
 
-def test_a_bundle_of_another_model_is_refused(built: Path, tmp_path: Path) -> None:
-    other = save_llama(tmp_path / "other")
-    with pytest.raises(ValueError, match="got a bundle of tiny to compare with other"):
-        check.run(str(other), built, [])
-
-
-def test_an_altered_bundle_is_refused(copy: Path, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "layers", "message"),
+    [
+        ("other", 2, "got a bundle of tiny to compare with other"),
+        ("tiny", 3, "got a model with num_layers 3, expected 2 as in the bu"),
+    ],
+)
+def test_a_bundle_of_another_model_is_refused(
+    copy: Path, folder: Path, tmp_path: Path, name: str, layers: int, message: str
+) -> None:
+    other = save_llama(tmp_path / name, num_hidden_layers=layers)
+    with pytest.raises(ValueError, match=message):
+        check.run(str(other), copy, [])
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(bundles.BundleError, match="truncated or altered"):
         check.run(str(folder), copy, [])
@@ -251,9 +261,3 @@ def test_a_bundle_that_cannot_be_written_is_checked_and_the_table_comes_first(
     assert "FAILED" not in shown.out
     assert "Read-only" in shown.err
     assert len(json.loads(json_file.read_text())["rows"]) == len(result.rows)
-
-
-def test_a_model_of_other_sizes_is_refused(built: Path, tmp_path: Path) -> None:
-    other = save_llama(tmp_path / "tiny", num_hidden_layers=3)
-    with pytest.raises(ValueError, match="got a model with num_layers 3, expected 2 as in the bu"):
-        check.run(str(other), built, [])

@@ -184,6 +184,10 @@ def test_without_a_drafter_it_drafts_by_prompt_lookup(workshop: Workshop, tmp_pa
             "int8 with device cuda and the slots form",
         ),
         ({"drafter_precision": "int8", "form": "contiguous"}, "device cpu and the contiguous form"),
+        (
+            {"device": "cuda", "form": "contiguous"},
+            "got form contiguous with device cuda, expected ",
+        ),
         ({"max_length": 257}, "got a max length of 257, expected at most the model's 256"),
         ({"model": "./nowhere"}, "got model './nowhere', expected an existing folder"),
         ({"drafter_checkpoints": [Path("nowhere")]}, "cannot read nowhere/config.json"),
