@@ -28,7 +28,7 @@ from tiny_target import save_llama
 from workshop import Workshop
 
 import spec_runtime
-from spec_export import target
+from spec_export import demo, target
 from spec_export.bundling import options as build_options
 from spec_export.bundling.drafters import warn_of_doubts
 from spec_export.cli.report import TerminalReport
@@ -427,8 +427,8 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("a model is loaded")
 
-    for step in ("load", "local_folder"):
-        monkeypatch.setattr(target, step, fail)
+    monkeypatch.setattr(target, "load", fail)
+    monkeypatch.setattr(demo, "fetch", fail)
 
 
 @pytest.mark.usefixtures("no_model")
