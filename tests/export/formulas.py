@@ -116,11 +116,11 @@ def width_of(drafter: Any) -> int:
 
 
 def make_batch(lengths: Sequence[int] = (8,), width: int = D) -> Batch:
-    """Returns random tokens and features; every token is an answer's."""
+    """Returns random tokens and features; every token is an answer's, and 1 pads."""
     torch.manual_seed(2)
     B, T, length_B = len(lengths), max(lengths), torch.tensor(lengths)
     is_token_BT = torch.arange(T) < length_B[:, None]
-    token_BT = torch.where(is_token_BT, torch.randint(VOCAB, (B, T)), 0)
+    token_BT = torch.where(is_token_BT, torch.randint(VOCAB, (B, T)), 1)
     return Batch(token_BT, is_token_BT, torch.randn(B, T, width), length_B)
 
 
