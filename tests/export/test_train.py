@@ -171,7 +171,7 @@ def test_training_ends_when_its_time_is_over(
     [
         ("drafter.name=nosuch", "got drafter 'nosuch', expected one of parallelspec"),
         ("drafter.num_mask=3", "num_mask"),
-        ("drafter.style=hydra", "got style 'hydra'"),
+        ("drafter.style=hydra", "style: got str 'hydra'"),
         ("target.model=./nowhere", "nowhere"),
         ("drafter.taps=[7]", "got taps"),
     ],

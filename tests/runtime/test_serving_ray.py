@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import os
-import select
+import selectors
 import signal
 import socket
 import tempfile
@@ -355,20 +355,25 @@ def test_a_client_that_leaves_ends_its_answer(client: Any) -> None:
 
 def test_a_full_queue_is_429(url: str, client: Any) -> None:
     with contextlib.ExitStack() as opened:
-        connections: list[socket.socket] = []
-        refused: list[socket.socket] = []
+        answers = opened.enter_context(selectors.DefaultSelector())
+        refused: list[Any] = []
 
         def is_one_refused() -> bool:
-            """Asks once more: Ray lets some more in where many come at the same time."""
-            connections.append(opened.enter_context(open_request(url, COMPLETIONS, LONG)))
-            refused.extend(select.select(connections, [], [], 0)[0])
+            """Asks once more, and waits a while where a refusal is due: Ray lets some more in where
+            many come at the same time."""
+            answers.register(
+                opened.enter_context(open_request(url, COMPLETIONS, LONG)), selectors.EVENT_READ
+            )
+            is_due = len(answers.get_map()) > NUM_REPLICAS * MAX_ONGOING + MAX_QUEUED
+            refused.extend(key.fileobj for key, _ in answers.select(1.0 if is_due else 0))
             return bool(refused)
 
         wait_until(is_one_refused)
+        num_asked = len(answers.get_map())
         refusal = b""
         while b"}}" not in refusal and (part := refused[0].recv(65536)):
             refusal += part  # headers and body may come apart
-    assert len(connections) > NUM_REPLICAS * MAX_ONGOING + MAX_QUEUED
+    assert num_asked > NUM_REPLICAS * MAX_ONGOING + MAX_QUEUED
     assert refusal.startswith(b"HTTP/1.1 429")
     assert b"\r\nretry-after: 1\r\n" in refusal
     assert b'"code":"rate_limit_exceeded"' in refusal
