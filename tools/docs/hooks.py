@@ -19,6 +19,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import ages
 import charts
 import diagrams
 import reference
@@ -27,6 +28,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(diagram|math)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+MEASURED = re.compile(r"^Measured: .*?commit `(\w+)`", re.MULTILINE)
 FIGURES = re.compile(r"<!-- /?figures[^>]*-->")
 INCLUDE = re.compile(r"<!-- include: (\S+) -->")
 
@@ -44,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replaces fences and markers by what they stand for."""
     try:
         markdown = FIGURES.sub("", markdown)
-        markdown = _included(markdown)
+        markdown = MEASURED.sub(_with_age, _included(markdown))
         markdown = FENCE.sub(_drawn, markdown)
         markdown = re.sub(r"<!-- cli: (\w+) -->", lambda m: reference.commands(m[1]), markdown)
         markdown = re.sub(r"<!-- options: ([\w.]+)\.(\w+) -->", _options, markdown)
@@ -57,6 +59,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _options(marker: re.Match[str]) -> str:
     return reference.options(getattr(importlib.import_module(marker[1]), marker[2]))
+
+
+def _with_age(measured: re.Match[str]) -> str:
+    """Says how much the code has changed since figures were measured."""
+    commits = ages.commits_since(measured[1])
+    ago = f", {commits} commits of the packages ago" if commits else ""
+    return measured[0] + ago
 
 
 def _drawn(fence: re.Match[str]) -> str:

@@ -30,10 +30,15 @@ class FigureError(ValueError):
 @cache
 def load(name: str) -> Any:
     """Returns the parsed results/NAME.json, or docs/deploy/NAME.json."""
+    return json.loads(file_of(name).read_text(encoding="utf-8"))
+
+
+def file_of(name: str) -> Path:
+    """Returns the file of a result by its name; raises FigureError if there is none."""
     for folder in (RESULTS, BUILDS):
         file = folder / f"{name}.json"
         if file.is_file():
-            return json.loads(file.read_text(encoding="utf-8"))
+            return file
     known = ", ".join(sorted(file.stem for file in RESULTS.glob("*.json")))
     raise FigureError(f"got results file {name!r}, expected one of {known}")
 
@@ -138,7 +143,7 @@ def source(name: str) -> str:
     command, note = found.get("command"), found.get("note")
     commit, date = found.get("commit"), found.get("date")
     parts = [
-        f"`results/{name}.json`",
+        f"`{file_of(name).relative_to(ROOT)}`",
         f"commit `{commit[:9]}`" if commit else "commit not recorded",
         str(date)[:10] if date else "date not recorded",
         found.get("cpu") or "CPU not recorded",
