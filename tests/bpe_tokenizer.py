@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -17,6 +18,8 @@ from spec_runtime.text.chat_template import ChatTemplate
 MERGES = ('{ "', '" :', "t r", "u e", "tr ue", "f a", "n a", "m e", "na me", '" ,', "a b", "1 2")
 BOS, EOS = 256, 257
 FIRST_MERGED = 258
+# Added tokens, which follow the merged ones, and whether they are special.
+ADDED = {"<call>": False, "<|call|>": True}
 
 
 def _byte_letters() -> list[str]:
@@ -28,22 +31,27 @@ def _byte_letters() -> list[str]:
     return [letters[byte] for byte in range(256)]
 
 
-def definition(merges: Sequence[str] = MERGES) -> str:
-    """Returns a tokenizer.json: bytes are tokens 0 to 255, then BOS, EOS and the merged ones."""
+def definition(
+    merges: Sequence[str] = MERGES, added: Mapping[str, bool] = MappingProxyType(ADDED)
+) -> str:
+    """Returns a tokenizer.json: bytes are tokens 0 to 255, then BOS, EOS, the merged and the added
+    ones."""
     vocab = {letter: byte for byte, letter in enumerate(_byte_letters())}
     vocab |= {"<bos>": BOS, "<eos>": EOS}
     for merge in merges:
         vocab[merge.replace(" ", "")] = len(vocab)
-    special = [
-        {"id": i, "content": name, "special": True, "normalized": False}
+    names = {"<bos>": (BOS, True), "<eos>": (EOS, True)}
+    names |= {name: (len(vocab) + i, each) for i, (name, each) in enumerate(added.items())}
+    added_tokens = [
+        {"id": number, "content": name, "special": is_special, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-        for name, i in (("<bos>", BOS), ("<eos>", EOS))
+        for name, (number, is_special) in names.items()
     ]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     return json.dumps(
         {
             "version": "1.0",
-            "added_tokens": special,
+            "added_tokens": added_tokens,
             "pre_tokenizer": byte_level | {"use_regex": False},
             "decoder": byte_level | {"use_regex": False},
             "model": {
@@ -60,13 +68,17 @@ def definition(merges: Sequence[str] = MERGES) -> str:
 class BpeTokenizer:
     """A codec over `definition`, as an engine needs it."""
 
-    vocab_size = FIRST_MERGED + len(MERGES)
+    vocab_size = FIRST_MERGED + len(MERGES) + len(ADDED)
     bos: int | None = BOS
     eos: tuple[int, ...] = (EOS,)
 
-    def __init__(self, template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate | None = None,
+        added: Mapping[str, bool] = MappingProxyType(ADDED),
+    ) -> None:
         self.template = template
-        self._definition = definition()
+        self._definition = definition(added=added)
         self._tokenizer: Any = Tokenizer.from_str(self._definition)
         self._compiler: GrammarCompiler | None = None
 

@@ -243,4 +243,4 @@ class ByteTokenizer:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
-        return GrammarCompiler(definition(()), self.eos, num_logits).matcher(grammar)
+        return GrammarCompiler(definition((), {}), self.eos, num_logits).matcher(grammar)

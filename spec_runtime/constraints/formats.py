@@ -29,7 +29,8 @@ class Grammar:
     """A grammar as its author wrote it: a JSON schema (as JSON), a regular expression, or a
     context-free grammar (Lark's or GBNF's notation).
 
-    JSON may stand between two fixed texts, `begin` and `end`.
+    JSON may stand between two fixed texts, `begin` and `end`, in which the names of a tokenizer's
+    special tokens stand for these tokens.
     """
 
     kind: Literal["json_schema", "regex", "ebnf"]

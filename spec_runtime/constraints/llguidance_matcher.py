@@ -1,4 +1,4 @@
-"""Follows grammars with llguidance, the one file that knows this library.
+"""Follows grammars with llguidance.
 
 Its masks choose the tokenizer's own way to write what the grammar determines: where `{"name": "`
 has to follow, only the first token of its usual tokenisation is allowed.
@@ -14,6 +14,7 @@ import numpy as np
 
 from spec_runtime.constraints.base import read
 from spec_runtime.constraints.formats import Grammar, format_error
+from spec_runtime.constraints.model_tokens import ModelTokens
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
@@ -47,9 +48,8 @@ class GrammarCompiler:
         self._library: Any = llguidance
         self._eos, self._vocab_size = tuple(eos), vocab_size
         try:
-            self._tokenizer = llguidance.LLTokenizer(
-                definition, n_vocab=vocab_size, eos_token=list(eos)
-            )
+            self._tokens = ModelTokens(llguidance, definition, eos, vocab_size)
+            self._tokenizer = self._library.LLTokenizer(self._tokens, eos_token=list(eos))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of its Rust code is no Exception
@@ -79,7 +79,7 @@ class GrammarCompiler:
         """Returns the grammar as the library takes it; raises its ValueError for some bad ones."""
         library = self._library.LLMatcher
         if grammar.begin or grammar.end:
-            begin, end = json.dumps(grammar.begin), json.dumps(grammar.end)
+            begin, end = map(self._tokens.quoted, (grammar.begin, grammar.end))
             schema = json.loads(grammar.text)
             if isinstance(schema, dict):
                 schema = {"x-guidance": _JSON_STYLE, **schema}
@@ -90,7 +90,7 @@ class GrammarCompiler:
         elif grammar.kind == "regex":
             compiled = library.grammar_from_regex(grammar.text)
         else:
-            compiled = self._library.grammar_from("ebnf", grammar.text)
+            compiled = self._library.grammar_from("ebnf", self._tokens.numbered(grammar.text))
         return str(compiled)
 
 
@@ -139,6 +139,10 @@ class LlguidanceMatcher:
         self._matcher.unsafe_compute_mask_ptr(word_W.ctypes.data, word_W.nbytes)
         self._require_health()
         is_bit_V = np.unpackbits(word_W.view(np.uint8), count=self._vocab_size, bitorder="little")
+        if not self._matcher.is_accepting():  # a grammar may name EOS as a token, <[*]> does
+            is_bit_V[list(self._eos)] = 0
+            if not is_bit_V.any():
+                raise format_error("the grammar asks for EOS in the middle, expected none there")
         return is_bit_V.view(np.bool_)
 
     def forced(self, most: int) -> list[int]:
@@ -151,8 +155,7 @@ class LlguidanceMatcher:
         if self._is_ended:
             return []
         tokens: list[int] = self._matcher.compute_ff_tokens()[:most]
-        num_read = read(self, tokens)
-        assert num_read == len(tokens), (num_read, tokens)
+        tokens = tokens[: read(self, tokens)]
         if rest := self._matcher.compute_ff_bytes():
             guesses = self._tokenizer.tokenize_bytes(rest)[: most - len(tokens)]
             num_guessed = read(self, guesses)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from spec_runtime.constraints.base import Matcher, read
+from spec_runtime.constraints.formats import format_error
 from spec_runtime.trees.grow import TreeBuilder
 from spec_runtime.trees.tree import TokenTree
 
@@ -25,14 +26,16 @@ class PathMasks:
         self._path: list[int] = []  # what the matcher has read after the committed text
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Makes these tokens, which must be allowed, part of the committed text."""
-        assert self._go(tokens), f"tokens {list(tokens)} outside the grammar"
+        """Makes these tokens, which must be allowed, part of the committed text.
+
+        Raises UserError, as `after` and `restrict` do, if the matcher refuses what it allowed.
+        """
+        self._follow(tokens)
         self._path = []
 
     def after(self, path: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns which tokens may follow this path, bool[V]; the path must be allowed."""
-        tokens = [int(token) for token in path]
-        assert self._go(tokens), f"path {tokens} outside the grammar"
+        self._follow([int(token) for token in path])
         return self._matcher.allowed()
 
     def restrict(self, tree: TokenTree, max_nodes: int, max_depth: int, room: int) -> TokenTree:
@@ -81,13 +84,20 @@ class PathMasks:
             most = min(limit - len(builder), max_depth - len(path))
             if most <= 0 or path[-1] in self._eos:
                 continue
-            is_read = self._go(path)
-            assert is_read, path
+            self._follow(path)
             self._add_chain(builder, node, self._matcher.forced(most))
 
     def _add_chain(self, builder: TreeBuilder, node: int, chain: list[int]) -> None:
         for token in chain:
             node = builder.add(node, token)
+
+    def _follow(self, path: Sequence[int]) -> None:
+        """Moves the matcher to the end of this path, every token of which was allowed before."""
+        if not self._go(path):
+            raise format_error(
+                f"the grammar refuses token {path[len(self._path)]}, which it allowed before; "
+                "write it otherwise"
+            )
 
     def _go(self, path: Sequence[int]) -> bool:
         """Moves the matcher to the end of this path. Returns False if the grammar does not allow

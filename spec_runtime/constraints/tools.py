@@ -8,8 +8,9 @@ Each family of models writes calls in its own way:
 - phi (Phi-4): `<|tool_call|>[{"name": "f", "arguments": {…}}]<|/tool_call|>`, `functools[…]`;
 - smollm (SmolLM2): `<tool_call>[{"name": "f", "arguments": {…}}]</tool_call>`.
 
-Markers in brackets or bars are special tokens, which an answer's text does not show, so that bare
-calls are read too. Anything but a whole, valid call stays text: a broken answer is no error.
+Markers in brackets or bars, and some models' tags, are special tokens, which an answer's text does
+not show, so that bare calls are read too. Anything but a whole, valid call stays text: a broken
+answer is no error.
 """
 
 from __future__ import annotations
@@ -47,15 +48,19 @@ _NAMED_CALL = re.compile(
 )
 
 
-def parse_calls(text: str, family: str) -> tuple[str, list[ToolCall]]:
+def parse_calls(text: str, family: str, tools: Any = None) -> tuple[str, list[ToolCall]]:
     """Returns an answer's text without its calls, and the calls in their order.
 
-    Raises UserError for an unknown family.
+    With `tools`, functions in OpenAI's form, calls of functions that are not among them stay text.
+    Raises UserError for an unknown family and for tools in another form.
 
     Example, hermes: 'Let me see. <tool_call>{"name": "now", "arguments": {}}</tool_call>' gives
     'Let me see.' and one call of `now` with the arguments '{}'.
     """
     found = _reader(family)(text)
+    if tools is not None:
+        names = {tool["function"]["name"] for tool in checked_tools(tools)}
+        found = [piece for piece in found if names.issuperset(call.name for call in piece.calls)]
     if not found:
         return text, []
     content, at = [], 0
@@ -240,8 +245,10 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
 
 
 def _read_tagged(text: str) -> list[_Found]:
-    """Reads what stands between <tool_call> and </tool_call>; the last closing tag may be
-    missing."""
+    """Reads what stands between <tool_call> and </tool_call>, of which the last closing tag may be
+    missing; without any tag, an answer that is nothing but calls."""
+    if _OPENING_TAG not in text:
+        return _read_bare(text)
     found, at = [], 0
     while (begin := text.find(_OPENING_TAG, at)) >= 0:
         at = begin + len(_OPENING_TAG)

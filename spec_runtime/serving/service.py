@@ -65,7 +65,8 @@ class Service:
             return self._calls(prompt, SamplingParams(**options), body.num_choices)
 
         def make_reader() -> CallReader:
-            return CallReader(family, at_most=1 if body.parallel_tool_calls is False else None)
+            at_most = 1 if body.parallel_tool_calls is False else None
+            return CallReader(family, tools or (), at_most)
 
         texts = self._texts(body)
         writer = ChatWriter(self.settings.name, texts, make_reader if tools else None)

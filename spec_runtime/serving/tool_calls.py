@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from typing import Any
 
 from spec_runtime.constraints.tools import ToolCall, parse_calls
+from spec_runtime.text.messages import Tools
 
 Object = dict[str, Any]
 _TAG = "<tool_call>"
 _TAGGED = ("hermes", "smollm")  # families whose calls follow that tag, wherever it is
+_BARE = '{"name":'  # begins a call without the tag, perhaps in a list
 
 
 class CallReader:
-    """Reads one answer that may hold calls, as it comes.
+    """Reads one answer that may hold calls of `tools`, as it comes, and takes `at_most` of them.
 
     `push` returns the text that is surely none of a call: of tagged families what stands before the
-    tag, of all others nothing. `finish` returns the rest of the text, and the calls.
+    tag, unless it begins as a call does; of all others nothing. `finish` returns the rest of the
+    text, and the calls.
 
     Example, hermes: "Let me", " see. <tool", "_call>…" give "Let me", " see.", "".
     """
 
-    def __init__(self, family: str, at_most: int | None) -> None:
+    def __init__(self, family: str, tools: Tools, at_most: int | None = None) -> None:
         self._family = family
+        self._tools = tools
         self._at_most = at_most
         self._text = ""
         self._num_sent = 0
 
     def push(self, text: str) -> str:
         self._text += text
-        if self._family not in _TAGGED:
+        if self._family not in _TAGGED or _may_be_bare(self._text):
             return ""
         at = self._text.find(_TAG)
         if at < 0:
@@ -39,10 +44,16 @@ class CallReader:
         return sent
 
     def finish(self) -> tuple[str, list[ToolCall]]:
-        content, calls = parse_calls(self._text, self._family)
-        if not calls:
+        content, calls = parse_calls(self._text, self._family, self._tools)
+        is_sent_as_text = self._num_sent > 0 and _TAG not in self._text
+        if not calls or is_sent_as_text:
             return self._text[self._num_sent :], []
         return content.removeprefix(self._text[: self._num_sent].strip()), calls[: self._at_most]
+
+
+def _may_be_bare(text: str) -> bool:
+    """Returns whether an answer that begins so may be nothing but calls without tags."""
+    return _BARE.startswith(re.sub(r"\s", "", text[:200]).removeprefix("[")[: len(_BARE)])
 
 
 def _overlap(text: str) -> int:

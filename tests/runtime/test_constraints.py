@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bpe_tokenizer import EOS, MERGES, BpeTokenizer
+from bpe_tokenizer import ADDED, EOS, FIRST_MERGED, MERGES, BpeTokenizer, definition
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_engine import DRAFTERS, make_engine, random_prompt
@@ -24,10 +24,13 @@ pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 
 from spec_runtime import AsyncEngine, Chunk
 from spec_runtime.cli import main, options
+from spec_runtime.constraints import llguidance_matcher
 from spec_runtime.constraints.base import read
 from spec_runtime.constraints.formats import Grammar, read_format
+from spec_runtime.constraints.llguidance_matcher import LlguidanceMatcher
 from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.engine import Engine, GenerationResult
+from spec_runtime.errors import UserError
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.grow import TreeBuilder
@@ -167,7 +170,7 @@ def test_typical_acceptance_keeps_to_the_grammar() -> None:
 
 
 # Small grammars at random: regular expressions whose letters and words are partly merged tokens.
-_WORDS = st.sampled_from(["a", "b", "ab", "12", "name", "true", '{"', "x"])
+_WORDS = st.sampled_from(["a", "b", "ab", "12", "name", "true", '{"', "x", *ADDED])
 _REGEXES = st.recursive(
     _WORDS.map(re.escape),
     lambda inner: st.one_of(
@@ -326,6 +329,70 @@ def test_chunks_say_that_forced_tokens_were_drafted() -> None:
             return [chunk async for chunk in shared.stream("x", params=params)]
 
     assert "".join(chunk.text for chunk in asyncio.run(read())) == letter.text + forced.text
+
+
+CALL, SPECIAL_CALL = (FIRST_MERGED + len(MERGES) + place for place in range(len(ADDED)))
+
+
+@pytest.mark.parametrize(
+    ("response_format", "text", "tokens"),
+    [
+        (as_regex("<call>12"), "<call>12", [CALL]),
+        (as_regex("a<\\|call\\|>b"), "a<|call|>b", []),
+        (as_schema({"const": "<call> <|call|>"}), '"<call> <|call|>"', []),
+        (as_schema({"enum": ["<call>"]}), '"<call>"', [CALL]),
+        ({"type": "ebnf", "grammar": 'start: "<call>" "ab"'}, "<call>ab", [CALL]),
+        ({"type": "ebnf", "grammar": 'start: "<|call|>" "ab"'}, "<|call|>ab", []),
+        ({"type": "ebnf", "grammar": '# "\nstart: <call> <|call|> "ab"'}, "<call>ab", "both"),
+        (
+            {"type": "ebnf", "grammar": f'start: <[{CALL}]> <[{SPECIAL_CALL}]> "ab"'},
+            "<call>ab",
+            "both",
+        ),
+    ],
+)
+def test_names_of_added_tokens_in_a_grammar(response_format: Any, text: str, tokens: Any) -> None:
+    """A special token is what a grammar names as a token; where a text has its name, the name is
+    written in letters. Other added tokens are how the tokenizer writes their texts."""
+    tokens = [CALL, SPECIAL_CALL] if tokens == "both" else tokens
+    for drafter in ("none", "prompt_lookup"):
+        result = answer(drafter, response_format)
+        assert (result.text, result.finish_reason) == (text, "stop")
+        assert [token for token in result.token_ids if token >= CALL] == tokens
+
+
+def test_text_that_the_tokenizer_would_normalize_is_written_as_the_grammar_has_it() -> None:
+    normalizing = json.loads(definition()) | {"normalizer": {"type": "NFC"}}
+    compiler = llguidance_matcher.GrammarCompiler(json.dumps(normalizing), [EOS], NUM_LOGITS)
+    decomposed = "ab e\u0301"
+    follower = compiler.matcher(Grammar("regex", decomposed))
+    forced = follower.forced(9)
+    assert read(follower, forced) == len(forced)
+    assert TOKENIZER.decode(forced) == decomposed
+
+
+def test_a_grammar_that_names_eos_does_not_end_before_its_end() -> None:
+    any_two = {"type": "ebnf", "grammar": "start: <[*]> <[*]>"}
+    result = answer("prompt_lookup", any_two, logit_bias={EOS: 99.0})
+    assert (len(result.token_ids), result.finish_reason) == (3, "stop")
+    with pytest.raises(ValueError, match="the grammar asks for EOS in the middle"):
+        answer("prompt_lookup", {"type": "ebnf", "grammar": f'start: "a" <[{EOS}]> "b"'})
+
+
+class Fickle(LlguidanceMatcher):
+    """Reads no token of its own masks."""
+
+    def advance(self, token: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("drafter", ["none", "prompt_lookup"])
+def test_a_matcher_that_refuses_what_it_allowed_ends_the_request_in_one_line(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llguidance_matcher, "LlguidanceMatcher", Fickle)
+    with pytest.raises(UserError, match="the grammar refuses token 97, which it allowed before"):
+        answer(drafter, as_regex("ab|ac"))
 
 
 def test_free_text_and_any_object() -> None:

@@ -70,12 +70,33 @@ ANSWERS: list[tuple[str, str, str | None, list[ToolCall]]] = [
     ("smollm", f"<tool_call>[{{{W}}}]</tool_call>", "", [WEATHER]),
     ("smollm", f"<tool_call>[\n{{{W}}},\n{{{T}}}\n]</tool_call>", "", BOTH),
     ("smollm", "<tool_call>[]</tool_call>", None, []),
+    ("hermes", f"\n{{{W}}}\n{{{T}}}\n", "", BOTH),  # the tags may be special tokens
+    ("smollm", f"[{{{W}}}]", "", [WEATHER]),
+    ("smollm", f"{{{W}}} is how", None, []),
 ]
 
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), ANSWERS)
 def test_calls_are_read(family: str, text: str, content: str | None, calls: list[ToolCall]) -> None:
     assert parse_calls(text, family) == (text if content is None else content, calls)
+
+
+def test_calls_of_tools_that_were_not_offered_stay_text() -> None:
+    """In a list of calls, all of it; the answer's other calls are read."""
+    offered = [{"function": {"name": WEATHER.name}}]
+    for family, text, _, calls in ANSWERS:
+        if TIME not in calls and WEATHER in calls:
+            assert parse_calls(text, family, offered) == parse_calls(text, family)
+            assert parse_calls(text, family, []) == (text, [])
+    for family, text in (
+        ("llama3", f"{LLAMA_W}; {LLAMA_T}"),
+        ("mistral", f"[TOOL_CALLS][{{{W}}}, {{{T}}}]"),
+        ("smollm", f"<tool_call>[{{{W}}}, {{{T}}}]</tool_call>"),
+    ):
+        assert parse_calls(text, family, offered) == (text, [])
+    assert parse_calls("\n".join(TAGGED), "hermes", offered) == (TAGGED[1], [WEATHER])
+    with pytest.raises(ValueError, match="got tools 'now', expected a list of functions"):
+        parse_calls("", "hermes", "now")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,19 +150,32 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
+TAGS: list[dict[str, bool]] = [
+    {"<tool>": False, "</tool>": False},  # of which no family knows
+    {"<tool_call>": False, "</tool_call>": False},  # as Qwen's
+    {"<tool_call>": True, "</tool_call>": True},
+]
+
+
+@pytest.mark.parametrize("tags", TAGS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", [None, "get_time", "stop"])
-def test_a_forced_call_is_read_back(family: str, name: str | None) -> None:
-    """Whatever the model would say: the toy knows nothing of tools."""
+def test_a_forced_call_is_read_back(family: str, name: str | None, tags: dict[str, bool]) -> None:
+    """Whatever the model would say: the toy knows nothing of tools. Tags that are tokens of the
+    tokenizer are written as these tokens."""
     pytest.importorskip("llguidance", reason="needs the extra `grammar`")
-    codec = BpeTokenizer()
+    codec = BpeTokenizer(added=tags)
     engine = make_engine("prompt_lookup", vocab_size=codec.vocab_size, tokenizer=codec)
     kind = forced_call(TOOLS, family, name)
     bias = {ord("}"): 50.0, ord('"'): 9.0}
     result = engine.generate([65], response_format=kind, max_new_tokens=150, logit_bias=bias)
     assert result.finish_reason == "stop"
-    content, [call] = parse_calls(result.text, family)
+    content, [call] = parse_calls(result.text, family, TOOLS)
     assert content == ""
+    is_tagged = family in ("hermes", "smollm") and "<tool_call>" in tags
+    first_tag = codec.vocab_size - len(tags)
+    found = [token for token in result.token_ids if token >= first_tag]
+    assert found == ([first_tag, first_tag + 1] if is_tagged else [])
     assert name in (None, call.name)
     if call.name == "get_time":
         assert json.loads(call.arguments_json)["zone"] in ("UTC", "CET")
