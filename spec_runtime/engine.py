@@ -32,7 +32,7 @@ from spec_runtime.text.prompt import Prompt, encode_prompt
 from spec_runtime.text.stream import TextStream
 from spec_runtime.text.tokenizer import Codec
 from spec_runtime.trees.budget import Budget
-from spec_runtime.waiting.interruption import CANCELLED, Interrupted
+from spec_runtime.waiting.interruption import CANCELLED, Interrupted, Interruption
 
 JUDGED_STEPS = 64  # a shorter generation says little about its drafter
 # Drafted tokens accepted a step: at a sixth of those expected weights are doubted. The shipped
@@ -238,11 +238,18 @@ class Engine:
         return self.answer(self.prepare(prompt, **options))
 
     def prepare(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Call:
-        """Checks the arguments and encodes the prompt, for one `answer` or `steps_of`; see
-        `generate`.
+        """Checks the arguments, encodes the prompt and compiles the grammar, for one `answer` or
+        `steps_of`; see `generate`.
 
         No other call is waited for, so that a server can refuse a bad request at once.
         """
+        call = self.make_call(prompt, **options)
+        call.compile()
+        return call
+
+    def make_call(self, prompt: Prompt, **options: Unpack[CallOptions]) -> Call:
+        """Does what `prepare` does, but leaves the grammar, which may take long, to
+        `Call.compile`."""
         request = read_options(options)
         params = request.sampling
         is_processed = params.temperature > 0 or params.has_processors
@@ -262,11 +269,16 @@ class Engine:
             continue_final=request.continue_final,
             control_tokens=request.control_tokens,
         )
-        masks = None
-        if params.grammar is not None:
-            matcher = self.tokenizer.matcher(params.grammar, self.target.vocab_size)
-            masks = PathMasks(matcher, self.tokenizer.eos)
-        return Call(ids, request, TextStream(self.tokenizer.decode, params.stop), masks)
+        text = TextStream(self.tokenizer.decode, params.stop)
+        if params.grammar is None:
+            return Call(ids, request, text)
+        grammar, tokenizer, num_logits = params.grammar, self.tokenizer, self.target.vocab_size
+
+        def compile_grammar(interruption: Interruption) -> PathMasks:
+            matcher = tokenizer.matcher(grammar, num_logits, interruption)
+            return PathMasks(matcher, tokenizer.eos)
+
+        return Call(ids, request, text, compile_grammar)
 
     def answer(self, call: Call) -> Generator[Chunk, None, GenerationResult]:
         """Yields the chunks of a prepared call, see `chunks`."""
@@ -275,6 +287,7 @@ class Engine:
 
     def steps_of(self, call: Call) -> Steps:
         """Yields the steps of a prepared call, see `steps`; their text comes from `call.text`."""
+        assert call.is_compiled, "a grammar would not hold"
         self._calls.add(call)
         call.enter()
         try:
@@ -379,6 +392,7 @@ class Engine:
             call.end()
         for call in calls:
             call.wait_until_left()
+        self.tokenizer.close()
         give_back_memory()
 
     def __enter__(self) -> Self:
@@ -442,7 +456,7 @@ class Engine:
             elif restored is not None:  # rows of which the proposer knows nothing
                 target.truncate(0)
             is_consistent = True
-        except Interrupted:  # within the prompt, of whose new rows it knows nothing either
+        except Interrupted:  # within the prompt, of whose rows it knows nothing, or within a step
             target.truncate(reused if restored is None else 0)
             is_consistent = True
         finally:

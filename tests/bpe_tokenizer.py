@@ -12,7 +12,9 @@ from tokenizers import Tokenizer
 from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
+from spec_runtime.constraints.trials import TrialLimits
 from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.waiting.interruption import Interruption
 
 # Pairs that become one token, in this order; the last ones build on those before.
 MERGES = ('{ "', '" :', "t r", "u e", "tr ue", "f a", "n a", "m e", "na me", '" ,', "a b", "1 2")
@@ -76,8 +78,9 @@ class BpeTokenizer:
         self,
         template: ChatTemplate | None = None,
         added: Mapping[str, bool] = MappingProxyType(ADDED),
+        limits: TrialLimits | None = None,
     ) -> None:
-        self.template = template
+        self.template, self._limits = template, limits
         self._definition = definition(added=added)
         self._tokenizer: Any = Tokenizer.from_str(self._definition)
         self._compiler: GrammarCompiler | None = None
@@ -92,7 +95,13 @@ class BpeTokenizer:
     def marked(self, value: Any, by_assistant: bool = False) -> Any:
         return value
 
-    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
+    def matcher(
+        self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None
+    ) -> Matcher:
         if self._compiler is None:
-            self._compiler = GrammarCompiler(self._definition, self.eos, num_logits)
-        return self._compiler.matcher(grammar)
+            self._compiler = GrammarCompiler(self._definition, self.eos, num_logits, self._limits)
+        return self._compiler.matcher(grammar, interruption)
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()

@@ -7,6 +7,7 @@ protocol says. Both check the feeds' names, types and shapes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,9 @@ from bpe_tokenizer import definition
 from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
+from spec_runtime.constraints.trials import TrialLimits
 from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.waiting.interruption import Interruption
 
 _COMMON = ("input_ids", "position_ids", "mask", "logit_rows")
 _FORM_FEEDS: dict[str, dict[str, type]] = {
@@ -242,5 +245,17 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
-    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
-        return GrammarCompiler(definition((), {}), self.eos, num_logits).matcher(grammar)
+    def matcher(
+        self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None
+    ) -> Matcher:
+        return _compiler(num_logits).matcher(grammar, interruption)
+
+    def close(self) -> None:
+        pass  # others share the compiler
+
+
+@functools.cache
+def _compiler(num_logits: int) -> GrammarCompiler:
+    """Returns a compiler over bytes, with a limit of memory that does not keep tests waiting."""
+    limits = TrialLimits(seconds=30, megabytes=64)
+    return GrammarCompiler(definition((), {}), ByteTokenizer.eos, num_logits, limits)

@@ -15,8 +15,10 @@ import numpy as np
 from spec_runtime.constraints.base import read
 from spec_runtime.constraints.formats import Grammar, format_error
 from spec_runtime.constraints.model_tokens import ModelTokens
+from spec_runtime.constraints.trials import GrammarTrials, TrialLimits
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
+from spec_runtime.waiting.interruption import Interrupted, Interruption
 
 # JSON is written as Python's json.dumps writes it. Free whitespace would leave little determined,
 # and small models fall into endless runs of it. A schema's own "x-guidance" goes before these.
@@ -28,11 +30,18 @@ class GrammarCompiler:
     """Compiles grammars over the tokens of one tokenizer.
 
     `definition` is its tokenizer.json as text, `eos` the tokens that end an answer, and
-    `vocab_size` the number of logits, which may be more than there are tokens. Raises UserError if
-    the library is missing or cannot read the tokenizer, and for a tokenizer without EOS.
+    `vocab_size` the number of logits, which may be more than there are tokens. Each grammar is
+    tried in another process first, within `limits`. Threads may share a compiler. Raises UserError
+    if the library is missing or cannot read the tokenizer, and for a tokenizer without EOS.
     """
 
-    def __init__(self, definition: str, eos: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        definition: str,
+        eos: Sequence[int],
+        vocab_size: int,
+        limits: TrialLimits | None = None,
+    ) -> None:
         try:
             import llguidance
         except ImportError:
@@ -47,6 +56,8 @@ class GrammarCompiler:
             )
         self._library: Any = llguidance
         self._eos, self._vocab_size = tuple(eos), vocab_size
+        self._trials = GrammarTrials(definition, eos, vocab_size, limits or TrialLimits())
+        self._trials.start()  # it opens the tokenizer while this process does
         try:
             self._tokens = ModelTokens(llguidance, definition, eos, vocab_size)
             self._tokenizer = self._library.LLTokenizer(self._tokens, eos_token=list(eos))
@@ -58,17 +69,32 @@ class GrammarCompiler:
                 "without response_format"
             ) from None
 
-    def matcher(self, grammar: Grammar) -> LlguidanceMatcher:
-        """Returns a matcher of this grammar; raises UserError if that is not valid or allows
-        nothing."""
+    def close(self) -> None:
+        """Ends the other process; the next grammar starts another one."""
+        self._trials.close()
+
+    def matcher(
+        self, grammar: Grammar, interruption: Interruption | None = None
+    ) -> LlguidanceMatcher:
+        """Returns a matcher of this grammar; raises UserError if that is not valid, allows nothing
+        or takes too much to compile.
+
+        The interruption is that of the matcher's call. Once it has a reason, this method and those
+        of the matcher raise Interrupted.
+        """
+        interruption = Interruption() if interruption is None else interruption
         try:
             compiled = self._compiled(grammar)
         except ValueError as error:
             raise _invalid(grammar, error) from None
+        if (fault := self._trials.fault(compiled, interruption)) is not None:
+            raise _invalid(grammar, fault, "simpler")
         matcher = self._library.LLMatcher(self._tokenizer, compiled, log_level=0)
         if matcher.is_error():
             raise _invalid(grammar, matcher.get_error())
-        result = LlguidanceMatcher(matcher, self._tokenizer, self._eos, self._vocab_size)
+        result = LlguidanceMatcher(
+            matcher, self._tokenizer, self._eos, self._vocab_size, interruption
+        )
         try:
             result.allowed()
         except ValueError:
@@ -94,16 +120,26 @@ class GrammarCompiler:
         return str(compiled)
 
 
-def _invalid(grammar: Grammar, why: object) -> UserError:
+def _invalid(grammar: Grammar, why: object, expected: str = "valid") -> UserError:
     what = {"json_schema": "JSON schema", "regex": "regex", "ebnf": "grammar"}[grammar.kind]
     reason = brief(why, 200)
-    return format_error(f"got {what} {brief(grammar.text, 60)}: {reason}; expected a valid one")
+    return format_error(
+        f"got {what} {brief(grammar.text, 60)}: {reason}; expected a {expected} one"
+    )
 
 
 class LlguidanceMatcher:
     """Implements constraints.base.Matcher."""
 
-    def __init__(self, matcher: Any, tokenizer: Any, eos: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        matcher: Any,
+        tokenizer: Any,
+        eos: Sequence[int],
+        vocab_size: int,
+        interruption: Interruption,
+    ) -> None:
+        self._interruption = interruption
         self._matcher, self._tokenizer = matcher, tokenizer
         self._eos, self._vocab_size = eos, vocab_size
         self._word_W = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
@@ -111,6 +147,7 @@ class LlguidanceMatcher:
 
     def advance(self, token: int) -> bool:
         """See Matcher.advance."""
+        self._require_time()
         if self._is_ended:
             return False
         if token in self._eos:
@@ -135,6 +172,7 @@ class LlguidanceMatcher:
 
     def allowed(self) -> np.ndarray:
         """See Matcher.allowed."""
+        self._require_time()
         word_W = self._word_W
         self._matcher.unsafe_compute_mask_ptr(word_W.ctypes.data, word_W.nbytes)
         self._require_health()
@@ -163,6 +201,12 @@ class LlguidanceMatcher:
         is_complete = self._matcher.is_stopped()
         self.retreat(len(tokens))
         return [*tokens, self._eos[0]] if is_complete and len(tokens) < most else tokens
+
+    def _require_time(self) -> None:
+        """Raises Interrupted if the call has to end: a step may ask for hundreds of masks, and the
+        library's own limits let one take up to a second."""
+        if self._interruption.reason is not None:
+            raise Interrupted
 
     def _require_health(self) -> None:
         """Raises UserError if the library has given up."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, suppress
 
 from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.requests.options import Request
@@ -13,7 +13,7 @@ from spec_runtime.sampling import SamplingParams
 from spec_runtime.step import Step
 from spec_runtime.text.stream import TextStream
 from spec_runtime.waiting.fair_lock import Holder
-from spec_runtime.waiting.interruption import Interruption
+from spec_runtime.waiting.interruption import Interrupted, Interruption
 
 Steps = Generator[Step, None, GenerationResult]
 
@@ -22,6 +22,8 @@ class Call:
     """A checked prompt with its options, for one generation, see Engine.prepare.
 
     Its time runs from its making on. `is_stream` says that its thread leaves it between two steps.
+    `compile_grammar` makes the masks of the grammar that the answer has to keep to; None is free
+    text.
     """
 
     def __init__(
@@ -29,18 +31,32 @@ class Call:
         prompt: list[int],
         request: Request,
         text: TextStream,
-        masks: PathMasks | None = None,
+        compile_grammar: Callable[[Interruption], PathMasks] | None = None,
     ) -> None:
         self.prompt = prompt
         self.params: SamplingParams = request.sampling
         self.reuse = request.reuse
         self.text = text
-        self.masks = masks  # of the grammar that the answer has to keep to
+        self.masks: PathMasks | None = None
+        self._compile_grammar = compile_grammar
         self.interruption: Interruption = request.interruption()
         self.holder = Holder()
         self.is_stream = True
         self._is_left = threading.Event()  # set while no thread is inside
         self._is_left.set()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Says whether `compile` has nothing left to do."""
+        return self._compile_grammar is None
+
+    def compile(self) -> None:
+        """Compiles the grammar, if there is one, or leaves that if the call has to end before. Has
+        to come before the call is answered. Raises UserError for a bad grammar."""
+        if self._compile_grammar is not None:
+            with suppress(Interrupted):
+                self.masks = self._compile_grammar(self.interruption)
+            self._compile_grammar = None
 
     def enter(self) -> None:
         """Notes that this thread begins or goes on with the call."""

@@ -85,7 +85,7 @@ async def answer(service: Service, body: PageRequest, request: Request) -> Respo
             max_new_tokens=body.max_tokens, temperature=body.temperature, seed=body.seed
         )
         prompt = service.check_prompt(engine.encode(body.prompt), "prompt")
-        return [watched.prepare(prompt, params=params)]
+        return [watched.make_call(prompt, params=params)]
 
     plain = OpenedDrafter("none", PlainProposer(), Budget(1))
     watched = (

@@ -163,11 +163,11 @@ class Service:
         return ids
 
     def _calls(self, prompt: list[int], params: SamplingParams, num_choices: int) -> list[Call]:
-        """Prepares the choices of one prompt: with a seed, each one gets a seed of its own."""
+        """Makes the calls of one prompt's choices: with a seed, each one gets a seed of its own."""
         choices = [params] * num_choices
         if params.seed is not None:
             choices = [replace(params, seed=params.seed + i) for i in range(num_choices)]
-        return [self.engine.prepare(prompt, params=choice) for choice in choices]
+        return [self.engine.make_call(prompt, params=choice) for choice in choices]
 
     def _check(self, model: str | None, num_choices: int) -> None:
         if model is not None:

@@ -74,7 +74,7 @@ class AsyncEngine:
 
     def _ask(self, prompt: Prompt, options: CallOptions, max_unread: int | None = None) -> Job:
         def prepare() -> list[Call]:
-            return [self.engine.prepare(prompt, **options)]
+            return [self.engine.make_call(prompt, **options)]
 
         return self._queue.ask(self.engine, prepare, max_unread=max_unread)
 

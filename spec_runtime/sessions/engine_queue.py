@@ -1,4 +1,5 @@
-"""Queues requests in front of engines: one thread prepares them, another answers them."""
+"""Queues requests in front of engines: one thread prepares them, another answers them, and grammars
+are compiled apart from both."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from typing import Self
 
@@ -27,10 +28,12 @@ OnChunk = Callable[[int, Chunk], None]
 class EngineQueue:
     """Prepares and answers requests in the order asked; AsyncEngine and the server ask here.
 
-    One thread prepares the requests: it renders templates, tokenizes and compiles grammars. Another
-    one answers them. A scheduler that decodes several requests at a time belongs in the place of
-    that second thread, `Job.run`: it finds prepared calls in the order asked, and hands the chunks
-    of each to its job. Admission before it and reading after it do not know how many run at once.
+    One thread prepares the requests: it renders templates and tokenizes. A request with a grammar,
+    which may take seconds to compile, gets a thread of its own for that, and those asked later
+    overtake it meanwhile. Another thread answers what is prepared. A scheduler that decodes several
+    requests at a time belongs in the place of that last thread, `Job.run`: it finds prepared calls
+    in the order asked, and hands the chunks of each to its job. Admission before it and reading
+    after it do not know how many run at once.
 
     Engines of one target may share a queue. Tasks of several event loops may ask.
     """
@@ -41,8 +44,11 @@ class EngineQueue:
         self._runner = ThreadPoolExecutor(1, "spec_runtime.answer")
         self._lock = threading.Lock()  # of what follows
         self._jobs: weakref.WeakSet[Job] = weakref.WeakSet()  # among them those that wait or run
+        self._prepared: list[Job] = []
+        self._num_asked = 0
         self._is_closed = False
         self._step_begun: float | None = None
+        self.preparing_since: float | None = None
 
     @property
     def seconds_in_step(self) -> float:
@@ -51,6 +57,12 @@ class EngineQueue:
         A prompt counts as one step, and so does the wait for others who use the target.
         """
         begun = self._step_begun
+        return 0.0 if begun is None else time.monotonic() - begun
+
+    @property
+    def seconds_in_preparation(self) -> float:
+        """Returns for how long a request has kept the thread that prepares them; 0 if none does."""
+        begun = self.preparing_since
         return 0.0 if begun is None else time.monotonic() - begun
 
     def ask(
@@ -72,11 +84,23 @@ class EngineQueue:
             if self._is_closed:
                 raise RuntimeError("this engine is closed; load the bundle again")
             place = self.admission.enter(is_stream)
-            job = Job(self, engine, prepare, place, max_unread, on_chunk)
+            self._num_asked += 1
+            job = Job(self, self._num_asked, engine, prepare, place, max_unread, on_chunk)
             job.prepared = self._preparer.submit(job.prepare)
-            job.answered = self._runner.submit(job.run)
             self._jobs.add(job)
         return job
+
+    def answer(self, job: Job) -> None:
+        """Takes a prepared job, to be run after those that were asked before it."""
+        with self._lock:
+            self._prepared.append(job)
+        self._runner.submit(self._run_next)
+
+    def _run_next(self) -> None:
+        with self._lock:
+            job = min(self._prepared, key=lambda job: job.number)
+            self._prepared.remove(job)
+        job.run()
 
     def advance(self, chunks: Iterator[Chunk]) -> Chunk:
         """Computes a call's next chunk."""
@@ -96,22 +120,25 @@ class EngineQueue:
             job.refuse(RuntimeError(NEVER_BEGUN))
             job.end()
         await asyncio.to_thread(self._preparer.shutdown)
+        for job in jobs:
+            await asyncio.to_thread(job.wait_until_compiled)
         await asyncio.to_thread(self._runner.shutdown)
 
 
 class Job:
-    """One request between the task that reads its answers and the queue's two threads.
+    """One request between the task that reads its answers and the queue's threads.
 
-    Iterating gives (number of the call, chunk) as they come, and raises what went wrong. The reader
-    calls `leave` in the end. `is_over` says, in the event loop, that nothing more will come.
+    `number` is its place in the order asked. Iterating gives (number of the call, chunk) as they
+    come, and raises what went wrong. The reader calls `leave` in the end. `is_over` says, in the
+    event loop, that nothing more will come.
     """
 
     prepared: Future[None]
-    answered: Future[None]
 
     def __init__(
         self,
         queue: EngineQueue,
+        number: int,
         engine: Engine,
         prepare: Prepare,
         place: Place,
@@ -119,11 +146,14 @@ class Job:
         on_chunk: OnChunk | None,
     ) -> None:
         self.is_over = False
+        self.number = number
         self._queue, self._engine, self._prepare = queue, engine, prepare
         self._place = place
         self._on_chunk = on_chunk
         self._room = None if max_unread is None else threading.Semaphore(max_unread)
         self._calls: Sequence[Call] = ()
+        self._compiler: threading.Thread | None = None
+        self._turn: Future[None] = Future()  # runs once the calls are answered
         self._is_ended = False
         self._loop = asyncio.get_running_loop()
         self._inbox: asyncio.Queue[tuple[int, Chunk] | BaseException | None] = asyncio.Queue()
@@ -152,7 +182,7 @@ class Job:
         self._is_ended = True
         self._place.leave_engine()
         self.prepared.cancel()
-        self.answered.cancel()
+        self._turn.cancel()
         self._end_calls()
         if self._room is not None:
             self._room.release()
@@ -169,28 +199,56 @@ class Job:
 
     def refuse(self, error: Exception) -> None:
         """Tells the reader why the request is not answered, unless it is being answered."""
-        if self.answered.cancel():
+        if self._turn.cancel():
             self._post(error)
 
     def prepare(self) -> None:
         """Makes the calls, in the preparing thread; tells the reader at once if that fails."""
+        self._queue.preparing_since = time.monotonic()
         try:
             self._calls = self._prepare()
         except BaseException as error:
-            self._is_ended = True
-            self._post(error)
+            self._fail_early(error)
+        finally:
+            self._queue.preparing_since = None
         if self._is_ended:
             self._end_calls()
+        if all(call.is_compiled for call in self._calls):
+            self._queue.answer(self)
+        else:
+            self._compiler = threading.Thread(
+                target=self._compile, name="spec_runtime.compile", daemon=True
+            )
+            self._compiler.start()
+
+    def _compile(self) -> None:
+        """Compiles the calls' grammars, in a thread of its own."""
+        try:
+            for call in self._calls:
+                call.compile()
+        except BaseException as error:
+            self._fail_early(error)
+        self._queue.answer(self)
+
+    def wait_until_compiled(self) -> None:
+        """Waits for the thread that compiles grammars, once the preparing one has ended."""
+        if self._compiler is not None:
+            self._compiler.join()
+
+    def _fail_early(self, error: BaseException) -> None:
+        """Tells the reader what is wrong with the request, of which nothing is answered."""
+        self._is_ended = True
+        self._calls = ()
+        self._post(error)
 
     def run(self) -> None:
-        """Answers the calls, in the answering thread."""
+        """Answers the calls, in the answering thread; does nothing if they were ended before."""
+        if not self._turn.set_running_or_notify_cancel():
+            return
         end: BaseException | None = None
         try:
-            self.prepared.result()
             for number, call in enumerate(self._calls):  # those that were ended give a result too
                 self._run_call(number, call)
-        except CancelledError:  # ended before it was prepared
-            end = RuntimeError(NEVER_BEGUN)
         except BaseException as error:
             end = error
         self._place.leave_engine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +15,7 @@ from spec_runtime.errors import ContextLengthError, UserError
 from spec_runtime.text import tokenizer_file
 from spec_runtime.text.control_tokens import MARK, ControlTokens
 from spec_runtime.text.messages import require_characters
+from spec_runtime.waiting.interruption import Interruption
 
 if TYPE_CHECKING:
     from spec_runtime.text.chat_template import ChatTemplate
@@ -43,9 +45,15 @@ class Codec(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
 
-    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
+    def matcher(
+        self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None
+    ) -> Matcher:
         """Returns what follows this grammar over the tokenizer's tokens, with masks of
-        `num_logits`; raises UserError for a grammar that is not valid."""
+        `num_logits`; raises UserError for a grammar that is not valid. It and the matcher raise
+        Interrupted once the interruption has a reason. Threads may call it at once."""
+
+    def close(self) -> None:
+        """Gives back what it can open again: the process that tries grammars."""
 
 
 class Tokenizer:
@@ -65,6 +73,7 @@ class Tokenizer:
         self._file = info.file
         self._max_length = bundle.manifest.target.max_length
         self._compiler: GrammarCompiler | None = None  # opened for the first grammar
+        self._compiler_lock = threading.Lock()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.bos: int | None = info.special_ids["bos"]
@@ -117,11 +126,24 @@ class Tokenizer:
         with tokenizer_file.no_panics(self._file):
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def matcher(self, grammar: Grammar, num_logits: int) -> Matcher:
+    def matcher(
+        self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None
+    ) -> Matcher:
         """See Codec.matcher."""
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self._tokenizer.to_str(), self.eos, num_logits)
-        return self._compiler.matcher(grammar)
+        return self.open_compiler(num_logits).matcher(grammar, interruption)
+
+    def open_compiler(self, num_logits: int) -> GrammarCompiler:
+        """Returns what compiles grammars, for masks of `num_logits`. It is opened once, which takes
+        half a second; raises UserError if that fails."""
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._tokenizer.to_str(), self.eos, num_logits)
+        return self._compiler
+
+    def close(self) -> None:
+        """See Codec.close."""
+        if self._compiler is not None:
+            self._compiler.close()
 
 
 def _read_template(path: Path) -> str:

@@ -13,14 +13,14 @@ EVENT_SECONDS = 0.02
 
 
 class Interrupted(Exception):
-    """Says, inside the runtime, that a call ended before its first token."""
+    """Says, inside the runtime, that a call ended before its first token, or within a step."""
 
 
 class Interruption:
     """Says whether a call has to end early, and why.
 
     `timeout` are seconds from the making of this object on; `event` is the caller's own, set from
-    any thread.
+    any thread. A reason that was seen once stays.
     """
 
     def __init__(self, timeout: float | None = None, event: threading.Event | None = None) -> None:
@@ -29,6 +29,7 @@ class Interruption:
             self._deadline = time.monotonic() + timeout
         self._event = event
         self._is_ended = False
+        self._reason: str | None = None
 
     def end(self) -> None:
         """Ends the call as if its event had been set."""
@@ -37,11 +38,12 @@ class Interruption:
     @property
     def reason(self) -> str | None:
         """Returns "cancelled" or "timeout", and None while the call may go on."""
-        if self._is_ended or (self._event is not None and self._event.is_set()):
-            return CANCELLED
-        if self._deadline < math.inf and time.monotonic() >= self._deadline:
-            return TIMEOUT
-        return None
+        if self._reason is None:
+            if self._is_ended or (self._event is not None and self._event.is_set()):
+                self._reason = CANCELLED
+            elif self._deadline < math.inf and time.monotonic() >= self._deadline:
+                self._reason = TIMEOUT
+        return self._reason
 
     @property
     def seconds_to_wait(self) -> float | None:

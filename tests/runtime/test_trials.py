@@ -1,0 +1,192 @@
+"""A grammar that does not end, or that crashes the library, costs nothing but its own request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from bpe_tokenizer import BpeTokenizer
+from test_async_engine import in_loop
+from toy_backend import ByteTokenizer
+from toy_engine import make_engine
+
+pytest.importorskip("llguidance", reason="needs the extra `grammar`")
+
+from spec_runtime import AsyncEngine, Engine, UserError
+from spec_runtime.constraints.formats import Grammar
+from spec_runtime.constraints.trials import TrialLimits
+
+# Its compilation takes minutes and gigabytes; those of the limits are never reached below.
+BOMB = {"type": "string", "allOf": [{"pattern": f"(.*a.{{{n}}})"} for n in range(10, 26)]}
+PATIENT = TrialLimits(seconds=600, megabytes=4096)
+NUM_LOGITS = BpeTokenizer.vocab_size
+
+
+def as_format(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+def new_engine(limits: TrialLimits, drafter: str = "none") -> Engine:
+    tokenizer = BpeTokenizer(limits=limits)
+    return make_engine(drafter, vocab_size=NUM_LOGITS, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with new_engine(PATIENT) as engine:
+        yield engine
+
+
+def schema(value: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(value))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "limits", "message"),
+    [
+        (schema(BOMB), TrialLimits(0.1, 4096), "takes more than 0.1 s"),
+        (schema({"a": 1, **BOMB}), TrialLimits(600, 32), "takes more than 32 MB, or crashes"),
+        # the library ends its process with a segmentation fault
+        (schema({"const": -9223372036854775808}), PATIENT, "or crashes llguidance"),
+    ],
+)
+def test_a_grammar_that_does_not_end_is_refused_once_and_for_all(
+    grammar: Grammar, limits: TrialLimits, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = BpeTokenizer(limits=limits)
+    with pytest.raises(UserError, match=message) as caught:
+        tokenizer.matcher(grammar, NUM_LOGITS)
+    assert caught.value.param == "response_format"
+    assert "\n" not in str(caught.value)
+    tokenizer.close()
+    good = BpeTokenizer()
+    good.matcher(Grammar("regex", "ab"), NUM_LOGITS)
+    good.close()
+    # Both are remembered: no further process is needed for them.
+    monkeypatch.setattr(subprocess, "Popen", None)
+    good.matcher(Grammar("regex", "ab"), NUM_LOGITS)
+    with pytest.raises(UserError, match=message):
+        tokenizer.matcher(grammar, NUM_LOGITS)
+
+
+def test_a_grammar_after_one_that_was_ended_is_compiled() -> None:
+    tokenizer = ByteTokenizer()
+    for number in range(2):
+        with pytest.raises(UserError, match="expected a simpler one"):
+            tokenizer.matcher(schema({"title": str(number), **BOMB}), 258)
+        matcher = tokenizer.matcher(Grammar("regex", f"[ab]{number}"), 258)
+        assert matcher.allowed().nonzero()[0].tolist() == [*b"ab"]
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancelled"])
+def test_a_call_ends_while_its_grammar_is_tried(engine: Engine, how: str) -> None:
+    event = threading.Event()
+    timer = threading.Timer(0.1, event.set)
+    timer.start()
+    early: dict[str, Any] = {"timeout": 0.1} if how == "timeout" else {"cancel": event}
+    result = engine.generate("abc", response_format=as_format(BOMB), **early)
+    assert (result.finish_reason, result.token_ids) == (how, [])
+    timer.join()
+    event.clear()
+    assert engine.generate("abc", response_format={"type": "regex", "regex": "ab"}).text == "ab"
+
+
+def test_ctrl_c_ends_the_trial_of_a_grammar(engine: Engine) -> None:
+    timer = threading.Timer(0.2, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate("abc", response_format=as_format(BOMB))
+    timer.join()
+    assert engine.generate("abc", response_format={"type": "regex", "regex": "ab"}).text == "ab"
+
+
+def interrupt() -> None:
+    import _thread
+
+    _thread.interrupt_main()
+
+
+@in_loop
+async def test_other_calls_overtake_one_whose_grammar_is_tried() -> None:
+    async with AsyncEngine(new_engine(PATIENT)) as engine:
+        held = asyncio.create_task(engine.generate("a", response_format=as_format(BOMB)))
+        for grammar in (None, {"type": "regex", "regex": "ab"}):
+            await engine.generate("b", max_new_tokens=5, response_format=grammar)
+        assert engine.num_waiting == 0
+        assert not held.done()
+        held.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await held
+        last = asyncio.create_task(engine.generate("a", response_format=as_format(BOMB)))
+        await engine.generate("b", max_new_tokens=5)
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed before the call's turn came"):
+            await last
+
+
+def test_a_call_ends_between_the_masks_of_a_step() -> None:
+    """The event is set in the middle of a step, of which nothing is committed then; what comes
+    after is as in a fresh engine."""
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "response_format": {"type": "regex", "regex": "[a-d]{30}"},
+    }
+    event, texts = threading.Event(), []
+
+    def end_at_third(tokens: Sequence[int], logits_V: np.ndarray) -> np.ndarray:
+        texts.append(list(tokens))
+        if len(texts) == 3:
+            event.set()
+        return logits_V
+
+    with new_engine(PATIENT, "parallelspec") as engine:
+        whole = engine.generate("abc", logits_processor=lambda _, logits_V: logits_V, **options)
+        result = engine.generate("abc", logits_processor=end_at_third, cancel=event, **options)
+        assert len(texts) == 3
+        assert result.finish_reason == "cancelled"
+        num_tokens = len(result.token_ids)
+        assert 0 < num_tokens < 3
+        assert result.token_ids == whole.token_ids[:num_tokens]
+        assert engine.generate("abc", **options).token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("executable", ["", "/dev/null"])
+def test_where_no_process_can_start_a_warning_says_so(
+    executable: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    tokenizer = BpeTokenizer()
+    with caplog.at_level(logging.WARNING, "spec_runtime"):
+        for text in ("ab", "abc"):
+            tokenizer.matcher(Grammar("regex", text), NUM_LOGITS)
+    (record,) = caplog.records
+    assert "which no limit of time or memory ends" in record.message
+
+
+def test_a_process_that_died_while_it_waited_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    class Process(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    tokenizer = BpeTokenizer()
+    for number in range(1, 4):
+        tokenizer.matcher(Grammar("regex", "a" * number), NUM_LOGITS)
+        assert len(started) == number
+        if number == 1:
+            started[0].kill()
+            started[0].wait()
+        else:
+            tokenizer.close()
+            assert started[-1].returncode is not None
