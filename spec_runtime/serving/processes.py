@@ -24,6 +24,7 @@ from uvicorn.supervisors import Multiprocess
 
 from spec_runtime.errors import UserError
 from spec_runtime.load import load
+from spec_runtime.serving.connections import LimitedConnection
 from spec_runtime.serving.settings import Settings
 
 FAILED = 3  # the exit code of a worker that cannot start; uvicorn then starts no other in its place
@@ -135,6 +136,7 @@ def serve_by_workers(bundle: ServedBundle, bound: socket.socket, workers: int) -
 def make_config(app: Any, grace: float, **more: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=LimitedConnection,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -6,7 +6,9 @@ import json
 import logging
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -246,6 +248,111 @@ def test_broken_requests_are_refused_and_do_no_harm(monkeypatch: pytest.MonkeyPa
         with connect(server.port) as connection:  # it leaves in the midst of its body
             connection.sendall(HEAD.encode() + b"{")
         assert client.post(COMPLETIONS, json=BODY).status_code == 200
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+DATA = json.dumps(BODY)
+POST = (
+    HEAD.replace("100", f"{len(DATA)}\r\nContent-Type: application/json").encode() + DATA.encode()
+)
+CHUNKED = HEAD.replace("Content-Length: 100", "Transfer-Encoding: chunked").encode()
+LARGE_BODY = HEAD.replace("100", "1000000").encode()
+NAME = "spec_runtime.serving.connections."
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (GET + b"A: ", b"x" * 1000),
+        (GET, b"A: b\r\n" * 200),
+        (b"GET /", b"x" * 1000),
+        (b"", b"\r\n" * 500),
+        (CHUNKED + b"1\r\n{\r\n0\r\nA: ", b"x" * 1000),
+        (CHUNKED + b"1;", b"x" * 1000),
+        (POST, (GET + b"\r\n") * 20),
+    ],
+    ids=["header", "headers", "path", "empty lines", "trailers", "size of a chunk", "pipelined"],
+)
+def test_an_endless_request_is_refused_and_others_are_answered(begin: bytes, more: bytes) -> None:
+    def send() -> None:
+        with suppress(ConnectionError):
+            connection.sendall(begin)
+            for _ in range(2000):
+                connection.sendall(more)
+
+    with held() as (server, client, _), connect(server.port) as connection:
+        with ThreadPoolExecutor(1) as pool, suppress(ConnectionError):
+            sending = pool.submit(send)
+            while connection.recv(65536):
+                pass
+            sending.result()
+        assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"", b""),
+        (b"GET", b""),
+        (GET + b"A: ", b"x"),
+        (GET + b"\r\n", b"\r\n"),
+        (LARGE_BODY, b"x"),  # it is refused at once, since it has no key
+        (LARGE_BODY.replace(b"Host", b"Authorization: Bearer k\r\nHost"), b"x"),
+    ],
+    ids=["nothing", "half a line", "slow header", "slow nothing", "refused body", "slow body"],
+)
+def test_a_connection_whose_client_completes_no_request_is_closed(
+    begin: bytes, more: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_closed() -> bool:
+        try:
+            connection.sendall(more)
+            return connection.recv(65536) == b""
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            return True
+
+    monkeypatch.setattr(NAME + "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr("spec_runtime.serving.guards.BODY_SECONDS", 0.1)
+    monkeypatch.setattr(NAME + "LATE_SECONDS", 0.1)
+    with served(api_key="k") as server, connect(server.port) as connection:
+        connection.settimeout(0.01)
+        connection.sendall(begin)
+        wait_until(is_closed)
+
+
+@pytest.mark.parametrize("last", [b"", GET, POST[:-1]], ids=["no", "half a header", "half a body"])
+def test_a_connection_that_waits_for_answers_stays(
+    last: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (NAME + "HEAD_SECONDS", NAME + "LATE_SECONDS"):
+        monkeypatch.setattr(name, 0.01)
+    monkeypatch.setattr("spec_runtime.serving.guards.BODY_SECONDS", 0.01)
+    with held() as (server, _, runs), connect(server.port) as connection:
+        connection.sendall(POST)
+        runs.wait_for_run()
+        connection.sendall(GET + b"\r\n" + last)
+        time.sleep(0.1)  # in which every timer would have ended the connection
+        runs.let_through()
+        data = b""
+        while part := connection.recv(65536):
+            data += part
+    assert data.count(b"HTTP/1.1 200") == 2
+
+
+def test_many_idle_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NAME + "MAX_CONNECTIONS", 3)
+    with held() as (server, client, runs), ExitStack() as idle:
+        answered = idle.enter_context(connect(server.port))
+        answered.sendall(POST)
+        runs.wait_for_run()
+        for _ in range(5):
+            idle.enter_context(connect(server.port))
+        assert client.get("/health").status_code == 200
+        wait_until(lambda: len(server.server.server_state.connections) == 3)
+        runs.let_through()
+        assert answered.recv(65536).startswith(b"HTTP/1.1 200"), "though it is older"
 
 
 # ---- admission and settings ----
