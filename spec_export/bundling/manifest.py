@@ -100,4 +100,7 @@ def write_tokenizer(tokenizer: Any, hf_model: Any, folder: Path) -> TokenizerInf
         vocab_size=backend.get_vocab_size(),
         special_ids={"bos": tokenizer.bos_token_id, "eos": eos, "pad": tokenizer.pad_token_id},
         chat_template=template,
+        special_tokens={
+            name: text for name, text in tokenizer.special_tokens_map.items() if type(text) is str
+        },
     )

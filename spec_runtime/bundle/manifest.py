@@ -254,7 +254,11 @@ def _are_special_ids(ids: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The tokenizer. `special_ids` is {"bos": id or None, "eos": [ids], "pad": id or None}."""
+    """The tokenizer. `special_ids` is {"bos": id or None, "eos": [ids], "pad": id or None}.
+
+    `special_tokens` are the texts that a chat template knows by name: {"eos_token": "<|im_end|>"}.
+    A bundle that was built before they were kept has None.
+    """
 
     file: str
     sha256: str
@@ -264,6 +268,7 @@ class TokenizerInfo:
         Must(_are_special_ids, "bos, eos (a list) and pad, all token ids, or null for bos and pad"),
     ]
     chat_template: str | None
+    special_tokens: dict[str, str] | None = added_later(None)
 
 
 @dataclass(frozen=True)

@@ -57,16 +57,20 @@ _WIDE_FIELD = re.compile(r"[%{][^%{}]{0,100}\d{6}|%[^%a-zA-Z]{0,100}\*|\{[^{}]{0
 class ChatTemplate:
     """Renders a Hugging Face chat template within the limits of this file.
 
-    `name` is what error messages call the template. Raises UserError if it is not valid.
+    `special_tokens` are the texts that the template knows by name, such as `eos_token`; `name` is
+    what error messages call the template. Raises UserError if it is not valid.
     """
 
     def __init__(
-        self, source: str, bos_token: str = "", eos_token: str = "", name: str = "the chat template"
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        name: str = "the chat template",
     ) -> None:
         self.tool_family = family_of(source)  # how the model writes calls, see constraints/tools.py
         self._prompter = ToolPrompter(source)
         self._name = name
-        self._names = {"bos_token": bos_token, "eos_token": eos_token}
+        self._special_tokens = dict(special_tokens or {})
         if len(source) > MAX_SOURCE:
             raise UserError(
                 f"{name} is not valid: got {len(source)} characters, expected at most {MAX_SOURCE}"
@@ -91,11 +95,11 @@ class ChatTemplate:
         self._environment.limits.start()
         try:
             return self._template.render(
+                self._special_tokens,
                 messages=prepared,
                 add_generation_prompt=True,
                 tools=checked_tools,
                 documents=None,
-                **self._names,
             )
         except _MessagesRefused as error:
             raise UserError(f"{self._name} refuses these messages: {error}") from None

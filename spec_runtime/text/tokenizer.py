@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spec_runtime.bundle.manifest import Bundle, BundleError
+from spec_runtime.bundle.manifest import Bundle, BundleError, TokenizerInfo
 from spec_runtime.constraints.base import Matcher
 from spec_runtime.constraints.formats import Grammar
 from spec_runtime.constraints.llguidance_matcher import GrammarCompiler
@@ -89,22 +89,19 @@ class Tokenizer:
         if info.chat_template is not None:
             path = bundle.path / info.chat_template
             source = _read_template(path)
-            self.template = self._open_template(path, source)
+            self.template = _open_template(path, source, self._special_tokens(info))
         self._controls = ControlTokens(self._tokenizer, info.file, source)
 
-    def _open_template(self, path: Path, source: str) -> ChatTemplate:
-        from spec_runtime.text.chat_template import ChatTemplate  # here: it imports jinja2
-
-        eos = self.eos[0] if self.eos else None
-        try:
-            return ChatTemplate(
-                source, self._name(self.bos), self._name(eos), f"chat template {path}"
-            )
-        except UserError as error:
-            raise BundleError(f"{error}; build the bundle again") from None
-
-    def _name(self, token: int | None) -> str:
-        return "" if token is None else self._tokenizer.id_to_token(token) or ""
+    def _special_tokens(self, info: TokenizerInfo) -> dict[str, str]:
+        """Returns the texts that a template knows by name; of a bundle without them, those of BOS
+        and of the smallest EOS id."""
+        if info.special_tokens is not None:
+            return info.special_tokens
+        ids = {"bos_token": self.bos, "eos_token": self.eos[0] if self.eos else None}
+        return {
+            name: "" if token is None else self._tokenizer.id_to_token(token) or ""
+            for name, token in ids.items()
+        }
 
     def encode(self, text: str, special_tokens: bool, is_marked: bool = False) -> list[int]:
         """See Codec.encode. Raises UserError for a text that no tokenizer can take, or that is far
@@ -144,6 +141,15 @@ class Tokenizer:
         """See Codec.close."""
         if self._compiler is not None:
             self._compiler.close()
+
+
+def _open_template(path: Path, source: str, special_tokens: dict[str, str]) -> ChatTemplate:
+    from spec_runtime.text.chat_template import ChatTemplate  # here: it imports jinja2
+
+    try:
+        return ChatTemplate(source, special_tokens, f"chat template {path}")
+    except UserError as error:
+        raise BundleError(f"{error}; build the bundle again") from None
 
 
 def _read_template(path: Path) -> str:

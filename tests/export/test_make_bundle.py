@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,14 @@ from huggingface_hub import constants
 from said import Said
 from small import Run, write_small_bundle
 from this_cpu import SATURATES
-from tiny_target import save_llama
+from tiny_target import make_tokenizer, save_llama
 from workshop import Workshop
 
 import spec_runtime
 from spec_export import demo, target
 from spec_export.bundling import options as build_options
 from spec_export.bundling.drafters import warn_of_doubts
+from spec_export.bundling.manifest import write_tokenizer
 from spec_export.cli.report import TerminalReport
 from spec_export.decoder import Backbone
 from spec_export.drafters import draft_model, parallelspec, skip_layer
@@ -40,6 +42,7 @@ from spec_export.make_bundle import BuildOptions
 from spec_export.training import checkpoint
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.bundle.manifest import BundleError
+from spec_runtime.text.chat_template import ChatTemplate
 
 NAME = "parallelspec"
 
@@ -52,6 +55,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 # ---- what a bundle holds ----
 
 
+def test_a_template_gets_the_tokenizers_own_eos(tmp_path: Path) -> None:
+    """Qwen's and Llama 3's tokens that end an answer have smaller ids than that of the template."""
+    tokenizer = make_tokenizer("{{ bos_token }}{{ messages[0].content }}{{ eos_token }}{{ unk }}")
+    config = SimpleNamespace(eos_token_id=[1, 0])
+    info = write_tokenizer(tokenizer, SimpleNamespace(generation_config=config), tmp_path)
+    assert info.special_ids["eos"] == [0, 1]
+    source = (tmp_path / "chat_template.jinja").read_text()
+    chat = [{"role": "user", "content": "hi"}]
+    rendered = ChatTemplate(source, info.special_tokens).render(chat)
+    assert rendered == tokenizer.apply_chat_template(chat, tokenize=False) == "<s>hi</s>"
+
+
 def test_the_manifest_says_what_is_there(workshop: Workshop) -> None:
     folder = workshop.bundle(NAME)
     manifest = bundles.read(folder).manifest
@@ -62,6 +77,7 @@ def test_the_manifest_says_what_is_there(workshop: Workshop) -> None:
     assert info.rope["type"] == "default"
     assert manifest.name == "llama"
     assert manifest.tokenizer.special_ids == {"bos": 0, "eos": [1], "pad": None}
+    assert manifest.tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert manifest.tokenizer.vocab_size == 98
     assert manifest.tokenizer.chat_template == "chat_template.jinja"
     graph = manifest.graphs["target"]

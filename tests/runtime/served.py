@@ -33,7 +33,7 @@ SMALL_BUFFER = 4096  # bytes of a socket's
 
 def toy_engine(max_length: int = 400) -> Engine:
     """Returns an engine with a chat template, whose drafter is often right."""
-    tokenizer = ByteTokenizer(ChatTemplate(CHATML, "", "", "the toy template"))
+    tokenizer = ByteTokenizer(ChatTemplate(CHATML, name="the toy template"))
     return make_engine(
         "parallelspec", max_length=max_length, peak=9.0, noise=4.0, tokenizer=tokenizer
     )

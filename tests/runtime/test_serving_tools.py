@@ -36,7 +36,7 @@ TOOLS = [
 
 def engine() -> Engine:
     tags = {"<tool_call>": False, "</tool_call>": False}  # added tokens, as Qwen's
-    tokenizer = BpeTokenizer(ChatTemplate(CHATML, "", "", "the toy template"), tags)
+    tokenizer = BpeTokenizer(ChatTemplate(CHATML, name="the toy template"), tags)
     size = tokenizer.vocab_size
     return make_engine("parallelspec", vocab_size=size, max_length=1500, tokenizer=tokenizer)
 

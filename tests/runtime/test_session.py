@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
 
 
 def engine_of(drafter: str = "parallelspec", **more: Any) -> Engine:
-    return keeping(drafter, template=ChatTemplate(CHATML, "", "", "the toy template"), **more)
+    return keeping(drafter, template=ChatTemplate(CHATML, name="the toy template"), **more)
 
 
 def answer_alone(messages: list[Any], **options: Any) -> str:

@@ -121,7 +121,7 @@ def test_chat_template_renders_like_transformers() -> None:
     {%- endfor %}
     {%- if tools is not none %}TOOLS{% endif %}
     {%- if add_generation_prompt %}>{% endif %}"""
-    template = ChatTemplate(source, bos_token="<s>")
+    template = ChatTemplate(source, {"bos_token": "<s>"})
     messages = [{"role": "skip", "content": ""}, {"role": "user", "content": "a<b é"}]
     assert template.render(messages) == '<s>user: "a<b é">'
 

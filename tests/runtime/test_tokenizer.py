@@ -134,6 +134,29 @@ def test_special_tokens_lie_in_the_vocabulary(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("special_tokens", "expected"),
+    [
+        ({"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "?"}, "<s> <|im_end|> ?"),
+        ({}, "  "),
+        (None, "<s> </s> "),  # of a bundle from before they were kept: those of the ids
+    ],
+)
+def test_a_template_gets_the_tokens_of_the_tokenizer(
+    folder: Path, special_tokens: dict[str, str] | None, expected: str
+) -> None:
+    data = json.loads((folder / bundle.MANIFEST).read_text())
+    data["tokenizer"].pop("special_tokens", None)
+    if special_tokens is not None:
+        data["tokenizer"]["special_tokens"] = special_tokens
+    (folder / bundle.MANIFEST).write_text(json.dumps(data))
+    source = "{{ bos_token }} {{ eos_token }} {{ unk_token }}"
+    (folder / "chat_template.jinja").write_text(source)
+    template = Tokenizer(bundle.read(folder, verify=False)).template
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hi"}]) == expected
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"\xff\xfe", r"chat_template\.jinja is not UTF-8"),
