@@ -218,7 +218,7 @@ def open_kind(folder: Path) -> Run:
 
     def run(case: dict[str, Any]) -> None:
         with refusing():
-            template = ChatTemplate(case["source"], "<s>", "</s>")
+            template = ChatTemplate(case["source"], {"bos_token": "<s>", "eos_token": "</s>"})
             text = template.render(mutations.expand(case["messages"]))
         if not isinstance(text, str) or len(text) > MAX_TEXT:
             raise Wrong(f"a template renders {type(text).__name__} of length {len(text)}")
