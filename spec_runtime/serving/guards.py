@@ -108,7 +108,8 @@ class Guards:
         rebinding): its scripts could then ask a server that listens on loopback only.
         """
         headers = Headers(scope=scope)
-        if self._hosts is not None and plain_host(_host(headers)) not in self._hosts:
+        names = [plain_host(host) for host in headers.getlist("host")]
+        if self._hosts is not None and (len(names) != 1 or names[0] not in self._hosts):
             message = "The server is not known by this name; --allow-host adds one."
             raise ApiError(403, message, code="unknown_host")
         if self._key is None or scope["path"] in OPEN_PATHS:
@@ -213,11 +214,3 @@ def _write_line(scope: Scope, request_id: str, status: int, seconds: float) -> N
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
-
-
-def _host(headers: Headers) -> str:
-    """Returns the name in the header Host without its port: "[::1]:80" -> "::1"."""
-    host = headers.get("host", "")
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if ":" in host else host

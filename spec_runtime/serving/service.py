@@ -92,13 +92,24 @@ class Service:
         writer = CompletionWriter(self.settings.name, self._texts(body), echoes)
         return await self._answer(body, request, prepare, writer, len(prompts))
 
-    def begin(self, request: Request, engine: Engine, prepare: Prepare, is_stream: bool) -> Answers:
-        """Puts a request in the queue. Raises QueueFull if there is no place."""
+    def begin(
+        self,
+        request: Request,
+        engine: Engine,
+        prepare: Prepare,
+        is_stream: bool,
+        num_prompts: int = 1,
+    ) -> Answers:
+        """Puts in the queue a request whose prompts have equally many calls, one after the other.
+
+        Raises QueueFull if there is no place.
+        """
         log = request.scope["log"]
 
         def prepare_and_note() -> list[Call]:
             calls = list(prepare())
-            log["prompt_tokens"] = sum(len(call.prompt) for call in calls)
+            each_prompt = calls[:: len(calls) // num_prompts]
+            log["prompt_tokens"] = sum(len(call.prompt) for call in each_prompt)
             return calls
 
         timeout, metrics = self.settings.timeout, self.metrics
@@ -123,7 +134,7 @@ class Service:
         writer: Writer,
         num_prompts: int,
     ) -> Response:
-        answers = self.begin(request, self.engine, prepare, bool(body.stream))
+        answers = self.begin(request, self.engine, prepare, bool(body.stream), num_prompts)
         if body.stream:
             request.scope["log"]["stream"] = True
             events = _events(answers, writer, body.includes_usage, num_prompts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.mapping import Checked
 from spec_runtime.options import Option
 
+HOST = r"(\[(?P<ipv6>[0-9a-fA-F:.]+)\]|(?P<name>[\w.-]+))(:\d*)?"
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -37,8 +39,9 @@ class Settings(ServerLimits):
     """Holds what `make_app` needs to know in addition to the engine.
 
     `name` is the model's id. A request asks for at most `max_choices` answers. Clients have to send
-    `api_key`, if there is one. `hosts` are the names by which requests may address the server, see
-    `plain_host`; None allows all.
+    `api_key`, if there is one. `hosts` are the names by which requests may address the server, of
+    which a port is left out; None allows all. Raises UserError for an empty key, and for a host
+    that is neither a name nor an address.
     """
 
     name: str
@@ -49,14 +52,24 @@ class Settings(ServerLimits):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hosts is not None:
-            object.__setattr__(self, "hosts", tuple(plain_host(host) for host in self.hosts))
+            object.__setattr__(self, "hosts", tuple(_checked_host(host) for host in self.hosts))
         if self.api_key is not None and not self.api_key:
             raise UserError("got an empty API key, expected some characters, or None for none")
 
 
-def plain_host(name: str) -> str:
-    """Returns the name of a host as it is compared: "LocalHost." -> "localhost"."""
-    return name.removesuffix(".").lower()
+def plain_host(header: str) -> str | None:
+    """Returns the name or the address in a header Host as it is compared, without its port, or None
+    if the header has neither: "LocalHost.:80" -> "localhost", "[::1]:80" -> "::1"."""
+    found = re.fullmatch(HOST, header, re.ASCII)
+    return None if found is None else (found["ipv6"] or found["name"]).removesuffix(".").lower()
+
+
+def _checked_host(host: str) -> str:
+    """Returns a host as `plain_host` does, also for an IPv6 address without its brackets."""
+    found = plain_host(host) or plain_host(f"[{host}]")
+    if found is None:
+        raise UserError(f"got host {host!r}, expected a name or an address, with or without a port")
+    return found
 
 
 def key_from(variable: str) -> str:

@@ -349,7 +349,7 @@ def test_a_body_is_read_up_to_the_limit_however_large_that_is(
 
 
 def test_an_api_key_is_required_and_only_known_names_address_the_server() -> None:
-    names = ("LocalHost", "127.0.0.1", "::1", "Proxy.Example.")
+    names = ("LocalHost", "127.0.0.1", "::1", "Proxy.Example.:443")
     with served(api_key="sésame", hosts=names) as running, running.client() as client:
         right = {b"Authorization": "Bearer sésame".encode()}
         basic = {b"Authorization": "Basic sésame".encode()}
@@ -369,9 +369,12 @@ def test_an_api_key_is_required_and_only_known_names_address_the_server() -> Non
         known = ("localhost", "localhost:80", "[::1]:8000", "127.0.0.1")
         for host in (*known, "LOCALHOST", "localhost.:80", "proxy.example", "PROXY.example.:80"):
             assert client.get("/health", headers={"Host": host}).status_code == 200
-        for host in ("evil.example", "evil.example:8000", "[::2]", "localhost.evil.example"):
+        strange = ("evil.example", "evil.example:8000", "[::2]", "localhost.evil.example", "")
+        forged = ("[127.0.0.1]evil.com", "localhost:evil.com", "127.0.0.1:80@evil.com", "[::1]:8:0")
+        broken = ("[localhost", "localhost]", "localhost/evil.com", "localhost, evil.com", "[]")
+        for host in strange + forged + broken:
             reply = client.get("/health", headers={"Host": host})
-            assert reply.status_code == 403
+            assert reply.status_code == 403, host
             assert reply.json()["error"]["code"] == "unknown_host"
 
 
@@ -410,12 +413,20 @@ def test_metrics_count_what_was_done() -> None:
     assert values["running_requests"] == values["waiting_requests"] == values["open_streams"] == 0
 
 
-def test_the_access_log_has_no_text(
-    client: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("prompt", "n", "tokens"), [("secret", 1, (7, 3)), (["secret", "a secret"], 2, (16, 12))]
+)
+def test_the_access_log_counts_each_prompt_once_and_has_no_text(
+    client: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: object,
+    n: int,
+    tokens: tuple[int, int],
 ) -> None:
     monkeypatch.setattr(logging.getLogger("spec_runtime.access"), "propagate", True)
     with caplog.at_level(logging.INFO, "spec_runtime.access"):
-        body = {"prompt": "secret", "max_tokens": 3, "temperature": 0}
+        body = {"prompt": prompt, "n": n, "max_tokens": 3, "temperature": 0}
         reply = client.post(COMPLETIONS + "?q=secret", json=body)
         bad = client.post(COMPLETIONS, json={"prompt": "secret", "secret": 1})
         wait_until(lambda: len(caplog.records) == 2)
@@ -423,7 +434,7 @@ def test_the_access_log_has_no_text(
     first, second = sorted(lines, key=lambda line: line["status"])  # 200 and 400
     assert first["id"] == reply.headers["x-request-id"] != bad.headers["x-request-id"]
     assert (first["path"], first["status"], first["method"]) == (COMPLETIONS, 200, "POST")
-    assert (first["prompt_tokens"], first["completion_tokens"]) == (7, 3)
+    assert (first["prompt_tokens"], first["completion_tokens"]) == tokens
     assert first["finish_reason"] == "length"
     assert second["status"] == 400
     assert "secret" not in caplog.text

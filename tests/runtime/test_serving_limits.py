@@ -235,8 +235,10 @@ def test_a_reader_who_takes_nothing_does_not_hold_up_a_stop(
 
 def test_broken_requests_are_refused_and_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spec_runtime.serving.guards.BODY_SECONDS", 0.05)
-    with served() as server, server.client() as client:
+    hosts = ("localhost", "127.0.0.1")
+    with served(hosts=hosts) as server, server.client() as client:
         for data, status in (
+            (GET + b"Host: evil.example\r\n\r\n", b"403"),
             (b"\x16\x03\x01\x02\x00\r\n\r\n", b"400"),
             (b"GET\r\n\r\n\r\n\r\n", b"400"),
             (b"POST / HTTP/1.1\r\nA: \xff\x00\r\n\r\n\r\n\r\n", b"400"),
@@ -388,6 +390,7 @@ def test_a_full_queue_asks_for_patience_by_how_long_the_last_took(
         ({"timeout": 0.0}, "got timeout 0.0, expected more than 0"),
         ({"timeout": float("nan")}, "got timeout nan, expected a finite float"),
         ({"api_key": ""}, "got an empty API key"),
+        ({"hosts": ("a", "http://a")}, "got host 'http://a', expected a name or an address"),
     ],
 )
 def test_settings_out_of_range_are_refused(change: dict[str, Any], message: str) -> None:
