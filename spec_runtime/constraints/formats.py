@@ -97,10 +97,13 @@ def _tagged(entry: Mapping[str, Any]) -> Grammar:
 
 
 def schema_text(schema: Any) -> str:
-    """Returns a JSON schema, an object or a boolean, as JSON; raises UserError for others."""
-    if not isinstance(schema, Mapping | bool):
+    """Returns a JSON schema as JSON, an object also for true, which any value fits; raises
+    UserError for false, which none fits, and for what is no schema."""
+    if schema is True:
+        return "{}"
+    if not isinstance(schema, Mapping):
         raise format_error(
-            f"got schema {_shown(schema)}, expected a JSON schema, which is an object"
+            f"got schema {_shown(schema)}, expected a JSON schema, which is an object or true"
         )
     try:
         return json.dumps(schema, allow_nan=False)

@@ -7,11 +7,14 @@ has to follow, only the first token of its usual tokenisation is allowed.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
+from spec_runtime.constraints import json_schema
 from spec_runtime.constraints.base import read
 from spec_runtime.constraints.formats import Grammar, format_error
 from spec_runtime.constraints.model_tokens import ModelTokens
@@ -84,7 +87,7 @@ class GrammarCompiler:
         """
         interruption = Interruption() if interruption is None else interruption
         try:
-            compiled = self._compiled(grammar)
+            compiled, schemas = self._compiled(grammar)
         except ValueError as error:
             raise _invalid(grammar, error) from None
         if (fault := self._trials.fault(compiled, interruption)) is not None:
@@ -99,25 +102,50 @@ class GrammarCompiler:
             result.allowed()
         except ValueError:
             raise _invalid(grammar, "no text fits it, or it is too complex") from None
+        if not all(map(self._leaves_names, schemas)):
+            raise _invalid(grammar, "patternProperties leaves no names but those of properties")
         return result
 
-    def _compiled(self, grammar: Grammar) -> str:
-        """Returns the grammar as the library takes it; raises its ValueError for some bad ones."""
+    def _compiled(self, grammar: Grammar) -> tuple[str, list[Any]]:
+        """Returns the grammar as the library takes it, and the JSON schemas in it; raises
+        ValueError for some bad ones."""
         library = self._library.LLMatcher
-        if grammar.begin or grammar.end:
-            begin, end = map(self._tokens.quoted, (grammar.begin, grammar.end))
-            schema = json.loads(grammar.text)
-            if isinstance(schema, dict):
-                schema = {"x-guidance": _JSON_STYLE, **schema}
-            lark = f"start: {begin} json {end}\njson: %json {json.dumps(schema)}"
-            return str(library.grammar_from_lark(lark))
-        if grammar.kind == "json_schema":
-            compiled = library.grammar_from_json_schema(grammar.text, defaults=_JSON_STYLE)
-        elif grammar.kind == "regex":
-            compiled = library.grammar_from_regex(grammar.text)
-        else:
-            compiled = self._library.grammar_from("ebnf", self._tokens.numbered(grammar.text))
-        return str(compiled)
+        if grammar.kind == "regex":
+            return str(library.grammar_from_regex(grammar.text)), []
+        if grammar.kind == "ebnf":
+            lark, schemas = _with_prepared_schemas(self._tokens.numbered(grammar.text))
+            return str(self._library.grammar_from("ebnf", lark)), schemas
+        schema = json_schema.prepared(json.loads(grammar.text))
+        if not grammar.begin and not grammar.end:
+            compiled = library.grammar_from_json_schema(json.dumps(schema), defaults=_JSON_STYLE)
+            return str(compiled), [schema]
+        begin, end = map(self._tokens.quoted, (grammar.begin, grammar.end))
+        styled = json.dumps({"x-guidance": _JSON_STYLE, **schema})
+        lark = f"start: {begin} json {end}\njson: %json {styled}"
+        return str(library.grammar_from_lark(lark)), [schema]
+
+    def _leaves_names(self, schema: Any) -> bool:
+        """Returns whether the patterns of names in a schema, which is valid, leave any."""
+        library = self._library
+        for probe in json_schema.probes_of_names(schema):
+            compiled = library.LLMatcher.grammar_from_json_schema(probe)
+            matcher = library.LLMatcher(library.LLTokenizer("byte"), compiled, log_level=0)
+            if not matcher.is_error() and matcher.try_consume_tokens(list(b'{"')) != 2:
+                return False
+        return True
+
+
+def _with_prepared_schemas(lark: str) -> tuple[str, list[Any]]:
+    """Returns a grammar in Lark's notation with its JSON schemas prepared, and these; what is no
+    JSON stays, for the library to refuse."""
+    parts, schemas, at = list[str](), list[Any](), 0
+    for found in re.finditer(r"%json\s*(?={)", lark):
+        with suppress(json.JSONDecodeError, RecursionError):
+            schema, end = json.JSONDecoder().raw_decode(lark, found.end())
+            schemas.append(json_schema.prepared(schema))
+            parts += [lark[at : found.end()], json.dumps(schemas[-1])]
+            at = end
+    return "".join([*parts, lark[at:]]), schemas
 
 
 def _invalid(grammar: Grammar, why: object, expected: str = "valid") -> UserError:

@@ -410,6 +410,133 @@ def test_constraints_and_sampling_are_refused_where_they_cannot_go() -> None:
     assert SamplingParams(response_format={"type": "text"}).is_plainly_greedy
 
 
+INTEGER: dict[str, Any] = {"type": "integer"}
+# Numbers that llguidance writes otherwise; it crashes at some of the negative ones.
+BEYOND_EXACT = [
+    as_schema({"const": 2**53 + 1}),
+    as_schema({"const": -(2**63)}),
+    as_schema({"items": {"enum": ["a", [{"b": -(2**63) + 1}]]}, "type": "array"}),
+    as_schema({"$ref": "#/components/x", "components": {"x": {"const": -1e19}}}),
+    {"type": "tagged_json", "begin": "a", "schema": {"const": -(2**63)}, "end": "b"},
+    {"type": "ebnf", "grammar": 'start: "a" x\nx: %json {"const": -9223372036854775808}'},
+]
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+ENDLESS: list[dict[str, Any]] = [
+    {"$ref": "#"},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}, "$defs": {"node": NODE}},
+    {"anyOf": [INTEGER, {"$ref": "#/$defs/node"}], "$defs": {"node": {"allOf": [NODE]}}},
+    {
+        "items": {"$ref": "#/$defs/a"},
+        "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}},
+    },
+]
+# What llguidance finds out after the comma.
+NAMELESS: list[dict[str, Any]] = [
+    {"type": "object", **each, "additionalProperties": False}
+    for each in (
+        {"properties": {"a": INTEGER}, "patternProperties": {"^a$": INTEGER}},
+        {"properties": {"a": INTEGER, "b": INTEGER}, "patternProperties": {"^(a|b)$": True}},
+        {"required": ["a"], "patternProperties": {"^a$": INTEGER}},
+        {"properties": {"a": {}}, "patternProperties": {"^a$": {}, "^b": False}},
+    )
+]
+NODE_OR_NULL = {"anyOf": [{"$ref": "#"}, {"type": "null"}]}
+LETTERS = {"$ref": "#/$defs/letters"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "fitting", "others"),
+    [
+        (True, ["[1, {}]", '"a"'], ["[1,"]),
+        (
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            ["-999", "9" * 17],
+            ["1" * 20],
+        ),
+        ({"type": "number", "minimum": -(2**63), "maximum": 1e300}, ["-1.5"], ["1" * 20]),
+        (
+            {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
+            [str(2**53 + 2)],
+            [str(2**53)],
+        ),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, [str(2**53 + 9)], [str(2**53), "1"]),
+        (
+            {"type": "integer", "exclusiveMaximum": -(2**53)},
+            [str(-(2**53) - 9)],
+            [str(-(2**53)), "1"],
+        ),
+        ({"type": "string", "format": "password"}, ['"ab"'], ["1"]),
+        ({"type": "array", "items": INTEGER, "uniqueItems": False}, ["[1, 1]"], ["1"]),
+        ({"type": "object", "propertyNames": True}, ['{"ab": 1}'], ["1"]),
+        ({"type": "object", "propertyNames": {"type": "string"}}, ['{"ab": 1}'], ["1"]),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[ab]+$"},
+                "additionalProperties": INTEGER,
+            },
+            ['{"ab": 1, "a": 2}', "{}"],
+            ['{"ab": "a"}', '{"abc": 1}'],
+        ),
+        ({"type": "object", "propertyNames": {"maxLength": 2}}, ['{"ab": 1}'], ['{"abc": 1}']),
+        (
+            {
+                "type": "object",
+                "propertyNames": LETTERS,
+                "additionalProperties": INTEGER,
+                "$defs": {"letters": {"enum": ["a", "b"], "title": "letters", "type": "string"}},
+            },
+            ['{"a": 1, "b": 2}', '{"b": 1}', "{}"],
+            ['{"c": 1}', '{"a": "b"}'],
+        ),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"const": "b"},
+                "properties": {"a": {}, "b": INTEGER},
+            },
+            ['{"b": 1}'],
+            ['{"a": 1}', '{"b": "a"}'],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": INTEGER},
+                "patternProperties": {"^[ab]$": True},
+                "additionalProperties": False,
+            },
+            ['{"a": 1, "b": "a"}', "{}"],
+            ['{"a": "a"}', '{"c": 1}'],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": INTEGER, "next": NODE_OR_NULL},
+                "required": ["next"],
+            },
+            ['{"a": 1, "next": {"next": null}}'],
+            ['{"a": 1}'],
+        ),
+        (
+            # Names of keywords are names of properties, too.
+            {"type": "object", "properties": {"const": INTEGER, "format": {"const": "password"}}},
+            ['{"const": 1, "format": "password"}'],
+            ['{"const": "a"}', '{"format": "a"}'],
+        ),
+        ({"type": "integer", "multipleOf": 1000, "maximum": 10**15}, ["3000"], ["3001"]),
+    ],
+)
+def test_schemas_as_programs_write_them(schema: Any, fitting: list[str], others: list[str]) -> None:
+    """Those that llguidance does not read, or reads wrongly, are rewritten before."""
+    follower = matcher(read_format(as_schema(schema)))
+    for text in (*fitting, *others):
+        tokens = [*TOKENIZER.encode(text, special_tokens=False), EOS]
+        num_read = read(follower, tokens)
+        assert (num_read == len(tokens)) == (text in fitting), text
+        follower.retreat(num_read)
+
+
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
@@ -426,7 +553,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"type": "regex", "pattern": "a"}, "got response_format with 'pattern', expected type"),
         ({"type": "regex"}, "got regex None, expected a string"),
         ({"type": "json_schema"}, "got json_schema None, expected a mapping"),
-        (as_schema(None), "got schema None, expected a JSON schema"),
+        (as_schema(None), "got schema None, expected a JSON schema, which is an object or true"),
+        (as_schema(False), "got schema False, expected a JSON schema"),
         (as_schema({"enum": [{1}]}), "got a schema that cannot be written as JSON"),
         (as_schema({"enum": [float("nan")]}), "got a schema that cannot be written as JSON"),
         (as_schema({"type": "foo"}), 'got JSON schema {"type": "foo"}: Invalid type: foo'),
@@ -434,6 +562,13 @@ def nested(depth: int) -> dict[str, Any]:
         (as_schema(nested(300)), "got JSON schema .*: recursion limit exceeded"),
         (as_schema(nested(30_000)), "got a schema that cannot be written as JSON"),
         (as_schema({"$ref": "file:///etc/passwd"}), "is not present in a registry"),
+        *((schema, "beyond ±2\\^53, where numbers lose digits") for schema in BEYOND_EXACT),
+        *((as_schema(schema), "every value of .* holds another one") for schema in ENDLESS),
+        *((as_schema(schema), "leaves no names but those of prop") for schema in NAMELESS),
+        (as_schema({"minimum": 2**63, "type": "integer"}), "minimum 9.* leaves no number of less"),
+        (as_schema({"maximum": -1e19, "type": "integer"}), "maximum -1e\\+19 leaves no number"),
+        (as_schema({"multipleOf": 9973, "maximum": 10**15}), "multipleOf 9973 beside bounds"),
+        (as_schema({"propertyNames": {"format": "uuid"}}), 'Unimplemented keys: ."propertyNames"'),
         (as_regex("a(b"), r"got regex a\(b: .*unclosed group"),
         (as_regex(r"[^\s\S]"), "no text fits it"),
         ({"type": "ebnf", "grammar": "start: nothing"}, "got grammar start: nothing: .*unknown"),
