@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import json
 import os
@@ -26,10 +27,14 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
 def pytest_collection_finish() -> None:
-    """Lets PyTorch read its table of ONNX functions once, where tests use PyTorch at all.
+    """Spares tests the search for garbage among imported modules, and a table at each export.
 
-    It does so at each export, which takes a fifth of the time of exporting a tiny model.
+    PyTorch reads its table of ONNX functions at each export, which takes a fifth of the time of
+    exporting a tiny model.
     """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     if "torch" in sys.modules:
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -50,6 +55,27 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if name == "shown":
                 terminalreporter.section(report.nodeid)
                 terminalreporter.write_line(str(text))
+
+
+@pytest.fixture(scope="session")
+def common(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder that all processes of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    common = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "common"
+    common.mkdir(exist_ok=True)
+    return common
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _traced_once(common: Path) -> Iterator[None]:
+    """Lets tests trace equal modules once, where they use PyTorch at all."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules:
+            import torch
+            from traced_once import TracedOnce
+
+            patch.setattr(torch.onnx, "export", TracedOnce(common))
+        yield
 
 
 @pytest.fixture

@@ -10,11 +10,10 @@ import statistics
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -143,31 +142,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Pa
 
 
 @pytest.fixture(scope="module")
-def traced_once() -> Iterator[None]:
-    """Traces each drafter once for all precisions, which a build narrows afterwards."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in drafters.trainable():
-            kind = drafters.load(name).Drafter
-            if not kind.shares_target_cache:
-                patch.setattr(kind, "export", _remembering(kind.export))
-        yield
-
-
-def _remembering(export: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Returns an `export` that traces at its first call only, and gives copies."""
-    traced: dict[str, Any] = {}
-
-    def remembering(*arguments: Any, **options: Any) -> dict[str, Any]:
-        traced.update(traced or export(*arguments, **options))
-        return {role: model.clone() for role, model in traced.items()}
-
-    return remembering
-
-
-@pytest.fixture(scope="module")
-def build(
-    checkpoints: tuple[Path, list[Path]], traced_once: None
-) -> Callable[[str], bundles.Bundle]:
+def build(checkpoints: tuple[Path, list[Path]]) -> Callable[[str], bundles.Bundle]:
     """Returns a function that builds a bundle of all drafters in a precision, each once."""
     llama, saved = checkpoints
 
