@@ -126,7 +126,10 @@ def test_workers_share_the_port_and_one_that_dies_is_replaced(bundle: Path, tmp_
         wait_until(lambda: is_ready(url))
         complete(url)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 0
+        code, said = end(process)
+        assert code == 0
+        assert said.startswith(f"WARNING: worker process {children[0]} has ended with exit code -9")
+        assert said.count("\n") == 1
         assert not is_ready(url)
 
 

@@ -32,6 +32,8 @@ HEALTH_SECONDS = 30  # in which a worker answers its parent: a large bundle may 
 STALL_SECONDS = 60  # after which a connection is dropped whose client takes nothing of its answer
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
+log = logging.getLogger("spec_runtime")
+
 
 @dataclass(frozen=True)
 class ServedBundle:
@@ -121,6 +123,7 @@ def serve(bundle: ServedBundle, bound: socket.socket, ready: Callable[[], None])
 def serve_by_workers(bundle: ServedBundle, bound: socket.socket, workers: int) -> None:
     """Serves by several processes, and replaces one that dies. Raises UserError if they cannot
     start."""
+    set_up_logs()
     with tempfile.TemporaryDirectory(prefix="specsplit-metrics-") as folder, _signals_handled():
         os.environ[SHARED_FOLDER] = folder
         try:
@@ -169,19 +172,26 @@ class Workers(Multiprocess):
         super().terminate_all()
 
     def keep_subprocess_alive(self) -> None:
-        """Replaces dead workers, whose gauges no longer count.
+        """Replaces dead workers, says so, and no longer counts their gauges.
 
         Closes the workers' ends of the pipes on which they say that they are well. Otherwise the
         wait for a worker's word would go on after its death.
         """
         for process in self.processes:
             process.child_conn.close()
-        before = {process.pid for process in self.processes}
+        before = list(self.processes)
         super().keep_subprocess_alive()
-        for pid in before - {process.pid for process in self.processes}:
-            from prometheus_client.multiprocess import mark_process_dead
+        for process in before:
+            if process not in self.processes:
+                from prometheus_client.multiprocess import mark_process_dead
 
-            mark_process_dead(pid)
+                mark_process_dead(process.pid)
+                log.warning(
+                    "worker process %d has ended with exit code %d, and its answers with it; "
+                    "another one takes its place",
+                    process.pid,
+                    process.exitcode,
+                )
 
 
 @contextmanager
