@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from spec_export import decoder
-from spec_export.loading import gguf_header
+from spec_export.loading import gguf_config, gguf_header
 from spec_runtime import mapping
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
@@ -53,8 +53,13 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
     from transformers import AutoConfig
 
     _require_whole(folder, gguf_file)
+    fields = gguf_config.config_fields(gguf_header.read(folder / gguf_file)) if gguf_file else None
     with _reading(folder / (gguf_file or "config.json")):
-        config: Any = AutoConfig.from_pretrained(str(folder), **_options(gguf_file))
+        config: Any = (
+            AutoConfig.for_model(**fields)
+            if fields
+            else AutoConfig.from_pretrained(str(folder), **_options(None))
+        )
     decoder.require_supported(config)
     _require_weights_for(config, weight_files(folder, gguf_file))
     return config
@@ -200,7 +205,7 @@ def _unread_gguf_tensors(path: Path, model: Any) -> set[str]:
     for name in model.state_dict():
         stem, _, suffix = name.rpartition(".")
         known.add(f"{names.get_name(stem)}.{suffix}")
-    return set(header.tensor_names) - known
+    return set(header.tensor_names) - known - set(header.rope_factors)
 
 
 def _not_finite(model: Any) -> set[str]:

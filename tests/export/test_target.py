@@ -18,6 +18,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_backbone import (
+    LINEAR,
+    LLAMA3,
+    ORIGINAL,
+    YARN,
+    YARN_FACTOR,
+    Decoder,
+    backbone_of,
+    chain,
+    longrope,
+)
+from tiny_backbone import reference as reference_logits
 from tiny_gguf import write_gguf
 from tiny_target import save_llama
 from torch import Tensor
@@ -334,7 +346,7 @@ def test_an_unsupported_model_is_refused_before_its_weights_are_read(
     [
         ({"rename": {"blk.1.ffn_up": "blk.1.ffn_upper"}}, "model.layers.1.mlp.up_proj.weight"),
         ({"fill": {"output_norm": float("nan")}}, "1 tensor with NaN or infinity: model.n"),
-        ({"extra": {"rope_freqs": (16,)}}, "1 tensor unknown to the config: rope_freqs.weight"),
+        ({"extra": {"rope_freq": (16,)}}, "1 tensor unknown to the config: rope_freq.weight"),
     ],
 )
 def test_tensors_of_a_gguf_file_are_accounted_for(
@@ -342,6 +354,156 @@ def test_tensors_of_a_gguf_file_are_accounted_for(
 ) -> None:
     write_gguf(tmp_path / "model.gguf", **options)
     assert message in refusal(lambda: load(tmp_path / "model.gguf"))
+
+
+def llama3_factors() -> np.ndarray:
+    """Returns by what LLAMA3 divides each frequency of a head of 32, by its paper's formula."""
+    wavelength = 2 * np.pi * 500.0 ** (np.arange(0, 32, 2) / 32)
+    smooth = np.clip((ORIGINAL / wavelength - 1) / (4 - 1), 0, 1)
+    return 1 / ((1 - smooth) / 8 + smooth)
+
+
+LONG_KEYS = {"rope.scaling.original_context_length": ORIGINAL, "rope.scaling.attn_factor": 1.25}
+
+
+def long_tensors(width: int) -> dict[str, Any]:
+    """Returns the tensors of `longrope`'s factors."""
+    names = {"short_factor": "rope_factors_short", "long_factor": "rope_factors_long"}
+    factors = longrope(width)
+    return {
+        "extra": dict.fromkeys(names.values(), (width,)),
+        "fill": {name: np.array(factors[key]) for key, name in names.items()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "rope"),
+    [
+        ({}, {}, {"rope_theta": 500.0}),
+        ({}, {"type": "none", "factor": 3.0}, {"rope_theta": 500.0}),
+        ({}, {"type": "linear", "factor": 3.0}, LINEAR),
+        ({}, {"factor": 3.0}, LINEAR),  # the type that llama.cpp takes without the key
+        ({}, {"rope.scale_linear": 3.0}, LINEAR),
+        ({}, {"type": "yarn", "factor": 4.0, "original_context_length": ORIGINAL}, YARN),
+        (
+            {},
+            {"type": "yarn", "factor": 4.0, "original_context_length": ORIGINAL}
+            | {"attn_factor": 0.7, "yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0},
+            YARN_FACTOR | {"attention_factor": 0.7 * (1 + 0.1 * np.log(4.0))},
+        ),
+        (
+            {"extra": {"rope_freqs": (16,)}, "fill": {"rope_freqs": llama3_factors()}},
+            {},
+            LLAMA3,
+        ),
+        (long_tensors(16), {"type": "longrope"} | LONG_KEYS, longrope(16, attention_factor=1.25)),
+        (
+            long_tensors(16) | {"architecture": "phi3"},
+            LONG_KEYS,
+            longrope(16, attention_factor=1.25),
+        ),
+        (
+            long_tensors(8) | {"architecture": "phi3"},
+            LONG_KEYS | {"rope.dimension_count": 16},
+            longrope(8, attention_factor=1.25, partial_rotary_factor=0.5),
+        ),
+        (
+            {"architecture": "phi3"},
+            {"rope.dimension_count": 16},
+            {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+        ),
+    ],
+)
+def test_a_gguf_file_rotates_as_a_folder_does(
+    tmp_path: Path, options: dict[str, Any], values: dict[str, Any], rope: dict[str, Any]
+) -> None:
+    """The decoder's logits beyond the original context are those of transformers' own class."""
+    named = {key if "." in key else f"rope.scaling.{key}": value for key, value in values.items()}
+    path = tmp_path / "model.gguf"
+    write_gguf(path, keys={"rope.freq_base": 500.0} | named, **options)
+    model = load(path)
+    config = model.config.to_dict() | {"rope_parameters": rope}
+    if model.config.model_type == "phi3":
+        config["original_max_position_embeddings"] = ORIGINAL
+    folders = type(model)(type(model.config).from_dict(config)).eval()
+    folders.load_state_dict(model.state_dict())
+    text = [int(i) for i in np.random.default_rng(0).integers(260, size=3 * ORIGINAL)]
+    expected = reference_logits(folders, text)
+    found = Decoder(backbone_of(model)).step(text, chain(len(text)))[0]
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("logit_scale", 0.5, "got llama.logit_scale 0.5 in the GGUF file, expected 0 or 1"),
+        ("residual_scale", 0.5, "expected 0 or 1"),
+        ("embedding_scale", 12.0, "expected 0 or 1"),
+        ("attention.scale", 0.5, "expected 0.176777"),
+        ("attention.clamp_kqv", 8.0, "expected 0"),
+        ("attention.causal", False, "expected True"),
+        ("attention.value_length", 16, "expected 32"),
+        ("attn_logit_softcapping", 50.0, "expected 0"),
+        ("final_logit_softcapping", 30.0, "expected 0"),
+        ("expert_count", 8, "expected 0"),
+        ("attention.sliding_window_pattern", 2, "expected only keys that are known"),
+        ("anything.new", "x", "got llama.anything.new 'x' in the GGUF file, expected only keys"),
+        ("rope.scaling.type", "dynamic", "expected none, linear, yarn or longrope"),
+        ("rope.scaling.type", "longrope", "expected the tensors rope_factors_long.weight and"),
+        ("rope.scaling.factor", -2.0, "expected more than 0"),
+        ("rope.scaling.attn_factor", 2.0, "expected 1 with type linear"),
+        ("rope.scaling.yarn_ext_factor", 0.5, "expected 1 or -1"),
+        ("rope.scaling.yarn_log_multiplier", 0.1, "expected 0"),
+        ("rope.dimension_count", 16, "got partial_rotary_factor 0.5 in a 'llama' model"),
+        ("context_length", None, "got llama.context_length 'no such key'"),
+        ("block_count", "x", "got llama.block_count 'x' in the GGUF file, expected a number"),
+        ("attention.head_count", 0, "expected 1 or more"),
+    ],
+)
+def test_keys_of_a_gguf_file_are_accounted_for(
+    tmp_path: Path, key: str, value: Any, message: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, keys={key: value})
+    found = refusal(lambda: target.require_supported(target.resolve(str(path))))
+    assert message in found
+    assert key in found or key == "rope.dimension_count"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"extra": {"rope_freqs": (8,)}}, "got 8 from .* in the tensor rope_freqs.weight, expect"),
+        ({"extra": {"rope_freqs": (16,)}, "fill": {"rope_freqs": 0.0}}, "got 16 from 0.0 in the t"),
+        ({"extra": {"rope_factors_long": (16,)}}, "got none in the tensor rope_factors_short.weig"),
+        (
+            {"extra": {"rope_freqs": (16,)}, "keys": {"rope.scaling.factor": 2.0}},
+            "got llama.rope.scaling.factor 2.0 .* expected 1 beside a tensor of factors",
+        ),
+        (
+            {"architecture": "phi3", "keys": {"rope.scaling.factor": 2.0}},
+            "got phi3.rope.scaling.type 'linear' .* expected none or longrope in this architecture",
+        ),
+    ],
+)
+def test_rotary_factors_of_a_gguf_file_fit_its_keys(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, **options)
+    found = refusal(lambda: target.require_supported(target.resolve(str(path))))
+    assert re.search(message, found)
+
+
+def test_keys_that_change_nothing_are_no_fault(tmp_path: Path) -> None:
+    """A sliding window is one of those that are read."""
+    neutral: dict[str, Any] = {"logit_scale": 1.0, "expert_count": 0, "attention.causal": True}
+    neutral |= {"attention.scale": 32**-0.5, "attention.key_length": 32}
+    neutral |= {"rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
+    write_gguf(tmp_path / "model.gguf", keys=neutral | {"attention.sliding_window": 100})
+    model = load(tmp_path / "model.gguf")
+    assert backbone_of(model).config.max_length == 100
 
 
 def test_damaged_gguf_files_are_one_line(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Writes a target small enough for tests as a GGUF file."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,16 +10,20 @@ import pytest
 def write_gguf(
     path: Path,
     rename: dict[str, str] | None = None,
-    fill: dict[str, float] | None = None,
+    fill: dict[str, Any] | None = None,
     extra: dict[str, tuple[int, ...]] | None = None,
+    architecture: str = "llama",
+    keys: dict[str, Any] | None = None,
 ) -> None:
     """Writes a tiny Llama of Q4_1 matrices, a byte-level vocabulary and a chat template.
 
-    `rename` gives tensors another name, `fill` one number everywhere; `extra` are further tensors.
+    `rename` gives tensors another name, `fill` the same numbers everywhere; `extra` are further
+    tensors. `architecture` may be phi3 too. `keys` replace those under the architecture's name;
+    None removes one.
     """
     gguf = pytest.importorskip("gguf")
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     width, heads, kv_heads, inner = 64, 2, 1, 96
     printable = [chr(i) for i in [*range(33, 127), *range(161, 173), *range(174, 256)]]
     bytewise = printable + [chr(256 + i) for i in range(256 - len(printable))]
@@ -47,6 +52,12 @@ def write_gguf(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+    kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
+    for key, value in (keys or {}).items():
+        writer.kv_data[0].pop(f"{architecture}.{key}", None)
+        if value is not None:
+            kind = gguf.GGUFValueType[kinds[type(value)]]
+            writer.add_key_value(f"{architecture}.{key}", value, kind)
     shapes = {"token_embd": (len(tokens), width), "output_norm": (width,)}
     for layer in range(2):
         shapes |= {
@@ -60,6 +71,12 @@ def write_gguf(
             f"blk.{layer}.ffn_up": (inner, width),
             f"blk.{layer}.ffn_down": (width, inner),
         }
+        if architecture == "phi3":
+            for part in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up"):
+                del shapes[f"blk.{layer}.{part}"]
+            rows = width // heads * (heads + 2 * kv_heads)
+            shapes[f"blk.{layer}.attn_qkv"] = (rows, width)
+            shapes[f"blk.{layer}.ffn_up"] = (2 * inner, width)
     for name, shape in (shapes | (extra or {})).items():
         # Lopsided on purpose: offsets that are no multiple of the scale.
         values = rng.normal(0.03, 0.3, shape).astype(np.float32) + (len(shape) == 1)
