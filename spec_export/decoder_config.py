@@ -24,6 +24,23 @@ COUNTS = (  # of a transformers config
     "max_position_embeddings",
 )
 
+# Fields of other families that change the forward pass, which transformers' classes of ours ignore,
+# with the values that change nothing.
+FOREIGN: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("logit_scale", "logits_scaling", "residual_multiplier"), (1,)),
+    **dict.fromkeys(("embedding_multiplier", "scale_emb", "attention_out_multiplier"), (1,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv"), (0,)),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), (0,)),
+    **dict.fromkeys(("scale_depth", "dim_model_base", "attn_temperature_tuning", "alibi"), (0,)),
+    **dict.fromkeys(("use_qk_norm", "qk_layernorm", "no_rope_layers", "parallel_residual"), (0,)),
+}
+ROPE_FIELDS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "finetuned"),
+    *("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *("short_factor", "long_factor"),
+}
+
 
 @dataclass(frozen=True)
 class DecoderConfig:
@@ -120,6 +137,16 @@ def require_supported(raw: Any) -> None:
         )
     sliding_window(raw)
     _require_supported_rope(raw)
+    head_dim = getattr(raw, "head_dim", None) or raw.hidden_size // raw.num_attention_heads
+    scale = {"attention_multiplier": (head_dim**-0.5,), "query_pre_attn_scalar": (head_dim,)}
+    for name, neutral in (FOREIGN | scale).items():
+        value = getattr(raw, name, None)
+        is_ours = name in ("use_qk_norm", "qk_layernorm") and raw.model_type == "qwen3"
+        if value is not None and value not in neutral and not is_ours:
+            raise UnsupportedModelError(
+                f"got {name} {value!r:.40} in a '{raw.model_type}' model, "
+                f"expected {neutral[0]}: this model is not supported"
+            )
 
 
 def _has(raw: Any, name: str) -> bool:
@@ -180,6 +207,12 @@ def _require_supported_rope(raw: Any) -> None:
         raise UnsupportedModelError(
             f"got rotary embedding '{kind}', which is not supported: "
             f"expected one of {', '.join(ROPE_KINDS)}"
+        )
+    unknown = sorted(map(str, set(rope) - ROPE_FIELDS))
+    if unknown:
+        raise UnsupportedModelError(
+            f"got rotary parameter '{unknown[0]:.40}' in the config, which is not supported: "
+            f"expected {', '.join(sorted(ROPE_FIELDS))}"
         )
     theta: Any = rope.get("rope_theta")
     if type(theta) not in (int, float) or not 0 < theta < math.inf:

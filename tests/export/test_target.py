@@ -324,6 +324,18 @@ def test_damaged_tokenizers_are_one_line(folder: Path, change_to: dict[str, Any]
     ("file", "values", "message"),
     [
         ("config.json", {"hidden_act": "gelu"}, "got activation 'gelu', expected 'silu'"),
+        ("config.json", {"logit_scale": 0.5}, "got logit_scale 0.5 in a 'llama' model, expected 1"),
+        ("config.json", {"residual_multiplier": 0.2}, "got residual_multiplier 0.2 in a 'llama'"),
+        ("config.json", {"attention_multiplier": 0.5}, "got attention_multiplier 0.5 in a 'llama'"),
+        ("config.json", {"query_pre_attn_scalar": 224}, "got query_pre_attn_scalar 224 in a 'llam"),
+        ("config.json", {"attn_logit_softcapping": 50.0}, "got attn_logit_softcapping 50.0 in a"),
+        ("config.json", {"num_local_experts": 8}, "got num_local_experts 8 in a 'llama' model"),
+        ("config.json", {"use_qk_norm": True}, "got use_qk_norm True in a 'llama' model, expected"),
+        (
+            "config.json",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "short_mscale": 1.2}},
+            "got rotary parameter 'short_mscale' in the config, which is not supported",
+        ),
         ("config.json", {"model_type": "gpt2"}, "a model of type 'gpt2', which is not supported"),
         ("adapter_config.json", {}, "holds an adapter (adapter_config.json), expected a whole mod"),
     ],
@@ -504,6 +516,12 @@ def test_keys_that_change_nothing_are_no_fault(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", keys=neutral | {"attention.sliding_window": 100})
     model = load(tmp_path / "model.gguf")
     assert backbone_of(model).config.max_length == 100
+
+
+def test_fields_of_other_families_that_change_nothing_are_no_fault(folder: Path) -> None:
+    neutral = {"logit_scale": 1.0, "attn_logit_softcapping": None, "use_qk_norm": False}
+    change(folder / "config.json", query_pre_attn_scalar=16, attention_multiplier=0.25, **neutral)
+    target.require_supported(target.resolve(str(folder)))
 
 
 def test_damaged_gguf_files_are_one_line(tmp_path: Path) -> None:
