@@ -95,12 +95,15 @@ class BpeTokenizer:
     def marked(self, value: Any, by_assistant: bool = False) -> Any:
         return value
 
+    def open_compiler(self, num_logits: int) -> GrammarCompiler:
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self._definition, self.eos, num_logits, self._limits)
+        return self._compiler
+
     def matcher(
         self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None
     ) -> Matcher:
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self._definition, self.eos, num_logits, self._limits)
-        return self._compiler.matcher(grammar, interruption)
+        return self.open_compiler(num_logits).matcher(grammar, interruption)
 
     def close(self) -> None:
         if self._compiler is not None:

@@ -11,13 +11,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import gates
 import pytest
-from served import CHAT, COMPLETIONS
+from served import CHAT, COMPLETIONS, HELLO
 from small import Run
+from test_trials import BOMB, as_format
 
 import spec_runtime
 from spec_runtime.serving import app, processes, settings
@@ -110,6 +112,39 @@ def test_a_server_ends_gracefully_on_sigterm(
     assert [line["status"] for line in lines[-4:]] == [401, 200, 200, 403]
 
 
+def test_a_stop_cuts_off_a_grammar_that_does_not_end(bundle: Path, tmp_path: Path) -> None:
+    with running(bundle, tmp_path / "log", "--grace", "1") as (process, url):
+        body = {"messages": HELLO, "response_format": as_format(BOMB)}
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(httpx.post, url + CHAT, json=body, timeout=PATIENCE)
+            wait_until(lambda: "running_requests 1" in httpx.get(f"{url}/metrics").text)
+            children = workers_of(process.pid, b"trial_process")
+            assert children
+            process.send_signal(signal.SIGTERM)
+            assert end(process)[0] == 0
+            assert reply.result().status_code == 503
+        assert not any(Path(f"/proc/{child}").exists() for child in children)
+
+
+def test_a_process_ends_though_a_thread_of_its_server_never_does() -> None:
+    code = """if True:
+        import asyncio, threading
+        from spec_runtime.serving.processes import EndingApp
+
+        async def app(scope, receive, send):
+            await receive()
+            threading.Event().wait()
+
+        async def stop():
+            return {"type": "lifespan.shutdown"}
+
+        asyncio.run(EndingApp(app, seconds=0.1)({"type": "lifespan"}, stop, None))
+    """
+    ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=PATIENCE)
+    assert ended.returncode == 1
+    assert ended.stderr == b"the server is ended 0.1 s after its stop: a request did not end\n"
+
+
 def test_workers_share_the_port_and_one_that_dies_is_replaced(bundle: Path, tmp_path: Path) -> None:
     with running(bundle, tmp_path / "log", "--workers", "2", "--threads", "1") as (process, url):
         wait_until(lambda: is_ready(url))
@@ -193,8 +228,9 @@ def test_conversations_in_turn_are_kept_for_both(bundle: Path, tmp_path: Path) -
             assert text == plain.text, "kept rows change no answer"
 
 
-def workers_of(parent: int) -> list[int]:
-    """Returns the processes of a parent that run an engine, by Linux's /proc."""
+def workers_of(parent: int, word: bytes = b"spawn_main") -> list[int]:
+    """Returns the processes of a parent that run an engine, or that have another word in their
+    commands, by Linux's /proc."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -203,7 +239,7 @@ def workers_of(parent: int) -> list[int]:
         except OSError:
             continue  # it has just ended
         state, its_parent = status.rpartition(")")[2].split()[:2]
-        if int(its_parent) == parent and state != "Z" and b"spawn_main" in command:
+        if int(its_parent) == parent and state != "Z" and word in command:
             found.append(int(folder.name))
     return found
 

@@ -245,6 +245,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
+    def open_compiler(self, num_logits: int) -> GrammarCompiler:
+        return _compiler(num_logits)
+
     def matcher(
         self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None
     ) -> Matcher:

@@ -35,12 +35,14 @@ log = logging.getLogger("spec_runtime")
 class TrialLimits:
     """Bounds the trial of a grammar: its seconds, its memory, and how many are tried at once.
 
-    An ordinary grammar takes some milliseconds and a few megabytes. Memory is held to on Linux.
+    An ordinary grammar takes some milliseconds and a few megabytes. While others wait for their
+    trial, one has `shared_seconds` only. Memory is held to on Linux.
     """
 
     seconds: float = 5.0
     megabytes: int = 512
     processes: int = 2
+    shared_seconds: float = 1.0
 
 
 class GrammarTrials:
@@ -64,10 +66,12 @@ class GrammarTrials:
             "max_bytes": limits.megabytes << 20,
         }
         self._opening = _line(opening)
-        self._known: dict[bytes, str | None] = {}  # by hash: what is wrong with a grammar, if any
+        self._known: dict[bytes, tuple[str | None]] = {}  # faults of grammars, by their hashes
+        self._tried: set[bytes] = set()  # hashes of those that are tried now, or wait for it
         self._idle: list[_Process] = []
         self._places = threading.Semaphore(limits.processes)
-        self._lock = threading.Lock()  # of `_known` and `_idle`
+        self._num_waiting = 0  # for a place
+        self._lock = threading.Lock()  # of all that changes
         self._has_started = False  # a process, ever
         self._is_possible = True  # until the first one does not start
 
@@ -93,25 +97,45 @@ class GrammarTrials:
         """
         line = _line(grammar)
         key = hashlib.sha256(line).digest()
-        if key in self._known:
-            return self._known[key]
+        while (known := self._known.get(key)) is None:
+            with self._lock:
+                is_ours = key not in self._tried
+                self._tried.add(key)
+            if is_ours:
+                try:
+                    return self._outcome(key, line, interruption)
+                finally:
+                    self._tried.discard(key)
+            time.sleep(POLL_SECONDS)
+            if interruption.reason is not None:
+                raise Interrupted
+        return known[0]
+
+    def _outcome(self, key: bytes, line: bytes, interruption: Interruption) -> str | None:
         with self._place(interruption):
-            if key in self._known:  # by now
-                return self._known[key]
             process = self._take(interruption) if self._is_possible else None
             if process is None:
                 return None
             fault, is_lasting = self._try(process, line, interruption)
-            if is_lasting:
-                self._remember(key, fault)
+        if is_lasting:
+            with self._lock:
+                self._known[key] = (fault,)
+                if len(self._known) > MAX_KNOWN:
+                    del self._known[next(iter(self._known))]
         return fault
 
     @contextmanager
     def _place(self, interruption: Interruption) -> Iterator[None]:
         """Waits until few enough grammars are tried, while the block runs."""
-        while not self._places.acquire(timeout=POLL_SECONDS):
-            if interruption.reason is not None:
-                raise Interrupted
+        with self._lock:
+            self._num_waiting += 1
+        try:
+            while not self._places.acquire(timeout=POLL_SECONDS):
+                if interruption.reason is not None:
+                    raise Interrupted
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
         try:
             yield
         finally:
@@ -158,8 +182,15 @@ class GrammarTrials:
     ) -> tuple[str | None, bool]:
         """Returns what is wrong with a grammar, if anything is, and whether it will always be."""
         limits = self._limits
+        begun = time.monotonic()
         try:
-            is_done = _answer(process.ask(line), limits.seconds, interruption)
+            answer = process.ask(line)
+            while True:
+                is_done = _answer(answer, POLL_SECONDS, interruption)
+                is_shared = self._num_waiting > 0 and limits.shared_seconds < limits.seconds
+                seconds = limits.shared_seconds if is_shared else limits.seconds
+                if is_done is not None or time.monotonic() - begun > seconds:
+                    break
         except BaseException:  # Ctrl-C among them
             process.end()
             raise
@@ -169,15 +200,10 @@ class GrammarTrials:
         process.end()
         self.start()  # for the next grammar
         if is_done is None:
-            return f"compiling it takes more than {limits.seconds:g} s", True
+            while_shared = ", while others wait" if is_shared else ""
+            return f"compiling it takes more than {seconds:g} s{while_shared}", not is_shared
         fault = f"compiling it takes more than {limits.megabytes} MB, or crashes llguidance"
         return fault, not process.was_killed
-
-    def _remember(self, key: bytes, fault: str | None) -> None:
-        with self._lock:
-            self._known[key] = fault
-            if len(self._known) > MAX_KNOWN:
-                del self._known[next(iter(self._known))]
 
 
 class _Process:

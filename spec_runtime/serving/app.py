@@ -93,9 +93,9 @@ async def health() -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Says that a request would be taken now: 503 where all places are taken."""
-    service = _service(request)
-    if not service.admission.has_room:
+    """Says that a request would be taken now: 503 where all places are taken, or the engine is
+    stuck."""
+    if not _service(request).is_ready:
         return Json({"status": "busy"}, 503, {"Retry-After": "1"})
     return Json({"status": "ready"})
 

@@ -6,22 +6,25 @@ full, and answers still running after `grace` seconds are cut off.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from typing import Any, TextIO
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.supervisors import Multiprocess
 
+from spec_runtime import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.load import load
 from spec_runtime.serving.connections import LimitedConnection
@@ -29,6 +32,7 @@ from spec_runtime.serving.settings import Settings
 
 FAILED = 3  # the exit code of a worker that cannot start; uvicorn then starts no other in its place
 HEALTH_SECONDS = 30  # in which a worker answers its parent: a large bundle may keep it busy
+STOP_SECONDS = 10.0  # that what was cut off at a stop has to end
 STALL_SECONDS = 60  # after which a connection is dropped whose client takes nothing of its answer
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -50,7 +54,8 @@ class ServedBundle:
 
         engine = load(**self.arguments)
         set_up_logs()
-        return make_app(engine, self.settings)
+        open_compiler(engine)
+        return EndingApp(make_app(engine, self.settings))
 
     def __call__(self) -> ASGIApp:
         """Returns the app of a worker process; ends the process in one line if there is none."""
@@ -60,6 +65,50 @@ class ServedBundle:
         except (UserError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(FAILED) from None
+
+
+def open_compiler(engine: Engine) -> None:
+    """Opens what compiles grammars, so that the first request with one need not wait for that. Goes
+    on meanwhile; where it fails, such a request says why."""
+
+    def run() -> None:
+        with suppress(UserError):
+            engine.tokenizer.open_compiler(engine.target.vocab_size)
+
+    threading.Thread(target=run, daemon=True).start()
+
+
+class EndingApp:
+    """Ends the process some seconds after its app was told to stop, whatever still runs then: a
+    thread that never returns would keep the process from ending."""
+
+    def __init__(self, app: ASGIApp, seconds: float = STOP_SECONDS) -> None:
+        self._app, self._seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            return await self._app(scope, receive, send)
+
+        async def receive_stop() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown":
+                self._end_later()
+            return message
+
+        try:
+            await self._app(scope, receive_stop, send)
+        except asyncio.CancelledError:  # by a second signal
+            self._end_later()
+            raise
+
+    def _end_later(self) -> None:
+        timer = threading.Timer(self._seconds, self._end)
+        timer.daemon = True
+        timer.start()
+
+    def _end(self) -> None:
+        log.error("the server is ended %g s after its stop: a request did not end", self._seconds)
+        os._exit(1)
 
 
 class _AccessHandler(logging.StreamHandler[TextIO]):

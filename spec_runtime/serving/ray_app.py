@@ -41,7 +41,7 @@ from spec_runtime.serving.app import make_unguarded_app
 from spec_runtime.serving.errors import ApiError, Json
 from spec_runtime.serving.guards import Guards
 from spec_runtime.serving.metrics import CarriedMetrics, Metrics
-from spec_runtime.serving.processes import set_up_logs
+from spec_runtime.serving.processes import open_compiler, set_up_logs
 from spec_runtime.serving.relay import Messages, Relay, ReplicaDied, answers_of
 from spec_runtime.serving.service import Service
 from spec_runtime.serving.settings import ServerLimits, Settings, key_from
@@ -153,6 +153,7 @@ class EngineReplica:
         )
         engine = load(bundle, **arguments.load_options)
         set_up_logs()
+        open_compiler(engine)
         self._metrics = CarriedMetrics()
         self._service = Service(engine, settings, self._metrics)
         self._app = make_unguarded_app(self._service)
@@ -166,10 +167,12 @@ class EngineReplica:
                 yield messages
 
     def check_health(self) -> None:
-        """Raises RuntimeError where the engine is closed, or has hung: no step may take longer than
-        a whole request. Ray then starts another replica in place of this one."""
+        """Raises RuntimeError where the engine is closed, or has hung: no step, and no preparation
+        of a request, may take longer than a whole request. Ray then starts another replica in place
+        of this one."""
         assert self._service.engine.target is not None, "it raises if the engine is closed"
-        seconds = self._service.queue.seconds_in_step
+        queue = self._service.queue
+        seconds = max(queue.seconds_in_step, queue.seconds_in_preparation)
         if seconds > self._service.settings.timeout:
             raise RuntimeError(f"the engine has been in one step for {seconds:.0f} s")
 

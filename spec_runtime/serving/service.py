@@ -28,6 +28,8 @@ from spec_runtime.text.messages import Tools
 from spec_runtime.text.prompt import Prompt
 from spec_runtime.waiting.admission import Admission
 
+PREPARATION_SECONDS = 10.0  # a long prompt takes a few tenths
+
 
 class Service:
     """Answers chat and completion requests, in the order of their coming.
@@ -43,6 +45,15 @@ class Service:
         self.started = int(time.time())
         self.admission = Admission(settings.max_waiting, settings.max_streams, self._note_counts)
         self.queue = EngineQueue(self.admission)
+
+    @property
+    def is_ready(self) -> bool:
+        """Says whether a request would be taken now, and its turn come: there is a place, and no
+        request has kept the thread that prepares them, or the engine in one step, for too long."""
+        queue = self.queue
+        is_stuck = queue.seconds_in_preparation > PREPARATION_SECONDS
+        is_stuck = is_stuck or queue.seconds_in_step > self.settings.timeout
+        return self.admission.has_room and not is_stuck
 
     async def close(self) -> None:
         """Ends all requests, and closes the engine."""

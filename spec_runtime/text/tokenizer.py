@@ -45,6 +45,10 @@ class Codec(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text without special tokens; bytes that are no UTF-8 (yet) become U+FFFD."""
 
+    def open_compiler(self, num_logits: int) -> GrammarCompiler:
+        """Returns what compiles grammars, for masks of `num_logits`. It is opened once, which takes
+        half a second; raises UserError if that fails."""
+
     def matcher(
         self, grammar: Grammar, num_logits: int, interruption: Interruption | None = None
     ) -> Matcher:
@@ -130,8 +134,7 @@ class Tokenizer:
         return self.open_compiler(num_logits).matcher(grammar, interruption)
 
     def open_compiler(self, num_logits: int) -> GrammarCompiler:
-        """Returns what compiles grammars, for masks of `num_logits`. It is opened once, which takes
-        half a second; raises UserError if that fails."""
+        """See Codec.open_compiler."""
         with self._compiler_lock:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(self._tokenizer.to_str(), self.eos, num_logits)

@@ -12,8 +12,11 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
+from bpe_tokenizer import BpeTokenizer
 from served import (
+    CHAT,
     COMPLETIONS,
+    HELLO,
     PATIENCE,
     GatedRuns,
     events,
@@ -23,10 +26,16 @@ from served import (
     toy_engine,
     wait_until,
 )
+from test_trials import BOMB, PATIENT, as_format
+from toy_backend import CHATML
+from toy_engine import make_engine
 
 from spec_runtime import QueueFull
+from spec_runtime.requests.call import Call
+from spec_runtime.serving import service
 from spec_runtime.serving.errors import ApiError, as_api_error, response
 from spec_runtime.serving.settings import Settings
+from spec_runtime.text.chat_template import ChatTemplate
 from spec_runtime.text.prompt import Prompt
 from spec_runtime.waiting.admission import Admission
 
@@ -70,6 +79,47 @@ def test_a_full_queue_is_429_and_the_rest_is_answered() -> None:
         assert tokens == [60, 61, 62]
         assert client.get("/ready").status_code == 200
         assert client.post(COMPLETIONS, json=BODY).status_code == 200
+
+
+def test_a_grammar_that_does_not_end_keeps_nobody_waiting() -> None:
+    """Its request is over after the server's time; others are answered meanwhile."""
+    tokenizer = BpeTokenizer(ChatTemplate(CHATML, name="the toy template"), limits=PATIENT)
+    engine = make_engine("none", vocab_size=tokenizer.vocab_size, tokenizer=tokenizer)
+    with served(engine, timeout=2.0) as server, ThreadPoolExecutor(2) as pool:
+        client = server.client()
+        chat = {"messages": HELLO, "max_tokens": 4}
+        bombs = [
+            pool.submit(client.post, CHAT, json=chat | more | {"response_format": as_format(BOMB)})
+            for more in ({}, {"stream": True})
+        ]
+        wait_for(client, 1, "waiting_requests")
+        for grammar in (None, {"type": "regex", "regex": "[ab]"}):
+            assert client.post(CHAT, json={**chat, "response_format": grammar}).is_success
+        assert client.get("/ready").status_code == 200
+        assert not any(bomb.done() for bomb in bombs)
+        whole, streamed = (bomb.result() for bomb in bombs)
+        assert whole.status_code == 504
+        assert events(streamed.text)[-1]["error"]["code"] == whole.json()["error"]["code"]
+        wait_for(client, 0, "running_requests")
+
+
+def test_a_server_whose_preparation_is_stuck_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, may_end = toy_engine(), threading.Event()
+    make_call = engine.make_call
+
+    def make_late(*arguments: Any, **options: Any) -> Call:
+        assert may_end.wait(PATIENCE)
+        return make_call(*arguments, **options)
+
+    monkeypatch.setattr(engine, "make_call", make_late)
+    monkeypatch.setattr(service, "PREPARATION_SECONDS", 0.1)
+    with served(engine) as server, ThreadPoolExecutor(1) as pool:
+        client = server.client()
+        reply = pool.submit(client.post, COMPLETIONS, json=BODY)
+        wait_until(lambda: client.get("/ready").status_code == 503)
+        may_end.set()
+        assert reply.result().status_code == 200
+        assert client.get("/ready").status_code == 200
 
 
 def test_a_refused_request_gives_its_place_back() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,19 @@ def test_a_grammar_after_one_that_was_ended_is_compiled() -> None:
             tokenizer.matcher(schema({"title": str(number), **BOMB}), 258)
         matcher = tokenizer.matcher(Grammar("regex", f"[ab]{number}"), 258)
         assert matcher.allowed().nonzero()[0].tolist() == [*b"ab"]
+
+
+def test_a_grammar_that_takes_long_makes_room_for_others() -> None:
+    tokenizer = BpeTokenizer(limits=TrialLimits(600, 4096, processes=1, shared_seconds=0.2))
+    with ThreadPoolExecutor(1) as pool:
+        bomb = pool.submit(tokenizer.matcher, schema(BOMB), NUM_LOGITS)
+        number = 0
+        while not bomb.done():  # it would take minutes
+            number += 1
+            matcher = tokenizer.matcher(Grammar("regex", f"a{{{number}}}"), NUM_LOGITS)
+            assert matcher.allowed().nonzero()[0] == [97]
+        with pytest.raises(UserError, match=r"takes more than 0.2 s, while others wait"):
+            bomb.result()
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancelled"])
