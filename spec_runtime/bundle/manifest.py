@@ -50,9 +50,10 @@ def _is_name(name: str) -> bool:
 
 
 def _is_inside(path: str) -> bool:
-    """Says whether a path stays in its folder: a bundle may come from anywhere."""
+    """Says whether a path stays in its folder, and is written in one way only: "a/b", not "a//b".
+    A bundle may come from anywhere."""
     pure = PurePosixPath(path)
-    return not pure.is_absolute() and ".." not in pure.parts
+    return not pure.is_absolute() and ".." not in pure.parts and str(pure) == path != "."
 
 
 def _one_of(names: tuple[str, ...]) -> Must:
@@ -391,7 +392,16 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _check_names(folder: Path, manifest: Manifest) -> None:
-    """Checks that the files which the manifest names are hashed, the tokenizer as it says."""
+    """Checks that the files which the manifest names are hashed, the tokenizer as it says, and that
+    a folder can hold them all, beside the manifest."""
+    for name in manifest.files:
+        folders = {str(parent) for parent in PurePosixPath(name).parents}
+        for other in (MANIFEST, *(folders & manifest.files.keys())):
+            _require(
+                name != other and other not in folders,
+                f"{folder}: got {brief(name, 80)} beside {brief(other, 80)} among its files, "
+                "expected other files than the manifest, and none inside another; build it again",
+            )
     for name in _named_files(manifest):
         _require(
             name in manifest.files,

@@ -281,6 +281,12 @@ def test_what_is_not_a_bundle_is_refused(hub: FakeHub, files: dict[str, bytes]) 
             r"files: got str '\.\./out', expected a path inside the bundle",
         ),
     }
+    for number, path in enumerate(["manifest.json", "manifest.json/x", "tokenizer.json/x"]):
+        listed = {path: b"x"} | damaged(files, files=manifest["files"] | {path: digest})
+        cases[f"a/clash{number}"] = (listed, rf"got {path} beside \w+\.json among its files")
+    for number, path in enumerate(["a//b", "./a", ".", "a/"]):
+        listed = damaged(files, files=manifest["files"] | {path: digest})
+        cases[f"a/form{number}"] = (listed, "expected a path inside the bundle")
     for name, (held, message) in cases.items():
         hub.add(name, held)
         with pytest.raises(ValueError, match=message) as caught:
