@@ -269,7 +269,7 @@ class Engine:
             continue_final=request.continue_final,
             control_tokens=request.control_tokens,
         )
-        text = TextStream(self.tokenizer.decode, params.stop)
+        text = TextStream(self.tokenizer.decode, params.stop, ids)
         if params.grammar is None:
             return Call(ids, request, text)
         grammar, tokenizer, num_logits = params.grammar, self.tokenizer, self.target.vocab_size
@@ -484,7 +484,9 @@ class Engine:
         if stop is None and reason == "stop":
             stop = tokens[-1]
         asked = None if params.logprobs is None else logprobs
-        result = GenerationResult(text.text, tokens, reason, stats, params.rule, asked, stop)
+        result = GenerationResult(
+            text.text, tokens, reason, stats, params.rule, asked, stop, text.ends
+        )
         self.last_result = result
         return result
 

@@ -129,6 +129,7 @@ def read_chunks(
                 depths=tuple(step.depths),
                 pieces=pieces,
                 num_drafted=step.num_drafted,
+                text_ends=tuple(text.ends[len(depths) - len(step.tokens) : len(depths)]),
             )
         pieces = _pieces(text, depths)
         rest = "".join(piece.text for piece in pieces)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spec_runtime.sampling import TokenLogprob
 from spec_runtime.stats import Stats
@@ -29,7 +29,9 @@ class GenerationResult:
     `text` is without the stop string; `token_ids` include the EOS or the token that ended it.
     `acceptance` is greedy, target_sampling, rejection or typical. `logprobs` belong to `token_ids`,
     if the request asked for them. `stop` is what ended it where the finish reason is "stop": the
-    stop string, or the token's id.
+    stop string, or the token's id. `text_ends` says of each of `token_ids` how many characters of
+    the text are there with it: token i begins at text_ends[i - 1]. Tokens of a stop string may end
+    after the text.
     """
 
     text: str
@@ -39,6 +41,7 @@ class GenerationResult:
     acceptance: str = "greedy"
     logprobs: list[TokenLogprob] | None = None
     stop: str | int | None = None
+    text_ends: list[int] = field(default_factory=list)
 
     @property
     def preserves_distribution(self) -> bool:
@@ -70,8 +73,8 @@ class Chunk:
     """Holds what one step adds to an answer.
 
     `depths` are those of `token_ids`: 0 is the target's own token, and k was drafted as guess k of
-    the step's tree. `logprobs` belong to `token_ids`, if the request asked for them. `num_drafted`
-    counts the nodes of the step's tree without its root.
+    the step's tree. `logprobs` and `text_ends` belong to `token_ids`, see GenerationResult.
+    `num_drafted` counts the nodes of the step's tree without its root.
 
     `text` may lag behind the tokens: a character whose last byte is missing, and what may be the
     beginning of a stop string, come with a later chunk. The texts of `pieces` joined are `text`;
@@ -86,3 +89,4 @@ class Chunk:
     pieces: tuple[Piece, ...] = ()
     num_drafted: int = 0
     result: GenerationResult | None = None
+    text_ends: tuple[int, ...] = ()

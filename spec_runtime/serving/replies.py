@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
-from spec_runtime import GenerationResult, TokenLogprob
+from spec_runtime import Chunk, GenerationResult, TokenLogprob
+from spec_runtime.text.stream import REPLACEMENT
+from spec_runtime.text.tokenizer import Codec
 
 Object = dict[str, Any]
-REPLACEMENT = "\ufffd"  # what a part of a character is decoded as
+WORD = "a"  # after which a token's text has the space that a first word would lose
 
 
 def usage(results: Sequence[GenerationResult], num_prompts: int = 1) -> Object:
@@ -27,22 +30,53 @@ def usage(results: Sequence[GenerationResult], num_prompts: int = 1) -> Object:
     }
 
 
+class ShownTokens:
+    """Says which tokens of one answer its text shows so far, and at which character each begins.
+
+    A token waits until its text has come: what may be a part of a stop string may never come.
+    """
+
+    def __init__(self, ending: frozenset[int]) -> None:
+        self._ending = ending
+        self._waiting: deque[tuple[TokenLogprob, int, int]] = deque()  # with its begin and end
+        self._end = self._length = 0  # of the tokens, and of the text
+
+    def take(self, chunk: Chunk) -> list[tuple[TokenLogprob, int]]:
+        """Returns the tokens that a chunk shows, with the places where they begin."""
+        self._length += len(chunk.text)
+        for entry, end in zip(chunk.logprobs or (), chunk.text_ends, strict=False):
+            self._waiting.append((entry, self._end, end))
+            self._end = end
+        is_last = chunk.result is not None
+        is_cut = is_last and isinstance(chunk.result.stop, str)
+        taken = []
+        while self._waiting and (is_last or self._waiting[0][2] <= self._length):
+            entry, begin, _ = self._waiting.popleft()
+            is_shown = begin < self._length or not is_cut
+            if is_shown and entry.token_id not in self._ending:
+                taken.append((entry, begin))
+        return taken
+
+
 class TokenTexts:
     """Writes tokens and their log-probabilities as text; `ending` are ids that are left out, since
     the text has nothing of them."""
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], ending: frozenset[int]) -> None:
-        self._decode = decode
+    def __init__(self, codec: Codec, ending: frozenset[int]) -> None:
+        self._decode = codec.decode
         self._ending = ending
+        self._before = codec.encode(WORD, special_tokens=False)
 
     def text(self, token: int) -> str:
-        return self._decode([token])
+        """Returns a token's text as it is after a word."""
+        known, text = self._decode(self._before), self._decode([*self._before, token])
+        return text[len(known) :] if text.startswith(known) else self._decode([token])
 
-    def shown(self, logprobs: Sequence[TokenLogprob]) -> list[TokenLogprob]:
-        """Returns the entries of tokens that belong to the text."""
-        return [entry for entry in logprobs if entry.token_id not in self._ending]
+    def tokens_of_choice(self) -> ShownTokens:
+        """Returns what says which tokens of a choice are shown."""
+        return ShownTokens(self._ending)
 
-    def chat(self, logprobs: Sequence[TokenLogprob]) -> Object:
+    def chat(self, shown: Sequence[tuple[TokenLogprob, int]]) -> Object:
         """Returns the object `logprobs` of a chat choice."""
         return {
             "content": [
@@ -50,7 +84,7 @@ class TokenTexts:
                     **self._entry(entry.token_id, entry.logprob),
                     "top_logprobs": [self._entry(token, value) for token, value in entry.top],
                 }
-                for entry in self.shown(logprobs)
+                for entry, _ in shown
             ],
             "refusal": None,
         }
@@ -60,19 +94,24 @@ class TokenTexts:
         data = None if REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": data}
 
-    def completion(self, logprobs: Sequence[TokenLogprob], offset: int) -> Object:
-        """Returns the object `logprobs` of a completion whose text begins at `offset`."""
-        shown = self.shown(logprobs)
-        tokens = [self.text(entry.token_id) for entry in shown]
-        offsets = [offset + sum(map(len, tokens[:i])) for i in range(len(tokens))]
+    def completion(self, shown: Sequence[tuple[TokenLogprob, int]], offset: int) -> Object:
+        """Returns the object `logprobs` of a completion; the answer begins at `offset` of its
+        text."""
         return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(entry.logprob) for entry in shown],
-            "top_logprobs": [
-                {self.text(token): _finite(value) for token, value in entry.top} for entry in shown
-            ],
-            "text_offset": offsets,
+            "tokens": [self.text(entry.token_id) for entry, _ in shown],
+            "token_logprobs": [_finite(entry.logprob) for entry, _ in shown],
+            "top_logprobs": [self._by_text(entry.top) for entry, _ in shown],
+            "text_offset": [offset + begin for _, begin in shown],
         }
+
+    def _by_text(self, top: Sequence[tuple[int, float]]) -> Object:
+        """Returns log-probabilities by text. Of tokens that have the same text the likeliest has
+        it, and the others are named by their ids."""
+        found: Object = {}
+        for token, value in top:
+            text = self.text(token)
+            found[f"token_id:{token}" if text in found else text] = _finite(value)
+        return found
 
 
 def _finite(logprob: float) -> float:

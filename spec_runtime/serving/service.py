@@ -208,7 +208,7 @@ class Service:
         ending = frozenset(body.sampling.get("stop_token_ids", ()))
         if not body.sampling.get("ignore_eos"):
             ending |= frozenset(self.engine.tokenizer.eos)
-        return TokenTexts(self.engine.tokenizer.decode, ending)
+        return TokenTexts(self.engine.tokenizer, ending)
 
     def _note_counts(self) -> None:
         admission, metrics = self.admission, self.metrics

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from spec_runtime import Chunk, GenerationResult
+from spec_runtime import Chunk, GenerationResult, TokenLogprob
 from spec_runtime.serving.replies import Heading, Object, TokenTexts, finish_reason
 from spec_runtime.serving.tool_calls import CallReader, written
 
@@ -36,6 +37,7 @@ class ChatWriter:
         self._texts = texts
         self._make_reader = make_reader
         self._readers: dict[int, CallReader | None] = {}  # of the choices that have begun
+        self._shown = defaultdict(texts.tokens_of_choice)
 
     def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
         if index not in self._readers:
@@ -43,7 +45,8 @@ class ChatWriter:
             yield self._part(index, {"role": "assistant", "content": ""})
         reader = self._readers[index]
         text = chunk.text if reader is None else reader.push(chunk.text)
-        logprobs = self._texts.chat(chunk.logprobs) if chunk.logprobs else None
+        shown = self._shown[index].take(chunk)
+        logprobs = self._texts.chat(shown) if shown else None
         if text or logprobs:
             yield self._part(index, {"content": text}, logprobs)
         if chunk.result is None:
@@ -62,7 +65,7 @@ class ChatWriter:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def whole(self, index: int, result: GenerationResult) -> Object:
-        logprobs, reason = result.logprobs, finish_reason(result)
+        reason = finish_reason(result)
         message: Object = {"role": "assistant", "content": result.text, "refusal": None}
         if self._make_reader is not None:
             reader = self._make_reader()
@@ -74,7 +77,9 @@ class ChatWriter:
         return {
             "index": index,
             "message": message,
-            "logprobs": None if logprobs is None else self._texts.chat(logprobs),
+            "logprobs": None
+            if result.logprobs is None
+            else self._texts.chat(_shown(self._texts, result)),
             "finish_reason": reason,
         }
 
@@ -87,25 +92,38 @@ class CompletionWriter:
         self.heading = Heading("cmpl", "text_completion", "text_completion", model)
         self._texts = texts
         self._echoes = echoes
-        self._lengths: dict[int, int] = {}  # of the text so far
+        self._shown = defaultdict(texts.tokens_of_choice)
 
     def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
-        offset = self._lengths.get(index)
         text = chunk.text
-        if offset is None and self._echoes is not None:
-            text = self._echoes[index] + text
-        offset = offset or 0
-        self._lengths[index] = offset + len(text)
-        logprobs = self._texts.completion(chunk.logprobs, offset) if chunk.logprobs else None
+        if index not in self._shown:
+            text = self._echo(index) + text
+        shown = self._shown[index].take(chunk)
+        logprobs = self._texts.completion(shown, len(self._echo(index))) if shown else None
         if text or logprobs or chunk.result is not None:
             reason = None if chunk.result is None else finish_reason(chunk.result)
             yield self._choice(index, text, logprobs, reason)
 
     def whole(self, index: int, result: GenerationResult) -> Object:
-        text = result.text if self._echoes is None else self._echoes[index] + result.text
-        logprobs = result.logprobs
-        shown = None if logprobs is None else self._texts.completion(logprobs, 0)
-        return self._choice(index, text, shown, finish_reason(result))
+        echo, logprobs = self._echo(index), None
+        if result.logprobs is not None:
+            logprobs = self._texts.completion(_shown(self._texts, result), len(echo))
+        return self._choice(index, echo + result.text, logprobs, finish_reason(result))
+
+    def _echo(self, index: int) -> str:
+        return "" if self._echoes is None else self._echoes[index]
 
     def _choice(self, index: int, text: str, logprobs: Object | None, reason: str | None) -> Object:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _shown(texts: TokenTexts, result: GenerationResult) -> list[tuple[TokenLogprob, int]]:
+    """Returns the tokens that a whole answer shows, with the places where they begin."""
+    return texts.tokens_of_choice().take(
+        Chunk(
+            text=result.text,
+            logprobs=tuple(result.logprobs or ()),
+            text_ends=tuple(result.text_ends),
+            result=result,
+        )
+    )

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+REPLACEMENT = "\ufffd"  # what bytes are decoded as that are no character, or not yet
+MAX_CHARACTER_BYTES = 4  # of UTF-8
+MAX_WINDOW = 64  # tokens decoded at a time
+MAX_WORD_TOKENS = 8  # of a prompt, looked at for its last text
+
 
 class TextStream:
     """Makes text of tokens as they come: whole characters only, and never a part of a stop string.
 
     Text is released as soon as no later token can change it. Example, stop "END": pushing "a",
     "E", "N", "x" releases "a", "", "", "ENx"; pushing "a", "E", "ND" releases "a" and stops.
-    `stop` is then the stop string.
+    `stop` is then the stop string. `ends` says of each token where its text ends in `text`, in
+    characters, held text included. `prompt` are the ids before the answer: a SentencePiece word
+    has a space before it unless it is the first one.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
         self.text = ""  # all that is released
         self.stop: str | None = None  # the stop string that ended the text
+        self.ends: list[int] = []
         self._decode = decode
         self._stops = stops
-        self._ids: list[int] = []  # a window: `_read` ids whose text is out, then new ones
-        self._read = 0
+        self._ids = _last_word(decode, prompt)  # a window: `_read` ids that are out, then new ones
+        self._read = len(self._ids)
+        self._shown = len(decode(self._ids)) if self._ids else 0  # characters of it that are out
         self._held = ""  # may be the beginning of a stop string
         self._taken = 0
-        self._ends: list[int] = []  # of each token: where its text ends, held text included
         self._first = 0  # of the tokens whose text has not all been taken
 
     @property
@@ -33,25 +46,33 @@ class TextStream:
     def push(self, token: int) -> bool:
         """Adds a token; returns True once a stop string is complete, before which the text ends."""
         self._ids.append(token)
-        piece = self._new_text()
-        # U+FFFD at the end: perhaps a character whose other bytes are in the next token
-        if piece and not piece.endswith("\ufffd"):
+        text = self._decode(self._ids)
+        piece = text[self._shown : self._settled(text)]
+        if piece and not text.endswith(REPLACEMENT):
             # keep the last tokens: some decoders treat the first id of a list differently
             del self._ids[: self._read]
             self._read = len(self._ids)
-            self._release(piece)
-        self._ends.append(len(self.text) + len(self._held))
+            self._shown = len(self._decode(self._ids))
+        else:
+            self._shown += len(piece)
+            if len(self._ids) > MAX_WINDOW:  # of bytes that become no character
+                num_waiting = len(text) - self._shown
+                del self._ids[:-MAX_CHARACTER_BYTES]
+                self._read = 0
+                self._shown = max(0, len(self._decode(self._ids)) - num_waiting)
+        self._release(piece)
+        self.ends.append(len(self.text) + len(self._held))
         return self.stopped
 
     def finish(self) -> None:
         """Releases the text held back, as no more tokens come."""
-        piece = self._new_text()
-        self._read = len(self._ids)
-        self._release(piece)
+        text = self._decode(self._ids) if self._ids else ""
+        self._release(text[self._shown :])
+        self._shown = max(self._shown, len(text))
         self.text += self._held
         self._held = ""
-        if self._ends:
-            self._ends[-1] = len(self.text)
+        if self.ends:
+            self.ends[-1] = len(self.text)
 
     def take(self) -> str:
         """Returns the text released since the last call."""
@@ -68,19 +89,27 @@ class TextStream:
         """
         pieces = []
         while self._taken < len(self.text):
-            end = min(self._ends[self._first], len(self.text))
+            end = min(self.ends[self._first], len(self.text))
             if end > self._taken:
                 pieces.append((self._first, self.text[self._taken : end]))
                 self._taken = end
-            if end == self._ends[self._first]:
+            if end == self.ends[self._first]:
                 self._first += 1
         return pieces
 
-    def _new_text(self) -> str:
-        if self._read == len(self._ids):
-            return ""
-        known = self._decode(self._ids[: self._read]) if self._read else ""
-        return self._decode(self._ids)[len(known) :]
+    def _settled(self, text: str) -> int:
+        """Returns how many characters of the window's text no later token can change.
+
+        Bytes that are no character yet become U+FFFD. They may be the beginning of one as long as
+        three of them, and so at most the last three tokens that have any, wait for its end.
+        """
+        if not text.endswith(REPLACEMENT):
+            return len(text)
+        new = [at for at in range(self._read, len(self._ids)) if self._decode([self._ids[at]])]
+        if len(new) < MAX_CHARACTER_BYTES:
+            return self._shown
+        settled = self._decode(self._ids[: new[1 - MAX_CHARACTER_BYTES]])
+        return len(settled) if text.startswith(settled) else self._shown
 
     def _release(self, piece: str) -> None:
         if self.stopped:
@@ -95,6 +124,17 @@ class TextStream:
         num_held = max((_overlap(text, stop) for stop in self._stops), default=0)
         self.text += text[: len(text) - num_held]
         self._held = text[len(text) - num_held :]
+
+
+def _last_word(decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> list[int]:
+    """Returns the last few ids of a prompt that have text, none if a control token or half a
+    character is its end: a text begins there."""
+    last = list(prompt[-MAX_WORD_TOKENS:])
+    for at in reversed(range(len(last))):
+        if not decode([last[at]] * 2):  # a control token; a space on its own may be dropped
+            del last[: at + 1]
+            break
+    return [] if decode(last).endswith(REPLACEMENT) else last
 
 
 def _overlap(text: str, stop: str) -> int:

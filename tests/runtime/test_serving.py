@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import small
 from served import (
     CHAT,
     COMPLETIONS,
@@ -22,6 +23,9 @@ from served import (
     wait_until,
 )
 from toy_backend import ByteTokenizer
+
+from spec_runtime import TokenLogprob
+from spec_runtime.serving.replies import TokenTexts
 
 BODY = {"prompt": "hello", "max_tokens": 12, "temperature": 0}
 JSON = {"Content-Type": "application/json"}
@@ -169,12 +173,61 @@ def test_logprobs_of_a_chat_are_the_engines(client: Any) -> None:
     assert choice_of(client, CHAT, **body)["logprobs"] is None
 
 
-def test_logprobs_of_a_completion(client: Any) -> None:
-    found = choice_of(client, COMPLETIONS, **BODY, logprobs=1)["logprobs"]
-    assert len(found["tokens"]) == len(found["token_logprobs"]) == 12
-    assert found["text_offset"][0] == 0
+@pytest.fixture(scope="module")
+def letters() -> Iterator[Any]:
+    """Returns a client of an engine whose tokens are letters."""
+    with served(small.toy_engine()) as running, running.client() as made:
+        yield made
+
+
+@pytest.mark.parametrize("has_stop", [False, True])
+def test_logprobs_of_a_completion(letters: Any, has_stop: bool) -> None:
+    """Whole and streamed: the tokens shown are those of the text, and no more."""
+    text = choice_of(letters, COMPLETIONS, **BODY)["text"]
+    stop = text[4:7]
+    body = {**BODY, "logprobs": 1, "stop": [stop] if has_stop else []}
+    choice = choice_of(letters, COMPLETIONS, **body)
+    found = choice["logprobs"]
+    count = text.index(stop) if has_stop else len(text)
+    assert "".join(found["tokens"]) == choice["text"] == text[:count]
+    assert found["text_offset"] == list(range(count))
     pairs = zip(found["tokens"], found["token_logprobs"], strict=True)
     assert found["top_logprobs"] == [{token: logprob} for token, logprob in pairs]
+    parts = [part["choices"][0] for part in stream(letters, COMPLETIONS, **body)[:-1]]
+    assert len(parts) > 2
+    for key, values in found.items():
+        assert [each for part in parts for each in (part["logprobs"] or {key: []})[key]] == values
+
+
+class Alike(ByteTokenizer):
+    """Has a token 1 whose text is that of "a", and half a character, 200."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode([ord("a") if i == 1 else i for i in ids])
+
+
+def test_of_tokens_with_one_text_none_is_lost() -> None:
+    texts = TokenTexts(Alike(), frozenset())
+    entry = TokenLogprob(1, -0.5, ((1, -0.5), (ord("a"), -1.5), (200, -2.5), (201, -3.5)))
+    found = texts.completion([(entry, 7)], 3)
+    half = "\ufffd"
+    expected = {"a": -0.5, "token_id:97": -1.5, half: -2.5, "token_id:201": -3.5}
+    assert found["top_logprobs"] == [expected]
+    assert found["text_offset"] == [10]
+    (content,) = texts.chat([(entry, 7)])["content"]
+    assert [top["logprob"] for top in content["top_logprobs"]] == [-0.5, -1.5, -2.5, -3.5]
+
+
+class Spaced(ByteTokenizer):
+    """Drops the space before its first word, as SentencePiece does."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return super().decode(ids).removeprefix(" ")
+
+
+def test_a_tokens_text_has_its_space() -> None:
+    (entry,) = TokenTexts(Spaced(), frozenset()).chat([(TokenLogprob(32, -1.0, ()), 0)])["content"]
+    assert (entry["token"], entry["bytes"]) == (" ", [32])
 
 
 def test_the_token_that_ends_an_answer_has_no_logprob(client: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from served import CHAT, HELLO, post, served, stream
-from toy_backend import CHATML
+from toy_backend import CHATML, ByteTokenizer
 from toy_engine import make_engine
 
 from spec_runtime import Chunk, Engine, GenerationResult, Stats
@@ -199,7 +199,7 @@ def test_calls_are_found_however_the_text_comes(
 
 
 def test_a_streamed_call_follows_the_text_before_it() -> None:
-    texts = TokenTexts(lambda ids: "", frozenset())
+    texts = TokenTexts(ByteTokenizer(), frozenset())
     writer = ChatWriter("toy", texts, lambda: CallReader("hermes", TOOLS))
     pieces = ["Let me", " see. <tool", f"_call>{CALL}", "</tool_call>"]
     choices = [choice for text in pieces for choice in writer.parts(0, Chunk(text=text))]

@@ -41,6 +41,9 @@ FIRST_BYTE, *OTHER_BYTES = "€".encode()
         ("aé€😀b".encode(), [], ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]),
         ("a€".encode()[:-1], [], ["a", "", "", "\ufffd"]),
         ([FIRST_BYTE, 257, *OTHER_BYTES], [], ["", "", "", "€", ""]),  # 257 is a special token
+        # three bytes may be the beginning of a character, and no more wait for one
+        (b"\xff" * 5, [], ["", "", "", "\ufffd", "\ufffd", "\ufffd" * 3]),
+        (b"\xff" * 3 + "😀".encode(), [], ["", "", "", "\ufffd", "\ufffd", "\ufffd", "😀", ""]),
         (b"abENDc", ["END"], ["a", "b", "", "", "", ""]),
         # a false alarm is released with what disproves it, and at the end of the text
         (b"aENx", ["END"], ["a", "", "", "ENx", ""]),
@@ -77,11 +80,40 @@ def test_pieces_join_to_the_whole_text(seed: int) -> None:
     assert "".join(pieces(tokens)) == BYTES.decode(tokens)
 
 
+def test_bytes_without_end_are_not_kept() -> None:
+    stream = TextStream(BYTES.decode)
+    tokens = list("aé".encode()) + [0x80] * 500
+    for count, token in enumerate(tokens, 1):
+        stream.push(token)
+        assert len(stream.text) >= len(BYTES.decode(tokens[:count])) - 3
+    stream.finish()
+    assert stream.text == BYTES.decode(tokens)
+
+
 class SpaceDecoder:
-    """As SentencePiece: a word's space is dropped at the beginning of a list of ids."""
+    """As SentencePiece: a word's space is dropped at the beginning of a list of ids; 0 is a control
+    token."""
 
     def __call__(self, ids: Sequence[int]) -> str:
-        return "".join(f" w{i}" for i in ids)[1:]
+        return "".join(f" w{i}" for i in ids if i)[1:]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([], "w1 w2"),
+        ([5], " w1 w2"),
+        ([0, 5], " w1 w2"),
+        ([5, 0], "w1 w2"),
+        ([*range(99)], " w1 w2"),
+    ],
+)
+def test_a_first_word_has_its_space_after_another(prompt: list[int], text: str) -> None:
+    stream = TextStream(SpaceDecoder(), prompt=prompt)
+    assert not stream.push(1)
+    stream.push(2)
+    assert (stream.text, stream.ends) == (text, [text.index(" w2"), len(text)])
+    assert TextStream(SpaceDecoder(), [" w1"], prompt).push(1) == text.startswith(" ")
 
 
 def test_decoders_that_strip_the_first_space() -> None:
