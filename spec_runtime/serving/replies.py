@@ -48,7 +48,7 @@ class ShownTokens:
             self._waiting.append((entry, self._end, end))
             self._end = end
         is_last = chunk.result is not None
-        is_cut = is_last and isinstance(chunk.result.stop, str)
+        is_cut = chunk.result is not None and isinstance(chunk.result.stop, str)
         taken = []
         while self._waiting and (is_last or self._waiting[0][2] <= self._length):
             entry, begin, _ = self._waiting.popleft()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from spec_runtime import Chunk, GenerationResult, TokenLogprob
-from spec_runtime.serving.replies import Heading, Object, TokenTexts, finish_reason
+from spec_runtime.serving.replies import Heading, Object, ShownTokens, TokenTexts, finish_reason
 from spec_runtime.serving.tool_calls import CallReader, written
 
 
@@ -37,7 +37,7 @@ class ChatWriter:
         self._texts = texts
         self._make_reader = make_reader
         self._readers: dict[int, CallReader | None] = {}  # of the choices that have begun
-        self._shown = defaultdict(texts.tokens_of_choice)
+        self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
 
     def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
         if index not in self._readers:
@@ -92,7 +92,7 @@ class CompletionWriter:
         self.heading = Heading("cmpl", "text_completion", "text_completion", model)
         self._texts = texts
         self._echoes = echoes
-        self._shown = defaultdict(texts.tokens_of_choice)
+        self._shown: dict[int, ShownTokens] = defaultdict(texts.tokens_of_choice)
 
     def parts(self, index: int, chunk: Chunk) -> Iterator[Object]:
         text = chunk.text

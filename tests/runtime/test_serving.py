@@ -208,7 +208,7 @@ class Alike(ByteTokenizer):
 
 def test_of_tokens_with_one_text_none_is_lost() -> None:
     texts = TokenTexts(Alike(), frozenset())
-    entry = TokenLogprob(1, -0.5, ((1, -0.5), (ord("a"), -1.5), (200, -2.5), (201, -3.5)))
+    entry = TokenLogprob(1, -0.5, [(1, -0.5), (ord("a"), -1.5), (200, -2.5), (201, -3.5)])
     found = texts.completion([(entry, 7)], 3)
     half = "\ufffd"
     expected = {"a": -0.5, "token_id:97": -1.5, half: -2.5, "token_id:201": -3.5}
@@ -226,7 +226,7 @@ class Spaced(ByteTokenizer):
 
 
 def test_a_tokens_text_has_its_space() -> None:
-    (entry,) = TokenTexts(Spaced(), frozenset()).chat([(TokenLogprob(32, -1.0, ()), 0)])["content"]
+    (entry,) = TokenTexts(Spaced(), frozenset()).chat([(TokenLogprob(32, -1.0, []), 0)])["content"]
     assert (entry["token"], entry["bytes"]) == (" ", [32])
 
 
