@@ -57,18 +57,21 @@ def test_two_processes_train_as_one_with_twice_the_batches(recipe: Path, tmp_pat
     """The same optimiser steps, their gradients summed in another order."""
     losses = {}
     for processes in (1, 2):
-        out = tmp_path / f"{processes}"
-        launch = ["torch.distributed.run", "--nproc-per-node", "2", "-m"] * (processes == 2)
-        options = f"train.grad_accumulation={2 // processes} drafter.anchor_fraction=1.0".split()
-        options.append("train.ema=0.9")
-        sets = [word for option in (*options, "train.log_every=1") for word in ("--set", option)]
-        folders = ["--out", str(out), "--cache", str(recipe.parent / "run" / "features")]
-        subprocess.run(
-            [sys.executable, "-m", *launch, "spec_export", "train", str(recipe), *folders, *sets],
-            check=True,
-            capture_output=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        )
+        out, cache = tmp_path / f"{processes}", recipe.parent / "run" / "features"
+        options = [f"train.grad_accumulation={2 // processes}", "drafter.anchor_fraction=1.0"]
+        options += ["train.ema=0.9", "train.log_every=1"]
+        if processes == 1:
+            train.run(recipe, options, out, cache=cache)
+        else:
+            sets = [word for option in options for word in ("--set", option)]
+            words = ["train", str(recipe), "--out", str(out), "--cache", str(cache), *sets]
+            launch = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "spec_export"]
+            subprocess.run(
+                [sys.executable, "-m", *launch, *words],
+                check=True,
+                capture_output=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+            )
         losses[processes] = [float(row["loss"]) for row in curve(out) if row["loss"]]
     assert len(losses[1]) >= 3
     assert losses[2] == pytest.approx(losses[1], rel=1e-4)
