@@ -81,7 +81,8 @@ def test_attention_follows_from_device_and_precision(workshop: Workshop, folder:
             assert (graph.form, graph.attention) == (form, attention), graph.file
 
 
-def test_check_passes(workshop: Workshop, folder: Path) -> None:
+def test_check_passes(workshop: Workshop, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "REFERENCE_TOKENS", 8)  # accepted length has no bound
     rows = check.run(str(workshop.llama()), folder, []).rows
     assert [row.name for row in rows if not row.passed or row.skipped] == []
     names = {row.name for row in rows}
