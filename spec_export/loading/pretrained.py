@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from spec_export import decoder
-from spec_export.loading import gguf_config, gguf_header
+from spec_export.loading import gguf_config, gguf_header, named_templates
 from spec_runtime import mapping
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
@@ -74,7 +74,7 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **_options(gguf_file))
     template = tokenizer.chat_template
     if isinstance(template, dict):
-        template = template.get("default")
+        template = named_templates.joined(template)
         tokenizer.chat_template = template
     if template is not None and not isinstance(template, str):
         got = type(template).__name__

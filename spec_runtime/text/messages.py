@@ -12,7 +12,8 @@ Tools = Sequence[Mapping[str, Any]]  # functions in OpenAI's form
 
 
 def plain_message(message: Message) -> Message:
-    """Returns a message whose content is a string: parts of kind text are joined.
+    """Returns a message whose content is a string: parts of kind text are joined. Other keys that
+    say nothing, such as "tool_calls": null or [], are left out, as templates ask for the key.
 
     Content may be None beside tool calls, as assistants have them. Raises UserError for a message
     without role and content, for other kinds of content, and for half surrogate pairs.
@@ -35,7 +36,12 @@ def plain_message(message: Message) -> Message:
         )
     for text in (role, content or ""):
         require_characters(text, f"a message of {role!r:.40}")
-    return {**message, "content": content}
+    said = {key: value for key, value in message.items() if not _is_nothing(value)}
+    return {**said, "content": content}
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, list | tuple | Mapping) and not value)
 
 
 def require_characters(text: str, what: str) -> None:

@@ -33,11 +33,13 @@ from tiny_backbone import reference as reference_logits
 from tiny_gguf import write_gguf
 from tiny_target import save_llama
 from torch import Tensor
+from transformers import AutoTokenizer
 from workshop import Workshop
 
 from spec_export import check, make_bundle, reference, target
 from spec_export.decoder import Backbone
 from spec_export.make_bundle import BuildOptions
+from spec_runtime.text.chat_template import ChatTemplate
 
 
 @pytest.fixture
@@ -564,6 +566,44 @@ def test_a_chat_template_that_fails_is_one_line(folder: Path, template: str) -> 
     tokenizer = target.load_tokenizer(target.resolve(str(folder)))
     found = refusal(lambda: reference.encode(tokenizer, "hi"))
     assert "the target's chat template fails" in found
+
+
+DEFAULT = "\n{%- set end = eos_token %}\n{{ messages[0].content }} {{ end }}\n  "
+TOOL_USE = (
+    "  {% macro named(tool) %}<{{ tool.function.name }}>{% endmacro %}\n"
+    "{% for tool in tools %}\n{{ named(tool) }}\n{% endfor %}\n{{ messages[0].content }}\n"
+)
+
+
+@pytest.mark.parametrize("are_files", [False, True])
+@pytest.mark.parametrize("others", [{"tool_use": TOOL_USE, "rag": "x"}, {"rag": "{{ 5 }}"}])
+def test_where_there_are_tools_a_template_named_tool_use_is_taken(
+    folder: Path, others: dict[str, str], are_files: bool
+) -> None:
+    """As transformers takes it, and to the letter; the named ones are in files, or in a list."""
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    named = {"default": DEFAULT, **others}
+    if are_files:
+        (folder / "chat_template.jinja").write_text(DEFAULT)
+        (folder / "additional_chat_templates").mkdir()
+        for name, source in others.items():
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    else:
+        entries = [{"name": name, "template": source} for name, source in named.items()]
+        change(folder / "tokenizer_config.json", chat_template=entries)
+    expected: Any = AutoTokenizer.from_pretrained(str(folder))
+    assert expected.chat_template == named
+    found = target.load_tokenizer(target.resolve(str(folder)))
+    if "tool_use" not in others:
+        assert found.chat_template == DEFAULT
+        return
+    template = ChatTemplate(found.chat_template, {"eos_token": "</s>"})
+    chat = [{"role": "user", "content": "hi"}]
+    for tools in (None, [{"type": "function", "function": {"name": "now"}}]):
+        text = template.render(chat, tools)
+        assert text == expected.apply_chat_template(chat, tools=tools, tokenize=False)
+        assert text == found.apply_chat_template(chat, tools=tools, tokenize=False)
+        assert ("<now>" in text) == (tools is not None)
 
 
 def test_a_hub_id_is_found_in_the_cache(

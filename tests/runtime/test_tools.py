@@ -22,6 +22,7 @@ from spec_runtime.constraints.tools import (
     parse_calls,
 )
 from spec_runtime.text.chat_template import ChatTemplate
+from spec_runtime.text.prompt import encode_prompt
 
 WEATHER = ToolCall("get_current_weather", '{"location": "San Francisco, CA"}')
 TIME = ToolCall("get_time", '{"zone": "Europe/Zürich", "dst": true}')
@@ -287,6 +288,19 @@ QWEN = (
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
 PLAIN = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] + '' }}{% endfor %}"
+
+
+@pytest.mark.parametrize("nothing", [None, [], (), {}])
+def test_keys_that_say_nothing_are_not_there_for_a_template(nothing: Any) -> None:
+    """Clients that send back what they got as they have it write null for what was not there."""
+    source = (
+        "{% for m in messages %}{% if 'tool_calls' in m or m.refusal is defined %}(called)"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    codec = BpeTokenizer(ChatTemplate(source))
+    answered = {"role": "assistant", "content": "12", "tool_calls": nothing, "refusal": nothing}
+    ids = encode_prompt(codec, [answered, CHAT[0]], raw=False, system=None)
+    assert codec.decode(ids) == "12What time is it?"
 
 
 def test_a_template_that_knows_tools_gets_them() -> None:
