@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from served import (
     HELLO,
     choice_of,
     events,
+    held,
     metrics,
     post,
     served,
@@ -464,6 +467,25 @@ def test_metrics_count_what_was_done() -> None:
     assert values["step_seconds_count"] == values["steps_total"] > 0
     assert values['phase_seconds_total{phase="verify"}'] > 0
     assert values["running_requests"] == values["waiting_requests"] == values["open_streams"] == 0
+
+
+def test_the_wait_for_the_engine_is_in_the_metrics() -> None:
+    with held() as (_, client, runs), ThreadPoolExecutor(2) as pool:
+        begun = time.monotonic()
+        body = {"prompt": "hello", "max_tokens": 9, "temperature": 0}
+        replies = [pool.submit(client.post, COMPLETIONS, json=body)]
+        runs.wait_for_run()
+        replies.append(pool.submit(client.post, COMPLETIONS, json=body))
+        wait_until(lambda: metrics(client)["waiting_requests"] == 1)
+        both_there = time.monotonic()
+        time.sleep(0.05)
+        waited = time.monotonic() - both_there
+        runs.let_through()
+        assert [each.result().status_code for each in replies] == [200, 200]
+        seconds = time.monotonic() - begun
+        values = metrics(client)
+    assert values["queue_seconds_count"] == 2
+    assert waited <= values["queue_seconds_sum"] <= 2 * seconds
 
 
 @pytest.mark.parametrize(

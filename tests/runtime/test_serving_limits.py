@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import socket
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from bpe_tokenizer import BpeTokenizer
+from gates import in_loop
 from served import (
     CHAT,
     COMPLETIONS,
@@ -30,11 +32,14 @@ from test_trials import BOMB, PATIENT, as_format
 from toy_backend import CHATML
 from toy_engine import make_engine
 
-from spec_runtime import QueueFull
+from spec_runtime import QueueFull, SamplingParams
 from spec_runtime.requests.call import Call
 from spec_runtime.serving import service
+from spec_runtime.serving.answers import Answers
 from spec_runtime.serving.errors import ApiError, as_api_error, response
+from spec_runtime.serving.metrics import Metrics
 from spec_runtime.serving.settings import Settings
+from spec_runtime.sessions.engine_queue import EngineQueue
 from spec_runtime.text.chat_template import ChatTemplate
 from spec_runtime.text.prompt import Prompt
 from spec_runtime.waiting.admission import Admission
@@ -156,11 +161,35 @@ def test_a_timeout_is_504_or_a_streams_last_event() -> None:
         for body in (BODY, STREAM):
             reply = client.post(COMPLETIONS, json=body)  # which never has its turn
             assert reply.status_code == 504
+            assert "0.4 s" in reply.json()["error"]["message"]
             assert reply.json()["error"]["code"] == "timeout"
         for name in ("running_requests", "open_streams"):  # which are counted after the reply's end
             wait_for(client, 0, name)
         runs.let_through()
         wait_until(lambda: client.post(COMPLETIONS, json=BODY).status_code == 200)
+
+
+@in_loop
+async def test_a_request_ends_when_its_timeout_is_over() -> None:
+    class Noting(Metrics):
+        def count_end(self, reason: str) -> None:
+            ends.append(reason)
+
+    def prepare() -> list[Call]:
+        return [engine.prepare("hello", params=SamplingParams(max_new_tokens=30))]
+
+    ends: list[str] = []
+    later = asyncio.Event()
+    engine = toy_engine()
+    runs = GatedRuns(engine)
+    queue = EngineQueue(Admission(max_waiting=1))
+    answers = Answers(queue, engine, prepare, False, timeout=0.1, metrics=Noting())
+    asyncio.get_running_loop().call_later(0.15, lambda: (ends.append("later"), later.set()))
+    await later.wait()
+    runs.let_through()
+    answers.close()
+    await queue.close()
+    assert ends == ["timeout", "later"]
 
 
 @pytest.mark.parametrize(
