@@ -12,6 +12,9 @@ streams (median and 99th percentile); how often a request was overtaken by one t
 least 50 ms after it; and the server's memory, threads and open files before and after. Exit code 1
 if a request ended as it should not, or the server keeps threads or files.
 
+`--hostile N` sends the same requests once more while N clients attack the server, by headers
+without an end and connections that send half a request, and prints their figures, too.
+
 `--compare` measures, in turn for this many rounds, the same streams by one client of the server and
 by the engine itself in this process, and prints the ratio of their tokens per second.
 """
@@ -30,6 +33,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,6 +72,11 @@ KINDS = {
     "bad UTF-8": (5, "400"),
     "oversized body": (5, "413"),
 }
+# Of each kind of attack: what is sent first, and what is then sent for as long as possible.
+ATTACKS = {
+    "endless header": (b"GET / HTTP/1.1\r\nA: ", b"x" * 65536),
+    "half a request": (b"GET / HTTP/1.1\r\n", b""),
+}
 
 
 @dataclass
@@ -97,9 +106,11 @@ class Load:
     max_new_tokens: int
     kinds: list[str]
     outcomes: list[Outcome] = field(default_factory=list)
+    attacks: Counter[str] = field(default_factory=Counter)  # that the server has ended
 
-    async def run(self, num_clients: int) -> None:
-        """Sends all requests; each client sends its next one when the last has ended."""
+    async def run(self, num_clients: int, num_hostile: int = 0) -> None:
+        """Sends all requests; each client sends its next one when the last has ended. Meanwhile
+        others attack the server."""
         waiting = list(enumerate(self.kinds))[::-1]
 
         async def client() -> None:
@@ -115,7 +126,27 @@ class Load:
                 except httpx.HTTPError as error:
                     outcome.ended_as = type(error).__name__
 
+        names = list(ATTACKS) * num_hostile
+        attacking = [asyncio.create_task(self._attack(name)) for name in names[:num_hostile]]
         await asyncio.gather(*(client() for _ in range(num_clients)))
+        for task in attacking:
+            task.cancel()
+        await asyncio.gather(*attacking, return_exceptions=True)
+
+    async def _attack(self, name: str) -> None:
+        """Attacks the server, again and again."""
+        begin, more = ATTACKS[name]
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        while True:
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                with closing(writer):
+                    writer.write(begin)
+                    while more and not reader.at_eof():
+                        writer.write(more)
+                        await writer.drain()
+                    await reader.read()
+            self.attacks[name] += 1
 
 
 def kinds(num_requests: int, seed: int) -> list[str]:
@@ -325,6 +356,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hostile", type=int, default=0, metavar="CLIENTS")
     parser.add_argument("--compare", type=int, default=0, metavar="ROUNDS")
     arguments = parse(parser, words)
     process, url = start_server(arguments)
@@ -338,6 +370,11 @@ def main(words: Sequence[str] | None = None) -> int:
         figures = summary(load.outcomes)
         figures["seconds"] = time.perf_counter() - begun
         figures["clients"] = arguments.clients
+        if arguments.hostile:
+            again = Load(url, arguments.max_new_tokens, load.kinds)
+            asyncio.run(again.run(arguments.clients, arguments.hostile))
+            attacked = summary(again.outcomes) | {"attacks_ended": dict(again.attacks)}
+            figures["hostile"], figures["attacked"] = arguments.hostile, attacked
         figures["before"], figures["after"] = before, settle(process.pid, before)
         if arguments.compare:
             figures["one_client"] = compare(url, arguments)
@@ -349,7 +386,12 @@ def main(words: Sequence[str] | None = None) -> int:
     print(json.dumps(figures, indent=2))
     manifest = manifest_of(arguments.bundle)
     write(arguments.json, figures, threads=arguments.threads, manifest=manifest, note=NOTE)
-    is_bad = figures["wrong"] or kept(before, figures["after"]) or figures["exit_code"]
+    is_bad = (
+        figures["wrong"]
+        or figures.get("attacked", {}).get("wrong")
+        or kept(before, figures["after"])
+        or figures["exit_code"]
+    )
     return 1 if is_bad else 0
 
 
