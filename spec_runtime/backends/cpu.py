@@ -15,6 +15,7 @@ import numpy as np
 
 from spec_runtime.backends.base import Backend, RowBackend, Runtime
 from spec_runtime.backends.copies import Copies
+from spec_runtime.backends.packed_files import hashes_of
 from spec_runtime.backends.session import (
     NamingGraph,
     OrtBackend,
@@ -33,7 +34,10 @@ from spec_runtime.machine import default_threads
 
 
 class CpuBackend(OrtBackend, RowBackend):
-    """One session on the CPU with its KV buffers and banks, see OrtBackend."""
+    """One session on the CPU with its KV buffers and banks, see OrtBackend.
+
+    With `hashes`, see packed_files.hashes_of, weights are mapped from a file of packed ones.
+    """
 
     def __init__(
         self,
@@ -43,13 +47,13 @@ class CpuBackend(OrtBackend, RowBackend):
         threads: int | None = None,
         share: OrtBackend | None = None,
         banks: OrtBackend | None = None,
-        is_mapped: bool = False,
+        hashes: Mapping[Path, str] | None = None,
     ) -> None:
         self.form, self.capacity = graph.form, capacity
         self._graph = graph
         self._naming = NamingGraph(graph.file)
         self.copies = Copies()
-        options = SessionOptions(threads or default_threads(), is_mapped=is_mapped)
+        options = SessionOptions(threads or default_threads(), hashes=hashes or {})
         self.session = open_session(path, graph, options)
         self.buffers = open_buffers(graph, capacity, "cpu", share, banks)
         self._specs = {spec.name: spec for spec in (*graph.inputs, *graph.outputs)}
@@ -144,7 +148,7 @@ def open_graph(
         runtime.num_threads,
         share=None if share is None else as_lender(share),
         banks=None if banks is None else as_lender(banks),
-        is_mapped=runtime.map_weights,
+        hashes=hashes_of(bundle, graph) if runtime.map_weights else None,
     )
 
 

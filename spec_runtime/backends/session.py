@@ -71,8 +71,8 @@ class SessionOptions:
     `has_cuda_graphs` asks for CUDA graphs, which need every node on the GPU; a graph that has
     others runs without, unless `must_capture`. `settings` are added to those that every session
     on the device has. `weights` are used in place of those in the graph's files, by
-    name (see weights.DeviceWeights). `is_mapped` takes weights on the CPU from a file of packed
-    ones, see packed_files.py.
+    name (see weights.DeviceWeights). With `hashes`, the SHA-256 of the graph's files by path,
+    weights on the CPU are taken from a file of packed ones, see packed_files.py.
     """
 
     threads: int
@@ -81,7 +81,7 @@ class SessionOptions:
     settings: Mapping[str, str] = field(default_factory=dict)
     weights: Mapping[str, Any] = field(default_factory=dict)
     must_capture: bool = False
-    is_mapped: bool = False
+    hashes: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def provider(self) -> str:
@@ -166,9 +166,13 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
         return _open(path, options)
 
     def open_new() -> Any:
-        if not options.is_mapped:
+        if not options.hashes:
             return _open(path, options)
-        packed = packed_file(path, ort.__version__, lambda folder: _write_packed(path, folder))
+
+        def write(folder: Path) -> None:
+            _write_packed(path, folder)
+
+        packed = packed_file(path, options.hashes, ort.__version__, write)
         if packed is None:
             return _open(path, options)
         try:
@@ -177,7 +181,7 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
             log.warning("%s is ignored: %s; remove its folder", packed, brief(error))
             return _open(path, options)
 
-    return shared_session(path, (options.threads, options.is_mapped), open_new)
+    return shared_session(path, (options.threads, bool(options.hashes)), open_new)
 
 
 def _write_packed(path: Path, folder: Path) -> None:

@@ -22,6 +22,7 @@ from spec_runtime.backends.layout import ALIGNMENT
 from spec_runtime.backends.session import Viewer
 from spec_runtime.errors import UserError
 from spec_runtime.files.onnx_file import ExternalWeight, read_outline
+from spec_runtime.files.writing import file_state
 from spec_runtime.mapping import brief
 
 # Bytes of an element, by the number that ONNX has for its type. Weights of other types are left to
@@ -80,11 +81,7 @@ class DeviceWeights:
             file = path.parent / weight.location
             if weight.location not in contents:
                 contents[weight.location] = np.memmap(file, np.uint8, "r")
-            state = file.stat()
-            keys[weight.name] = (
-                *(str(file.resolve()), state.st_mtime_ns, state.st_size),
-                *(weight.offset, weight.length, device),
-            )
+            keys[weight.name] = (*file_state(file), weight.offset, weight.length, device)
         with _lock:
             self._held = {key: there for key in keys.values() if (there := _placed.get(key))}
             new = {key: w for w in weights if (key := keys[w.name]) not in self._held}

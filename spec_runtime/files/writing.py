@@ -442,3 +442,14 @@ def sha256(path: str | Path) -> str:
     """Returns the SHA-256 of a file in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def file_state(path: Path) -> tuple[int, int, int, int]:
+    """Returns what tells a file from all others on this machine, and from what it was before it was
+    last written to: device, inode, time of change, and size.
+
+    Programs set the time of modification as they like, and copies keep it; the time of change is
+    the system's own. Raises OSError if the file is missing.
+    """
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_ctime_ns, found.st_size

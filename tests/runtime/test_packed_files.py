@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from test_shared_sessions import GRAPH, WIDTH, graph_of, product, write
 
-from spec_runtime.backends import packed_files
+from spec_runtime.backends import packed_files, session
 from spec_runtime.backends.cpu import CpuBackend
-from spec_runtime.backends.packed_files import WEIGHTS
+from spec_runtime.backends.packed_files import SEAL, WEIGHTS
+from spec_runtime.bundle.manifest import Graph
 from spec_runtime.files.onnx_file import read_outline
-from spec_runtime.files.writing import locked
+from spec_runtime.files.writing import locked, sha256
 
 
 @pytest.fixture
@@ -31,7 +36,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixt
 
 def answer(path: Path) -> float:
     """Returns the product of a backend with mapped weights; its session goes with it."""
-    return product(CpuBackend(path, GRAPH, 1, 1, is_mapped=True), 1.0)
+    return product(open_mapped(path), 1.0)
+
+
+def open_mapped(path: Path, graph: Graph = GRAPH) -> CpuBackend:
+    """Opens the graph with mapped weights, which have the hashes that a manifest would list."""
+    hashes = {file: sha256(file) for file in (path, path.with_suffix(".bin"))}
+    return CpuBackend(path, graph, 1, 1, hashes=hashes)
 
 
 def packed_folders(cache: Path) -> list[Path]:
@@ -42,7 +53,7 @@ def test_weights_are_packed_once_and_mapped(
     tmp_path: Path, cache: Path, warnings: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, 2.0)
-    backend = CpuBackend(path, GRAPH, 1, 1, is_mapped=True)
+    backend = open_mapped(path)
     assert product(backend, 1.0) == 2.0 * WIDTH
     (folder,) = packed_folders(cache)
     weights = folder / WEIGHTS
@@ -64,7 +75,7 @@ def test_weights_below_a_megabyte_are_mapped_where_they_are_aligned(
     """Weights of 128 KiB, 96 bytes more, after which packed ones would lie badly, and 32 KiB."""
     path = write(tmp_path, 2.0, width)
     for _ in range(2):  # packed, and read
-        backend = CpuBackend(path, graph_of(width), 1, 1, is_mapped=True)
+        backend = open_mapped(path, graph_of(width))
         assert product(backend, 1.0, width) == 2.0 * width
         del backend
     (folder,) = packed_folders(cache)
@@ -118,14 +129,106 @@ def test_without_room_for_files_weights_are_packed_in_memory(
     assert "\n" not in warning
 
 
-def test_a_damaged_file_is_ignored(
-    tmp_path: Path, cache: Path, warnings: pytest.LogCaptureFixture
+def overwrite(path: Path, content: Any) -> None:
+    """Writes to a file in place, so that size and time of modification stay."""
+    time = path.stat().st_mtime_ns
+    with open(path, "r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(time, time))
+
+
+def overwrite_weights(folder: Path) -> None:
+    overwrite(folder / WEIGHTS, np.full((folder / WEIGHTS).stat().st_size // 4, 7.0, "f4"))
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(folder / WEIGHTS, 100)
+
+
+DAMAGES: list[Callable[[Path], object]] = [
+    overwrite_weights,
+    cut_short,
+    lambda folder: overwrite(folder / packed_files.GRAPH, b"nothing of ONNX"),
+    lambda folder: (folder / SEAL).unlink(),
+    lambda folder: (folder / SEAL).write_text("{}"),
+    lambda folder: (folder / WEIGHTS).unlink(),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_packed_anew(
+    damage: Callable[[Path], object],
+    tmp_path: Path,
+    cache: Path,
+    warnings: pytest.LogCaptureFixture,
 ) -> None:
     path = write(tmp_path, 2.0)
     answer(path)
     (folder,) = packed_folders(cache)
-    (folder / packed_files.GRAPH).write_bytes(b"nothing of ONNX")
+    damage(folder)
+    for _ in range(2):  # packed anew, and read
+        assert answer(path) == 2.0 * WIDTH
+    assert warnings.messages == ["packed weights of scale.onnx are damaged: they are packed anew"]
+
+
+def test_a_copy_of_the_files_is_as_good(
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    path = write(tmp_path, 2.0)
+    answer(path)
+    shutil.copytree(cache, tmp_path / "copy" / "specsplit" / "packed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copy"))
+    monkeypatch.setattr(session, "_write_packed", None)  # nothing is packed
     assert answer(path) == 2.0 * WIDTH
+    assert warnings.messages == []
+
+
+def test_files_that_onnx_runtime_does_not_take_are_ignored(
+    tmp_path: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    warnings: pytest.LogCaptureFixture,
+) -> None:
+    def write_nonsense(path: Path, folder: Path) -> None:
+        for name in (packed_files.GRAPH, WEIGHTS):
+            (folder / name).write_bytes(b"nothing of ONNX")
+
+    monkeypatch.setattr(session, "_write_packed", write_nonsense)
+    assert answer(write(tmp_path, 2.0)) == 2.0 * WIDTH
     (warning,) = warnings.messages
     assert "is ignored" in warning
     assert "\n" not in warning
+
+
+def test_weights_of_another_hash_than_the_manifest_lists_are_not_packed(
+    tmp_path: Path, cache: Path, warnings: pytest.LogCaptureFixture
+) -> None:
+    """Without verify, a file may have other content; nobody else must get it from the cache."""
+    path = write(tmp_path, 2.0)
+    hashes = {file: sha256(file) for file in (path, path.with_suffix(".bin"))}
+    write(tmp_path, 3.0)
+    assert product(CpuBackend(path, GRAPH, 1, 1, hashes=hashes), 1.0) == 3.0 * WIDTH
+    assert packed_folders(cache) == []
+    assert warnings.messages == [
+        "packed weights of scale.onnx are not kept: scale.bin has not the hash that the manifest "
+        "lists"
+    ]
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_other_weights_of_the_same_size_and_time_are_others(
+    is_mapped: bool, is_open: bool, tmp_path: Path, cache: Path
+) -> None:
+    """The bundle at a path is replaced by another; its session may be open still."""
+    path = write(tmp_path, 2.0)
+    opened = open_mapped(path) if is_mapped else CpuBackend(path, GRAPH, 1, 1)
+    assert product(opened, 1.0) == 2.0 * WIDTH
+    if not is_open:
+        del opened
+    overwrite(path.with_suffix(".bin"), np.full((WIDTH, 8), 3.0, "f4"))
+    other = open_mapped(path) if is_mapped else CpuBackend(path, GRAPH, 1, 1)
+    assert product(other, 1.0) == 3.0 * WIDTH
