@@ -127,7 +127,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.last_result: GenerationResult | None = None
         has_features = drafter.proposer.wants_features
-        conversations = Conversations(target, has_features, kept_bytes)
+        feature_width = target.hidden_size * (1 + len(drafter.taps)) if has_features else None
+        conversations = Conversations(target, feature_width, kept_bytes)
         self._parts: _Parts | None = _Parts(target, drafter, opener, conversations)
         self._expected = drafter.expected_accepted_length  # None once a warning is out
         self._calls: set[Call] = set()  # that wait or run

@@ -179,6 +179,7 @@ def _open_target(bundle: bundles.Bundle, options: LoadOptions) -> Target:
         open_cache(graph.form, capacity),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
+        hidden_size=info.dims.hidden_size,
         precision=info.precision,
         strict_gap=STRICT_GAPS[info.precision] if options.strict else None,
         sampling=backends.open_sampling(bundle, backend, options),

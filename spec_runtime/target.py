@@ -162,12 +162,14 @@ class Target:
         *,
         vocab_size: int,
         max_length: int,
+        hidden_size: int = 0,
         precision: str = "fp32",
         strict_gap: float | None = None,
         sampling: RowsReader | None = None,
     ) -> None:
         assert backend.capacity == cache.capacity > max_length, (backend.capacity, max_length)
         self.vocab_size = vocab_size
+        self.hidden_size = hidden_size  # 0 where no conversations are kept
         self.max_length = max_length
         # The largest tree; a strict target keeps one slot for the row that is redone.
         self.max_nodes = cache.capacity - max_length - (strict_gap is not None)

@@ -28,14 +28,15 @@ class Conversations:
     """Remembers one engine's calls: the rows of the last, and copies of earlier ones.
 
     The last call's rows are in the target as long as no other engine has run it. Copies take up to
-    `max_bytes` on the host, 0 for none; they hold the features of the rows too if `has_features`,
-    which says that the drafter reads some. All methods but `__init__` need the target's lock.
+    `max_bytes` on the host, 0 for none; they hold the features f32[T, F] of the rows too, where
+    `feature_width` is F, or None if the drafter reads none. All methods but `__init__` need the
+    target's lock.
     """
 
-    def __init__(self, target: Target, has_features: bool, max_bytes: int) -> None:
+    def __init__(self, target: Target, feature_width: int | None, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._target = target
-        self._has_features = has_features
+        self._feature_width = feature_width
         self._store = RowStore(max_bytes)
         self._holder: Holder | None = None  # of our last run
         self._held: list[int] = []  # tokens whose KV the target has while its rows are that run's
@@ -102,12 +103,12 @@ class Conversations:
         """Takes up the rows in a file and returns the messages; see Engine.load_conversation."""
         target = self._target
         sizes = {name: (G, B) for name, (G, _, B) in target.row_shapes().items()}
-        rows, messages = read_rows(path, owner, sizes)
+        rows, messages = read_rows(path, owner, sizes, self._feature_width)
         if not rows.tokens:
             return messages
         are_ours = len(rows.tokens) <= target.max_length
         are_ours = are_ours and 0 <= min(rows.tokens) <= max(rows.tokens) < target.vocab_size
-        if not are_ours or (rows.features_TF is not None) != self._has_features:
+        if not are_ours:
             raise UserError(f"{path} holds tokens that this bundle has not; begin anew")
         if rows.num_bytes > self.max_bytes:
             raise UserError(

@@ -80,10 +80,14 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
 
 
 def read_rows(
-    path: Path, owner: RowsOwner, kv_shapes: Mapping[str, tuple[int, int]]
+    path: Path,
+    owner: RowsOwner,
+    kv_shapes: Mapping[str, tuple[int, int]],
+    feature_width: int | None,
 ) -> tuple[ConversationRows, list[Message]]:
     """Reads the rows of `owner` and the messages. `kv_shapes` names the KV buffers that are
-    expected, each with its groups G and the bytes B of a row.
+    expected, each with its groups G and the bytes B of a row; `feature_width` is the F of the
+    features f32[T, F], None if there are to be none.
 
     Raises UserError in one line for a file that is not one of ours, or not this owner's, and
     OSError if there is none.
@@ -99,8 +103,8 @@ def read_rows(
     sizes: dict[str, tuple[Any, tuple[int, ...]]]
     sizes = {name: (np.dtype(np.uint8), (G, T, B)) for name, (G, B) in kv_shapes.items()}
     sizes[TOKENS] = np.dtype(np.int64), (T,)
-    if FEATURES in arrays:
-        sizes[FEATURES] = np.dtype(np.float32), (T, *arrays[FEATURES].shape[1:2])
+    if feature_width is not None and T:
+        sizes[FEATURES] = np.dtype(np.float32), (T, feature_width)
     if {name: (array.dtype, array.shape) for name, array in arrays.items()} != sizes:
         raise UserError(
             f"{path} holds rows of other sizes, expected those of this bundle's target: it is "
@@ -108,6 +112,8 @@ def read_rows(
         )
     tokens = arrays.pop(TOKENS).tolist()
     features = arrays.pop(FEATURES, None)
+    if features is not None and not np.isfinite(features).all():
+        raise UserError(f"{path} holds features that are not finite: it is damaged; begin anew")
     return ConversationRows(tokens, arrays, features), _messages(path, metadata)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from toy_backend import ByteTokenizer, ToyTarget
+from toy_backend import FEATURE_WIDTH, ByteTokenizer, ToyTarget
 from toy_engine import make_proposer
 
 from spec_runtime import Engine
@@ -50,7 +50,11 @@ def keeping(
     vocab_size, capacity = ByteTokenizer.vocab_size, MAX_LENGTH + SCRATCH
     backend = RowTarget(vocab_size=vocab_size, capacity=capacity, **MODEL)
     target = Target(
-        backend, open_cache("slots", capacity), vocab_size=vocab_size, max_length=MAX_LENGTH
+        backend,
+        open_cache("slots", capacity),
+        vocab_size=vocab_size,
+        max_length=MAX_LENGTH,
+        hidden_size=FEATURE_WIDTH,
     )
     opened = OpenedDrafter(drafter, make_proposer(drafter, backend), Budget(8))
     return Engine(target, ByteTokenizer(template), opened, ToyOpener(bundle_hash), kept_bytes)

@@ -175,6 +175,44 @@ def test_nothing_to_save(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("features", lambda array: array[:, :3]),
+        ("features", lambda array: array[0]),
+        ("features", lambda array: array.astype(np.float64)),
+        ("features", lambda array: array * np.nan),
+        ("features", None),
+        ("tokens", lambda array: array[0]),
+        ("tokens", lambda array: array[None]),
+        ("tokens", lambda array: array.astype(np.int32)),
+        ("tokens", lambda array: array - 1000),
+        ("kv", lambda array: array.view(np.int8)),
+        ("kv", lambda array: array[:, :, :8]),
+        ("kv", None),
+    ],
+)
+def test_arrays_of_other_sizes_types_and_values_are_refused(
+    name: str, change: Any, saved: Path
+) -> None:
+    """The engine goes on as if it had not seen the file."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    with pytest.importorskip("safetensors").safe_open(saved, framework="np") as file:
+        metadata = file.metadata()
+    arrays = safetensors.load_file(saved)
+    array = arrays.pop(name)
+    if change is not None:
+        arrays[name] = np.ascontiguousarray(change(array)).reshape(change(array).shape)
+    safetensors.save_file(arrays, saved, metadata)
+    engine, talk = keeping("parallelspec"), random_prompt(1, length=60)
+    with pytest.raises(ValueError, match="begin anew") as caught:
+        engine.load_conversation(saved)
+    assert "\n" not in str(caught.value)
+    for _ in range(2):
+        result = engine.generate(talk, max_new_tokens=9)
+        assert result.token_ids == answer_alone("parallelspec", talk, 9)
+
+
 def test_a_damaged_file_is_one_line(saved: Path) -> None:
     """Each byte of the header, and each length of the file, at random."""
     data = saved.read_bytes()
