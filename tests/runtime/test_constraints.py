@@ -34,7 +34,7 @@ from spec_runtime.errors import UserError
 from spec_runtime.sampling import SamplingParams
 from spec_runtime.trees.budget import Budget, Grown
 from spec_runtime.trees.grow import TreeBuilder
-from spec_runtime.trees.tree import TokenTree
+from spec_runtime.trees.tree import Draws, TokenTree
 
 TOKENIZER = BpeTokenizer()
 NUM_LOGITS = TOKENIZER.vocab_size + 3  # more than there are tokens, as padded models have
@@ -274,8 +274,27 @@ def test_the_forced_chain_of_the_root_is_beyond_the_budget() -> None:
     ]
     assert masks.restrict(root, max_nodes=1, max_depth=1, room=9).num_nodes == 2
     assert masks.restrict(root, max_nodes=1, max_depth=9, room=2).num_nodes == 2
+    drafted = masks.restrict(
+        TokenTree.chain([7, one_two, true, 97]), max_nodes=2, max_depth=9, room=9
+    )
+    assert drafted.token_N.tolist() == [7, one_two, true, 97]  # two of the draft, two forced
     masks.commit([one_two, true, 98])
     assert masks.restrict(root, max_nodes=1, max_depth=9, room=9).token_N.tolist() == [7, 120, EOS]
+
+
+def test_children_keep_their_draws_where_the_nodes_get_other_numbers() -> None:
+    """The draft is 7 -> {x, y, n}, of which x is outside the grammar, and y -> e."""
+    masks = PathMasks(matcher(Grammar("regex", "(yes|no)!")), TOKENIZER.eos)
+    at_root, at_y = (
+        Draws(np.array(ids), np.full(len(ids), 1 / len(ids)), (0,), with_replacement=True)
+        for ids in ([*b"xyn"], [*b"e"])
+    )
+    tree = TokenTree(
+        np.array([7, *b"xyne"]), np.array([0, 0, 0, 0, 2]), None, {0: at_root, 2: at_y}
+    )
+    restricted = masks.restrict(tree, max_nodes=4, max_depth=9, room=9)
+    assert restricted.token_N.tolist() == [7, *b"yne"]
+    assert restricted.draws == {0: at_root, 1: at_y}
 
 
 def paths_of(tree: TokenTree) -> list[str]:
