@@ -17,7 +17,7 @@ def test_every_kind_of_request_ends_as_it_should() -> None:
     with served() as server:
         before = load_server.resources(os.getpid())
         load = Load(server.url, 40, kinds)
-        asyncio.run(load.run(num_clients=4, num_hostile=2))
+        asyncio.run(load.run(num_clients=4, num_hostile=3))
         after = load_server.resources(os.getpid())
     figures = load_server.summary(load.outcomes)
     assert figures["wrong"] == 0, figures

@@ -13,7 +13,8 @@ least 50 ms after it; and the server's memory, threads and open files before and
 if a request ended as it should not, or the server keeps threads or files.
 
 `--hostile N` sends the same requests once more while N clients attack the server, by headers
-without an end and connections that send half a request, and prints their figures, too.
+without an end, connections that send half a request and grammars that do not end, and prints their
+figures, too.
 
 `--compare` measures, in turn for this many rounds, the same streams by one client of the server and
 by the engine itself in this process, and prints the ratio of their tokens per second.
@@ -72,10 +73,30 @@ KINDS = {
     "bad UTF-8": (5, "400"),
     "oversized body": (5, "413"),
 }
+# A request whose grammar would take minutes to compile; each attack has a NUMBER of its own.
+BOMB = json.dumps(
+    {
+        "messages": [{"role": "user", "content": "hello"}],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "schema": {
+                    "title": "NUMBER",
+                    "allOf": [{"pattern": f"(.*a.{{{count}}})"} for count in range(10, 26)],
+                }
+            },
+        },
+    }
+)
 # Of each kind of attack: what is sent first, and what is then sent for as long as possible.
 ATTACKS = {
     "endless header": (b"GET / HTTP/1.1\r\nA: ", b"x" * 65536),
     "half a request": (b"GET / HTTP/1.1\r\n", b""),
+    "grammar bomb": (
+        f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: "
+        f"application/json\r\nContent-Length: {len(BOMB)}\r\n\r\n{BOMB}".encode(),
+        b"",
+    ),
 }
 
 
@@ -141,7 +162,8 @@ class Load:
             with suppress(OSError):
                 reader, writer = await asyncio.open_connection(host, int(port))
                 with closing(writer):
-                    writer.write(begin)
+                    number = b"%06d" % random.randrange(10**6)
+                    writer.write(begin.replace(b"NUMBER", number))
                     while more and not reader.at_eof():
                         writer.write(more)
                         await writer.drain()
