@@ -31,6 +31,14 @@ from spec_runtime.text.prompt import encode_prompt
 from spec_runtime.text.tokenizer import Tokenizer
 
 REFERENCE_TOKENS = 128  # generated per prompt to measure accepted length
+# Tokenizers differ in where they cut blanks, digits, endings, cases, marks and scripts.
+DELICATE_TEXTS = (
+    "One:\n\n1. first\n2. second\n\n\n  5  12345 1,000.5",
+    " don't I'LL they've\tnaïve CamelCase HTTPServer snake_case x==y; //a\r\n\r\n",
+    "{\n    'key': [1, 22, 333],\n}\n\n    return  None   ",
+    "über Straße Ünïcödé «quoted» \u2013 3½ m² ☃ 🙂",
+    "你好\uff0c世界。日本語のテキスト 한국어 العربية हिन्दी ไทย",
+)
 
 
 @dataclass(frozen=True)
@@ -148,11 +156,13 @@ def run(
         _require_origin(opened, source)
     with report.status("loading the reference model"):
         hf_model, hf_tokenizer = target.load(source)
+        model_truth = TransformersModel(hf_model)
+        encoders = hf_tokenizer, target.reference_encoder(source) or hf_tokenizer
     rows: list[CheckRow] = []
     stores = opened is not None and _is_writable(opened, report)
     if opened is not None:
         _require_same_dims(opened, hf_model.config)
-        rows = _check_bundle(opened, TransformersModel(hf_model), hf_tokenizer, report)
+        rows = _check_bundle(opened, model_truth, encoders, report)
     else:
         with tempfile.TemporaryDirectory(prefix="specsplit-check-") as folder:
             for precision in dict.fromkeys(precisions):
@@ -161,7 +171,7 @@ def run(
                     options = BuildOptions(model, precision=precision, out=made, form=form)
                     make_bundle.build(options, report)
                     fresh = bundles.read(made, verify=False)
-                    rows += _check_bundle(fresh, TransformersModel(hf_model), hf_tokenizer, report)
+                    rows += _check_bundle(fresh, model_truth, encoders, report)
     return CheckResult(source.name, opened, rows, stores)
 
 
@@ -201,13 +211,16 @@ def _require_same_dims(opened: bundles.Bundle, raw: Any) -> None:
 
 
 def _check_bundle(
-    opened: bundles.Bundle, truth: TransformersModel, hf_tokenizer: Any, report: Report
+    opened: bundles.Bundle, truth: TransformersModel, encoders: tuple[Any, Any], report: Report
 ) -> list[CheckRow]:
-    """Returns all rows of one bundle; one row says why if its graphs cannot be compared."""
+    """Returns all rows of one bundle; one row says why if its graphs cannot be compared.
+
+    encoders: transformers' tokenizer, which renders the chat template, and what encodes the text.
+    """
     info, graph = opened.manifest.target, opened.manifest.graphs["target"]
     name = info.precision if graph.form == "slots" else f"{info.precision} {graph.form}"
     tokenizer = Tokenizer(opened)
-    rows = [_tokenizer_row(name, tokenizer, hf_tokenizer)]
+    rows = [_tokenizer_row(name, tokenizer, *encoders)]
     if info.rope.get("factors") == "long":
         why = "transformers takes the short rotary factors for short sequences, the graph the long"
         return [*rows, CheckRow("logits", name, None, note=why)]
@@ -259,15 +272,23 @@ def _graph_rows(
     return rows
 
 
-def _tokenizer_row(name: str, tokenizer: Tokenizer, hf_tokenizer: Any) -> CheckRow:
-    """Counts the prompts whose ids differ from those of transformers' tokenizer and template."""
+def _tokenizer_row(name: str, tokenizer: Tokenizer, hf_tokenizer: Any, encoder: Any) -> CheckRow:
+    """Counts the prompts and texts whose ids differ from those by the model's own files.
+
+    encoder: reads the target's GGUF file in plain Python, or its own tokenizer.json, never the
+    bundle's.
+    """
     prompts = reference.prompts()
     wrong = sum(
         encode_prompt(tokenizer, prompt, raw=False, system=None)
-        != reference.encode(hf_tokenizer, prompt)
+        != reference.encode(hf_tokenizer, prompt, encoder)
         for prompt in prompts
     )
-    note = f"of {len(prompts)} prompts"
+    wrong += sum(
+        tokenizer.encode(text, special_tokens=True) != encoder.encode(text, add_special_tokens=True)
+        for text in DELICATE_TEXTS
+    )
+    note = f"of {len(prompts)} prompts and {len(DELICATE_TEXTS)} texts"
     return CheckRow("encoded otherwise", name, float(wrong), 0.0, note)
 
 

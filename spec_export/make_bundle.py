@@ -99,6 +99,7 @@ def _load(
     """
     with report.stage("loading the target"):
         hf_model, tokenizer = target.load(source)
+    manifest.require_fitting_tokens(tokenizer, hf_model)
     taps = tuple(sorted({tap for drafter in saved for tap in drafter.config.get("taps", ())}))
     length = options.max_length
     if length is None:
@@ -242,7 +243,9 @@ def _manifest(
         target=manifest.target_info(models.backbone.config, options.target_precision, is_modified),
         graphs=graphs,
         drafters=tuple(infos),
-        tokenizer=manifest.write_tokenizer(models.tokenizer, models.hf_model, folder),
+        tokenizer=manifest.write_tokenizer(
+            models.tokenizer, models.hf_model, folder, target.tokenizer_file(models.source)
+        ),
         provenance=collect_provenance(
             model=models.source.name, source=models.source.kind, drafters=about
         ),

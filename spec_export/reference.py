@@ -24,19 +24,21 @@ def prose() -> str:
     return (ASSETS / "perplexity.txt").read_text(encoding="utf-8")
 
 
-def encode(tokenizer: Any, prompt: str) -> list[int]:
+def encode(tokenizer: Any, prompt: str, encoder: Any = None) -> list[int]:
     """Returns a prompt's ids by transformers' tokenizer, in its chat template if it has one.
 
-    Raises UserError if the template fails.
+    encoder: what encodes in place of the tokenizer, which then only renders the template. Raises
+    UserError if the template fails.
     """
+    encoder = encoder or tokenizer
     if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer(prompt)["input_ids"])
+        return list(encoder.encode(prompt, add_special_tokens=True))
     messages = [{"role": "user", "content": prompt}]
     try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program of a stranger, and may raise anything
         reason = brief(error, 200)
         raise UserError(
             f"the target's chat template fails: {type(error).__name__}: {reason}; mend it"
         ) from error
-    return list(ids)
+    return list(encoder.encode(text, add_special_tokens=False))

@@ -12,7 +12,8 @@ import torch
 
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import LayerDims, TargetEnds
-from spec_export.loading import pretrained
+from spec_export.loading import gguf_vocabulary, pretrained
+from spec_export.loading.gguf_vocabulary import ReferenceEncoder
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_export.report import SILENT, Report
 from spec_runtime.errors import UserError
@@ -163,14 +164,25 @@ def load_tokenizer(source: Source) -> Any:
     return pretrained.read_tokenizer(local_folder(source), source.gguf_file)
 
 
+def tokenizer_file(source: Source) -> Path | None:
+    """Returns the target's own tokenizer.json, None if it has none, as every GGUF file."""
+    return None if source.gguf_file else pretrained.tokenizer_file(local_folder(source))
+
+
+def reference_encoder(source: Source) -> ReferenceEncoder | None:
+    """Returns what encodes texts by the metadata of the target's GGUF file in plain Python, None
+    for any other target."""
+    if not source.gguf_file:
+        return None
+    return ReferenceEncoder(gguf_vocabulary.read(local_folder(source) / source.gguf_file))
+
+
 def load_generation_config(source: Source) -> Any | None:
     """Returns transformers' generation config, or None if the target has no file of it.
 
     Raises UserError if the file is damaged.
     """
-    if source.gguf_file:
-        return None
-    return pretrained.read_generation_config(local_folder(source))
+    return pretrained.read_generation_config(local_folder(source), source.gguf_file)
 
 
 def save(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,26 +75,55 @@ def drafter_info(
     )
 
 
-def write_tokenizer(tokenizer: Any, hf_model: Any, folder: Path) -> TokenizerInfo:
-    """Writes tokenizer.json and the chat template, if there is one, and returns their entry.
-
-    Raises UserError if the target has no fast tokenizer.
-    """
+def require_fitting_tokens(tokenizer: Any, hf_model: Any) -> None:
+    """Raises UserError if the target has no fast tokenizer, or if the tokenizer or the end of an
+    answer has ids that the model's embedding does not have."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(
             "the target has no fast tokenizer (tokenizer.json): convert it with transformers first"
         )
-    # the tokenizer's own `save` raises a bare Exception when the disk is full
-    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+    rows = hf_model.config.vocab_size
+    ids = {number: text for text, number in backend.get_vocab().items()}
+    for number in _end_ids(tokenizer, hf_model):
+        if type(number) is not int:
+            raise UserError(f"got {number!r:.80} as the end of an answer, expected a token id")
+        ids.setdefault(number, "the end of an answer")
+    highest = max(ids, default=0)
+    if highest >= rows:
+        raise UserError(
+            f"got token {highest} ({ids[highest]!r:.80}) in the tokenizer, expected ids below "
+            f"{rows}, the rows of the model's embedding: take the tokenizer of this model, or "
+            "resize the model's embedding"
+        )
+
+
+def _end_ids(tokenizer: Any, hf_model: Any) -> list[int]:
+    """Returns the ids that end an answer, by the generation config and the tokenizer."""
+    config = hf_model.generation_config
+    ends = None if config is None else config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    return [i for i in dict.fromkeys((*ends, tokenizer.eos_token_id)) if i is not None]
+
+
+def write_tokenizer(
+    tokenizer: Any, hf_model: Any, folder: Path, own: Path | None = None
+) -> TokenizerInfo:
+    """Writes tokenizer.json and the chat template, if there is one, and returns their entry.
+
+    own: the target's own tokenizer.json, which is copied as it is.
+    """
+    backend = tokenizer.backend_tokenizer
+    if own is None:
+        # the tokenizer's own `save` raises a bare Exception when the disk is full
+        (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
+    else:
+        shutil.copyfile(own, folder / "tokenizer.json")
     template = None
     if getattr(tokenizer, "chat_template", None):
         template = "chat_template.jinja"
         (folder / template).write_text(tokenizer.chat_template, encoding="utf-8")
-    config = hf_model.generation_config
-    ends = None if config is None else config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    eos = sorted({i for i in (*ends, tokenizer.eos_token_id) if i is not None})
+    eos = sorted(_end_ids(tokenizer, hf_model))
     return TokenizerInfo(
         file="tokenizer.json",
         sha256="",

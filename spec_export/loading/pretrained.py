@@ -11,15 +11,22 @@ from __future__ import annotations
 import logging
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 
 from spec_export import decoder
-from spec_export.loading import gguf_config, gguf_header, named_templates
+from spec_export.loading import (
+    gguf_config,
+    gguf_header,
+    gguf_tokenizer,
+    gguf_vocabulary,
+    named_templates,
+)
 from spec_runtime import mapping
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
@@ -66,29 +73,94 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
 
 
 def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
-    """Returns the transformers tokenizer; raises UserError if its files are damaged."""
+    """Returns a transformers tokenizer that encodes by the folder's own tokenizer.json.
+
+    That of a GGUF file is built from the file's metadata. Only of a folder that has neither is it
+    made by transformers. Raises UserError if the files are damaged or say too little.
+    """
     from transformers import AutoTokenizer
 
-    _require_whole(folder, gguf_file)
-    with _reading(folder / (gguf_file or ""), "the tokenizer of "):
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **_options(gguf_file))
+    if gguf_file:
+        return _read_gguf_tokenizer(folder / gguf_file)
+    _require_whole(folder, None)
+    with _reading(folder, "the tokenizer of "):
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **_options(None))
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = named_templates.joined(template)
-        tokenizer.chat_template = template
     if template is not None and not isinstance(template, str):
         got = type(template).__name__
         raise UserError(f"{folder}: got a chat template that is {got}, expected a text")
-    return tokenizer
+    own = tokenizer_file(folder)
+    if own is None:
+        tokenizer.chat_template = template
+        return tokenizer
+    with _reading(folder, "the tokenizer of "):
+        encoder = tokenizers.Tokenizer.from_file(str(own))
+    names = tokenizer.special_tokens_map
+    return _wrapped(encoder, names, tokenizer.all_special_tokens, template)
 
 
-def read_generation_config(folder: Path) -> Any | None:
+def tokenizer_file(folder: Path) -> Path | None:
+    """Returns the folder's tokenizer.json, None if it has none."""
+    path = folder / "tokenizer.json"
+    return path if path.is_file() else None
+
+
+def _read_gguf_tokenizer(path: Path) -> Any:
+    vocabulary = gguf_vocabulary.read(path)
+    with _reading(path, "the tokenizer of "):
+        encoder = gguf_tokenizer.build(vocabulary)
+    gguf_tokenizer.require_own_tokens(vocabulary, encoder, path)
+    ids = {
+        "bos_token": vocabulary.bos,
+        "eos_token": vocabulary.ends[0],
+        "unk_token": vocabulary.unk,
+        "pad_token": vocabulary.pad,
+    }
+    names = {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
+    return _wrapped(encoder, names, (), vocabulary.template)
+
+
+def _wrapped(
+    encoder: tokenizers.Tokenizer,
+    names: Mapping[str, Any],
+    special: Iterable[str],
+    template: str | None,
+) -> Any:
+    """Returns a transformers tokenizer that encodes by `encoder`, just as it is.
+
+    names: special tokens by their names, such as "eos_token". special: more of them. Those that the
+    encoder does not have are left out: transformers would add them.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    found = {
+        name: text
+        for name, text in names.items()
+        if isinstance(text, str) and encoder.token_to_id(text) is not None
+    }
+    more = [text for text in special if encoder.token_to_id(text) is not None]
+    more = [text for text in more if text not in found.values()]
+    wrapped: Any = PreTrainedTokenizerFast(
+        tokenizer_object=encoder, extra_special_tokens=more, chat_template=template, **found
+    )
+    wrapped._tokenizer = encoder  # transformers has changed the steps and tokens of its copy
+    return wrapped
+
+
+def read_generation_config(folder: Path, gguf_file: str | None) -> Any | None:
     """Returns transformers' generation config, None if the folder has none.
 
-    Raises UserError if it is damaged.
+    That of a GGUF file has all ids that end an answer. Raises UserError if it is damaged.
     """
     from transformers import GenerationConfig
 
+    if gguf_file:
+        said = gguf_vocabulary.read(folder / gguf_file)
+        return GenerationConfig(
+            bos_token_id=said.bos, eos_token_id=list(said.ends), pad_token_id=said.pad
+        )
     path = folder / "generation_config.json"
     if not path.is_file():
         return None
@@ -112,8 +184,7 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    if not gguf_file:
-        read_generation_config(folder)
+    generation_config = read_generation_config(folder, gguf_file)
     where = folder / (gguf_file or "")
     # Both warn of faults that are checked here, or of what was asked for.
     for name in ("modeling_utils", "modeling_gguf_pytorch_utils"):
@@ -141,6 +212,8 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     _require_none(where, "the weights hold", "of another shape than the config's", mismatched)
     _require_none(where, "transformers cannot read", "as they are", set(found["error_msgs"]))
     _require_none(where, "the weights hold", "with NaN or infinity", _not_finite(model))
+    if gguf_file:
+        model.generation_config = generation_config
     return model
 
 

@@ -1,10 +1,39 @@
-"""Writes a target small enough for tests as a GGUF file."""
+"""Writes a target small enough for tests, or only a tokenizer, as a GGUF file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+
+def bytewise_tokens() -> list[str]:
+    """Returns the 256 tokens of one byte, those of printable characters first."""
+    printable = [chr(i) for i in [*range(33, 127), *range(161, 173), *range(174, 256)]]
+    return printable + [chr(256 + i) for i in range(256 - len(printable))]
+
+
+def write_tokenizer(
+    path: Path, tokens: Sequence[tuple[str, int]], architecture: str = "llama", **values: Any
+) -> Path:
+    """Writes a GGUF file without any weights.
+
+    tokens: texts and kinds (1 normal, 2 unknown, 3 control, 4 user-defined, 6 a byte). `values` are
+    further metadata, by what follows "tokenizer.ggml." in their keys.
+    """
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_types([kind for _, kind in tokens])
+    add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+    for key, value in values.items():
+        add.get(type(value), writer.add_array)(f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def write_gguf(
@@ -14,20 +43,19 @@ def write_gguf(
     extra: dict[str, tuple[int, ...]] | None = None,
     architecture: str = "llama",
     keys: dict[str, Any] | None = None,
+    eot: int | None = None,
 ) -> None:
     """Writes a tiny Llama of Q4_1 matrices, a byte-level vocabulary and a chat template.
 
     `rename` gives tensors another name, `fill` the same numbers everywhere; `extra` are further
     tensors. `architecture` may be phi3 too. `keys` replace those under the architecture's name;
-    None removes one.
+    None removes one. `eot` is the id of the token that ends a turn.
     """
     gguf = pytest.importorskip("gguf")
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
     width, heads, kv_heads, inner = 64, 2, 1, 96
-    printable = [chr(i) for i in [*range(33, 127), *range(161, 173), *range(174, 256)]]
-    bytewise = printable + [chr(256 + i) for i in range(256 - len(printable))]
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytewise, "ab"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytewise_tokens(), "ab"]
     writer.add_block_count(2)
     writer.add_context_length(256)
     writer.add_embedding_length(width)
@@ -47,6 +75,8 @@ def write_gguf(
     for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
         add(2 if add != writer.add_bos_token_id else 1)
     writer.add_unk_token_id(0)
+    if eot is not None:
+        writer.add_eot_token_id(eot)
     writer.add_add_bos_token(False)
     writer.add_chat_template(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
