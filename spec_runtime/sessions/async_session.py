@@ -30,7 +30,7 @@ class AsyncSession(Transcript):
         """Returns the answer, see Session.generate; raises what AsyncEngine.generate raises."""
         with self.exchange(text, options) as exchange:
             result = await self.engine.generate(exchange.messages, **exchange.options)
-            exchange.answer = result.text
+            exchange.answer, exchange.result = result.text, result
         return result
 
     async def stream(
@@ -43,6 +43,7 @@ class AsyncSession(Transcript):
             ) as chunks:
                 async for chunk in chunks:
                     exchange.answer += chunk.text
+                    exchange.result = chunk.result
                     yield chunk
 
     async def save(self, path: str | Path) -> None:

@@ -12,6 +12,7 @@ from spec_runtime.engine import Engine
 from spec_runtime.errors import UserError
 from spec_runtime.requests.options import CallOptions
 from spec_runtime.requests.result import Chunk, GenerationResult
+from spec_runtime.text.kept_answers import Dialogue, KeptAnswers
 from spec_runtime.text.messages import Message
 
 OWN = ("system", "raw", "continue_final")  # options that a session sets itself
@@ -24,6 +25,7 @@ class Exchange:
     messages: list[Message]
     options: CallOptions
     answer: str = ""
+    result: GenerationResult | None = None  # once the answer has ended by itself
 
 
 class Transcript:
@@ -35,6 +37,7 @@ class Transcript:
         if system is None and _has_text(self.messages[:1], "system"):
             self.system = self.messages.pop(0)["content"]
         self._is_answering = False
+        self._answers = KeptAnswers()
 
     @property
     def all_messages(self) -> list[Message]:
@@ -55,11 +58,13 @@ class Transcript:
         self._is_answering = True
         asked = self.messages if text is None else [*self.messages, _message("user", text)]
         own: CallOptions = {"system": self.system, "continue_final": text is None}
-        exchange = Exchange(asked, {**options, **own})
+        exchange = Exchange(Dialogue(asked, self._answers), {**options, **own})
         try:
             yield exchange
         finally:
             self._is_answering = False
+            if result := exchange.result:
+                self._answers.keep(result.text, result.token_ids, result.stop)
             if exchange.answer and text is None:
                 *before, begun = self.messages
                 self.messages = [*before, {**begun, "content": begun["content"] + exchange.answer}]
@@ -73,7 +78,9 @@ class Session(Transcript):
     An answer goes on from the rows that were computed for earlier ones. An engine keeps the rows of
     the conversation that it answered last, and of others as many as `kept_mb` of
     `spec_runtime.load` allows, of which the least recently used go first. A beginning that several
-    conversations share is computed once.
+    conversations share is computed once. An answer goes into later prompts with the ids that the
+    model wrote, which need not be those that its text is encoded with, as long as nothing before it
+    is changed; outputs are those of plain decoding of these ids.
 
     `messages` hold the conversation, without the `system` prompt, and may be changed between calls.
     A system prompt with which given messages begin becomes `system`. What has come of an answer
@@ -95,7 +102,7 @@ class Session(Transcript):
         """
         with self.exchange(text, options) as exchange:
             result = self.engine.generate(exchange.messages, **exchange.options)
-            exchange.answer = result.text
+            exchange.answer, exchange.result = result.text, result
         return result
 
     def chunks(
@@ -110,7 +117,7 @@ class Session(Transcript):
         ):
             for chunk in chunks:
                 exchange.answer += chunk.text
-                result = chunk.result
+                result = exchange.result = chunk.result
                 yield chunk
         assert result is not None, "the last chunk has the result"
         return result

@@ -10,6 +10,7 @@ import numpy as np
 
 from spec_runtime.constraints.tools import checked_tools
 from spec_runtime.errors import UserError
+from spec_runtime.text.kept_answers import Dialogue, KeptAnswers
 from spec_runtime.text.messages import Message, Tools, plain_message, require_characters
 from spec_runtime.text.tokenizer import Codec
 
@@ -69,8 +70,9 @@ def encode_prompt(
         if raw or codec.template is None:
             why = "raw is set" if raw else "this bundle has no chat template"
             raise UserError(f"got messages, expected a string or token ids: {why}")
+        answers = prompt.answers if isinstance(prompt, Dialogue) else None
         ids = _encode_messages(
-            codec, codec.template, items, system, tools, is_marked, continue_final
+            codec, codec.template, items, system, tools, is_marked, continue_final, answers
         )
         return _some(codec, ids)
     if system is not None:
@@ -136,9 +138,10 @@ def _encode_messages(
     tools: Tools | None,
     is_marked: bool,
     continue_final: bool = False,
+    answers: KeptAnswers | None = None,
 ) -> list[int]:
     """Returns the ids of messages and tools; if `is_marked`, no name of a control token in them
-    becomes that token."""
+    becomes that token. Answers that `answers` has kept have their own ids."""
     messages = [plain_message(message) for message in messages]
     if system is not None:
         if not isinstance(system, str):
@@ -156,4 +159,6 @@ def _encode_messages(
         begun = last["content"]
     # the template writes BOS itself where the model wants one
     text = template.render(messages, tools) + begun
+    if answers is not None:
+        return answers.encode(codec, text, is_marked)
     return codec.encode(text, special_tokens=False, is_marked=is_marked)
