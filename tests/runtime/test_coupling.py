@@ -193,3 +193,13 @@ def test_only_target_sampling_above_temperature_zero_is_coupled() -> None:
     rejection = budget(temperature=0.8, acceptance="rejection")
     assert rejection.coupling is None
     assert isinstance(rejection.growth, Drawn)
+
+
+def test_noise_counts_in_proportion_to_the_temperature() -> None:
+    """A draw adds noise to the logits over T: in log-probabilities, T times the noise."""
+    gaps = []
+    for temperature in (1.0, 2.0):
+        coupling = Coupling(lambda position, ids: ids, temperature)
+        log_prob_C = coupling.log_probs(np.array([0.0, 3.0]), np.log([0.4, 0.4]))
+        gaps.append(log_prob_C[1] - log_prob_C[0])
+    assert gaps[1] == pytest.approx(2 * gaps[0])
