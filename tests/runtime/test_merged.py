@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from spec_runtime.proposers.base import PlainProposer, Proposer
 from spec_runtime.proposers.merged import AGAINST_DRAFTER, AGAINST_LOOKUP, MergedProposer, combined
 from spec_runtime.step import Step
 from spec_runtime.trees.budget import AlongTruth, Budget, Drawn, Grown
+from spec_runtime.trees.coupling import Coupling
 from spec_runtime.trees.tree import Draws, TokenTree
 
 DRAWS = Draws(np.array([9]), np.ones(1), (0,), with_replacement=True)
@@ -132,6 +134,27 @@ def test_agreement_counts_for_a_token_and_what_the_other_says_against_it() -> No
     kept = 1 - AGAINST_DRAFTER * found
     looked_up = found / (found + (1 - found) * math.exp(AGAINST_LOOKUP * 0.7))
     assert probabilities(tree) == pytest.approx([0.5 * kept, 0.2 * kept, looked_up])
+
+
+class AskedDepths(Coupling):
+    """Notes the depth at which each token was looked at, and changes nothing."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[int, int]]
+        object.__setattr__(self, "seen", set())  # it is frozen
+
+    def probabilities(
+        self, depth: int, found: Iterable[tuple[int, float]]
+    ) -> list[tuple[int, float]]:
+        found = list(found)
+        self.seen.update((depth, token) for token, _ in found)
+        return found
+
+
+def test_lookups_tokens_are_coupled_with_the_noise_of_their_depth() -> None:
+    coupling = AskedDepths()
+    merged(Guesser(t29=0.1), LONG, Budget(4, coupling=coupling))
+    assert coupling.seen == {(1, 3), (2, 1), (3, 10)}
 
 
 def test_nothing_speaks_against_the_only_source() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spec_runtime.proposers.suffix_automaton import NO_MATCH, Match, SuffixAutomaton
+from spec_runtime.proposers.text_index import LONGEST, SHORTER, Estimates, TextIndex
 
 # few different tokens, so that much comes again; each edit cuts the text and then extends it
 EDITS = st.lists(
@@ -76,6 +80,52 @@ def test_a_cut_leaves_nothing_behind(edits: list[tuple[float, list[int]]], count
     automaton, fresh = SuffixAutomaton(counted), SuffixAutomaton(counted)
     fresh.extend(edited(automaton, edits))
     assert vars(automaton) == vars(fresh)
+
+
+def estimate(table: Estimates, length: int, count: int, total: int, is_newest: bool) -> float:
+    """As the formula says that stands at the tables."""
+    a, b, c, d = table.rows[sum(least <= length for least in table.lengths) - 1]
+    score = a + b * math.log(count) + c * math.log(total - count + 1) + d * is_newest
+    return 1 / (1 + math.exp(-score))
+
+
+@given(EDITS)
+@settings(max_examples=150, deadline=None)
+def test_two_matches_share_the_probability(edits: list[tuple[float, list[int]]]) -> None:
+    """The longest match has the first table; a shorter one the other, for tokens that followed no
+    longer one, of what is left."""
+    index = TextIndex()
+    text: list[int] = []
+    for kept, tokens in edits:
+        text = text[: round(kept * len(text))]
+        index.truncate(len(text))
+        index.extend(tokens)
+        text += tokens
+    expected: dict[int, float] = {}
+    left, places, table = 1.0, 1, LONGEST
+    for length in range(len(text) - 1, 0, -1):
+        part = text[len(text) - length :]
+        if len(ends(text, part)) == places or left < 0.25:
+            continue
+        places = len(ends(text, part))
+        found = [each for each in followers(text, part) if each[2] not in expected]
+        total, newest = sum(each[0] for each in found), max((each[1] for each in found), default=0)
+        of_match = {
+            token: estimate(table, length, count, total, last == newest)
+            for count, last, token in found
+        }
+        expected |= {token: left * probability for token, probability in of_match.items()}
+        left *= max(0.0, 1 - sum(of_match.values()))
+        if table is SHORTER:
+            break
+        table = SHORTER
+    assert dict(index.continuations(index.end())) == pytest.approx(expected)
+
+
+def test_a_token_is_counted_in_dozens_of_substrings() -> None:
+    automaton = SuffixAutomaton()
+    automaton.extend([5] * 60)
+    assert automaton.followers(automaton.advance(NO_MATCH, 5)) == [(59, 60, 5)]
 
 
 def test_an_endless_repetition_is_counted_up_to_the_limit() -> None:
