@@ -41,6 +41,7 @@ class Conversations:
         self._holder: Holder | None = None  # of our last run
         self._held: list[int] = []  # tokens whose KV the target has while its rows are that run's
         self._features: list[np.ndarray] = []  # of these, if copies are kept and have some
+        self._unproven: ConversationRows | None = None  # taken up by a call that has not ended well
 
     def begin(self, call: Call) -> tuple[int, RestoredRows | None]:
         """Returns how many of the prompt's rows the target has, perhaps brought back from a copy;
@@ -51,6 +52,9 @@ class Conversations:
         Below, rounding enlarges them so far that a seed would not give the same tokens again.
         """
         target, store, prompt = self._target, self._store, call.prompt
+        if self._unproven is not None:  # that call failed, perhaps because of them
+            store.drop(self._unproven)
+            self._unproven = None
         is_ours = self._is_ours
         target.rows_of = None
         may_reuse = call.reuse and (call.params.seed is None or target.precision == "fp32")
@@ -64,6 +68,7 @@ class Conversations:
             self._features = [np.concatenate(self._features)[:reused]] if self._features else []
             return reused, None
         reused = kept_length - 1
+        self._unproven = kept
         target.restore_rows(kept.kv, reused)
         features = None if kept.features_TF is None else kept.features_TF[:reused]
         self._features = [] if features is None else [features]
@@ -76,6 +81,7 @@ class Conversations:
 
     def end(self, holder: Holder, tokens: list[int]) -> None:
         """Notes that the target's rows are those of the first of `tokens`, and may be relied on."""
+        self._unproven = None
         self._held = tokens[: self._target.length]
         self._target.rows_of = self._holder = holder
 

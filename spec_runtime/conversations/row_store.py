@@ -74,6 +74,10 @@ class RowStore:
         while self.num_bytes > self.max_bytes:
             del self._kept[0]
 
+    def drop(self, rows: ConversationRows) -> None:
+        """Keeps these rows no longer."""
+        self._kept = [kept for kept in self._kept if kept is not rows]
+
     def find(self, prompt: Sequence[int]) -> tuple[ConversationRows | None, int]:
         """Returns the rows that have the most tokens in common with the prompt's beginning, and how
         many, and counts them as used."""
@@ -83,7 +87,8 @@ class RowStore:
             if num_common > length:
                 best, length = kept, num_common
         if best is not None:
-            self._kept = [kept for kept in self._kept if kept is not best] + [best]
+            self.drop(best)
+            self._kept.append(best)
         return best, length
 
 

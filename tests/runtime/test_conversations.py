@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -93,19 +95,58 @@ def test_a_prompt_that_fills_the_context_after_rows_came_back(drafter: str) -> N
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_an_error_while_rows_come_back_loses_no_answer(drafter: str) -> None:
-    engine, first = after_two(drafter)
+@pytest.mark.parametrize(
+    "stage", ["write_rows", "read_rows", "run", "start", "propose", "commit", "truncate", "decode"]
+)
+def test_an_error_at_any_stage_loses_no_answer(
+    drafter: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of a call's uses of a stage it is: the next call gives the right answer."""
+    for use in range(1, 4):
+        engine, first = after_two(drafter)
+        parts: list[Any] = [
+            engine.target.lend()[0],
+            engine._open_parts().drafter.proposer,
+            engine.tokenizer,
+        ]
+        owner = next(part for part in parts if hasattr(part, stage))
+        inner, uses = getattr(owner, stage), itertools.count(1)
+
+        def broken(*given: Any, inner: Any = inner, uses: Any = uses, use: int = use) -> Any:
+            if next(uses) == use:
+                raise MemoryError
+            return inner(*given)
+
+        with monkeypatch.context() as patch, contextlib.suppress(MemoryError):
+            patch.setattr(owner, stage, broken)
+            engine.generate(first, max_new_tokens=9)
+        assert use > 1 or next(uses) > 1, "this stage is not used"
+        assert engine.generate(first, max_new_tokens=9).token_ids == answer_alone(drafter, first, 9)
+
+
+def test_rows_of_a_call_that_failed_are_not_taken_up_again(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file's rows of the right sizes may be no numbers, which a pass with them tells."""
+    engine, talk = keeping("parallelspec"), random_prompt(1, length=60)
     backend: Any = engine.target.lend()[0]
-    write_rows = backend.write_rows
+    write_rows, passes = backend.write_rows, [backend.run]
 
-    def broken(*arguments: Any) -> None:
-        raise MemoryError
+    def fail(*given: Any) -> Any:
+        passes.pop()
+        raise FloatingPointError
 
-    backend.write_rows = broken
-    with pytest.raises(MemoryError):
-        engine.generate(first)
-    backend.write_rows = write_rows
-    assert engine.generate(first, max_new_tokens=9).token_ids == answer_alone(drafter, first, 9)
+    def write(*given: Any) -> None:
+        write_rows(*given)
+        passes.append(fail)
+
+    monkeypatch.setattr(backend, "write_rows", write)
+    monkeypatch.setattr(backend, "run", lambda *given: passes[-1](*given))
+    engine.load_conversation(saved)
+    with pytest.raises(FloatingPointError):
+        engine.generate(talk, max_new_tokens=9)
+    wanted = answer_alone("parallelspec", talk, 9)
+    assert engine.generate(talk, max_new_tokens=9).token_ids == wanted
 
 
 def test_rows_that_a_device_keeps_to_itself_are_refused() -> None:
