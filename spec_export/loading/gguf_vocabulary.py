@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from spec_export.loading import gguf_header, pretokenizers
+from spec_export.loading import gguf_header, named_templates, pretokenizers
 from spec_runtime.errors import UserError
 
 # Kinds of tokens, as GGUF counts them. Those that are not listed are bytes and unused tokens.
@@ -143,7 +143,12 @@ def _read(architecture: str, values: _Values) -> GGUFVocabulary:
         add_eos=values.one("ggml.add_eos_token", bool, False),
         add_space_prefix=values.one("ggml.add_space_prefix", bool, is_spm),
         strips=is_spm and architecture == "phi3",
-        template=values.one("chat_template", str, "") or None,
+        template=named_templates.joined(
+            {
+                "default": values.one("chat_template", str, "") or None,
+                "tool_use": values.one("chat_template.tool_use", str, "") or None,
+            }
+        ),
     )
     if not found.ends:
         raise UserError("got no tokenizer.ggml.eos_token_id, expected one: no answer would end")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,13 @@ def test_every_end_of_a_turn_ends_an_answer(
     assert config is not None
     assert config.eos_token_id == ends
     assert target.load_tokenizer(source).eos_token_id == ends[0]
+
+
+def test_where_there_are_tools_a_template_named_tool_use_is_taken(tmp_path: Path) -> None:
+    templates = {"default": "plain", "tool_use": "{{ tools | length }}", "rag": "x"}
+    found = open_file(byte_level(tmp_path / "a.gguf", templates=templates))
+    render = partial(found.apply_chat_template, [{"role": "user", "content": ""}], tokenize=False)
+    assert (render(), render(tools=[{"name": "f"}])) == ("plain", "1")
 
 
 # ---- SentencePiece ----

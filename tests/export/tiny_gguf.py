@@ -15,17 +15,24 @@ def bytewise_tokens() -> list[str]:
 
 
 def write_tokenizer(
-    path: Path, tokens: Sequence[tuple[str, int]], architecture: str = "llama", **values: Any
+    path: Path,
+    tokens: Sequence[tuple[str, int]],
+    architecture: str = "llama",
+    templates: dict[str, str] | None = None,
+    **values: Any,
 ) -> Path:
     """Writes a GGUF file without any weights.
 
     tokens: texts and kinds (1 normal, 2 unknown, 3 control, 4 user-defined, 6 a byte). `values` are
-    further metadata, by what follows "tokenizer.ggml." in their keys.
+    further metadata, by what follows "tokenizer.ggml." in their keys; `templates` go by name.
     """
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types([kind for _, kind in tokens])
+    if templates is not None:
+        named = [{"name": name, "template": source} for name, source in templates.items()]
+        writer.add_chat_template(named)
     add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
     for key, value in values.items():
         add.get(type(value), writer.add_array)(f"tokenizer.ggml.{key}", value)
