@@ -93,8 +93,8 @@ class TextStream:
             if end > self._taken:
                 pieces.append((self._first, self.text[self._taken : end]))
                 self._taken = end
-            if end == self.ends[self._first]:
-                self._first += 1
+            if end == self.ends[self._first] and self._first + 1 < len(self.ends):
+                self._first += 1  # but for the last one, to which `finish` may add
         return pieces
 
     def _settled(self, text: str) -> int:

@@ -64,11 +64,10 @@ class TracedOnce:
         if digest is None:
             return self.export(module, args, **options)
         file = self.folder / f"{digest}.onnx"
-        if file.exists():
-            return SimpleNamespace(model=ir.from_proto(onnx.load(file)))
-        program = self.export(module, args, **options)
-        assert program is not None
-        written = file.with_suffix(f".{os.getpid()}")
-        written.write_bytes(ir.to_proto(program.model).SerializeToString())
-        written.replace(file)
-        return program
+        if not file.exists():
+            program = self.export(module, args, **options)
+            assert program is not None
+            written = file.with_suffix(f".{os.getpid()}")
+            written.write_bytes(ir.to_proto(program.model).SerializeToString())
+            written.replace(file)
+        return SimpleNamespace(model=ir.from_proto(onnx.load(file)))

@@ -83,11 +83,15 @@ def test_pieces_join_to_the_whole_text(seed: int) -> None:
 def test_bytes_without_end_are_not_kept() -> None:
     stream = TextStream(BYTES.decode)
     tokens = list("aé".encode()) + [0x80] * 500
+    pieces = []
     for count, token in enumerate(tokens, 1):
         stream.push(token)
+        pieces += stream.take_pieces()
         assert len(stream.text) >= len(BYTES.decode(tokens[:count])) - 3
     stream.finish()
-    assert stream.text == BYTES.decode(tokens)
+    pieces += stream.take_pieces()
+    assert "".join(text for _, text in pieces) == stream.text == BYTES.decode(tokens)
+    assert [number for number, _ in pieces] == sorted(number for number, _ in pieces)
 
 
 class SpaceDecoder:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bpe_tokenizer import BpeTokenizer
+from bpe_tokenizer import BpeTokenizer, definition
 from test_async_engine import in_loop
 from toy_backend import ByteTokenizer
 from toy_engine import make_engine
@@ -23,7 +23,8 @@ pytest.importorskip("llguidance", reason="needs the extra `grammar`")
 
 from spec_runtime import AsyncEngine, Engine, UserError
 from spec_runtime.constraints.formats import Grammar
-from spec_runtime.constraints.trials import TrialLimits
+from spec_runtime.constraints.trials import GrammarTrials, TrialLimits
+from spec_runtime.waiting.interruption import Interruption
 
 # Its compilation takes minutes and gigabytes; those of the limits are never reached below.
 BOMB = {"type": "string", "allOf": [{"pattern": f"(.*a.{{{n}}})"} for n in range(10, 26)]}
@@ -55,8 +56,6 @@ def schema(value: Any) -> Grammar:
     [
         (schema(BOMB), TrialLimits(0.1, 4096), "takes more than 0.1 s"),
         (schema({"a": 1, **BOMB}), TrialLimits(600, 32), "takes more than 32 MB, or crashes"),
-        # the library ends its process with a segmentation fault
-        (schema({"const": -9223372036854775808}), PATIENT, "or crashes llguidance"),
     ],
 )
 def test_a_grammar_that_does_not_end_is_refused_once_and_for_all(
@@ -78,6 +77,16 @@ def test_a_grammar_that_does_not_end_is_refused_once_and_for_all(
         tokenizer.matcher(grammar, NUM_LOGITS)
 
 
+def test_a_crash_of_the_library_ends_another_process() -> None:
+    """A schema that the library ends its process for, were it not refused before."""
+    trials = GrammarTrials(definition((), {}), (257,), 258, TrialLimits(seconds=60))
+    grammar = json.dumps({"grammars": [{"json_schema": {"const": -9223372036854775808}}]})
+    fault = trials.fault(grammar, Interruption())
+    trials.close()
+    assert fault is not None
+    assert "or crashes llguidance" in fault
+
+
 def test_a_grammar_after_one_that_was_ended_is_compiled() -> None:
     tokenizer = ByteTokenizer()
     for number in range(2):
@@ -89,6 +98,7 @@ def test_a_grammar_after_one_that_was_ended_is_compiled() -> None:
 
 def test_a_grammar_that_takes_long_makes_room_for_others() -> None:
     tokenizer = BpeTokenizer(limits=TrialLimits(600, 4096, processes=1, shared_seconds=0.2))
+    tokenizer.matcher(Grammar("regex", "a"), NUM_LOGITS)  # opens its only compiler
     with ThreadPoolExecutor(1) as pool:
         bomb = pool.submit(tokenizer.matcher, schema(BOMB), NUM_LOGITS)
         number = 0
