@@ -56,7 +56,6 @@ def build(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 
 def _byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
-
     pre = vocabulary.pre
     assert pre is not None
     made = Tokenizer(models.BPE(vocabulary.ids, vocabulary.merges, ignore_merges=pre.ignore_merges))
@@ -73,7 +72,6 @@ def _byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 
 def _sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
-
     unk = None if vocabulary.unk is None else vocabulary.tokens[vocabulary.unk]
     merges = _merges_of_scores(vocabulary)
     made = Tokenizer(

@@ -168,11 +168,9 @@ def _open_shared(path: Path, options: SessionOptions) -> Any:
     def open_new() -> Any:
         if not options.hashes:
             return _open(path, options)
-
-        def write(folder: Path) -> None:
-            _write_packed(path, folder)
-
-        packed = packed_file(path, options.hashes, ort.__version__, write)
+        packed = packed_file(
+            path, options.hashes, ort.__version__, lambda folder: _write_packed(path, folder)
+        )
         if packed is None:
             return _open(path, options)
         try:
