@@ -24,7 +24,6 @@ from spec_export.decoder_config import read_config
 from spec_export.graphs import trace
 from spec_export.graphs.banks import add_argmax, keep_drafter, keep_target, sampling_graph
 from spec_export.graphs.edit import fixed_size
-from spec_export.graphs.quantize import saturation_probe
 from spec_export.graphs.smooth import smooth
 from spec_export.report import SILENT, Report
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
@@ -174,9 +173,6 @@ def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Gr
         logits = next(value for value in traced.graph.outputs if value.name == "logits")
         model, file = sampling_graph(fixed_size(logits, 1)), "target/sampling.onnx"
         graphs[bundles.SAMPLING] = save_graph(model, "stateless", writer.folder, file)
-    if options.target_precision == "int8" and not options.reduce_range:
-        probe, file = saturation_probe(), "probe/probe.onnx"
-        graphs["probe"] = save_graph(probe, "stateless", writer.folder, file)
     return graphs
 
 

@@ -9,7 +9,9 @@ import onnx
 
 def model_of(text: str) -> onnx.ModelProto:
     """Returns a model such as `g (float[N] x) => (float[N] y) { y = Neg(x) }`, in opset 24."""
-    return onnx.parser.parse_model(f'<ir_version: 11, opset_import: ["": 24]> {text}')
+    return onnx.parser.parse_model(
+        f'<ir_version: 11, opset_import: ["": 24, "com.microsoft": 1]> {text}'
+    )
 
 
 def session_of(model: onnx.ModelProto) -> Any:

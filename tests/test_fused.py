@@ -19,7 +19,6 @@ pytest.importorskip("onnxruntime")
 
 from contract import PROMPTS, check_acceptance  # noqa: E402
 from fake_clock import FakeClock  # noqa: E402
-from this_cpu import SATURATES  # noqa: E402
 from workshop import FluentWorkshop, drafter_name  # noqa: E402
 
 import spec_runtime  # noqa: E402
@@ -53,7 +52,6 @@ def bundles(fluent: FluentWorkshop) -> Any:
             max_length=160,
             device=device,
             fuse=True,
-            reduce_range=precision == "int8" and SATURATES,
         )
 
     # Not cached itself: `bundle("medusa")` and `bundle("medusa", device="cpu")` are one bundle.

@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
 
-from this_cpu import SATURATES
 from tiny_target import save_llama
 
 import spec_runtime
@@ -31,10 +30,7 @@ def deep_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=["int8", "int4"])
 def engine(request: pytest.FixtureRequest, deep_llama: Path) -> Engine:
     out = deep_llama.parent / f"{request.param}-bundle"
-    reduce_range = request.param == "int8" and SATURATES
-    make_bundle.build(
-        BuildOptions(str(deep_llama), precision=request.param, reduce_range=reduce_range, out=out)
-    )
+    make_bundle.build(BuildOptions(str(deep_llama), precision=request.param, out=out))
     return spec_runtime.load(out, threads=1, profile=False)
 
 

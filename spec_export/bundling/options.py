@@ -42,7 +42,6 @@ class BuildOptions:
     out: the bundle's folder; None means bundles/ and the target's name.
     form: "slots" for ONNX Runtime or "contiguous" for TensorRT, which takes it whatever is given,
     see `graph_form`; CUDA takes only the slots form.
-    reduce_range: int8 weights within ±63, for CPUs with AVX2 but without VNNI.
     draft_model: a causal LM with the target's vocabulary, given as `model` is.
     backend: "tensorrt" adds plans, and the target's graph finds the argmax itself. A plan of the
     bundle being replaced is taken over if nothing it depends on has changed.
@@ -62,7 +61,6 @@ class BuildOptions:
     max_length: int | None = None
     out: Path | None = None
     form: str = "slots"
-    reduce_range: bool = False
     draft_model: str | None = None
     backend: str = "onnxruntime"
     compute_capabilities: Sequence[str] = ()
@@ -117,11 +115,6 @@ class BuildOptions:
             raise UserError(
                 f"got precision {self.target_precision} with the contiguous form, expected fp32, "
                 "fp16 or bf16: TensorRT reads those"
-            )
-        if self.reduce_range and self.target_precision != "int8":
-            raise UserError(
-                f"got reduce_range with precision {self.target_precision}, expected int8: "
-                "no other precision needs it"
             )
 
     def _require_drafter_precision_fits(self) -> None:

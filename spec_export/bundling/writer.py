@@ -53,9 +53,8 @@ class GraphWriter:
             add_banks(model)
         if options.backend == "tensorrt":
             tensorrt.adapt(model, precision)
-        # Beside a target of another precision no probe refuses a CPU whose products saturate.
-        is_reduced = options.reduce_range or precision != options.target_precision
-        quantize(model, precision, is_reduced)
+        # Beside a target of another precision an int8 drafter is accepted more often so.
+        quantize(model, precision, reduce_range=precision != options.target_precision)
         form = options.graph_form if has_cache else "stateless"
         lenders = () if lender is None else (lender,)
         graph = save_graph(model, form, self.folder, file, lenders)

@@ -94,14 +94,6 @@ ComputeCapabilities = Annotated[
         rich_help_panel=MACHINE,
     ),
 ]
-ReduceRange = Annotated[
-    bool,
-    typer.Option(
-        "--reduce-range",
-        help="Keep int8 weights within ±63, for CPUs with AVX2 but without VNNI",
-        rich_help_panel=MACHINE,
-    ),
-]
 GraphForm = Annotated[
     Form,
     typer.Option(
@@ -132,7 +124,6 @@ def command(
     device: TargetDevice = Device.cpu,
     backend: BuildBackend = Backend.onnxruntime,
     compute_capability: ComputeCapabilities = None,
-    reduce_range: ReduceRange = False,
     form: GraphForm = Form.slots,
     fuse: Fuse = False,
 ) -> None:
@@ -153,7 +144,6 @@ def command(
             max_length=max_length,
             out=out,
             form=form.value,
-            reduce_range=reduce_range,
             draft_model=draft_model,
             backend=backend.value,
             compute_capabilities=compute_capability or (),

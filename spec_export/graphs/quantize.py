@@ -29,8 +29,7 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
     """Rewrites `model` (slots form, float32) in place for int8 or int4, and returns it.
 
     Other precisions are the module's own types, and nothing changes. `reduce_range` keeps int8
-    weights within ±63, for CPUs whose products saturate. Raises UserError if the precision is
-    unknown.
+    weights within ±63. Raises UserError if the precision is unknown.
     """
     if precision not in PRECISIONS:
         raise UserError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
@@ -56,31 +55,6 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
                 edit.replace(node.outputs[0], y)
     remove_dead(edit.graph)
     return model
-
-
-def saturation_probe() -> ir.Model:
-    """Returns a graph of one integer product at its extremes, to try a CPU's kernels with.
-
-    It computes u8 [1, 64] · s8 127 → i32 [1, 1] with zero point 128, as every int8 graph does.
-    An input of 255 everywhere must give (255 − 128) · 127 · 64; a kernel that saturates pairs in
-    16 bits gives less.
-    """
-    x = ir.Value(name="x", shape=ir.Shape([1, 64]), type=ir.TensorType(ir.DataType.UINT8))
-    weight = ir.tensor(np.full((64, 1), 127, np.int8), name="weight")
-    zero_point = ir.tensor(np.array(128, np.uint8), name="zero_point")
-    initializers = [
-        ir.Value(
-            name=t.name, shape=ir.Shape(t.shape.numpy()), type=ir.TensorType(t.dtype), const_value=t
-        )
-        for t in (weight, zero_point)
-    ]
-    node = ir.node("MatMulInteger", [x, *initializers])
-    (y,) = node.outputs
-    y.name, y.shape, y.type = "y", ir.Shape([1, 1]), ir.TensorType(ir.DataType.INT32)
-    graph = ir.Graph(
-        [x], [y], nodes=[node], initializers=initializers, opset_imports={"": 24}, name="probe"
-    )
-    return ir.Model(graph, ir_version=11)
 
 
 def _weight(node: ir.Node) -> np.ndarray | None:
@@ -145,7 +119,6 @@ class _Int8:
             edit.constant(np.array(1, np.float32)),
             edit.constant((weight_scale / 127).astype(np.float32), f"{stem}.scale"),
             edit.constant(np.array(128, np.uint8)),
-            edit.constant(np.array(0, np.int8)),
         ]
         (y,) = edit.add(node, "MatMulIntegerToFloat", inputs, domain=MS)
         return edit.add(node, "Mul", [y, size])[0]

@@ -29,7 +29,6 @@ from spec_runtime.backends.shapes import KV, is_cache, require_feeds, shape_of
 from spec_runtime.bundle.manifest import Bundle, Graph
 from spec_runtime.bundle.memory import require_memory
 from spec_runtime.bundle.operators import require_known_graph
-from spec_runtime.errors import UserError
 from spec_runtime.machine import default_threads
 
 
@@ -132,15 +131,11 @@ def open_graph(
 ) -> CpuBackend:
     """Opens a graph on the CPU, see backends.open_graph.
 
-    Raises UserError for an int8 target if this CPU computes its products wrongly, for a graph
-    whose file is not what ours are, and for buffers that this machine cannot hold.
+    Raises UserError for a graph whose file is not what ours are, and for buffers that this machine
+    cannot hold.
     """
     require_known_graph(bundle, graph)
     require_memory(graph, capacity)
-    probe = bundle.manifest.graphs.get("probe")
-    if probe is not None and graph is bundle.manifest.graphs["target"]:
-        require_known_graph(bundle, probe)
-        require_exact_int8(CpuBackend(bundle.path / probe.file, probe, 1, 1))
     return CpuBackend(
         bundle.path / graph.file,
         graph,
@@ -150,15 +145,3 @@ def open_graph(
         banks=None if banks is None else as_lender(banks),
         hashes=hashes_of(bundle, graph) if runtime.map_weights else None,
     )
-
-
-def require_exact_int8(probe: Backend) -> None:
-    """Refuses a CPU whose u8·s8 products saturate: every int8 result would be silently wrong."""
-    x = np.full((1, 64), 255, np.uint8)
-    y = probe.run({"x": x}, ["y"])["y"]
-    got, expected = int(y.flat[0]) if y.size else 0, (255 - 128) * 127 * 64
-    if got != expected:
-        raise UserError(
-            f"this CPU's int8 products saturate (got {got}, expected {expected}): build the "
-            "bundle with --precision int8 --reduce-range, or with another precision"
-        )

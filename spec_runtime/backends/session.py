@@ -52,6 +52,8 @@ EXACT = {"use_tf32": "0"}  # computes float32 products in float32, which fp32's 
 # kernel would first copy all key/value rows once per query head; 16 is AttentionBackend::MATH, with
 # only the unfused kernels.
 CUDA_SETTINGS = {"full_buffer": {"sdpa_kernel": "16"}}
+# Older int8 bundles share a zero point, which ONNX Runtime cannot convert twice.
+SHARED_ZERO_POINT = " on this CPU without VNNI, build the bundle again"
 REFUSED_CAPTURE = "cannot use the graph capture feature"  # in ONNX Runtime's words
 BFLOAT16 = 16  # in onnx.TensorProto; numpy has no such type
 MAPPED_BYTES = 1 << 16  # smaller tensors stay in a packed graph, of which each process has a copy
@@ -118,7 +120,8 @@ def open_session(path: Path, graph: Graph, options: SessionOptions) -> Any:
             log.warning("%s runs without CUDA graphs: %s", path.name, brief(error))
             return open_session(path, graph, replace(options, has_cuda_graphs=False))
         raise UserError(
-            f"ONNX Runtime {ort.__version__} cannot load {path.name}: {brief(error)}"
+            f"ONNX Runtime {ort.__version__} cannot load {path.name}"
+            f"{SHARED_ZERO_POINT if 'AddInitializedOrtValue' in str(error) else ''}: {brief(error)}"
         ) from error
     if session.get_providers()[0] != provider:  # it falls back on the CPU by itself
         raise UserError(
@@ -194,6 +197,7 @@ def _write_packed(path: Path, folder: Path) -> None:
         chosen.log_severity_level = 4  # it warns that the files are only for this CPU
         chosen.add_session_config_entry("session.load_model_format", "ONNX")
         chosen.add_session_config_entry("session.save_model_format", "ONNX")
+        _keep_products_exact(chosen)
         chosen.optimized_model_filepath = str(folder / GRAPH)
         external = "session.optimized_model_external_initializers"
         chosen.add_session_config_entry(f"{external}_file_name", WEIGHTS)
@@ -224,6 +228,7 @@ def _open(path: Path, options: SessionOptions, is_optimized: bool = False) -> An
         chosen.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # ONNX Runtime has a format of its own, whose operators nobody has looked at.
     chosen.add_session_config_entry("session.load_model_format", "ONNX")
+    _keep_products_exact(chosen)
     for name, value in options.weights.items():
         chosen.add_initializer(name, value)
     # Without ONNX Runtime's own fallback, which would print and hide the reason.
@@ -235,6 +240,31 @@ def _open(path: Path, options: SessionOptions, is_optimized: bool = False) -> An
             provider_options=[options.provider_settings],
             enable_fallback=0,
         )
+
+
+# A graph of one MatMulInteger, x u8[M, K] · w i8[K, N] → y i32[M, N], as ONNX writes it.
+_PRODUCT = (
+    b'\x08\x08:>\n\x18\n\x01x\n\x01w\x12\x01y"\rMatMulInteger\x12\x01gZ\t\n\x01x\x12\x04\n\x02\x08'
+    b"\x02Z\t\n\x01w\x12\x04\n\x02\x08\x03b\t\n\x01y\x12\x04\n\x02\x08\x06B\x04\n\x00\x10\x15"
+)
+
+
+@cache
+def saturates() -> bool:
+    """Returns whether this CPU adds pairs of u8·i8 products in 16 bits, where large ones are cut
+    off, as AVX2 does without VNNI."""
+    session = ort.InferenceSession(_PRODUCT, providers=[PROVIDERS["cpu"]])
+    largest = {"x": np.full((1, 2), 255, np.uint8), "w": np.full((2, 1), 127, np.int8)}
+    return bool(session.run(None, largest)[0].item() != 2 * 255 * 127)
+
+
+def _keep_products_exact(chosen: Any) -> None:
+    """Has int8 weights turned into u8 ones where u8·i8 products saturate: u8·u8 ones never do.
+
+    Where they do not, the setting would only cost speed.
+    """
+    if saturates():
+        chosen.add_session_config_entry("session.x64quantprecision", "1")
 
 
 def _check_signature(session: Any, graph: Graph, path: Path) -> None:

@@ -13,7 +13,6 @@ import onnx
 import onnx_ir as ir
 import pytest
 from said import Said
-from this_cpu import needs_whole_int8
 from tiny_target import make_tokenizer, save_llama
 from workshop import Workshop
 
@@ -214,7 +213,6 @@ def test_reference_prompts_are_sixteen_and_the_prose_is_long_enough() -> None:
 
 
 @pytest.mark.model
-@needs_whole_int8
 def test_int8_of_the_demo_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     from spec_export import demo
 

@@ -24,7 +24,6 @@ import torch
 from huggingface_hub import constants
 from said import Said
 from small import Run, write_small_bundle
-from this_cpu import SATURATES
 from tiny_target import make_tokenizer, save_llama
 from workshop import Workshop
 
@@ -103,7 +102,6 @@ def test_int8_brings_its_probe_and_is_smaller(workshop: Workshop) -> None:
     small, large = workshop.bundle(NAME, "int8"), workshop.bundle(NAME)
     manifest = bundles.read(small).manifest
     assert manifest.target.precision == "int8"
-    assert SATURATES or manifest.graphs["probe"].form == "stateless"
     for folder, precision in ((small, "int8"), (large, "fp32")):
         trees = bundles.read(folder).manifest.drafters[0].trees
         assert trees == build_options.TREES[precision]
@@ -124,11 +122,9 @@ def test_a_drafter_beside_a_float_target_is_in_int8(workshop: Workshop, tmp_path
     opened = bundles.read(small)
     (drafter,) = opened.manifest.drafters
     assert (opened.manifest.target.precision, drafter.config["precision"]) == ("fp32", "int8")
-    assert "probe" not in opened.manifest.graphs, "an fp32 target runs on every CPU"
     assert bundles.read(large).manifest.drafters[0].config["precision"] == "fp32"
     target_graph, drafter_graph = "target/target.onnx", drafter.graphs["drafter"].file
     assert products(small / target_graph) == products(large / drafter_graph) == []
-    # no product may saturate where no probe looks
     weights = [node.inputs[1].const_value.numpy() for node in products(small / drafter_graph)]
     assert {np.abs(weight).max() for weight in weights} == {REDUCED}
     plain, drafted = (spec_runtime.load(small, name, threads=1) for name in ("none", NAME))
@@ -193,7 +189,6 @@ def test_without_a_drafter_it_drafts_by_prompt_lookup(workshop: Workshop, tmp_pa
         ({"precision": "int3"}, "got precision 'int3', expected one of fp32"),
         ({"precision": "int8", "form": "contiguous"}, "got precision int8 with the contiguous"),
         ({"precision": "int4", "form": "contiguous"}, "got precision int4 with the contiguous"),
-        ({"precision": "fp32", "reduce_range": True}, "got reduce_range with precision fp32"),
         ({"drafter_precision": "fp16"}, "got drafter precision 'fp16', expected one of fp32, int8"),
         (
             {"drafter_precision": "int8", "device": "cuda"},

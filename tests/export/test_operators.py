@@ -7,7 +7,6 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
-from this_cpu import SATURATES
 from workshop import Workshop
 
 import spec_runtime
@@ -28,7 +27,7 @@ NOT_ON_CUDA = {"Pad", "ReduceMax"}
     [
         (ALL, {"precision": "fp32", "fuse": True}),
         (ALL, {"precision": "fp16", "device": "cuda"}),
-        (["parallelspec"], {"precision": "int8", "reduce_range": SATURATES}),
+        (["parallelspec"], {"precision": "int8"}),
         (ALL, {"precision": "int4"}),
         (["parallelspec", "hydra"], {"precision": "fp32", "form": "contiguous"}),
     ],

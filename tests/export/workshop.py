@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from this_cpu import SATURATES
 from tiny_target import save_llama, teach
 
 from spec_export import drafters, make_bundle
@@ -106,7 +105,6 @@ class Workshop:
             self.folder / "bundles" / f"{drafter}-{precision}",
             drafter,
             precision=precision,
-            reduce_range=precision == "int8" and SATURATES,
             drafter_precision=precision if precision in DRAFTER_PRECISIONS else None,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from onnx_text import model_of
 from small import small_manifest
 
 from spec_runtime import backends
-from spec_runtime.backends import cpu, cuda, session
+from spec_runtime.backends import cuda, session
 from spec_runtime.backends.copies import Copies
 from spec_runtime.backends.cpu import CpuBackend
 from spec_runtime.backends.cuda import CudaBackend
@@ -159,19 +158,47 @@ def test_a_file_that_is_no_graph_is_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-class Saturating:
-    """A backend whose products are those of 16-bit pairs: 255 · 127 twice is cut to 32767."""
+# Two products of integers, whose pairs pass 16 bits at the extremes.
+PRODUCTS = """
+products (uint8[N, 2] x) => (float[N, 1] one, float[N, 1] two)
+    <int8[2, 1] w = {127, 127}, int8[2, 1] v = {-127, -127}, float step = {1.0},
+     uint8 middle = {128}, int8 zero = {0}>
+{
+    one = com.microsoft.MatMulIntegerToFloat(x, w, step, step, middle ZERO)
+    two = com.microsoft.MatMulIntegerToFloat(x, v, step, step, middle ZERO)
+}
+"""
+PRODUCTS_GRAPH = Graph(
+    "products.onnx",
+    "stateless",
+    (TensorSpec("x", "uint8", ("N", 2)),),
+    (TensorSpec("one", "float32", ("N", 1)), TensorSpec("two", "float32", ("N", 1))),
+)
 
-    form: str = "stateless"
-    capacity: int = 1
 
-    def run(self, feeds: dict[str, np.ndarray], outputs: Sequence[str]) -> dict[str, np.ndarray]:
-        return {"y": np.array([[32 * 32767 - 128 * 127 * 64]], np.int32)}
+@pytest.mark.parametrize("does_saturate", [True, None])
+def test_int8_products_are_exact_on_every_cpu(
+    does_saturate: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if this CPU saturated, and as it is."""
+    if does_saturate is not None:
+        monkeypatch.setattr(session, "saturates", lambda: does_saturate)
+    path = tmp_path / "products.onnx"
+    onnx.save(model_of(PRODUCTS.replace("ZERO", "")), path)
+    opened = CpuBackend(path, PRODUCTS_GRAPH, 1, threads=1)
+    got = opened.run({"x": np.array([[255, 255], [0, 0]], np.uint8)}, ["one", "two"])
+    assert got["one"].ravel().tolist() == [2 * 127 * 127, -2 * 128 * 127]
+    assert got["two"].ravel().tolist() == [-2 * 127 * 127, 2 * 128 * 127]
 
 
-def test_a_cpu_whose_int8_products_saturate_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"this CPU's int8 products saturate .*--reduce-range"):
-        cpu.require_exact_int8(Saturating())
+def test_an_older_int8_bundle_is_refused_where_products_saturate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "saturates", lambda: True)
+    path = tmp_path / "products.onnx"
+    onnx.save(model_of(PRODUCTS.replace("ZERO", ", zero")), path)
+    with pytest.raises(ValueError, match=r"on this CPU without VNNI, build the bundle again"):
+        CpuBackend(path, PRODUCTS_GRAPH, 1, threads=1)
 
 
 # ---- CUDA, where there is none ----

@@ -165,9 +165,7 @@ def graphs_of(
     manifest = opened.manifest
     fused = {bundles.fused_name(name) for name in fused_names(opened)}
     graphs: dict[str, tuple[bundles.Graph, bundles.DrafterInfo | None]] = {
-        name: (graph, None)
-        for name, graph in manifest.graphs.items()
-        if name != "probe" and name not in fused
+        name: (graph, None) for name, graph in manifest.graphs.items() if name not in fused
     }
     for info in manifest.drafters:
         graphs |= {f"{info.name} {role}": (graph, info) for role, graph in info.graphs.items()}
