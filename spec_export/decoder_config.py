@@ -10,6 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spec_export.families import FAMILIES as FAMILIES
+from spec_export.families import (
+    FULL,
+    SLIDING,
+    Family,
+    LayerKind,
+    has_tables_by_kind,
+    require_known,
+)
 from spec_runtime.errors import UnsupportedModelError, UserError
 
 DEFAULT_SCRATCH = 128
@@ -24,8 +33,8 @@ COUNTS = (  # of a transformers config
     "max_position_embeddings",
 )
 
-# Fields of other families that change the forward pass, which transformers' classes of ours ignore,
-# with the values that change nothing.
+# Fields that change the forward pass in some families, with the values that change nothing. A model
+# whose family's table does not read such a field is refused with any other value.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("logit_scale", "logits_scaling", "residual_multiplier"), (1,)),
     **dict.fromkeys(("embedding_multiplier", "scale_emb", "attention_out_multiplier"), (1,)),
@@ -33,6 +42,7 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), (0,)),
     **dict.fromkeys(("scale_depth", "dim_model_base", "attn_temperature_tuning", "alibi"), (0,)),
     **dict.fromkeys(("use_qk_norm", "qk_layernorm", "no_rope_layers", "parallel_residual"), (0,)),
+    **dict.fromkeys(("use_parallel_residual", "use_bidirectional_attention"), (0,)),
 }
 ROPE_FIELDS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "finetuned"),
@@ -40,6 +50,7 @@ ROPE_FIELDS = {
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("short_factor", "long_factor"),
 }
+CACHES = {"attention": ("k", "v")}  # the caches of a layer, by its mixer
 
 
 @dataclass(frozen=True)
@@ -56,6 +67,7 @@ class DecoderConfig:
     family: str
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -66,6 +78,7 @@ class DecoderConfig:
     scratch: int = DEFAULT_SCRATCH
     taps: tuple[int, ...] = ()
     rope: dict[str, Any] = field(default_factory=dict)
+    layers: tuple[LayerKind, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -83,6 +96,7 @@ class DecoderConfig:
                 f"got max_length {self.max_length} and scratch {self.scratch}, "
                 "expected at least 1 and 0"
             )
+        assert len(self.layers) in (0, self.num_layers), (len(self.layers), self.num_layers)
         wrong = [tap for tap in self.taps if not 0 <= tap < self.num_layers]
         if wrong or len(set(self.taps)) != len(self.taps):
             raise UserError(
@@ -96,24 +110,23 @@ class DecoderConfig:
         return self.rope.get("factors")
 
     @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """What each layer is."""
+        return self.layers or (LayerKind(),) * self.num_layers
+
+    def cache_shapes(self, slots: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of all caches by name, in the order of the graph's inputs."""
+        shape = (1, self.num_kv_heads, slots, self.head_dim)
+        return {
+            f"kv.{i}.{part}": shape
+            for i, kind in enumerate(self.kinds)
+            for part in CACHES[kind.mixer]
+        }
+
+    @property
     def rows(self) -> int:
         """Positions the rotary tables cover, also the usual number of cache slots S."""
         return self.max_length + self.scratch
-
-
-def sliding_window(raw: Any) -> int | None:
-    """Returns the width of the window that all layers share, None without one.
-
-    Raises UserError if the layers differ.
-    """
-    width = getattr(raw, "sliding_window", None)
-    kinds = set(getattr(raw, "layer_types", None) or ())
-    if len(kinds) > 1 or kinds - {"full_attention", "sliding_attention"}:
-        raise UnsupportedModelError(
-            f"got layers of kinds {', '.join(sorted(kinds))} in a '{raw.model_type}' model, "
-            "expected one kind of attention in all layers: this model is not supported"
-        )
-    return None if kinds == {"full_attention"} else width
 
 
 def require_supported(raw: Any) -> None:
@@ -128,25 +141,28 @@ def require_supported(raw: Any) -> None:
         value = getattr(raw, name)
         if type(value) is not int or not 1 <= value <= MAX_COUNT:
             raise UserError(f"got {name} {value!r:.40} in the config, expected 1 to {MAX_COUNT}")
-    eps = raw.rms_norm_eps
+    family = require_known(raw.model_type)
+    eps = getattr(raw, family.eps)
     if type(eps) not in (int, float) or not math.isfinite(eps) or eps < 0:
-        raise UserError(f"got rms_norm_eps {eps!r:.80} in the config, expected 0 or more")
-    if raw.hidden_act != "silu":
-        raise UnsupportedModelError(
-            f"got activation '{raw.hidden_act}', expected 'silu': this model is not supported"
-        )
-    sliding_window(raw)
-    _require_supported_rope(raw)
+        raise UserError(f"got {family.eps} {eps!r:.80} in the config, expected 0 or more")
+    family.layers(raw)
+    for parameters in _rope_tables(raw).values():
+        _require_supported_rope(raw, parameters, family)
     head_dim = getattr(raw, "head_dim", None) or raw.hidden_size // raw.num_attention_heads
     scale = {"attention_multiplier": (head_dim**-0.5,), "query_pre_attn_scalar": (head_dim,)}
     for name, neutral in (FOREIGN | scale).items():
         value = getattr(raw, name, None)
-        is_ours = name in ("use_qk_norm", "qk_layernorm") and raw.model_type == "qwen3"
-        if value is not None and value not in neutral and not is_ours:
+        if value is not None and value not in neutral and name not in family.fields:
             raise UnsupportedModelError(
                 f"got {name} {value!r:.40} in a '{raw.model_type}' model, "
                 f"expected {neutral[0]}: this model is not supported"
             )
+
+
+def narrowest_window(raw: Any) -> int | None:
+    """Returns the width of the narrowest sliding window of any layer, None if no layer has one."""
+    layers = FAMILIES[raw.model_type].layers(raw)
+    return min((kind.window for kind in layers if kind.window is not None), default=None)
 
 
 def _has(raw: Any, name: str) -> bool:
@@ -171,7 +187,8 @@ def read_config(
             f"got a max length of {max_length}, "
             f"expected at most the model's {raw.max_position_embeddings} tokens"
         )
-    window = sliding_window(raw)
+    family = FAMILIES[raw.model_type]
+    window = narrowest_window(raw)
     if window is not None and window < max_length:
         warnings.warn(
             f"max length lowered from {max_length} to {window}, the model's sliding window",
@@ -184,22 +201,29 @@ def read_config(
         family=raw.model_type,
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
         num_layers=raw.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=getattr(raw, "num_key_value_heads", None) or num_heads,
         head_dim=head_dim,
         rotary_dim=int(head_dim * rotated_share),
-        norm_eps=raw.rms_norm_eps,
+        norm_eps=getattr(raw, family.eps),
         max_length=max_length,
         scratch=scratch,
         taps=taps,
         rope=rope,
+        layers=family.layers(raw),
     )
 
 
-def _require_supported_rope(raw: Any) -> None:
-    """Raises UserError for a rotary embedding that is not supported."""
+def _rope_tables(raw: Any) -> dict[str, Any]:
+    """Returns the parameters of each rotary table by its name, "" for the default one."""
     rope = raw.rope_parameters
+    return {"": rope[FULL], SLIDING: rope[SLIDING]} if has_tables_by_kind(raw) else {"": rope}
+
+
+def _require_supported_rope(raw: Any, rope: Any, family: Family) -> None:
+    """Raises UserError for parameters of a rotary embedding that are not supported."""
     if not isinstance(rope, dict):
         raise UserError(f"got rope_parameters {rope!r:.80} in the config, expected a mapping")
     kind = rope.get("rope_type", "default")
@@ -208,7 +232,7 @@ def _require_supported_rope(raw: Any) -> None:
             f"got rotary embedding '{kind}', which is not supported: "
             f"expected one of {', '.join(ROPE_KINDS)}"
         )
-    unknown = sorted(map(str, set(rope) - ROPE_FIELDS))
+    unknown = sorted(map(str, set(rope) - ROPE_FIELDS - family.fields))
     if unknown:
         raise UnsupportedModelError(
             f"got rotary parameter '{unknown[0]:.40}' in the config, which is not supported: "
@@ -220,11 +244,11 @@ def _require_supported_rope(raw: Any) -> None:
     part: Any = rope.get("partial_rotary_factor") or 1.0
     if type(part) not in (int, float) or not 0 < part <= 1:
         raise UserError(f"got partial_rotary_factor {part!r:.80} in the config, expected 0 to 1")
-    if part != 1.0 and raw.model_type != "phi3":
+    if part != 1.0 and not family.rotates_part:
         # transformers' own classes of these families rotate whole heads and ignore the factor.
         raise UnsupportedModelError(
-            f"got partial_rotary_factor {part} in a '{raw.model_type}' model, "
-            "expected it in phi3 only"
+            f"got partial_rotary_factor {part} in a '{raw.model_type}' model, expected 1: "
+            "this family rotates whole heads"
         )
 
 
@@ -233,7 +257,8 @@ def _read_rope(raw: Any, max_length: int) -> tuple[dict[str, Any], float]:
 
     Warns if longrope's long factors have to serve short sequences too.
     """
-    rope = dict(raw.rope_parameters)
+    tables = _rope_tables(raw)
+    rope = dict(tables.pop("")) | tables
     if rope.get("rope_type") == "longrope":
         original = rope["original_max_position_embeddings"]
         rope["factors"] = "long" if max_length > original else "short"
@@ -247,23 +272,42 @@ def _read_rope(raw: Any, max_length: int) -> tuple[dict[str, Any], float]:
     return rope, rope.get("partial_rotary_factor") or 1.0
 
 
-def rotary_tables(raw: Any, config: DecoderConfig) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin, f32[rows, rotary_dim/2], with the attention factor folded in.
+def rotary_tables(raw: Any, config: DecoderConfig) -> dict[str, tuple[Tensor, Tensor]]:
+    """Returns cos and sin, f32[rows, rotary_dim/2], of each rotary table by its name.
 
-    The frequencies and the angles are rounded to float32 exactly as transformers rounds them,
-    because at position 8000 that rounding is 2e-4 rad, more than any other error here. Their cos
-    and sin are taken in float64.
+    The attention factor is folded in. The frequencies and the angles are rounded to float32 exactly
+    as transformers rounds them, because at position 8000 that rounding is 2e-4 rad, more than any
+    other error here. Their cos and sin are taken in float64.
     """
+    names = ("", SLIDING) if SLIDING in config.rope else ("",)
+    return {name: _rotary_table(raw, config, name) for name in names}
+
+
+def _rotary_table(raw: Any, config: DecoderConfig, name: str) -> tuple[Tensor, Tensor]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    kind, factor = config.rope.get("rope_type", "default"), 1.0
+    rope, factor = config.rope[name] if name else config.rope, 1.0
+    kind = rope.get("rope_type", "default")
     if kind == "default":
         exponent = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim
-        frequency = 1.0 / (config.rope["rope_theta"] ** exponent)
+        frequency = 1.0 / (rope["rope_theta"] ** exponent)
     else:
         # Only longrope reads seq_len, to pick the long factors above the original context.
+        layer_type = (name or FULL) if has_tables_by_kind(raw) else None
         frequency, factor = ROPE_INIT_FUNCTIONS[kind](
-            raw, torch.device("cpu"), seq_len=config.max_length
+            raw, torch.device("cpu"), seq_len=config.max_length, layer_type=layer_type
         )
     angle = torch.arange(config.rows, dtype=torch.float32)[:, None] * frequency.float()[None, :]
     return (angle.double().cos() * factor).float(), (angle.double().sin() * factor).float()
+
+
+def query_scales(config: DecoderConfig) -> Tensor | None:
+    """Returns the factor on queries at each position, f32[rows], None if all are 1."""
+    field = FAMILIES[config.family].query_growth
+    growth = None if field is None else config.rope.get(field)
+    if not growth:
+        return None
+    original = config.rope["original_max_position_embeddings"]
+    position_S = torch.arange(config.rows, dtype=torch.float32)
+    scale_S = 1 + growth * torch.log(1 + torch.floor(position_S / original))
+    return scale_S if scale_S[-1] > 1 else None

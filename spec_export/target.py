@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from spec_export.decoder import Backbone
+from spec_export.decoder import Attention, Backbone, GatedMLP, Layer, RMSNorm
 from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import gguf_vocabulary, pretrained
 from spec_export.loading.gguf_vocabulary import ReferenceEncoder
@@ -208,10 +209,11 @@ def files_of_model(folder: Path) -> set[str] | None:
 def ends(backbone: Backbone) -> TargetEnds:
     """Returns what a drafter borrows of this backbone, in float32; float32 tensors share memory."""
     config = backbone.config
-    layer: Any = backbone.layers[-1]  # torch gives the attributes of modules no types
+    layer = backbone.layers[-1]
+    assert isinstance(layer, Layer)
     dims = LayerDims(
         hidden_size=config.hidden_size,
-        intermediate_size=layer.mlp.down.weight.shape[0],
+        intermediate_size=config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -219,17 +221,37 @@ def ends(backbone: Backbone) -> TargetEnds:
     )
     return TargetEnds(
         dims=dims,
-        embed_VD=backbone.embedding.weight.detach().float(),
-        head_VD=backbone.head.weight.detach().float(),
+        embed_VD=_scaled(backbone.embedding.weight, backbone.embedding.embedding_scale),
+        head_VD=_scaled(backbone.head.weight, backbone.logit_scale),
         final_norm_D=backbone.norm.weight.detach().float(),
         cos=backbone.cos,
         sin=backbone.sin,
-        last_layer={
-            "attention_norm": layer.attention_norm.weight,
-            "qkv": layer.attention.qkv.weight,
-            "out": layer.attention.out.weight,
-            "mlp_norm": layer.mlp_norm.weight,
-            "gate_up": layer.mlp.gate_up.weight,
-            "down": layer.mlp.down.weight,
-        },
+        last_layer=_lent_layer(layer),
     )
+
+
+def _scaled(weight: Tensor, scale: float) -> Tensor:
+    return weight.detach().float() if scale == 1 else weight.detach().float() * scale
+
+
+def _lent_layer(layer: Layer) -> dict[str, Tensor]:
+    """Returns the weights of a layer that is built as the drafters' own are, none of any other."""
+    attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
+    mixer, mlp = layer.attention, layer.mlp
+    if not (
+        isinstance(attention_norm, RMSNorm)
+        and isinstance(mlp_norm, RMSNorm)
+        and layer.attention_post_norm is None
+        and layer.mlp_post_norm is None
+        and isinstance(mixer, Attention)
+        and isinstance(mlp, GatedMLP)
+    ):
+        return {}
+    return {
+        "attention_norm": attention_norm.weight,
+        "qkv": mixer.qkv.weight,
+        "out": mixer.out.weight,
+        "mlp_norm": mlp_norm.weight,
+        "gate_up": mlp.gate_up.weight,
+        "down": mlp.down.weight,
+    }

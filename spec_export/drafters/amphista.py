@@ -242,7 +242,7 @@ class Drafter(HeadsDrafter):
         if self.config.staged == "none":
             features = GraphInput("features", torch.zeros(1, width), {})
             return {"drafter": export(_StatelessGraph(self), [features], outputs, "amphista")}
-        config = replace(target, num_layers=len(self.layers), taps=())
+        config = replace(target, num_layers=len(self.layers), taps=(), layers=())
         graph = export_cached(
             _DrafterGraph(self, self.layers, config),
             config,
@@ -265,10 +265,10 @@ class _DrafterGraph(CachedGraph):
         rows: list[Tensor] = []
         caches: list[Tensor] = []
         for i, (mixer, layer) in enumerate(zip(drafter.mixers, self.layers, strict=True)):
-            x, k, v = layer(mixer(*stage, *token), kv[2 * i], kv[2 * i + 1], step)
+            x, new = layer(mixer(*stage, *token), kv[2 * i : 2 * i + 2], step)
             stage = [x]
             rows.append(x.index_select(1, logit_rows[-1:]))
-            caches += (k, v)
+            caches += new
         return (*drafter.graph_outputs(drafter.exchange(rows)), *caches)
 
 

@@ -161,6 +161,7 @@ class Drafter(DrafterBase):
             num_heads=dims.num_heads,
             num_kv_heads=dims.num_kv_heads,
             taps=(),
+            layers=(),
         )
         return _export(_TrainedGraph(self, config), config, self.head_VD.dtype, capacity_symbolic)
 

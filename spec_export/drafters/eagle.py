@@ -173,7 +173,7 @@ class Drafter(DrafterBase):
         i64[M] and the caches; its outputs guess_ids i64[M,C], guess_log_probs f32[M,C], hidden
         f32[M,D] (the predicted features) and the caches.
         """
-        config = replace(target, num_layers=self.config.layers, taps=())
+        config = replace(target, num_layers=self.config.layers, taps=(), layers=())
         graph = export_cached(
             _DrafterGraph(self, config),
             config,

@@ -132,7 +132,7 @@ class Drafter(SequentialDrafter):
         """
         graphs = super().export(target, capacity_symbolic=capacity_symbolic)
         if self.config.prefix_layer:
-            config = replace(target, num_layers=1, taps=())
+            config = replace(target, num_layers=1, taps=(), layers=())
             graphs["start"] = export_cached(
                 _PrefixStartGraph(self, config),
                 config,

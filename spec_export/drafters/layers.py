@@ -55,7 +55,8 @@ class TargetEnds:
 
     They are embedding, LM head and final norm (float32), the rotary tables cos and sin (f32
     [positions, r/2], r columns of a head being turned), and the last layer: tensors by
-    `DecoderLayer`'s parameter names, for layers that start from it.
+    `DecoderLayer`'s parameter names, for layers that start from it, or
+    none where the target's layers are built in another way.
     """
 
     dims: LayerDims
@@ -346,10 +347,14 @@ class DecoderLayer(nn.Module):
             nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
 
     def load_target_layer(self, tensors: dict[str, Tensor]) -> None:
-        """Copies one of the target's own layers; `tensors` has this module's parameter names."""
+        """Copies one of the target's own layers; `tensors` has this module's parameter names.
+
+        It keeps its random start without tensors, from a target whose layers are built otherwise.
+        """
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                parameter.copy_(tensors[name])
+                if tensors:
+                    parameter.copy_(tensors[name])
 
     def start_as_identity(self) -> None:
         """Sets both output products to 0, so that before training rows pass unchanged.
@@ -428,8 +433,8 @@ class CachedGraph(nn.Module):
         step, logit_rows, old = self.shared_inputs(inputs)
         caches: list[Tensor] = []
         for i, layer in enumerate(self.layers):
-            x, k, v = layer(x, old[2 * i], old[2 * i + 1], step)
-            caches += (k, v)
+            x, new = layer(x, old[2 * i : 2 * i + 2], step)
+            caches += new
         return x.index_select(1, logit_rows), caches
 
 

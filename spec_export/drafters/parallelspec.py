@@ -466,7 +466,7 @@ class Drafter(DrafterBase):
         there is the output pair_log_probs f32[K,C,C] over the first K+1 rows of logits, see
         `BigramPairs`.
         """
-        config = replace(target, num_layers=self.config.layers, taps=())
+        config = replace(target, num_layers=self.config.layers, taps=(), layers=())
         graph = export_cached(
             _DrafterGraph(self, config),
             config,

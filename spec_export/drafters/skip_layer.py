@@ -173,7 +173,9 @@ class Drafter(DrafterBase):
                 f"got layers {self.config.layers}, expected fewer than the target's "
                 f"{backbone.config.num_layers}"
             )
-        config = replace(backbone.config, num_layers=self.config.layers, taps=())
+        E = self.config.layers
+        kinds = backbone.config.kinds[:E]
+        config = replace(backbone.config, num_layers=E, taps=(), layers=kinds)
         graph = export_cached(
             _DrafterGraph(self, backbone),
             config,
@@ -188,16 +190,9 @@ class Drafter(DrafterBase):
 class _DrafterGraph(nn.Module):
     """The graph "drafter": the target's first E layers, then g and the LM head."""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, drafter: Drafter, backbone: decoder.Backbone) -> None:
         super().__init__()
-        self.drafter = drafter
-        self.embedding = backbone.embedding
-        self.layers = backbone.layers[: drafter.config.layers]
-        self.register_buffer("cos", backbone.cos, persistent=False)
-        self.register_buffer("sin", backbone.sin, persistent=False)
+        self.drafter, self.backbone = drafter, backbone
 
     def forward(
         self,
@@ -210,12 +205,9 @@ class _DrafterGraph(nn.Module):
         perm: Tensor,
         *kv: Tensor,
     ) -> tuple[Tensor, ...]:
-        step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, self.cos, self.sin)
-        x_ND = self.embedding.embed(input_ids.view(-1))
-        caches: list[Tensor] = []
-        for i, layer in enumerate(self.layers):
-            x_ND, k, v = layer(x_ND, kv[2 * i], kv[2 * i + 1], step)
-            caches += (k, v)
-        rows_MD = self.drafter.head_rows(x_ND.index_select(0, logit_rows).float())
+        shared = self.backbone.shared_inputs(position_ids, mask, write_index, src, perm)
+        num_layers = self.drafter.config.layers
+        states, caches = self.backbone.run_layers(input_ids, kv, shared, num_layers)
+        rows_MD = self.drafter.head_rows(states[-1].index_select(0, logit_rows).float())
         logits_MV = F.linear(rows_MD, self.drafter.head_VD)
         return (*self.drafter.top_tokens(logits_MV, self.drafter.config.top_k), *caches)

@@ -8,8 +8,8 @@ patterns looked for are those that a trace of decoder.py leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -53,12 +53,9 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     inputs = {value.name: value for value in graph.inputs}
     slots = edit.add_input("slots", ir.DataType.INT64, ["N"])
     seqlens = edit.add_input("seqlens_k", ir.DataType.INT32, [1])
-    nodes = [node for node in graph if node.op_type == "Attention"]
-    first = next(iter(graph))
-    cache = input_at(producer(nodes[0].inputs[1], "TensorScatter"), 0)
-    shared = _shared_inputs(edit, first, inputs["mask"], slots, seqlens, cache)
-    for node in nodes:
-        _rewrite_attention(edit, node, attention, shared, inputs["position_ids"])
+    shared = _SharedValues(edit, next(iter(graph)), slots, seqlens)
+    for node in [node for node in graph if node.op_type == "Attention"]:
+        _rewrite_attention(edit, node, attention, shared)
     _keep_rank_three(edit)
     _fuse_norms(edit)
     for name in ("write_index", "src", "perm"):
@@ -70,70 +67,80 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     return model
 
 
-class _SharedValues(NamedTuple):
-    """Holds the values that every layer may read.
+class _SharedValues:
+    """Makes the values that several layers read, each once, before `first`, the graph's first node.
 
-    indices: where new rows go, for ScatterND, i64[1, N, G, 3]. mask bool[1, 1, N, S], and bias, the
-    same to be added to scores. width: of the mask, i32[1]. seqlens: the last slot in use, i32[1].
-    empty: a key without rows, [1, 0, G·Dh].
+    Layers may have masks of their own; each has its bias and its width.
     """
 
-    indices: ir.Value
-    mask: ir.Value
-    bias: ir.Value
-    width: ir.Value
-    seqlens: ir.Value
-    empty: ir.Value
+    def __init__(
+        self, edit: GraphEditor, first: ir.Node, slots: ir.Value, seqlens: ir.Value
+    ) -> None:
+        """seqlens: the last slot in use, i32[1]."""
+        self.edit, self.first, self.slots, self.seqlens = edit, first, slots, seqlens
+        self._made: dict[tuple[Any, ...], ir.Value] = {}
+        self._column: ir.Value | None = None
 
+    def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """Returns a mask bool[1, 1, N, S] as numbers that are added to scores."""
+        if ("bias", mask) not in self._made:
+            edit, kind = self.edit, dtype.numpy()
+            zero = edit.constant(np.zeros(1, dtype=kind), "zero")
+            masked = edit.constant(np.array([MASKED[dtype]], dtype=kind))
+            (self._made["bias", mask],) = edit.add(self.first, "Where", [mask, zero, masked])
+        return self._made["bias", mask]
 
-def _shared_inputs(
-    edit: GraphEditor,
-    first: ir.Node,
-    mask: ir.Value,
-    slots: ir.Value,
-    seqlens: ir.Value,
-    cache: ir.Value,
-) -> _SharedValues:
-    """Inserts the nodes that make the shared values before `first`, the graph's first node."""
-    G, Dh = fixed_size(cache, 1), fixed_size(cache, 3)
-    assert cache.dtype is not None
-    dtype = cache.dtype.numpy()
-    zero = edit.constant(np.zeros(1, dtype=dtype), "zero")
-    (bias,) = edit.add(
-        first, "Where", [mask, zero, edit.constant(np.array([MASKED[cache.dtype]], dtype=dtype))]
-    )
-    (width,) = edit.add(first, "Shape", [mask], start=3, end=4)
-    (width,) = edit.add(first, "Cast", [width], to=ir.DataType.INT32.value)
-    # Row n of head g goes to (0, g, slots[n]).
-    (column,) = edit.add(first, "Reshape", [slots, edit.constant(np.array([1, -1, 1, 1]))])
-    batch_and_head = np.zeros((1, 1, G, 3), dtype=np.int64)
-    batch_and_head[..., 1] = np.arange(G)
-    (spread,) = edit.add(
-        first, "Mul", [column, edit.constant(np.array([0, 0, 1]).reshape(1, 1, 1, 3))]
-    )
-    (indices,) = edit.add(first, "Add", [spread, edit.constant(batch_and_head)])
-    empty = edit.constant(np.zeros((1, 0, G * Dh), dtype=dtype), "empty")
-    return _SharedValues(indices, mask, bias, width, seqlens, empty)
+    def width(self, mask: ir.Value) -> ir.Value:
+        """Returns the number of slots of a mask, i32[1]."""
+        if ("width",) not in self._made:
+            (width,) = self.edit.add(self.first, "Shape", [mask], start=3, end=4)
+            (width,) = self.edit.add(self.first, "Cast", [width], to=ir.DataType.INT32.value)
+            self._made["width",] = width
+        return self._made["width",]
+
+    def indices(self, cache: ir.Value) -> ir.Value:
+        """Returns where new rows of a cache [1, G, S, Dh] go, for ScatterND, i64[1, N, G, 3].
+
+        Row n of head g goes to (0, g, slots[n]).
+        """
+        G = fixed_size(cache, 1)
+        if ("indices", G) not in self._made:
+            edit = self.edit
+            shape = edit.constant(np.array([1, -1, 1, 1]))
+            (column,) = edit.add(self.first, "Reshape", [self.slots, shape])
+            batch_and_head = np.zeros((1, 1, G, 3), dtype=np.int64)
+            batch_and_head[..., 1] = np.arange(G)
+            last = edit.constant(np.array([0, 0, 1]).reshape(1, 1, 1, 3))
+            (spread,) = edit.add(self.first, "Mul", [column, last])
+            (self._made["indices", G],) = edit.add(
+                self.first, "Add", [spread, edit.constant(batch_and_head)]
+            )
+        return self._made["indices", G]
 
 
 class _LayerValues(NamedTuple):
     """Holds what one layer's attention reads.
 
     node: the traced Attention. query [1, N, H·Dh]; new: key and value [1, N, G·Dh]. past: the
-    caches before the step, [1, G, S, Dh] each.
+    caches before the step, [1, G, S, Dh] each. mask bool[1, 1, N, S].
     """
 
     node: ir.Node
     query: ir.Value
     new: tuple[ir.Value, ir.Value]
     past: tuple[ir.Value, ir.Value]
+    mask: ir.Value
     num_heads: int
 
     @property
-    def scale(self) -> dict[str, Any]:
-        """The node's attribute `scale`, if it has one."""
-        scale = self.node.attributes.get("scale")
-        return {} if scale is None else {"scale": scale.as_float()}
+    def attributes(self) -> dict[str, Any]:
+        """Those of the node's attributes that change its scores."""
+        known = {name: self.node.attributes.get(name) for name in ("scale", "softcap")}
+        return {
+            name: value.as_float()
+            for name, value in known.items()
+            if value is not None and value.as_float()
+        }
 
 
 def _write(edit: GraphEditor, layer: _LayerValues, shared: _SharedValues) -> list[ir.Value]:
@@ -144,7 +151,7 @@ def _write(edit: GraphEditor, layer: _LayerValues, shared: _SharedValues) -> lis
     caches = []
     for past, new in zip(layer.past, layer.new, strict=True):
         (row,) = edit.add(layer.node, "Reshape", [new, rows])
-        caches += edit.add(layer.node, "ScatterND", [past, shared.indices, row])
+        caches += edit.add(layer.node, "ScatterND", [past, shared.indices(past), row])
     return caches
 
 
@@ -153,16 +160,21 @@ def _attend_with_bias(
 ) -> list[ir.Value]:
     """Inserts the attention "bias"; returns the mixed rows [1, N, H·Dh] and both caches."""
     caches = _write(edit, layer, shared)
-    inputs = [layer.query, shared.empty, shared.empty, *caches, shared.seqlens, shared.width]
+    cache = layer.past[0]
+    assert cache.dtype is not None
+    width, bias = shared.width(layer.mask), shared.bias(layer.mask, cache.dtype)
+    rows = np.zeros((1, 0, fixed_size(cache, 1) * fixed_size(cache, 3)), cache.dtype.numpy())
+    empty = edit.constant(rows, "empty")
+    inputs = [layer.query, empty, empty, *caches, shared.seqlens, width]
     mixed = edit.add(
         layer.node,
         "GroupQueryAttention",
-        [*inputs, None, None, None, shared.bias],
+        [*inputs, None, None, None, bias],
         domain=MS,
         num_heads=layer.num_heads,
-        kv_num_heads=fixed_size(layer.past[0], 1),
+        kv_num_heads=fixed_size(cache, 1),
         causal=0,
-        **layer.scale,
+        **layer.attributes,
     )
     return [*mixed, *caches]
 
@@ -175,7 +187,7 @@ def _attend_whole_buffers(
     H, Dh = layer.num_heads, fixed_size(layer.past[0], 3)
     (q,) = edit.add(node, "Reshape", [layer.query, edit.constant(np.array([1, -1, H, Dh]))])
     (q,) = edit.add(node, "Transpose", [q], perm=[0, 2, 1, 3])
-    (mixed,) = edit.add(node, "Attention", [q, *caches, shared.mask], **layer.scale)
+    (mixed,) = edit.add(node, "Attention", [q, *caches, layer.mask], **layer.attributes)
     (mixed,) = edit.add(node, "Transpose", [mixed], perm=[0, 2, 1, 3])
     flat = edit.constant(np.array([1, -1, H * Dh]))
     return [*edit.add(node, "Reshape", [mixed, flat]), *caches]
@@ -185,49 +197,17 @@ ATTEND = {"bias": _attend_with_bias, "full_buffer": _attend_whole_buffers}
 
 
 def _rewrite_attention(
-    edit: GraphEditor,
-    attention: ir.Node,
-    kind: str,
-    shared: _SharedValues,
-    position_ids: ir.Value,
+    edit: GraphEditor, attention: ir.Node, kind: str, shared: _SharedValues
 ) -> None:
-    """Replaces one layer's attention by the given kind.
-
-    The trace holds heads as [1, heads, N, Dh]; here they stay side by side, [1, N, heads·Dh].
-    """
+    """Replaces one layer's attention by the given kind."""
     scatters = [producer(attention.inputs[i], "TensorScatter") for i in (1, 2)]
-    G, Dh = fixed_size(input_at(scatters[0], 0), 1), fixed_size(input_at(scatters[0], 0), 3)
-    split_qk = producer(attention.inputs[0], "Split")
-    rotary = producer(split_qk.inputs[0], "RotaryEmbedding")
-    H = fixed_size(input_at(rotary, 0), 1) - G
-    cos, sin = rotary.inputs[1], rotary.inputs[2]
-    source = input_at(rotary, 0).producer()
-    assert source is not None
-    if source.op_type == "Split":  # heads split as [q and k, v]
-        heads = _flat_source(source)
-        qk, v = edit.add(
-            attention, "Split", [heads, edit.constant(np.array([(H + G) * Dh, G * Dh]))], 2, axis=-1
-        )
-    else:  # with q/k norms: heads split as [q, k, v], normed over Dh, then concatenated
-        assert source.op_type == "Concat", source
-        norms = [producer(value, "RMSNormalization") for value in source.inputs]
-        heads = _flat_source(producer(norms[0].inputs[0], "Split"))
-        sizes = edit.constant(np.array([H * Dh, G * Dh, G * Dh]))
-        *parts, v = edit.add(attention, "Split", [heads, sizes], 3, axis=-1)
-        qk = _head_norms(edit, attention, parts, norms, (H, G), Dh)
-    width = rotary.attributes.get("rotary_embedding_dim")  # absent or 0 means the whole head
-    (turned,) = edit.add(
-        attention,
-        "RotaryEmbedding",
-        [qk, cos, sin, position_ids],
-        num_heads=H + G,
-        rotary_embedding_dim=0 if width is None else width.as_int(),
-    )
-    q, k = edit.add(
-        attention, "Split", [turned, edit.constant(np.array([H * Dh, G * Dh]))], 2, axis=-1
-    )
     past = input_at(scatters[0], 0), input_at(scatters[1], 0)
-    mixed, *caches = ATTEND[kind](edit, _LayerValues(attention, q, (k, v), past, H), shared)
+    flat = _Flat(edit, attention, fixed_size(past[0], 3))
+    q = flat.value(input_at(attention, 0))
+    new = tuple(flat.value(_new_rows(scatter)) for scatter in scatters)
+    H = flat.num_heads(input_at(attention, 0))
+    layer = _LayerValues(attention, q, (new[0], new[1]), past, input_at(attention, 3), H)
+    mixed, *caches = ATTEND[kind](edit, layer, shared)
     for scatter, cache in zip(scatters, caches, strict=True):
         edit.replace(scatter.outputs[0], cache)
     (transpose,) = (use.node for use in attention.outputs[0].uses())
@@ -236,28 +216,84 @@ def _rewrite_attention(
     edit.replace(reshape.outputs[0], mixed)
 
 
-def _flat_source(split: ir.Node) -> ir.Value:
-    """Returns the QKV product that reaches `split` through a Reshape and a Transpose."""
-    reshape = producer(producer(split.inputs[0], "Transpose").inputs[0], "Reshape")
-    return input_at(reshape, 0)
+def _new_rows(scatter: ir.Node) -> ir.Value:
+    """Returns the rows [1, G, N, Dh] that a step appends to a cache: see `write_rows`."""
+    joined = producer(producer(scatter.inputs[1], "Gather").inputs[0], "Concat")
+    return input_at(joined, 1)
 
 
-def _head_norms(
-    edit: GraphEditor,
-    before: ir.Node,
-    parts: Sequence[ir.Value],
-    norms: Sequence[ir.Node],
-    heads: tuple[int, int],
-    Dh: int,
-) -> ir.Value:
-    """Inserts the norms of queries and keys over each head; returns both side by side."""
-    normed = []
-    for part, norm, count in zip(parts, norms, heads, strict=True):
-        (x,) = edit.add(before, "Reshape", [part, edit.constant(np.array([1, -1, count, Dh]))])
-        epsilon = norm.attributes["epsilon"].as_float()
-        (x,) = edit.add(before, "RMSNormalization", [x, norm.inputs[1]], axis=-1, epsilon=epsilon)
-        normed += edit.add(before, "Reshape", [x, edit.constant(np.array([1, -1, count * Dh]))])
-    return edit.add(before, "Concat", normed, axis=-1)[0]
+class _Flat:
+    """Makes values of the trace, which holds heads as [1, heads, N, Dh], anew with the heads side
+    by side, [1, N, heads·Dh].
+
+    It walks back from a value to the product that the heads were cut from, node by node; each node
+    is made once.
+    """
+
+    def __init__(self, edit: GraphEditor, before: ir.Node, Dh: int) -> None:
+        """New nodes stand before `before`. Dh: the width of a head."""
+        self.edit, self.before, self.Dh = edit, before, Dh
+        self._made: dict[ir.Value, ir.Value] = {}
+
+    def num_heads(self, value: ir.Value) -> int:
+        """Returns the number of heads of a value [1, heads, N, Dh]."""
+        return fixed_size(value, 1)
+
+    def value(self, value: ir.Value) -> ir.Value:
+        """Returns the value [1, heads, N, Dh] of the trace as [1, N, heads·Dh]."""
+        if value not in self._made:
+            node = value.producer()
+            assert node is not None, value
+            made = self._MAKE[node.op_type](self, node)
+            self._made.update(zip(node.outputs, made, strict=True))
+        return self._made[value]
+
+    def _split(self, node: ir.Node) -> list[ir.Value]:
+        whole = self.value(input_at(node, 0))
+        sizes = np.array([self.num_heads(part) * self.Dh for part in node.outputs])
+        inputs = [whole, self.edit.constant(sizes)]
+        return self.edit.add(self.before, "Split", inputs, len(sizes), axis=-1)
+
+    def _concat(self, node: ir.Node) -> list[ir.Value]:
+        parts = [self.value(input_at(node, i)) for i in range(len(node.inputs))]
+        return self.edit.add(self.before, "Concat", parts, axis=-1)
+
+    def _cut(self, node: ir.Node) -> list[ir.Value]:
+        """Takes back the Reshape and the Transpose that cut heads from a product."""
+        return [input_at(producer(node.inputs[0], "Reshape"), 0)]
+
+    def _rotary(self, node: ir.Node) -> list[ir.Value]:
+        x, heads = input_at(node, 0), self.num_heads(input_at(node, 0))
+        inputs = [self.value(x), *node.inputs[1:]]
+        kept: dict[str, Any] = {"rotary_embedding_dim": 0}  # the whole head
+        kept |= {name: value.as_int() for name, value in node.attributes.items()}
+        return self.edit.add(self.before, "RotaryEmbedding", inputs, **kept | {"num_heads": heads})
+
+    def _norm(self, node: ir.Node) -> list[ir.Value]:
+        """Makes a norm over each head."""
+        edit, heads = self.edit, self.num_heads(input_at(node, 0))
+        epsilon = node.attributes["epsilon"].as_float()
+        cut = edit.constant(np.array([1, -1, heads, self.Dh]))
+        (x,) = edit.add(self.before, "Reshape", [self.value(input_at(node, 0)), cut])
+        (x,) = edit.add(self.before, node.op_type, [x, *node.inputs[1:]], axis=-1, epsilon=epsilon)
+        joined = edit.constant(np.array([1, -1, heads * self.Dh]))
+        return edit.add(self.before, "Reshape", [x, joined])
+
+    def _scale(self, node: ir.Node) -> list[ir.Value]:
+        """Makes a product with a factor [1, 1, N, 1] for each row."""
+        shape = self.edit.constant(np.array([1, -1, 1]))
+        (factor,) = self.edit.add(self.before, "Reshape", [node.inputs[1], shape])
+        return self.edit.add(self.before, "Mul", [self.value(input_at(node, 0)), factor])
+
+    _MAKE: ClassVar[dict[str, Callable[[_Flat, ir.Node], list[ir.Value]]]] = {
+        "Split": _split,
+        "Concat": _concat,
+        "Mul": _scale,
+        "Transpose": _cut,
+        "RotaryEmbedding": _rotary,
+        "RMSNormalization": _norm,
+        "LayerNormalization": _norm,
+    }
 
 
 def _keep_rank_three(edit: GraphEditor) -> None:

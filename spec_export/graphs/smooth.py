@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from spec_export.decoder import Backbone, Layer, Projection, RMSNorm, VocabularyTable
+from spec_export.decoder import Backbone, Layer, VocabularyTable
+from spec_export.modules.basic import LayerNorm, frozen
 
 # The exponent a: how much of a channel's range moves into the weights. Measured on the demo as
 # divergence from the float32 target in nats a token. Layers, on prose that is none of the smoothing
@@ -36,11 +37,13 @@ def smooth(backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]) -> None
     largest = largest_outputs(backbone, smoothing_texts)
     for layer in backbone.layers:
         assert isinstance(layer, Layer)
-        for norm, product in _pairs(layer):
+        for norm, product in layer.norms_of_one_product():
             weight_KN = product.weight.detach()
             scale_K = _scale(largest[norm], weight_KN.abs().amax(1), ALPHA)
-            norm.weight = nn.Parameter(norm.weight.detach() / scale_K, requires_grad=False)
-            product.weight = nn.Parameter(weight_KN * scale_K[:, None], requires_grad=False)
+            norm.weight = frozen(norm.weight / scale_K)
+            if isinstance(norm, LayerNorm) and norm.bias is not None:
+                norm.bias = frozen(norm.bias / scale_K)
+            product.weight = frozen(weight_KN * scale_K[:, None])
     head_VD = backbone.head.weight.detach()
     scale_D = _scale(largest[backbone.norm], head_VD.abs().amax(0), HEAD_ALPHA)
     backbone.head = VocabularyTable(head_VD * scale_D, 1 / scale_D)
@@ -50,11 +53,6 @@ def _scale(largest_x_K: Tensor, largest_w_K: Tensor, alpha: float) -> Tensor:
     """Returns s = max|x|^alpha / max|W|^(1-alpha) per channel, f32[K]."""
     x_K, w_K = largest_x_K.clamp(min=TINY), largest_w_K.clamp(min=TINY)
     return (x_K**alpha / w_K ** (1 - alpha)).clamp(min=TINY)
-
-
-def _pairs(layer: Layer) -> list[tuple[RMSNorm, Projection]]:
-    """Returns the layer's norms that feed one product only, each with its product."""
-    return [(layer.attention_norm, layer.attention.qkv), (layer.mlp_norm, layer.mlp.gate_up)]
 
 
 def largest_outputs(
@@ -71,10 +69,10 @@ def largest_outputs(
         seen_K = output_NK[1:].abs().amax(0)
         largest[norm] = torch.maximum(largest.get(norm, seen_K), seen_K)
 
-    norms = [backbone.norm]
+    norms: list[nn.Module] = [backbone.norm]
     for layer in backbone.layers:
         assert isinstance(layer, Layer)
-        norms += [norm for norm, _ in _pairs(layer)]
+        norms += [norm for norm, _ in layer.norms_of_one_product()]
     hooks = [norm.register_forward_hook(note) for norm in norms]
     try:
         with torch.inference_mode():

@@ -191,10 +191,10 @@ def step_inputs(
         GraphInput("src", index[:A], {0: "A"}),
         GraphInput("perm", index, {0: "A+N"}),
     ]
-    shape = (1, config.num_kv_heads, S, config.head_dim)
-    caches = [f"kv.{layer}.{part}" for layer in range(config.num_layers) for part in "kv"]
-    inputs += [GraphInput(name, torch.zeros(shape, dtype=dtype), s_axis) for name in caches]
-    return inputs
+    shapes = config.cache_shapes(S)
+    return inputs + [
+        GraphInput(name, torch.zeros(shape, dtype=dtype), s_axis) for name, shape in shapes.items()
+    ]
 
 
 def export_backbone(backbone: Backbone, *, capacity_symbolic: bool = True) -> ir.Model:

@@ -59,6 +59,7 @@ def test_an_outlier_channel_shrinks() -> None:
         """Returns the largest channel over the typical one, at the second layer's QKV."""
         layer = backbone.layers[1]
         assert isinstance(layer, Layer)
+        assert layer.attention_norm is not None
         largest_K = largest_outputs(backbone, sequences)[layer.attention_norm]
         return float(largest_K.max() / largest_K.median())
 

@@ -198,6 +198,7 @@ def random_backbone(shape: Shape, context: int, precision: str) -> Any:
         family="llama",
         vocab_size=shape.vocab_size,
         hidden_size=D,
+        intermediate_size=M,
         num_layers=shape.num_layers,
         num_heads=H,
         num_kv_heads=G,

@@ -1,0 +1,81 @@
+"""Describes every family of models that is supported, each in a file of its own where
+its layer differs from another's.
+
+`FAMILIES` maps transformers' model_type to a family's table.
+"""
+
+from __future__ import annotations
+
+from spec_export.families import (
+    arcee,
+    cohere2,
+    ernie4_5,
+    exaone4,
+    gemma,
+    gemma2,
+    gemma3_text,
+    glm,
+    glm4,
+    granite,
+    granitemoehybrid,
+    hunyuan_v1_dense,
+    llama,
+    ministral3,
+    nemotron,
+    olmo2,
+    phi3,
+    qwen3,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
+from spec_export.families.family import FULL as FULL
+from spec_export.families.family import SLIDING as SLIDING
+from spec_export.families.family import Family as Family
+from spec_export.families.family import LayerKind as LayerKind
+from spec_export.families.family import Scale as Scale
+from spec_export.families.family import has_tables_by_kind as has_tables_by_kind
+from spec_runtime.errors import UnsupportedModelError
+
+FAMILIES: dict[str, Family] = {
+    "llama": llama.FAMILY,
+    "mistral": llama.FAMILY,
+    "qwen2": llama.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "phi3": phi3.FAMILY,
+    "arcee": arcee.FAMILY,
+    "cohere2": cohere2.FAMILY,
+    "cwm": llama.FAMILY,
+    "ernie4_5": ernie4_5.FAMILY,
+    "exaone4": exaone4.FAMILY,
+    "gemma": gemma.FAMILY,
+    "gemma2": gemma2.FAMILY,
+    "gemma3_text": gemma3_text.FAMILY,
+    "glm": glm.FAMILY,
+    "glm4": glm4.FAMILY,
+    "granite": granite.FAMILY,
+    "granitemoehybrid": granitemoehybrid.FAMILY,
+    "helium": ernie4_5.FAMILY,
+    "hunyuan_v1_dense": hunyuan_v1_dense.FAMILY,
+    "internlm3": llama.FAMILY,
+    "iquestcoder": llama.FAMILY,
+    "ministral": llama.FAMILY,
+    "ministral3": ministral3.FAMILY,
+    "nemotron": nemotron.FAMILY,
+    "olmo2": olmo2.FAMILY,
+    "olmo3": olmo2.FAMILY,
+    "seed_oss": llama.FAMILY,
+    "smollm3": smollm3.FAMILY,
+    "stablelm": stablelm.FAMILY,
+    "starcoder2": starcoder2.FAMILY,
+}
+
+
+def require_known(model_type: object) -> Family:
+    """Returns the table of a family; raises UnsupportedModelError, which lists all, for others."""
+    if model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"got a model of type '{model_type!s:.40}', which is not supported: "
+            f"expected one of {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[str(model_type)]

@@ -1,0 +1,1 @@
+"""Holds the modules that decoder layers are put together from."""
