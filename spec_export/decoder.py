@@ -231,6 +231,7 @@ class Backbone(nn.Module):
         `max_length` exceeds the original context, else the short ones do. Raises UserError for a
         model that is not supported.
         """
+        require_supported(hf_model.config)
         weights = ModelWeights(hf_model)
         return cls.from_weights(hf_model.config, weights, taps, max_length, scratch)
 

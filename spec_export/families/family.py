@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from spec_runtime.errors import UnsupportedModelError
+from spec_runtime.errors import UnsupportedModelError, UserError
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in a config
 
@@ -157,7 +157,13 @@ class Family:
     def layers(self, raw: Any) -> tuple[LayerKind, ...]:
         """Returns what each layer of this model is; raises UnsupportedModelError for layers that
         are not supported."""
-        return tuple(self._layer(raw, i) for i in range(raw.num_hidden_layers))
+        try:
+            return tuple(self._layer(raw, i) for i in range(raw.num_hidden_layers))
+        except (IndexError, TypeError):
+            raise UserError(
+                f"got a list by layer that does not have {raw.num_hidden_layers} entries in the "
+                "config, expected one for each of num_hidden_layers"
+            ) from None
 
     def _layer(self, raw: Any, i: int) -> LayerKind:
         mlp = self.mlp if self.layer_mlp is None else self.layer_mlp(raw, i)

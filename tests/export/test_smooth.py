@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_backbone import Decoder, backbone_of, chain, random_tokens, tiny
+from tiny_backbone import FAMILIES, Decoder, backbone_of, chain, random_tokens, tiny
 
-from spec_export.decoder import FAMILIES, Layer
+from spec_export.decoder import Layer
 from spec_export.graphs.smooth import largest_outputs, smooth
 
 OPTIONS = {"llama": {"mlp_bias": True, "attention_bias": True}}

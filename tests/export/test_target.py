@@ -292,6 +292,7 @@ def test_damaged_json_is_one_line(folder: Path, name: str, content: str) -> None
         ("quantization_config", "x"),
         ("eos_token_id", "x"),
         ("layer_types", [1]),
+        ("layer_types", ["full_attention"]),
     ],
 )
 def test_configs_of_other_types_are_one_line(folder: Path, name: str, value: Any) -> None:
@@ -325,7 +326,7 @@ def test_damaged_tokenizers_are_one_line(folder: Path, change_to: dict[str, Any]
 @pytest.mark.parametrize(
     ("file", "values", "message"),
     [
-        ("config.json", {"hidden_act": "gelu"}, "got activation 'gelu', expected 'silu'"),
+        ("config.json", {"hidden_act": "gelu_fast"}, "got activation 'gelu_fast', expected one"),
         ("config.json", {"logit_scale": 0.5}, "got logit_scale 0.5 in a 'llama' model, expected 1"),
         ("config.json", {"residual_multiplier": 0.2}, "got residual_multiplier 0.2 in a 'llama'"),
         ("config.json", {"attention_multiplier": 0.5}, "got attention_multiplier 0.5 in a 'llama'"),

@@ -15,6 +15,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from tiny_backbone import (
+    FAMILIES,
     HEAD_DIM,
     HEADS,
     VOCAB,
@@ -28,7 +29,7 @@ from tiny_backbone import (
 )
 from torch import Tensor
 
-from spec_export.decoder import FAMILIES, Backbone
+from spec_export.decoder import Backbone
 from spec_export.graphs.trace import GraphInput, export, export_backbone, save
 
 LAYERS = 2

@@ -1,0 +1,159 @@
+"""Holds every family to one contract, on tiny random models.
+
+The eager backbone equals transformers, and the graph in all its forms equals the eager backbone.
+
+Tolerance: 2e-5 of the largest value, as in test_decoder.py; 1e-6 is measured. A switch that is read
+wrongly moves logits by percents.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from graphs import Runner
+from tiny_backbone import Decoder, backbone_of, chain, path_to, random_tokens, reference, tiny
+
+from spec_export.decoder import Backbone
+from spec_export.families import FAMILIES
+from spec_export.graphs.slots import to_slots
+from spec_export.graphs.smooth import smooth
+from spec_export.graphs.trace import export_backbone
+
+RELATIVE_TOLERANCE = 2e-5
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+WINDOW = 64  # as wide as the context
+MIXED = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": WINDOW,
+}
+SCALES = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 4.0,
+}
+SOFTCAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}
+GROWTH = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "max_position_embeddings": 64,
+    "llama_4_scaling_beta": 0.4,
+}
+# What a family's config needs so that its switches show; others have their defaults.
+CASES: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES} | {
+    "cohere2": MIXED | {"logit_scale": 0.3},
+    "cwm": MIXED | {"bos_token_id": 0},
+    "exaone4": MIXED,
+    "gemma2": MIXED | SOFTCAPS | {"query_pre_attn_scalar": 7},
+    "gemma3_text": MIXED | {"query_pre_attn_scalar": 7},
+    "granite": SCALES,
+    "granitemoehybrid": SCALES
+    | {"layer_types": ["attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 4}
+    | {"shared_intermediate_size": 40, "position_embedding_type": "rope"},
+    "ministral": MIXED,
+    "ministral3": {"rope_parameters": GROWTH},
+    "mistral": {"sliding_window": None},
+    "olmo3": MIXED,
+    "phi3": {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    "qwen2": MIXED | {"use_sliding_window": True},
+    "qwen3": MIXED | {"use_sliding_window": True},
+    "seed_oss": {"attention_bias": True},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "stablelm": {"use_qkv_bias": True, "use_parallel_residual": False},
+    "stablelm, parallel": {"use_parallel_residual": True},
+    "starcoder2": {"sliding_window": None},
+}
+# Together these have every switch that a graph can show; the other families repeat them.
+GRAPHS: dict[str, dict[str, Any]] = {
+    "cohere2": {},  # parallel blocks, layer norms, interleaved rotation, layers without rotation
+    "gemma3_text": SOFTCAPS,  # norms on both sides, two rotary tables, softcaps
+    "glm4": {"num_hidden_layers": 1},  # a part of the head rotated, interleaved
+    "granite": {"num_hidden_layers": 1},  # four scales
+    "hunyuan_v1_dense": {"num_hidden_layers": 1},  # head norms after the rotation
+    "ministral3": {"num_hidden_layers": 1},  # queries that grow
+    "olmo2": {"num_hidden_layers": 1},  # norms over all heads at once
+    "starcoder2": {"num_hidden_layers": 1},  # layer norms and a plain MLP with biases
+}
+
+
+@functools.cache
+def model_of(case: str) -> Any:
+    return tiny(case.split(",")[0], **SIZES | CASES[case])
+
+
+def traced(family: str) -> tuple[Backbone, ir.Model]:
+    """Returns a backbone and its graph in the contiguous form."""
+    backbone = backbone_of(tiny(family, **SIZES | CASES[family] | GRAPHS[family]), taps=(0,))
+    return backbone, export_backbone(backbone)
+
+
+def close(actual: Any, expected: Any) -> None:
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.shape == expected.shape
+    assert np.isfinite(actual).all()
+    assert np.abs(actual - expected).max() <= RELATIVE_TOLERANCE * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_backbone_equals_transformers(case: str) -> None:
+    """Its logits, features and taps; nodes of a tree see their path only."""
+    model = model_of(case)
+    decoder, text = Decoder(backbone_of(model, taps=(1,))), random_tokens(24, seed=1)
+    with torch.no_grad():
+        outputs = model(torch.tensor([text]), output_hidden_states=True, use_cache=False)
+    logits, features, tap = decoder.step(text, chain(24))
+    close(logits, outputs.logits[0])
+    close(features, outputs.hidden_states[-1][0])
+    close(tap, outputs.hidden_states[1][0])
+    decoder.keep(list(range(24)))
+    tokens, parents = random_tokens(6, seed=2), [0, 0, 0, 1, 2, 4]
+    logits = decoder.step(tokens, parents)[0]
+    for leaf in (3, 5):
+        path = [tokens[i] for i in path_to(leaf, parents)]
+        close(logits[leaf], reference(model, text + path)[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_smoothing_for_int8_keeps_the_function(case: str) -> None:
+    backbone = backbone_of(model_of(case))
+    step = random_tokens(9, seed=1), chain(9)
+    expected = Decoder(backbone).step(*step)
+    smooth(backbone, [random_tokens(12, seed=seed) for seed in range(2)])
+    for actual, wanted in zip(Decoder(backbone).step(*step), expected, strict=True):
+        close(actual, wanted)
+
+
+@pytest.mark.parametrize("family", GRAPHS)
+def test_all_forms_of_the_graph_equal_the_backbone(family: str, tmp_path: Path) -> None:
+    for form in ("contiguous", "bias", "full_buffer"):
+        backbone, model = traced(family)
+        if form != "contiguous":
+            to_slots(model, form)
+        folder = tmp_path / form
+        folder.mkdir()
+        runner = Runner(model, folder, "contiguous" if form == "contiguous" else "slots", 40)
+        compare(runner, backbone)
+
+
+def compare(runner: Runner, backbone: Backbone) -> None:
+    """Asserts that a graph's outputs are the eager backbone's, over a prompt and two trees."""
+    eager, names = Decoder(backbone, 40), ("logits", "features", "taps.0")
+    steps = (
+        (random_tokens(9, seed=3), chain(9), list(range(9))),
+        (random_tokens(6, seed=4), [0, 0, 0, 1, 2, 4], [0, 2, 4]),
+        (random_tokens(4, seed=5), [0, 0, 1, 1], [0]),
+    )
+    for tokens, parents, kept in steps:
+        got = runner.step(tokens, parents, names)
+        for name, expected in zip(names, eager.step(tokens, parents), strict=True):
+            close(got[name], expected)
+        runner.cache.commit(kept)
+        eager.keep(kept)
