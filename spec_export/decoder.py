@@ -30,7 +30,7 @@ from spec_export.families import FAMILIES as FAMILIES
 from spec_export.families import Family, LayerKind, Scale, require_known
 from spec_export.modules.attention import Attention as Attention
 from spec_export.modules.attention import SharedInputs as SharedInputs
-from spec_export.modules.attention import Table
+from spec_export.modules.attention import Table, window_mask
 from spec_export.modules.basic import LayerNorm, Norm
 from spec_export.modules.basic import Projection as Projection
 from spec_export.modules.basic import RMSNorm as RMSNorm
@@ -214,7 +214,8 @@ class Backbone(nn.Module):
         if scale is not None:
             scale = scale.index_select(0, position_ids.view(-1)).view(1, 1, -1, 1)
         step = (position_ids, mask, write_index, src, perm, self.cos, self.sin)
-        return SharedInputs(*step, tables=self.tables(), query_scale=scale)
+        windows = {width: window_mask(mask, width) for width in self.config.windows}
+        return SharedInputs(*step, windows, self.tables(), scale)
 
     @classmethod
     def from_transformers(
@@ -226,10 +227,9 @@ class Backbone(nn.Module):
     ) -> Backbone:
         """Returns the backbone of a transformers causal LM, which shares its weights.
 
-        `max_length`: the context in tokens, the model's own by default; it is lowered to a narrower
-        sliding window, with a warning. With longrope, the long factors serve all positions if
-        `max_length` exceeds the original context, else the short ones do. Raises UserError for a
-        model that is not supported.
+        `max_length`: the context in tokens, the model's own by default. With longrope, the long
+        factors serve all positions if `max_length` exceeds the original context, else the short
+        ones do. Raises UserError for a model that is not supported.
         """
         require_supported(hf_model.config)
         weights = ModelWeights(hf_model)

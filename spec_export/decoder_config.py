@@ -124,6 +124,13 @@ class DecoderConfig:
         }
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """The widths of the layers' sliding windows, each once, that are narrower than the
+        context."""
+        widths = {kind.window for kind in self.kinds if kind.window is not None}
+        return tuple(sorted(width for width in widths if width < self.max_length))
+
+    @property
     def rows(self) -> int:
         """Positions the rotary tables cover, also the usual number of cache slots S."""
         return self.max_length + self.scratch
@@ -159,12 +166,6 @@ def require_supported(raw: Any) -> None:
             )
 
 
-def narrowest_window(raw: Any) -> int | None:
-    """Returns the width of the narrowest sliding window of any layer, None if no layer has one."""
-    layers = FAMILIES[raw.model_type].layers(raw)
-    return min((kind.window for kind in layers if kind.window is not None), default=None)
-
-
 def _has(raw: Any, name: str) -> bool:
     return getattr(raw, name, None) is not None
 
@@ -174,8 +175,7 @@ def read_config(
 ) -> DecoderConfig:
     """Returns the decoder's shape, read from a transformers config of a known family.
 
-    A sliding window narrower than `max_length` lowers it, with a warning. Raises UserError, which
-    names what is not supported.
+    Raises UserError, which names what is not supported.
     """
     require_supported(raw)
     num_heads = raw.num_attention_heads
@@ -188,14 +188,6 @@ def read_config(
             f"expected at most the model's {raw.max_position_embeddings} tokens"
         )
     family = FAMILIES[raw.model_type]
-    window = narrowest_window(raw)
-    if window is not None and window < max_length:
-        warnings.warn(
-            f"max length lowered from {max_length} to {window}, the model's sliding window",
-            stacklevel=3,
-        )
-        max_length = window
-
     rope, rotated_share = _read_rope(raw, max_length)
     return DecoderConfig(
         family=raw.model_type,

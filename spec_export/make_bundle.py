@@ -20,7 +20,6 @@ from spec_export.bundling.drafters import LoadedDrafter
 from spec_export.bundling.options import BuildOptions as BuildOptions
 from spec_export.bundling.writer import GraphWriter, save_graph
 from spec_export.decoder import Backbone
-from spec_export.decoder_config import read_config
 from spec_export.graphs import trace
 from spec_export.graphs.banks import add_argmax, keep_drafter, keep_target, sampling_graph
 from spec_export.graphs.edit import fixed_size
@@ -103,7 +102,6 @@ def _load(
     length = options.max_length
     if length is None:
         length = min(DEFAULT_MAX_LENGTH, hf_model.config.max_position_embeddings)
-    length = read_config(hf_model.config, (), length).max_length  # a sliding window lowers it
     loaded = [
         LoadedDrafter(
             drafter,

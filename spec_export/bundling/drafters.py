@@ -15,7 +15,6 @@ from spec_export import drafters as drafter_files
 from spec_export import target
 from spec_export.bundling.options import BuildOptions
 from spec_export.decoder import Backbone
-from spec_export.decoder_config import narrowest_window
 from spec_export.report import Report
 from spec_export.training import recipe
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
@@ -193,8 +192,7 @@ def load_draft_model(
     definition = drafter_files.load("draft_model")
     source = target.resolve(model, report)
     hf_model, its_tokenizer = target.load(source)
-    window = narrowest_window(hf_model.config)
-    limit = min(hf_model.config.max_position_embeddings, window or length)
+    limit = hf_model.config.max_position_embeddings
     if limit < length:
         raise UserError(
             f"got a draft model with a context of {limit} tokens, expected the bundle's {length}: "

@@ -59,7 +59,7 @@ def to_half(model: ir.Model, dtype: ir.DataType) -> ir.Model:
 
     nodes = list(graph)
     for given in graph.inputs:
-        if str(given.name).startswith("kv."):
+        if str(given.name).startswith("kv.") and given.dtype == ir.DataType.FLOAT:
             given.type = ir.TensorType(dtype)
     for node in nodes:
         follows = node.op_type not in NARROW and any(value in wide for value in node.inputs)

@@ -30,8 +30,9 @@ from spec_runtime.errors import UserError
 def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     """Rewrites `model` in place from the contiguous to the slots form and returns it.
 
-    The inputs write_index, src and perm go; `slots` i64[N] comes, and with "bias" `seqlens_k`
-    i32[1]. `attention` is one of ATTENTIONS:
+    The inputs write_index, src and perm go; `slots` i64[N] comes, with "bias" `seqlens_k` i32[1],
+    and where layers have sliding windows the cache `kv.positions`, see `_windows_by_position`.
+    `attention` is one of ATTENTIONS:
 
     - bias: ScatterND ×2 into the slots, then com.microsoft.GroupQueryAttention in borrow mode:
       empty key and value, the cache as past, no present outputs, causal=0, the tree mask as
@@ -56,6 +57,7 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     shared = _SharedValues(edit, next(iter(graph)), slots, seqlens)
     for node in [node for node in graph if node.op_type == "Attention"]:
         _rewrite_attention(edit, node, attention, shared)
+    _windows_by_position(edit, shared, inputs["position_ids"], inputs["mask"])
     _keep_rank_three(edit)
     _fuse_norms(edit)
     for name in ("write_index", "src", "perm"):
@@ -220,6 +222,38 @@ def _new_rows(scatter: ir.Node) -> ir.Value:
     """Returns the rows [1, G, N, Dh] that a step appends to a cache: see `write_rows`."""
     joined = producer(producer(scatter.inputs[1], "Gather").inputs[0], "Concat")
     return input_at(joined, 1)
+
+
+def _windows_by_position(
+    edit: GraphEditor, shared: _SharedValues, position_ids: ir.Value, mask: ir.Value
+) -> None:
+    """Has sliding windows compare positions where the trace counts keys (see `window_mask`): slots
+    are in no order.
+
+    The position of each slot's row is kept as keys and values are, in the cache `kv.positions`
+    i64[1, 1, S, 1]. A step may come with a mask narrower than the cache.
+    """
+    graph, first = edit.graph, shared.first
+    counts = [node for node in graph if node.op_type == "CumSum"]
+    if not counts:
+        return
+    past = edit.add_input("kv.positions", ir.DataType.INT64, [1, 1, "S", 1])
+    row = edit.constant(np.array([1, -1, 1, 1]))
+    (new,) = edit.add(first, "Reshape", [position_ids, row])
+    (kept,) = edit.add(first, "ScatterND", [past, shared.indices(past), new])
+    kept.name, kept.shape, kept.type = "kv.positions.out", past.shape, past.type
+    graph.outputs.append(kept)
+    (width,) = edit.add(first, "Shape", [mask], start=3, end=4)
+    zero, axis = edit.constant(np.array([0])), edit.constant(np.array([2]))
+    (kept,) = edit.add(first, "Slice", [kept, zero, width, axis])
+    (of_slots,) = edit.add(first, "Reshape", [kept, edit.constant(np.array([1, 1, 1, -1]))])
+    (of_rows,) = edit.add(first, "Reshape", [position_ids, edit.constant(np.array([1, 1, -1, 1]))])
+    for count in counts:
+        for use in list(count.outputs[0].uses()):
+            if use.node.op_type == "Slice":  # the number of keys that each row sees
+                edit.replace(use.node.outputs[0], of_rows)
+            else:
+                use.node.replace_input_with(use.idx, of_slots)
 
 
 class _Flat:

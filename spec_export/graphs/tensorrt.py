@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.graphs.edit import MASKED, GraphEditor
+from spec_export.graphs.edit import MASKED, GraphEditor, input_at
 from spec_export.graphs.half import narrow
 from spec_runtime.backends.cuda_api import open_cuda
 from spec_runtime.backends.pad_rows import WIDTHS
@@ -45,32 +45,29 @@ Profile = dict[str, Size]  # by free axis
 def adapt(model: ir.Model, precision: str) -> ir.Model:
     """Rewrites a graph of the contiguous form, or without a cache, for TensorRT, in place.
 
-    It gets one additive mask. If it was traced in float32, as drafters are, it also gets the type
+    It gets additive masks. If it was traced in float32, as drafters are, it also gets the type
     of the precision.
     """
-    return with_additive_mask(narrow(model, precision))
+    return with_additive_masks(narrow(model, precision))
 
 
-def with_additive_mask(model: ir.Model) -> ir.Model:
-    """Makes every Attention of the contiguous form read one additive mask, in place.
+def with_additive_masks(model: ir.Model) -> ir.Model:
+    """Makes every Attention of the contiguous form read an additive mask, in place.
 
-    The mask is made once from the boolean input, because TensorRT-RTX 1.7 builds one attention with
-    a boolean mask, but no two that share such a mask.
+    Each boolean mask is turned into one once, because TensorRT-RTX 1.7 builds one attention with a
+    boolean mask, but no two that share such a mask.
     """
-    attentions = [node for node in model.graph if node.op_type == "Attention"]
-    if not attentions:
-        return model
-    query, mask = attentions[0].inputs[0], attentions[0].inputs[3]
-    assert mask is not None
-    assert all(node.inputs[3] is mask for node in attentions), "got several masks, expected one"
-    assert query is not None
-    assert query.dtype is not None
-    edit, dtype = GraphEditor(model, "additive"), query.dtype.numpy()
-    zero, low = (edit.constant(np.array([n], dtype)) for n in (0, MASKED[query.dtype]))
-    (bias,) = edit.add(next(iter(model.graph)), "Where", [mask, zero, low])
-    bias.shape, bias.type = mask.shape, ir.TensorType(query.dtype)
-    for node in attentions:
-        node.replace_input_with(3, bias)
+    edit, made = GraphEditor(model, "additive"), dict[ir.Value, ir.Value]()
+    for node in [node for node in model.graph if node.op_type == "Attention"]:
+        query, mask = input_at(node, 0), input_at(node, 3)
+        assert query.dtype is not None
+        if mask not in made:
+            dtype = query.dtype.numpy()
+            zero, low = (edit.constant(np.array([n], dtype)) for n in (0, MASKED[query.dtype]))
+            (bias,) = edit.add(node, "Where", [mask, zero, low])
+            bias.shape, bias.type = mask.shape, ir.TensorType(query.dtype)
+            made[mask] = bias
+        node.replace_input_with(3, made[mask])
     return model
 
 

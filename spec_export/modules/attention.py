@@ -23,9 +23,9 @@ Table = tuple[Tensor, Tensor]  # cos and sin, [rows, rotary_dim/2] each
 class SharedInputs:
     """Holds the inputs that all layers share in one pass; for shapes see `Backbone.forward`.
 
-    cos and sin are the default rotary table, `tables` those of other names. window_mask is the mask
-    of layers with a sliding window, None where no window is narrower than the context. query_scale
-    [1,1,N,1] is a factor on the queries.
+    cos and sin are the default rotary table, `tables` those of other names. `windows` are the
+    masks of layers with a sliding window by its width, where it is narrower than the context.
+    query_scale [1,1,N,1] is a factor on the queries.
     """
 
     position_ids: Tensor
@@ -35,17 +35,29 @@ class SharedInputs:
     perm: Tensor
     cos: Tensor
     sin: Tensor
-    window_mask: Tensor | None = None
+    windows: Mapping[int, Tensor] = field(default_factory=dict)
     tables: Mapping[str, Table] = field(default_factory=dict)
     query_scale: Tensor | None = None
 
     def mask_for(self, window: int | None) -> Tensor:
         """Returns the mask of a layer whose sliding window has this width, None for no window."""
-        return self.mask if window is None or self.window_mask is None else self.window_mask
+        return self.mask if window is None else self.windows.get(window, self.mask)
 
     def table(self, name: str) -> Table:
         """Returns the rotary table of this name, "" for the default one."""
         return self.tables[name] if name else (self.cos, self.sin)
+
+
+def window_mask(mask: Tensor, width: int) -> Tensor:
+    """Returns what of a mask bool[1,1,N,S] a sliding window of this width leaves: a row at position
+    p sees the keys at positions above p - width.
+
+    A row sees one key at each position up to its own, in ascending order, so that the last `width`
+    of them are counted. In the slots form keys are in no order; see graphs/slots.py.
+    Example, width 2: a row of a mask that is [1, 1, 0, 1, 0] becomes [0, 1, 0, 1, 0].
+    """
+    count = mask.cumsum(-1)
+    return mask & (count > count[..., -1:] - width)
 
 
 def scatter_rows(cache_GSD: Tensor, update_GUD: Tensor, write_index: Tensor) -> Tensor:

@@ -112,7 +112,6 @@ def _new_trainer(
     if not plan.data.allow_other_target:
         data.require_target(plan.data_paths, source.name, fingerprint)
     model, tokenizer = target.load(source)
-    # a sliding window narrower than this lowers it
     max_length = min(plan.data.max_length, model.config.max_position_embeddings)
     decoder = read_config(model.config, (), max_length)
     examples = data.read(plan.data_paths, tokenizer, decoder.max_length, plan.data.sources)

@@ -15,8 +15,8 @@ from spec_runtime.files.onnx_file import OnnxOutline, read_outline
 # What the graphs of spec-export build use, whatever its options.
 _OURS = """
     Abs Add And ArgMax Attention Cast Clip Concat CumSum Div Equal Exp Expand Gather GatherElements
-    GatherND Gemm GreaterOrEqual Identity Less Log LogSoftmax MatMul MatMulInteger Max Min Mul Not
-    Or Pad QuantizeLinear RMSNormalization Range ReduceMax ReduceSum Reshape RotaryEmbedding
+    GatherND Gemm Greater GreaterOrEqual Identity Less Log LogSoftmax MatMul MatMulInteger Max Min
+    Mul Not Or Pad QuantizeLinear RMSNormalization Range ReduceMax ReduceSum Reshape RotaryEmbedding
     ScatterElements ScatterND Shape Sigmoid Slice Softmax Split Squeeze Sub TensorScatter TopK
     Transpose Unsqueeze Where
     com.microsoft.GroupQueryAttention com.microsoft.MatMulIntegerToFloat com.microsoft.MatMulNBits
@@ -25,7 +25,7 @@ _OURS = """
 # Plain arithmetic that a drafter of one's own may need, and that exporters write.
 _PLAIN = """
     Ceil Constant ConstantOfShape Cos DequantizeLinear DynamicQuantizeLinear Einsum Elu Erf Flatten
-    Floor Gelu Greater HardSigmoid HardSwish IsInf IsNaN LayerNormalization LeakyRelu LessOrEqual
+    Floor Gelu HardSigmoid HardSwish IsInf IsNaN LayerNormalization LeakyRelu LessOrEqual
     Mish Mod Neg Pow Reciprocal ReduceL2 ReduceMean ReduceMin ReduceProd Relu Round Selu Sign Sin
     Softplus Sqrt Sum Swish Tanh Tile Trilu Xor com.microsoft.FastGelu com.microsoft.QuickGelu
     com.microsoft.SimplifiedLayerNormalization com.microsoft.SkipLayerNormalization

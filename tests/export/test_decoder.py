@@ -38,6 +38,7 @@ from tiny_backbone import (
 from torch import Tensor
 
 from spec_export.decoder import Backbone
+from spec_export.modules.attention import window_mask
 from spec_runtime.errors import UnsupportedModelError
 
 RELATIVE_TOLERANCE = 2e-5
@@ -204,32 +205,28 @@ def test_tables_cover_context_and_scratch() -> None:
     assert backbone.cos.shape == backbone.sin.shape == (CONTEXT + 32, HEAD_DIM // 4)
 
 
+def test_a_window_keeps_the_last_keys_that_a_row_sees() -> None:
+    x, o = True, False
+    mask = torch.tensor([[x, x, x, o, o], [x, x, o, x, o], [x, x, o, x, x], [x, o, o, o, o]])
+    seen = [[o, x, x, o, o], [o, x, o, x, o], [o, o, o, x, x], [x, o, o, o, o]]
+    assert window_mask(mask[None, None], 2)[0, 0].tolist() == seen
+
+
 @pytest.mark.parametrize(
-    ("family", "options"),
+    ("family", "options", "max_length", "windows"),
     [
-        ("mistral", {"sliding_window": 24}),
-        ("phi3", {"sliding_window": 24}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0}),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+        ("mistral", {"sliding_window": 24}, CONTEXT, (24,)),
+        ("mistral", {"sliding_window": 24}, 25, (24,)),
+        ("mistral", {"sliding_window": 24}, 24, ()),
+        ("phi3", {"sliding_window": 24}, CONTEXT, (24,)),
+        ("qwen2", {"sliding_window": 24, "use_sliding_window": False}, CONTEXT, ()),
     ],
 )
-def test_a_narrow_window_caps_the_context(family: str, options: dict[str, Any]) -> None:
-    model = tiny(family, **options)
-    with pytest.warns(UserWarning, match="max length lowered from 64 to 24"):
-        backbone = Backbone.from_transformers(model)
-    assert backbone.config.max_length == 24
-    tokens = random_tokens(24, seed=12)
-    close(Decoder(backbone).step(tokens, chain(24))[0], reference(model, tokens))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert Backbone.from_transformers(model, max_length=24).config.max_length == 24
-
-
-def test_an_unused_window_is_ignored() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        backbone = Backbone.from_transformers(tiny("qwen2", sliding_window=8))
-    assert backbone.config.max_length == CONTEXT
+def test_windows_narrower_than_the_context_count(
+    family: str, options: dict[str, Any], max_length: int, windows: tuple[int, ...]
+) -> None:
+    config = backbone_of(tiny(family, **options), max_length=max_length).config
+    assert (config.max_length, config.windows) == (max_length, windows)
 
 
 # ----------------------------------------------------------------------------------------- refusals

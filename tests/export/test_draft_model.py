@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -227,12 +225,6 @@ def test_what_a_given_model_does_not_fit(workshop: Workshop, tmp_path: Path) -> 
     short = str(save_llama(tmp_path / "short", max_position_embeddings=32))
     with pytest.raises(ValueError, match="a context of 32 tokens, expected the bundle's 256"):
         build(llama, out=out, draft_model=short)
-    config = json.loads((workshop.llama() / "config.json").read_text())
-    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    narrow = shutil.copytree(llama, tmp_path / "narrow")
-    (narrow / "config.json").write_text(json.dumps(config | {"sliding_window": 24}))
-    with pytest.raises(ValueError, match="a context of 24 tokens, expected the bundle's 256"):
-        build(llama, out=out, draft_model=str(narrow))
     other = save_llama(tmp_path / "other")
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"a": 68', '"ä": 68'))

@@ -39,7 +39,7 @@ OUTPUTS = ("logits", "features", "taps.1")
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "mistral": {"rope_parameters": YARN, "num_key_value_heads": HEADS},
-    "qwen2": {"tie_word_embeddings": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "qwen3": {},
     "phi3": {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
 }
@@ -212,6 +212,10 @@ def test_inputs_and_operators_of_the_slots_form(case: Case, attention: str) -> N
     graph = case.slots[attention].graph
     inputs = {value.name: (value.dtype, value.shape) for value in graph.inputs}
     caches = {f"kv.{i}.{part}" for i in range(LAYERS) for part in "kv"}
+    has_windows = bool(case.backbone.config.windows)
+    assert inputs.pop("kv.positions", None) == (
+        (ir.DataType.INT64, [1, 1, "S", 1]) if has_windows else None
+    )
     step = {"input_ids", "position_ids", "mask", "logit_rows", "slots"}
     step |= {"seqlens_k"} if attention == "bias" else set()
     assert set(inputs) == step | caches
@@ -227,7 +231,8 @@ def test_inputs_and_operators_of_the_slots_form(case: Case, attention: str) -> N
     of_attention = {"bias": (MS, "GroupQueryAttention"), "full_buffer": ("", "Attention")}
     assert kinds[of_attention.pop(attention)] == LAYERS
     assert not set(of_attention.values()) & set(kinds)
-    assert kinds["", "ScatterND"] == 2 * LAYERS
+    assert kinds["", "ScatterND"] == 2 * LAYERS + has_windows
+    assert kinds["", "Where"] == (1 + has_windows if attention == "bias" else 0)
     assert kinds[MS, "SkipSimplifiedLayerNormalization"] == 2 * LAYERS  # all but the first norm
     # nothing that moves rows; with a bias no layout change between layers
     assert kinds["", "TensorScatter"] == 0

@@ -518,7 +518,7 @@ def test_keys_that_change_nothing_are_no_fault(tmp_path: Path) -> None:
     neutral |= {"rope.scaling.finetuned": True, "tensor_data_layout": "Meta AI original pth"}
     write_gguf(tmp_path / "model.gguf", keys=neutral | {"attention.sliding_window": 100})
     model = load(tmp_path / "model.gguf")
-    assert backbone_of(model).config.max_length == 100
+    assert backbone_of(model).config.windows == (100,)
 
 
 def test_fields_of_other_families_that_change_nothing_are_no_fault(folder: Path) -> None:

@@ -116,14 +116,6 @@ def changed_target(recipe: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_rows_are_cut_to_a_sliding_window(copied: Path, tmp_path: Path) -> None:
-    names: dict[str, Any] = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
-    changed_target(copied, **names, sliding_window=64)
-    with pytest.warns(UserWarning, match="lowered from 96 to 64, the model's sliding window"):
-        train.run(copied, ["train.max_steps=1"], tmp_path / "run")
-    assert features.FeatureCache(tmp_path / "run" / "features").length_N.max() == 64
-
-
 def test_a_drafter_learns_with_the_rotary_factors_of_its_rows(copied: Path, tmp_path: Path) -> None:
     """Rows of 96 tokens take the short factors of an original context of 128; a bundle with the
     long ones warns."""
