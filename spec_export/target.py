@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spec_export.decoder import Attention, Backbone, GatedMLP, Layer, RMSNorm
 from spec_export.drafters.layers import LayerDims, TargetEnds
-from spec_export.loading import gguf_vocabulary, pretrained
+from spec_export.loading import gguf_header, gguf_vocabulary, pretrained
 from spec_export.loading.gguf_vocabulary import ReferenceEncoder
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_export.report import SILENT, Report
@@ -75,7 +75,9 @@ def resolve(model: str | None, report: Report = SILENT) -> Source:
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
                 raise UserError(f"got file {model}, expected a GGUF file or a Hugging Face folder")
-        return Source("gguf", path.parent, path.name, path.stem.lower())
+        split = gguf_header.PART.fullmatch(path.name)
+        name = split["stem"] if split else path.stem
+        return Source("gguf", path.parent, path.name, name.lower())
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
         raise UserError(
             f"got model {model!r:.200}, expected an existing folder or GGUF file, or a hub id "

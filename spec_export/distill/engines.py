@@ -293,6 +293,8 @@ def write_gguf(source: Path, destination: Path, kind: str) -> None:
     """
     import gguf
 
+    if len(gguf_header.parts(source)) > 1:
+        raise UserError(f"got {source}, a part of a split file: choose engine transformers")
     try:
         gguf_header.read(source)
         reader = gguf.GGUFReader(source)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from spec_export.loading.gguf_architectures import ARCHITECTURES, Architecture
 from spec_export.loading.gguf_header import FREQS, LONG, SHORT, GGUFHeader
+from spec_export.loading.gguf_keys import Keys
 from spec_runtime.errors import UnsupportedModelError, UserError
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3")
 SIZES = {  # fields of a transformers config by their keys
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -25,7 +26,6 @@ TOKENS = {
     "eos_token_id": "tokenizer.ggml.eos_token_id",
     "pad_token_id": "tokenizer.ggml.padding_token_id",
 }
-HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
 OFF = (  # keys that change nothing where they are 0
     *("attention.clamp_kqv", "attention.max_alibi_bias", "attn_logit_softcapping"),
     *("expert_count", "expert_used_count", "final_logit_softcapping", "nextn_predict_layers"),
@@ -34,40 +34,51 @@ OFF = (  # keys that change nothing where they are 0
 SCALES = ("embedding_scale", "logit_scale", "residual_scale")  # llama.cpp takes 0 for "unset"
 
 
+def architecture(header: GGUFHeader) -> Architecture:
+    """Returns what the file's architecture stands for; raises UnsupportedModelError if unknown."""
+    found = ARCHITECTURES.get(header.architecture)
+    if found is None:
+        raise UnsupportedModelError(
+            f"got a GGUF file of architecture {header.architecture!r:.40}, which is not supported: "
+            f"expected one of {', '.join(ARCHITECTURES)}"
+        )
+    return found
+
+
 def config_fields(header: GGUFHeader) -> dict[str, Any]:
     """Returns the fields of the transformers config, `model_type` among them.
 
     Raises UserError, with the key's name, for a key that is missing, of another type or unknown,
     and for a value that the decoder does not support.
     """
-    family = header.architecture
-    if family not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"got a GGUF file of architecture {family!r:.40}, which is not supported: "
-            f"expected one of {', '.join(ARCHITECTURES)}"
-        )
-    keys = _Keys(header)
-    fields: dict[str, Any] = {"model_type": family}
+    kind = architecture(header)
+    keys = Keys(header)
+    fields: dict[str, Any] = {"model_type": kind.family}
     fields |= {field: keys.size(name) for name, field in SIZES.items()}
     num_heads = fields["num_attention_heads"]
+    kv_heads = keys.left.get("attention.head_count_kv")
+    if kind.family == "lfm2" and isinstance(kv_heads, list):  # 0 in layers that convolve
+        keys.left["attention.head_count_kv"] = max(kv_heads, default=0)
     fields["num_key_value_heads"] = keys.size("attention.head_count_kv", num_heads)
-    fields["rms_norm_eps"] = keys.number("attention.layer_norm_rms_epsilon")
+    fields[kind.eps[1]] = keys.number(f"attention.{kind.eps[0]}")
     tokens = header.values.get("tokenizer.ggml.tokens")
     default = len(tokens) if isinstance(tokens, list) else None
     fields["vocab_size"] = keys.size("vocab_size", default)
     head_dim = keys.size("attention.key_length", fields["hidden_size"] // num_heads)
     keys.require("attention.value_length", (head_dim,))
     fields["head_dim"] = head_dim
+    rope = _rope(keys, header, fields, kind)
+    fields["rope_parameters"] = rope
+    if kind.extra:
+        kind.extra(keys, fields, header)
     window = keys.number("attention.sliding_window", 0)
     if window:
         # the Qwen families' classes heed a window only together with the other two
         fields |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
-    rope = _rope(keys, header, fields)
-    fields["rope_parameters"] = rope
-    if family == "phi3":  # whose class lets this field, 4096 by default, replace the mapping's
+    if kind.family == "phi3":  # whose class lets this field, 4096 by default, replace the mapping's
         original = rope.get("original_max_position_embeddings")
         fields["original_max_position_embeddings"] = original or fields["max_position_embeddings"]
-    fields["tie_word_embeddings"] = "output.weight" not in header.tensor_names
+    fields["tie_word_embeddings"] = "output.weight" not in header.tensors
     fields |= {field: header.values.get(key) for field, key in TOKENS.items()}
 
     scale = keys.number("attention.scale", 0)
@@ -82,7 +93,9 @@ def config_fields(header: GGUFHeader) -> dict[str, Any]:
     return fields
 
 
-def _rope(keys: _Keys, header: GGUFHeader, fields: dict[str, Any]) -> dict[str, Any]:
+def _rope(
+    keys: Keys, header: GGUFHeader, fields: dict[str, Any], architecture: Architecture
+) -> dict[str, Any]:
     """Returns transformers' parameters of the rotary embedding.
 
     The factors of a tensor become those of longrope, also Llama 3's, whose file has one factor per
@@ -91,7 +104,7 @@ def _rope(keys: _Keys, header: GGUFHeader, fields: dict[str, Any]) -> dict[str, 
     head_dim, context = fields["head_dim"], fields["max_position_embeddings"]
     rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
     num_rotated = keys.size("rope.dimension_count", head_dim)
-    if num_rotated != head_dim:
+    if num_rotated != head_dim or architecture.partial:
         rope["partial_rotary_factor"] = num_rotated / head_dim
     kind = keys.left.pop("rope.scaling.type", "linear")  # as llama.cpp has it
     scale_linear = keys.number("rope.scale_linear", 0)  # the older name of the factor
@@ -144,49 +157,3 @@ def _rope(keys: _Keys, header: GGUFHeader, fields: dict[str, Any]) -> dict[str, 
     if fields["model_type"] == "phi3" and "rope_type" in rope:
         raise keys.refusal("rope.scaling.type", kind, "none or longrope in this architecture")
     return rope
-
-
-class _Keys:
-    """Hands out the keys under the architecture's name, each once; `left` are those not read."""
-
-    def __init__(self, header: GGUFHeader) -> None:
-        self.prefix = f"{header.architecture}."
-        self.left = {
-            key.removeprefix(self.prefix): value
-            for key, value in header.values.items()
-            if key.startswith(self.prefix)
-        }
-
-    def number(self, name: str, default: float | None = None) -> Any:
-        """Returns a finite number; a list with one for each layer has to repeat one number."""
-        value = self.left.pop(name, default)
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            value = value[0]
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise self.refusal(name, "no such key" if value is None else value, "a number")
-        return value
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """Returns an integer of 1 or more."""
-        value = self.number(name, default)
-        if type(value) is not int or value < 1:
-            raise self.refusal(name, value, "1 or more")
-        return value
-
-    def require(self, name: str, allowed: tuple[float, ...]) -> None:
-        """Raises UserError if the key is there with a value that is not one of `allowed`."""
-        value = self.left.pop(name, allowed[0])
-        if isinstance(value, list) or value not in allowed:
-            raise self.refusal(name, value, " or ".join(map(str, allowed)))
-
-    def require_none_left(self) -> None:
-        """Raises UserError if a key has not been asked for that may change something."""
-        unknown = sorted(set(self.left) - set(HARMLESS))
-        if unknown:
-            raise self.refusal(unknown[0], self.left[unknown[0]], "only keys that are known")
-
-    def refusal(self, name: str, got: object, expected: str) -> UserError:
-        return UnsupportedModelError(
-            f"got {self.prefix}{name} {got!r:.40} in the GGUF file, expected {expected}: "
-            "this model is not supported"
-        )

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file and checks that the whole file is there.
+"""Reads the header of a GGUF file, or of all parts of a split one, and checks that all is there.
 
 A header that lies about a count or a length would keep other readers busy for ever, or give them
 numbers from beyond the end of the file. The reader of the package `gguf` is one of them: it goes on
@@ -8,8 +8,10 @@ for ever where an array's count is a lie, and takes seconds for the tokens of a 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from spec_runtime.errors import UserError
 
 MAX_DIMENSIONS = 4  # ggml has no tensors of more
 STRING, ARRAY = 8, 9
+PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.gguf)", re.ASCII)
 # Tensors that hold no weights: factors by which the frequencies of rotary embeddings are divided.
 FREQS, LONG, SHORT = (f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short"))
 # The types of metadata values that have one size, by their number: format for `struct`.
@@ -39,29 +42,113 @@ SCALARS = {
 
 
 @dataclass(frozen=True)
-class GGUFHeader:
-    """Says what a whole GGUF file holds.
+class GGUFTensor:
+    """Says where a tensor's bytes are.
 
-    architecture: the name of the model's kind. tensor_names: in the file's order. values: the
-    metadata by their keys, which are numbers, strings or lists of either. rope_factors: the numbers
-    of the tensors FREQS, LONG and SHORT that there are.
+    path: the file. start, stop: positions of its bytes in it. shape: rows first, as numpy has it.
+    kind: the number of ggml's type.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    kind: int
+
+
+@dataclass(frozen=True)
+class GGUFHeader:
+    """Says what a whole GGUF model holds.
+
+    architecture: the name of the model's kind. tensors: by their names, in the files' order.
+    values: the metadata by their keys, which are numbers, strings or lists of either. rope_factors:
+    the numbers of the tensors FREQS, LONG and SHORT that there are.
     """
 
     architecture: str
-    tensor_names: tuple[str, ...]
+    tensors: dict[str, GGUFTensor]
     values: dict[str, Any]
     rope_factors: dict[str, list[float]]
 
 
-def read(path: Path) -> GGUFHeader:
-    """Returns the header of a GGUF file.
+def parts(path: Path) -> list[Path]:
+    """Returns the files of the model that this file is one of, as the names say, in order.
 
-    Raises UserError, which says what is wrong, unless the file has all the bytes that its header
-    speaks of.
+    Example: m-00002-of-00002.gguf -> m-00001-of-00002.gguf, m-00002-of-00002.gguf. Raises UserError
+    that names the files which are not there.
     """
+    found = PART.fullmatch(path.name)
+    if not found or not 1 <= int(found["number"]) <= int(found["count"]):
+        return [path]
+    count = int(found["count"])
+    names = [f"{found['stem']}-{i + 1:05}-of-{count:05}{found['suffix']}" for i in range(count)]
+    missing = [name for name in names if not path.with_name(name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(
+            f"got {path}, one of {count} parts of a model, without {missing[0]}{more}: put all "
+            "parts into one folder"
+        )
+    return [path.with_name(name) for name in names]
+
+
+def read(path: Path) -> GGUFHeader:
+    """Returns the header of a GGUF file, or what all parts of a split one hold together.
+
+    Headers are kept until their files change; do not alter them. Raises UserError, which says what
+    is wrong, unless each file has all the bytes that its header speaks of.
+    """
+    files = parts(path)
+    try:
+        states = tuple((file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return _read(tuple(files), states)
+
+
+@lru_cache(maxsize=2)  # a target and a draft model
+def _read(files: tuple[Path, ...], states: tuple[tuple[int, int], ...]) -> GGUFHeader:
+    headers = [_read_part(file) for file in files]
+    first, tensors = headers[0], dict[str, GGUFTensor]()
+    for number, (file, header) in enumerate(zip(files, headers, strict=True)):
+        part, count = (header.values.get(f"split.{key}", 0) for key in ("no", "count"))
+        if count in (0, 1) and len(files) == 1:
+            pass
+        elif count != len(files):
+            raise UserError(
+                f"{file} is one of {count!r:.40} parts by its header (split.count), of {len(files)}"
+                " by its name, expected a name such as model-00001-of-00003.gguf: name the parts "
+                "as they were"
+            )
+        elif part != number:
+            raise UserError(
+                f"{file} is part {part!r:.40} by its header (split.no, counted from 0), expected "
+                f"{number} by its name: name the parts as they were"
+            )
+        twice = tensors.keys() & header.tensors.keys()
+        if twice:
+            raise UserError(f"{file} holds tensor {min(twice)}, which an earlier part holds too")
+        tensors |= header.tensors
+    total = first.values.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        raise UserError(
+            f"the parts of {files[0]} hold {len(tensors)} tensors, expected {total!r:.40} "
+            "(split.tensors.count): they are not of one model"
+        )
+    if not first.architecture:
+        raise UserError(
+            f"{files[0]} is no whole GGUF file: it names no general.architecture; download or "
+            "convert it again"
+        )
+    factors = {name: factor for each in headers for name, factor in each.rope_factors.items()}
+    return GGUFHeader(first.architecture, tensors, first.values, factors)
+
+
+def _read_part(path: Path) -> GGUFHeader:
+    """Returns the header of one file; only a first part has to name an architecture."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _Cursor(data).header()
+            return _Cursor(data, path).header()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -73,8 +160,8 @@ def read(path: Path) -> GGUFHeader:
 class _Cursor:
     """Reads values one after the other; each method raises UserError at the end of the data."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self.data, self.position = data, 0
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.position = data, path, 0
 
     def header(self) -> GGUFHeader:
         if self.data[:4] != b"GGUF":
@@ -88,30 +175,26 @@ class _Cursor:
             key, kind = self.text(), self.number("I")
             values[key] = self.value(kind)
         architecture, alignment = values.get("general.architecture"), values["general.alignment"]
-        if not architecture or not isinstance(architecture, str):
+        if not isinstance(architecture, str | None):
             raise UserError("it names no general.architecture")
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise UserError(f"it has alignment {alignment!r:.40}, expected a power of two")
-        starts = dict[str, int]()  # where the rotary factors' bytes start
-        ends = dict[str, int]()  # where each tensor's bytes end, from the first tensor's start
-        for _ in range(num_tensors):
-            name, offset, end = self.tensor()
-            if name in ends:
-                raise UserError(f"it holds tensor {name} twice")
-            ends[name] = end
-            if name in (FREQS, LONG, SHORT):
-                starts[name] = offset
+        found = [self.tensor() for _ in range(num_tensors)]
         start = -(-self.position // alignment) * alignment
-        for name, end in ends.items():
-            if start + end > len(self.data):
-                raise UserError(
-                    f"tensor {name} ends at byte {start + end}, the file at {len(self.data)}"
-                )
+        tensors = dict[str, GGUFTensor]()
+        for name, shape, kind, offset, size in found:
+            if name in tensors:
+                raise UserError(f"it holds tensor {name} twice")
+            stop = start + offset + size
+            if stop > len(self.data):
+                raise UserError(f"tensor {name} ends at byte {stop}, the file at {len(self.data)}")
+            tensors[name] = GGUFTensor(self.path, start + offset, stop, shape, kind)
         factors = {
-            name: np.frombuffer(self.data[start + offset : start + ends[name]], "<f4").tolist()
-            for name, offset in starts.items()
+            name: np.frombuffer(self.data[tensor.start : tensor.stop], "<f4").tolist()
+            for name, tensor in tensors.items()
+            if name in (FREQS, LONG, SHORT)
         }
-        return GGUFHeader(architecture, tuple(ends), values, factors)
+        return GGUFHeader(architecture or "", tensors, values, factors)
 
     def number(self, kind: str) -> Any:
         try:
@@ -149,8 +232,9 @@ class _Cursor:
             raise UserError(f"it holds an array of kind {item}, expected numbers or strings")
         return [self.text() for _ in range(count)]
 
-    def tensor(self) -> tuple[str, int, int]:
-        """Returns a tensor's name, and where its bytes start and end."""
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int, int]:
+        """Returns a tensor's name, shape, type, where its bytes start after the header, and how
+        many they are."""
         import gguf
 
         name, num_dimensions = self.text(), self.number("I")
@@ -166,4 +250,4 @@ class _Cursor:
             raise UserError(f"tensor {name} has shape {shape}, expected whole blocks of {block}")
         if name in (FREQS, LONG, SHORT) and kind != gguf.GGMLQuantizationType.F32:
             raise UserError(f"tensor {name} is of type {kind}, expected float32")
-        return name, offset, offset + prod(shape) // block * block_bytes
+        return name, tuple(reversed(shape)), kind, offset, prod(shape) // block * block_bytes

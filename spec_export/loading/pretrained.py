@@ -25,8 +25,10 @@ from spec_export.loading import (
     gguf_header,
     gguf_tokenizer,
     gguf_vocabulary,
+    gguf_weights,
     named_templates,
 )
+from spec_export.loading.gguf_weights import GGUFWeights
 from spec_runtime import mapping
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
@@ -35,6 +37,8 @@ SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in 
 # Old checkpoints hold these buffers, which are computed from the config today.
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias)$")
 SHOWN = 3  # names that a message lists
+# Arguments that every call of `from_pretrained` has to be given.
+OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 MIN_BITS = 1.5  # of a weight in the densest form that there is
 
 
@@ -44,7 +48,7 @@ def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
     As transformers does, it takes pickled weights only where there are no others.
     """
     if gguf_file:
-        return [folder / gguf_file]
+        return gguf_header.parts(folder / gguf_file)
     files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
     if not files:
         raise UserError(f"got {folder} without weights, expected {SAFETENSORS} or {PICKLED} in it")
@@ -60,12 +64,16 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
     from transformers import AutoConfig
 
     _require_whole(folder, gguf_file)
-    fields = gguf_config.config_fields(gguf_header.read(folder / gguf_file)) if gguf_file else None
+    fields = None
+    if gguf_file:
+        header = gguf_header.read(folder / gguf_file)
+        fields = gguf_config.config_fields(header)
+        gguf_weights.require_readable(header)
     with _reading(folder / (gguf_file or "config.json")):
         config: Any = (
             AutoConfig.for_model(**fields)
             if fields
-            else AutoConfig.from_pretrained(str(folder), **_options(None))
+            else AutoConfig.from_pretrained(str(folder), **OPTIONS)
         )
     decoder.require_supported(config)
     _require_weights_for(config, weight_files(folder, gguf_file))
@@ -84,7 +92,7 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
         return _read_gguf_tokenizer(folder / gguf_file)
     _require_whole(folder, None)
     with _reading(folder, "the tokenizer of "):
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **_options(None))
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **OPTIONS)
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = named_templates.joined(template)
@@ -186,23 +194,25 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
 
     generation_config = read_generation_config(folder, gguf_file)
     where = folder / (gguf_file or "")
-    # Both warn of faults that are checked here, or of what was asked for.
-    for name in ("modeling_utils", "modeling_gguf_pytorch_utils"):
-        logging.getLogger(f"transformers.{name}").addFilter(_is_error)
-    loader: Any = AutoModelForCausalLM  # whose types leave out `output_loading_info`
+    # It warns of faults that are checked here, or of what was asked for.
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_error)
+    weights = _gguf_weights(where, config) if gguf_file else None
+    # whose types leave out `output_loading_info`
+    loader: Any = AutoModelForCausalLM if weights is None else weights.model_class
     with _reading(where), _without_bars():
         model, found = loader.from_pretrained(
-            str(folder),
+            None if gguf_file else str(folder),
             config=config,
+            state_dict=None if weights is None else dict(weights),
             dtype=torch.float32,
             weights_only=True,
             ignore_mismatched_sizes=True,  # they are reported below
             output_loading_info=True,
-            **_options(gguf_file),
+            **OPTIONS,
         )
     unexpected = {name for name in found["unexpected_keys"] if not HARMLESS.search(name)}
-    if gguf_file:
-        unexpected |= _unread_gguf_tensors(folder / gguf_file, model)
+    if weights is not None:
+        unexpected |= weights.unread
     _require_none(where, "the config asks for", "missing in the weights", found["missing_keys"])
     _require_none(where, "the weights hold", "unknown to the config", unexpected)
     mismatched = {
@@ -267,18 +277,10 @@ def _require_weights_for(config: Any, files: list[Path]) -> None:
         )
 
 
-def _unread_gguf_tensors(path: Path, model: Any) -> set[str]:
-    """Returns the names of the tensors that transformers has silently left out."""
-    import gguf
-
+def _gguf_weights(path: Path, config: Any) -> GGUFWeights:
     header = gguf_header.read(path)
-    kinds = [kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == header.architecture]
-    names = gguf.get_tensor_name_map(kinds[0], model.config.num_hidden_layers)
-    known = set()
-    for name in model.state_dict():
-        stem, _, suffix = name.rpartition(".")
-        known.add(f"{names.get_name(stem)}.{suffix}")
-    return set(header.tensor_names) - known - set(header.rope_factors)
+    with _reading(path):
+        return GGUFWeights(header, gguf_config.architecture(header), config)
 
 
 def _not_finite(model: Any) -> set[str]:
@@ -309,27 +311,17 @@ def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-def _options(gguf_file: str | None) -> dict[str, Any]:
-    """Returns the arguments that every call of `from_pretrained` has to be given."""
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-    return options | ({"gguf_file": gguf_file} if gguf_file else {})
-
-
 @contextmanager
 def _without_bars() -> Iterator[None]:
     """Keeps the library from drawing bars of its own: a log file would get each state of them, and
     a terminal shows them torn, between what a command draws itself."""
-    from transformers import modeling_gguf_pytorch_utils
     from transformers.utils import logging as library
 
-    reader: Any = modeling_gguf_pytorch_utils  # whose bar heeds no setting
-    bar, were_shown = reader.tqdm, library.is_progress_bar_enabled()
-    reader.tqdm = lambda items, **options: items
+    were_shown = library.is_progress_bar_enabled()
     library.disable_progress_bar()
     try:
         yield
     finally:
-        reader.tqdm = bar
         if were_shown:
             library.enable_progress_bar()
 

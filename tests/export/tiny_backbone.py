@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -33,6 +34,13 @@ YARN = {
     "original_max_position_embeddings": ORIGINAL,
 }
 YARN_FACTOR = YARN | {"attention_factor": 0.7, "beta_fast": 8.0, "beta_slow": 2.0}
+
+
+def llama3_factors() -> np.ndarray:
+    """Returns by what LLAMA3 divides each frequency of a head of 32, by its paper's formula."""
+    wavelength = 2 * np.pi * 500.0 ** (np.arange(0, 32, 2) / 32)
+    smooth = np.clip((ORIGINAL / wavelength - 1) / (4 - 1), 0, 1)
+    return 1 / ((1 - smooth) / 8 + smooth)
 
 
 def longrope(half_width: int, **extra: Any) -> dict[str, Any]:

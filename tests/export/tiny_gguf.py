@@ -1,11 +1,29 @@
 """Writes a target small enough for tests, or only a tokenizer, as a GGUF file."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+# The sizes of `write_model`'s models, as transformers' configs have them.
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+KINDS = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
 
 
 def bytewise_tokens() -> list[str]:
@@ -36,11 +54,51 @@ def write_tokenizer(
     add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
     for key, value in values.items():
         add.get(type(value), writer.add_array)(f"tokenizer.ggml.{key}", value)
+    _write(writer)
+    return path
+
+
+def write_model(
+    path: Path, architecture: str, tensors: Mapping[str, np.ndarray], keys: Mapping[str, Any]
+) -> None:
+    """Writes a model of SIZES without a tokenizer.
+
+    `keys` are further ones under the architecture's name, or replace those of all architectures;
+    None removes one.
+    """
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(path, architecture)
+    common = {
+        "context_length": SIZES["max_position_embeddings"],
+        "embedding_length": SIZES["hidden_size"],
+        "block_count": SIZES["num_hidden_layers"],
+        "feed_forward_length": SIZES["intermediate_size"],
+        "attention.head_count": SIZES["num_attention_heads"],
+        "attention.head_count_kv": SIZES["num_key_value_heads"],
+        "attention.key_length": SIZES["head_dim"],
+        "attention.value_length": SIZES["head_dim"],
+        "attention.layer_norm_rms_epsilon": SIZES["rms_norm_eps"],
+        "rope.freq_base": SIZES["rope_parameters"]["rope_theta"],
+        "vocab_size": SIZES["vocab_size"],
+    }
+    for key, value in (common | dict(keys)).items():
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
+        elif value is not None:
+            kind = gguf.GGUFValueType[KINDS[type(value)]]
+            writer.add_key_value(f"{architecture}.{key}", value, kind)
+    for name in ("bos", "eos"):
+        getattr(writer, f"add_{name}_token_id")(SIZES[f"{name}_token_id"])
+    for name, values in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(values))
+    _write(writer)
+
+
+def _write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def write_gguf(
@@ -51,16 +109,19 @@ def write_gguf(
     architecture: str = "llama",
     keys: dict[str, Any] | None = None,
     eot: int | None = None,
+    tensors_per_part: int = 0,
+    whole_numbers: str = "",
 ) -> None:
     """Writes a tiny Llama of Q4_1 matrices, a byte-level vocabulary and a chat template.
 
     `rename` gives tensors another name, `fill` the same numbers everywhere; `extra` are further
     tensors. `architecture` may be phi3 too. `keys` replace those under the architecture's name;
-    None removes one. `eot` is the id of the token that ends a turn.
+    None removes one. `eot` is the id of the token that ends a turn. `tensors_per_part` splits the
+    file; `whole_numbers` names a tensor of integers.
     """
     gguf = pytest.importorskip("gguf")
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
     width, heads, kv_heads, inner = 64, 2, 1, 96
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytewise_tokens(), "ab"]
     writer.add_block_count(2)
@@ -89,11 +150,10 @@ def write_gguf(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    kinds = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
     for key, value in (keys or {}).items():
         writer.kv_data[0].pop(f"{architecture}.{key}", None)
         if value is not None:
-            kind = gguf.GGUFValueType[kinds[type(value)]]
+            kind = gguf.GGUFValueType[KINDS[type(value)]]
             writer.add_key_value(f"{architecture}.{key}", value, kind)
     shapes = {"token_embd": (len(tokens), width), "output_norm": (width,)}
     for layer in range(2):
@@ -120,12 +180,11 @@ def write_gguf(
         if fill and name in fill:
             values[:] = fill[name]
         name = (rename or {}).get(name, name)
-        if name.startswith("blk") and len(shape) == 2:
+        if name == whole_numbers:
+            writer.add_tensor(f"{name}.weight", values.astype(np.int32))
+        elif name.startswith("blk") and len(shape) == 2:
             kind = gguf.GGMLQuantizationType.Q4_1
             writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(f"{name}.weight", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
