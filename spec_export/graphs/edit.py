@@ -5,10 +5,11 @@ The files that rewrite a graph (slots, banks, fused_step, quantize, half, tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import DTypeLike
 
 MS = "com.microsoft"  # the domain of ONNX Runtime's own operators
 # What a masked attention score is set to, by the type of the scores. It is finite, because a row
@@ -40,6 +41,17 @@ class GraphEditor:
         if key not in self._constants:
             self._constants[key] = add_initializer(self.graph, ir.tensor(array), self.name(stem))
         return self._constants[key]
+
+    def lazy(
+        self, make: Callable[[], np.ndarray], dtype: DTypeLike, shape: Sequence[int], stem: str
+    ) -> ir.Value:
+        """Returns an initializer of this type and shape whose array `make` makes whenever it is
+        written."""
+        number = ir.DataType.from_numpy(np.dtype(dtype))
+        tensor = ir.LazyTensor(
+            lambda: ir.tensor(np.ascontiguousarray(make())), number, ir.Shape(shape)
+        )
+        return add_initializer(self.graph, tensor, self.name(stem))
 
     def add_input(
         self,

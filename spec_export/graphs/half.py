@@ -88,8 +88,11 @@ def to_half(model: ir.Model, dtype: ir.DataType) -> ir.Model:
 
 def _converted(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     """Adds an initializer that holds the numbers of the initializer `value` in this type."""
-    assert value.const_value is not None
-    array = value.const_value.numpy().astype(dtype.numpy())
-    return add_initializer(
-        graph, ir.tensor(array, dtype=dtype), f"{value.name}.{dtype.name.lower()}"
-    )
+    wide = value.const_value
+    assert wide is not None
+
+    def converted() -> ir.TensorProtocol:
+        return ir.tensor(wide.numpy().astype(dtype.numpy()), dtype=dtype)
+
+    tensor = ir.LazyTensor(converted, dtype, ir.Shape(wide.shape.numpy()))
+    return add_initializer(graph, tensor, f"{value.name}.{dtype.name.lower()}")

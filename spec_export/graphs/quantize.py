@@ -10,12 +10,13 @@ Both keep the embedding in 8 bits with one scale per 32 values (GGUF's Q8_0 maps
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
-from spec_export.graphs.edit import MS, GraphEditor, remove_dead
+from spec_export.graphs.edit import MS, GraphEditor, input_at, remove_dead
 from spec_runtime.errors import UserError
 
 BLOCK = 32
@@ -23,13 +24,17 @@ FULL, REDUCED = 127, 63  # the largest int8 weight in the full and in the reduce
 PRECISIONS = ("fp32", "int8", "int4", "fp16", "bf16")
 # Products with fewer weights stay in float: a drafter's small adapters would gain nothing.
 SMALLEST = 4096
+PART = 1 << 22  # weights that are quantised at once, which bounds what that takes for a moment
+
+Arrays = tuple[np.ndarray, ...]
 
 
 def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.Model:
     """Rewrites `model` (slots form, float32) in place for int8 or int4, and returns it.
 
     Other precisions are the module's own types, and nothing changes. `reduce_range` keeps int8
-    weights within ±63. Raises UserError if the precision is unknown.
+    weights within ±63. A matrix is read and quantised only when it is written. Raises UserError if
+    the precision is unknown.
     """
     if precision not in PRECISIONS:
         raise UserError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
@@ -47,9 +52,8 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
             _quantize_embedding(edit, node, weight)
         elif node.op_type in ("MatMul", "Gemm"):
             is_head = node.op_type == "Gemm"  # Gemm(x, W[V,D], transB=1)
-            weight_KN = weight.T if is_head else weight
-            if weight_KN.shape[0] % BLOCK == 0:
-                y = product(node, weight_KN, is_head)
+            if weight.shape.numpy()[-1 if is_head else 0] % BLOCK == 0:
+                y = product(node, weight, is_head)
                 if len(node.inputs) > 2 and node.inputs[2] is not None:  # a Gemm's bias
                     (y,) = edit.add(node, "Add", [y, node.inputs[2]])
                 edit.replace(node.outputs[0], y)
@@ -57,7 +61,7 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
     return model
 
 
-def _weight(node: ir.Node) -> np.ndarray | None:
+def _weight(node: ir.Node) -> ir.TensorProtocol | None:
     """Returns the float matrix this node reads if it is large enough to be quantised, else None."""
     index = {"MatMul": 1, "Gemm": 1, "Gather": 0}.get(node.op_type)
     value = None if index is None else node.inputs[index]
@@ -70,26 +74,69 @@ def _weight(node: ir.Node) -> np.ndarray | None:
         or np.prod(tensor.shape.numpy()) < SMALLEST
     ):
         return None
-    return tensor.numpy()
+    return tensor
 
 
-def _quantize_embedding(edit: GraphEditor, node: ir.Node, table_VD: np.ndarray) -> None:
+class _Packed:
+    """A matrix W [N, K] in a quantised form: arrays whose first axis is N.
+
+    They are made together when the first of them is written, and each is dropped once it is.
+    """
+
+    def __init__(
+        self,
+        edit: GraphEditor,
+        weight: ir.TensorProtocol,
+        pack: Callable[[np.ndarray], Arrays],
+        *,
+        is_transposed: bool = False,
+    ) -> None:
+        """pack: quantises some rows, f32[n, K]. is_transposed: the tensor holds Wᵀ."""
+        self._edit, self._weight, self._pack = edit, weight, pack
+        self._is_transposed = is_transposed
+        self._made: dict[int, np.ndarray] = {}
+        self._values: dict[int, ir.Value] = {}
+
+    def array(
+        self, index: int, dtype: type, shape: Sequence[int], stem: str, *, turn: bool = False
+    ) -> ir.Value:
+        """Returns the initializer of one of the arrays, of this type and shape; turn: transposed,
+        and the shape is that of the result."""
+        if index not in self._values:
+            self._values[index] = self._edit.lazy(
+                lambda: self._take(index).T if turn else self._take(index), dtype, shape, stem
+            )
+        return self._values[index]
+
+    def _take(self, index: int) -> np.ndarray:
+        if index not in self._made:
+            self._made = dict(enumerate(self._pack_all()))
+        return self._made.pop(index)
+
+    def _pack_all(self) -> Arrays:
+        whole = self._weight.numpy()
+        whole_NK = whole.T if self._is_transposed else whole
+        rows = max(1, PART // whole_NK.shape[1])
+        starts = range(0, len(whole_NK), rows)
+        parts = [self._pack(whole_NK[start : start + rows]) for start in starts]
+        return tuple(np.concatenate(each) for each in zip(*parts, strict=True))
+
+
+def _quantize_embedding(edit: GraphEditor, node: ir.Node, table: ir.TensorProtocol) -> None:
     """Replaces the Gather of an embedding by one of 8-bit rows and one of their block scales.
 
     Only the rows asked for are ever unpacked.
     """
-    V, D = table_VD.shape
+    V, D = table.shape.numpy()
     if D % BLOCK:
         return
-    blocks = table_VD.reshape(V, D // BLOCK, BLOCK)
-    scale = np.abs(blocks).max(-1, keepdims=True) / 127
-    q = np.rint(blocks / np.where(scale == 0, 1, scale)).astype(np.int8)
-    ids = node.inputs[1]
-    (row,) = edit.add(node, "Gather", [edit.constant(q, "embedding.q8"), ids], axis=0)
+    packed = _Packed(edit, table, _s8_blocks)
+    blocks, ids = (V, D // BLOCK), node.inputs[1]
+    q = packed.array(0, np.int8, (*blocks, BLOCK), "embedding.q8")
+    (row,) = edit.add(node, "Gather", [q, ids], axis=0)
     (row,) = edit.add(node, "Cast", [row], to=ir.DataType.FLOAT.value)
-    (row_scale,) = edit.add(
-        node, "Gather", [edit.constant(scale.astype(np.float32), "embedding.scale"), ids], axis=0
-    )
+    scale = packed.array(1, np.float32, (*blocks, 1), "embedding.scale")
+    (row_scale,) = edit.add(node, "Gather", [scale, ids], axis=0)
     (row,) = edit.add(node, "Mul", [row, row_scale])
     (row,) = edit.add(node, "Reshape", [row, edit.constant(np.array([0, 0, -1]))])
     edit.replace(node.outputs[0], row)
@@ -101,23 +148,24 @@ class _Int8:
     def __init__(self, edit: GraphEditor, largest: int) -> None:
         self.edit, self.largest = edit, largest
         self.quantized: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
+        self.packed: dict[ir.Value, _Packed] = {}
 
-    def __call__(self, node: ir.Node, weight_KN: np.ndarray, is_head: bool) -> ir.Value:
+    def __call__(self, node: ir.Node, weight: ir.TensorProtocol, is_head: bool) -> ir.Value:
         edit = self.edit
-        x = node.inputs[0]
-        assert x is not None
+        x, matrix = input_at(node, 0), input_at(node, 1)
+        K, N = weight.shape.numpy()[:: -1 if is_head else 1]
         if x not in self.quantized:
             self.quantized[x] = self._rows(node, x)
         q, size = self.quantized[x]
-        weight_scale = np.abs(weight_KN).max(0) / self.largest
-        weight_scale[weight_scale == 0] = 1
-        weight = np.rint(weight_KN / weight_scale).astype(np.int8)
-        stem = str(node.inputs[1].name if node.inputs[1] is not None else "weight")
+        if matrix not in self.packed:
+            pack = partial(_s8_rows, largest=self.largest)
+            self.packed[matrix] = _Packed(edit, weight, pack, is_transposed=not is_head)
+        packed = self.packed[matrix]
         inputs = [
             q,
-            edit.constant(weight, f"{stem}.q8"),
+            packed.array(0, np.int8, (K, N), f"{matrix.name}.q8", turn=True),
             edit.constant(np.array(1, np.float32)),
-            edit.constant((weight_scale / 127).astype(np.float32), f"{stem}.scale"),
+            packed.array(1, np.float32, (N,), f"{matrix.name}.scale"),
             edit.constant(np.array(128, np.uint8)),
         ]
         (y,) = edit.add(node, "MatMulIntegerToFloat", inputs, domain=MS)
@@ -148,23 +196,23 @@ class _Int4:
     def __init__(self, edit: GraphEditor) -> None:
         self.edit = edit
         self.sums: dict[ir.Value, ir.Value] = {}
+        self.packed: dict[ir.Value, _Packed] = {}
 
-    def __call__(self, node: ir.Node, weight_KN: np.ndarray, is_head: bool) -> ir.Value:
+    def __call__(self, node: ir.Node, weight: ir.TensorProtocol, is_head: bool) -> ir.Value:
         edit = self.edit
-        x = node.inputs[0]
-        assert x is not None
-        K, N = weight_KN.shape
-        blocks = np.ascontiguousarray(weight_KN.T).reshape(N, K // BLOCK, BLOCK)
-        pack: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray | None]] = (
-            _q8 if is_head else _q4
-        )
-        packed, scale, minimum = pack(blocks)
+        x, matrix = input_at(node, 0), input_at(node, 1)
+        K, N = weight.shape.numpy()[:: -1 if is_head else 1]
+        blocks = (N, K // BLOCK)
+        if matrix not in self.packed:
+            pack = _q8 if is_head else _q4
+            self.packed[matrix] = _Packed(edit, weight, pack, is_transposed=not is_head)
+        packed = self.packed[matrix]
         inputs: list[ir.Value] = [
             x,
-            edit.constant(packed, "weight.q"),
-            edit.constant(scale, "weight.scale"),
+            packed.array(0, np.uint8, (*blocks, BLOCK if is_head else BLOCK // 2), "weight.q"),
+            packed.array(1, np.float32, blocks, "weight.scale"),
         ]
-        if minimum is not None:  # zero points of 0, two to a byte
+        if not is_head:  # zero points of 0, two to a byte
             zero_points = np.zeros((N, (K // BLOCK + 1) // 2), np.uint8)
             inputs.append(edit.constant(zero_points, "zero_points"))
         (y,) = edit.add(
@@ -178,7 +226,7 @@ class _Int4:
             block_size=BLOCK,
             accuracy_level=4,
         )
-        if minimum is None:
+        if is_head:
             return y
         if x not in self.sums:
             # Rows [N, K] and [1, N, K] alike: the sums [N, B] broadcast over both. Only drafters
@@ -190,30 +238,51 @@ class _Int4:
             self.sums[x] = edit.add(
                 node, "ReduceSum", [cut, edit.constant(np.array([-1]))], keepdims=0
             )[0]
-        (offset,) = edit.add(
-            node, "MatMul", [self.sums[x], edit.constant(minimum.T, "weight.minimum")]
-        )
+        minimum = packed.array(2, np.float32, blocks[::-1], "weight.minimum", turn=True)
+        (offset,) = edit.add(node, "MatMul", [self.sums[x], minimum])
         return edit.add(node, "Add", [y, offset])[0]
 
 
-def _q4(blocks_NBK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Packs blocks f32[N, B, 32] into 4 bits, so that w ≈ scale·q + minimum.
+def _in_blocks(rows_NK: np.ndarray) -> np.ndarray:
+    """Returns rows in blocks of 32, f32[N, B, 32]."""
+    return rows_NK.reshape(len(rows_NK), -1, BLOCK)
+
+
+def _s8_rows(rows_NK: np.ndarray, largest: int) -> Arrays:
+    """Packs rows into s8[N, K] up to ±`largest`, with scales f32[N] of which 1/127 is a part."""
+    scale = np.abs(rows_NK).max(-1) / largest
+    scale[scale == 0] = 1
+    return np.rint(rows_NK / scale[:, None]).astype(np.int8), (scale / 127).astype(np.float32)
+
+
+def _s8_blocks(rows_NK: np.ndarray) -> Arrays:
+    """Packs rows into s8[N, B, 32] with scales f32[N, B, 1]."""
+    blocks = _in_blocks(rows_NK)
+    scale = np.abs(blocks).max(-1, keepdims=True) / 127
+    q = np.rint(blocks / np.where(scale == 0, 1, scale)).astype(np.int8)
+    return q, scale.astype(np.float32)
+
+
+def _q4(rows_NK: np.ndarray) -> Arrays:
+    """Packs rows into 4 bits in blocks, so that w ≈ scale·q + minimum.
 
     Returns q packed u8[N, B, 16] (value 2j in the low half of a byte, 2j+1 in the high half), scale
     f32[N, B] and minimum f32[N, B].
     """
-    low, high = blocks_NBK.min(-1), blocks_NBK.max(-1)
+    blocks = _in_blocks(rows_NK)
+    low, high = blocks.min(-1), blocks.max(-1)
     scale = (high - low) / 15
     q = (
-        np.rint((blocks_NBK - low[..., None]) / np.where(scale == 0, 1, scale)[..., None])
+        np.rint((blocks - low[..., None]) / np.where(scale == 0, 1, scale)[..., None])
         .clip(0, 15)
         .astype(np.uint8)
     )
     return q[..., ::2] | (q[..., 1::2] << 4), scale.astype(np.float32), low.astype(np.float32)
 
 
-def _q8(blocks_NBK: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Packs blocks f32[N, B, 32] into u8[N, B, 32] with zero point 128 and scale f32[N, B]."""
-    scale = np.abs(blocks_NBK).max(-1) / 127
-    q = np.rint(blocks_NBK / np.where(scale == 0, 1, scale)[..., None]) + 128
-    return q.astype(np.uint8), scale.astype(np.float32), None
+def _q8(rows_NK: np.ndarray) -> Arrays:
+    """Packs rows into u8[N, B, 32] with zero point 128 and scale f32[N, B]."""
+    blocks = _in_blocks(rows_NK)
+    scale = np.abs(blocks).max(-1) / 127
+    q = np.rint(blocks / np.where(scale == 0, 1, scale)[..., None]) + 128
+    return q.astype(np.uint8), scale.astype(np.float32)

@@ -11,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from spec_export.decoder import Backbone
 from spec_export.decoder_config import DecoderConfig
+from spec_export.deferred import is_deferred, real, replaced, stand_in
 from spec_runtime.errors import UserError
 
 OPSET = 24
@@ -80,12 +82,13 @@ def export(
 ) -> ir.Model:
     """Traces `module(*inputs)` into a model with exactly the given input and output names.
 
-    The weights stay shared with the module: nothing is copied until the model is written. Raises
-    UserError if the examples' sizes do not tell the axes apart, see `GraphInput`.
+    The weights stay shared with the module: nothing is copied, and what is deferred is not read,
+    until the model is written. Raises UserError if the examples' sizes do not tell the axes apart,
+    see `GraphInput`.
     """
     _check_sizes(inputs)
     shapes = tuple(dict.fromkeys(given.axes, torch.export.Dim.DYNAMIC) for given in inputs)
-    with _quiet(), torch.no_grad():
+    with _quiet(), torch.no_grad(), replaced(module, stand_in):
         program = torch.onnx.export(
             _Flat(module),
             tuple(given.example for given in inputs),
@@ -143,15 +146,28 @@ def _name_axes(graph: ir.Graph, inputs: Sequence[GraphInput]) -> None:
 
 
 def _name_weights(graph: ir.Graph, module: nn.Module) -> None:
-    """Gives initializers the module's parameter names, a shared tensor the first of its names."""
+    """Gives initializers the module's parameter names, a shared tensor the first of its names.
+
+    Deferred parameters take the places of their stand-ins.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
-    renamed: dict[str, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        renamed[name] = first.setdefault(id(parameter), name)
+    renamed = {name: first.setdefault(id(each), name) for name, each in parameters.items()}
     for value in list(graph.initializers.values()):
         assert value.name is not None
         name = value.name.removeprefix("module.")
         value.name = renamed.get(name, name)
+        parameter = parameters.get(value.name)
+        if parameter is not None and is_deferred(parameter):
+            tensor = value.const_value
+            assert tensor is not None
+            value.const_value = ir.LazyTensor(
+                partial(_read, parameter), tensor.dtype, ir.Shape(parameter.shape), name=value.name
+            )
+
+
+def _read(parameter: Tensor) -> ir.TensorProtocol:
+    return ir.tensor(real(parameter))
 
 
 def _drop_flat_reshapes(graph: ir.Graph) -> None:

@@ -5,6 +5,7 @@ That it computes what eager PyTorch does is tested with the other forms, in test
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ from tiny_backbone import (
 from torch import Tensor
 
 from spec_export.decoder import Backbone
+from spec_export.deferred import defer
+from spec_export.graphs.half import narrow
+from spec_export.graphs.quantize import PRECISIONS, quantize
+from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import GraphInput, export, export_backbone, save
 
 LAYERS = 2
@@ -222,3 +227,35 @@ def test_any_module_exports_with_given_names() -> None:
     model = export(Sum(), inputs, ["z"], "sum")
     assert [v.name for v in (*model.graph.inputs, *model.graph.outputs)] == ["x", "y", "z"]
     assert model.graph.outputs[0].shape == ["N", 2]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_deferred_weights_are_read_when_written_and_give_the_same_files(
+    precision: str, tmp_path: Path
+) -> None:
+    reads: list[str] = []
+
+    def noted(name: str, tensor: Tensor) -> Tensor:
+        reads.append(name)
+        return tensor
+
+    def write(defers: bool) -> list[bytes]:
+        backbone = backbone_of(small("llama", vocab_size=96, tie_word_embeddings=True))
+        if defers:
+            for name, parameter in list(backbone.named_parameters()):
+                if parameter.dim() > 1:
+                    owner, _, own_name = name.rpartition(".")
+                    read = partial(noted, name, parameter.detach())
+                    deferred = defer(parameter.shape, parameter.dtype, read)
+                    setattr(backbone.get_submodule(owner), own_name, deferred)
+        model = to_slots(narrow(export_backbone(backbone), precision), "bias")
+        quantize(model, precision)
+        assert not reads
+        save(model, tmp_path / "target.onnx")
+        return [(tmp_path / f"target.{end}").read_bytes() for end in ("onnx", "bin")]
+
+    assert write(defers=False) == write(defers=True)
+    # a tied table is stored, and read, once for the embedding and once for the head if quantised
+    times = 2 if precision in ("int8", "int4") else 1
+    assert reads.count("embedding.weight") == times
+    assert all(reads.count(name) == 1 for name in set(reads) - {"embedding.weight"})
