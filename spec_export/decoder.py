@@ -35,6 +35,7 @@ from spec_export.modules.basic import LayerNorm, Norm
 from spec_export.modules.basic import Projection as Projection
 from spec_export.modules.basic import RMSNorm as RMSNorm
 from spec_export.modules.basic import VocabularyTable as VocabularyTable
+from spec_export.modules.experts import Experts, interleaved
 from spec_export.modules.mlp import ACTIVATIONS, PlainMLP
 from spec_export.modules.mlp import GatedMLP as GatedMLP
 from spec_export.weights import ModelWeights, Weights
@@ -383,6 +384,7 @@ def _attention(part: _Part) -> Attention:
         window=part.kind.window,
         scale=None if scale is None else scale.of(part.raw),
         softcap=part.softcap(family.attention_softcap),
+        sinks_H=None if family.sinks is None else part.tensor(family.sinks),
     )
 
 
@@ -392,11 +394,46 @@ def _mlp(part: _Part, kind: Callable[..., nn.Module]) -> nn.Module:
     return kind(part.projection(*family.up), part.projection(family.down), activation)
 
 
+def _experts(part: _Part) -> Experts:
+    table, raw = part.family.experts, part.raw
+    assert table is not None, part.family
+    gate_up, down = part.tensor(table.gate_up), part.tensor(table.down)
+    if table.is_turned:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    else:
+        gate_up = interleaved(gate_up)
+    *shared_up, shared_down = table.shared or (None,)
+    shared_gate = table.shared_gate
+    return Experts(
+        part.projection(table.router),
+        gate_up,
+        down,
+        part.maybe(f"{table.gate_up}_bias"),
+        part.maybe(f"{table.down}_bias"),
+        num_chosen=raw.num_experts_per_tok,
+        normalizes=(
+            getattr(raw, table.normalizes)
+            if isinstance(table.normalizes, str)
+            else table.normalizes
+        ),
+        sharpness=1.0 if table.sharpness is None else getattr(raw, table.sharpness),
+        limit=None if table.limit is None else getattr(raw, table.limit),
+        shift=table.shift,
+        shared=(
+            None
+            if shared_down is None
+            else GatedMLP(part.projection(*shared_up), part.projection(shared_down))
+        ),
+        shared_gate=None if shared_gate is None else part.projection(shared_gate),
+    )
+
+
 # What builds the parts of a layer, by the names in its `LayerKind`.
 MIXERS: dict[str, Callable[[_Part], nn.Module]] = {"attention": _attention}
 MLPS: dict[str, Callable[[_Part], nn.Module]] = {
     "gated": partial(_mlp, kind=GatedMLP),
     "plain": partial(_mlp, kind=PlainMLP),
+    "experts": _experts,
 }
 
 

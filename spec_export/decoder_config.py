@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_export.families import FAMILIES as FAMILIES
 from spec_export.families import (
+    EXPERTS,
     FULL,
     SLIDING,
     Family,
@@ -19,6 +19,7 @@ from spec_export.families import (
     has_tables_by_kind,
     require_known,
 )
+from spec_export.families import FAMILIES as FAMILIES
 from spec_runtime.errors import UnsupportedModelError, UserError
 
 DEFAULT_SCRATCH = 128
@@ -141,18 +142,18 @@ def require_supported(raw: Any) -> None:
 
     No weights are needed to tell.
     """
-    optional = [
-        name for name in ("num_key_value_heads", "head_dim", "sliding_window") if _has(raw, name)
-    ]
+    optional = [name for name in ("num_key_value_heads", "head_dim") if _has(raw, name)]
     for name in (*COUNTS, *optional):
-        value = getattr(raw, name)
-        if type(value) is not int or not 1 <= value <= MAX_COUNT:
-            raise UserError(f"got {name} {value!r:.40} in the config, expected 1 to {MAX_COUNT}")
+        _require_count(raw, name)
     family = require_known(raw.model_type)
     eps = getattr(raw, family.eps)
     if type(eps) not in (int, float) or not math.isfinite(eps) or eps < 0:
         raise UserError(f"got {family.eps} {eps!r:.80} in the config, expected 0 or more")
-    family.layers(raw)
+    layers = family.layers(raw)
+    if any(kind.window is not None for kind in layers):
+        _require_count(raw, "sliding_window")
+    if any(kind.mlp == "experts" for kind in layers):
+        _require_supported_experts(raw)
     for parameters in _rope_tables(raw).values():
         _require_supported_rope(raw, parameters, family)
     head_dim = getattr(raw, "head_dim", None) or raw.hidden_size // raw.num_attention_heads
@@ -164,6 +165,25 @@ def require_supported(raw: Any) -> None:
                 f"got {name} {value!r:.40} in a '{raw.model_type}' model, "
                 f"expected {neutral[0]}: this model is not supported"
             )
+
+
+def _require_count(raw: Any, name: str, most: int = MAX_COUNT) -> int:
+    """Returns a number of the config; raises UserError unless it counts something."""
+    value = getattr(raw, name)
+    if type(value) is not int or not 1 <= value <= most:
+        raise UserError(f"got {name} {value!r:.40} in the config, expected 1 to {most}")
+    return value
+
+
+def _require_supported_experts(raw: Any) -> None:
+    """Raises UserError for layers of experts that are not supported."""
+    name = next(name for name in EXPERTS if _has(raw, name))
+    _require_count(raw, "num_experts_per_tok", _require_count(raw, name))
+    if raw.hidden_act != "silu":
+        raise UnsupportedModelError(
+            f"got experts with activation '{raw.hidden_act!s:.40}' in a '{raw.model_type}' model, "
+            "expected 'silu': this model is not supported"
+        )
 
 
 def _has(raw: Any, name: str) -> bool:

@@ -50,6 +50,8 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
         for drafter in saved:
             drafters.warn_of_doubts(drafter, source, report)
         target.local_folder(source)  # a download has bars of its own
+        if options.backend == "tensorrt":
+            target.require_standard_operators(source)
         with report.stages(_num_stages(options, saved)):
             models = _load(options, source, saved, report)
             result = _write_graphs(models, options, folder, report)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spec_export.decoder import Attention, Backbone, GatedMLP, Layer, RMSNorm
+from spec_export.decoder import FAMILIES, Attention, Backbone, GatedMLP, Layer, RMSNorm
 from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import gguf_header, gguf_vocabulary, pretrained
 from spec_export.loading.gguf_vocabulary import ReferenceEncoder
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_export.report import SILENT, Report
-from spec_runtime.errors import UserError
+from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.mapping import brief
 
@@ -151,6 +151,17 @@ def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
 def require_supported(source: Source) -> None:
     """Raises UserError unless the target is of a supported family; reads no weights."""
     pretrained.read_config(local_folder(source), source.gguf_file)
+
+
+def require_standard_operators(source: Source) -> None:
+    """Raises UserError if the target needs an operator that only ONNX Runtime has; reads no
+    weights."""
+    config = pretrained.read_config(local_folder(source), source.gguf_file)
+    if any(kind.mlp == "experts" for kind in FAMILIES[config.model_type].layers(config)):
+        raise UnsupportedModelError(
+            f"got a '{config.model_type}' model, whose layers have experts, for TensorRT, which "
+            "has no operator for them: expected --backend onnxruntime"
+        )
 
 
 def context(source: Source) -> int:

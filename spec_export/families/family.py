@@ -12,6 +12,7 @@ from typing import Any
 
 from spec_runtime.errors import UnsupportedModelError, UserError
 
+EXPERTS = ("num_experts", "num_local_experts")  # fields of a config that count experts
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers in a config
 
 
@@ -76,11 +77,35 @@ def layer_window(raw: Any, layer: int) -> int | None:
 
 
 @dataclass(frozen=True)
+class ExpertsTable:
+    """How a family's layers of experts differ; names are relative to the layer.
+
+    normalizes: the chosen experts' weights sum to 1; a field of the config if models of the family
+    differ. is_turned: weights are stored [experts, in, out], gate and up interleaved. sharpness
+    and limit: fields of the config with numbers of the activation, see `modules.experts`; shift is
+    added to up. shared: names of an MLP that every row goes through, (gate, up, down), and
+    shared_gate what gives its share.
+    """
+
+    router: str = "mlp.gate"
+    gate_up: str = "mlp.experts.gate_up_proj"
+    down: str = "mlp.experts.down_proj"
+    normalizes: bool | str = True
+    is_turned: bool = False
+    sharpness: str | None = None
+    limit: str | None = None
+    shift: float = 0.0
+    shared: tuple[str, str, str] | None = None
+    shared_gate: str | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """One family's table. Names are paths in transformers' state dict, relative to a layer or, for
     `final_norm`, to `prefix`; an absent part is None.
 
     qkv and up: one name if the checkpoint has the product fused, else one for each part.
+    sinks: a logit for each query head that takes part in its softmax and has no value.
     q_norm and k_norm stand where `qk_norm` says: "head" (over each head, before the rotation),
     "head_after" (after it) or "whole" (over all heads at once). attention_norm and mlp_norm stand
     before their part, the post-norms after it, before the residual sum. mlp: by its name in
@@ -91,7 +116,8 @@ class Family:
     and are summed; a field of the config if models of the family differ. rotates_part: heed
     partial_rotary_factor. interleaved: neighbours are rotated, not halves. query_growth: a rotary
     parameter b by which queries at position p are scaled by 1 + b·log(1 + floor(p / original
-    context)). window, rope, layer_mlp and layer_mixer answer by layer. reads: fields of the config
+    context)). window, rope, layer_mlp and layer_mixer answer by layer. experts: of the layers whose
+    MLP is "experts". reads: fields of the config
     that matter and that only such functions, or mixers, read.
     """
 
@@ -100,6 +126,7 @@ class Family:
     out: str = "self_attn.o_proj"
     q_norm: str | None = None
     k_norm: str | None = None
+    sinks: str | None = None
     attention_norm: str | None = "input_layernorm"
     attention_post_norm: str | None = None
     mlp_norm: str | None = "post_attention_layernorm"
@@ -128,6 +155,7 @@ class Family:
     rope: Callable[[Any, int], bool] = rope_everywhere
     layer_mlp: Callable[[Any, int], str] | None = None
     layer_mixer: Callable[[Any, int], str] | None = None
+    experts: ExpertsTable | None = None
     reads: tuple[str, ...] = ()
 
     @property
@@ -142,6 +170,7 @@ class Family:
             (
                 *(scale.field for scale in scales if scale is not None),
                 *(name for name in named if isinstance(name, str)),
+                *(EXPERTS if self.experts is not None else ()),
                 *self.reads,
             )
         )

@@ -5,7 +5,8 @@ row*, so that a tree node's result does not depend on its siblings. Weights are 
 per output column; the int32 accumulation is exact.
 *int4*: weights are w = d·q + m in blocks of 32 (GGUF's Q4_1 maps exactly): MatMulNBits on d·q, plus
 the block sums of x times m. The LM head is in 8 bits, in blocks of 32.
-Both keep the embedding in 8 bits with one scale per 32 values (GGUF's Q8_0 maps exactly).
+Both keep the embedding in 8 bits with one scale per 32 values (GGUF's Q8_0 maps exactly). Experts
+are quantised by `expert_weights`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.edit import MS, GraphEditor, input_at, remove_dead
+from spec_export.graphs.expert_weights import quantize_experts, routers
 from spec_runtime.errors import UserError
 
 BLOCK = 32
@@ -44,8 +46,11 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
     model.opset_imports[MS] = 1
     largest = REDUCED if reduce_range else FULL
     product = _Int8(edit, largest) if precision == "int8" else _Int4(edit)
+    kept = routers(edit.graph)
     for node in list(edit.graph):
-        weight = _weight(node)
+        if node.op_type == "MoE":
+            quantize_experts(edit, node, 8 if precision == "int8" else 4)
+        weight = None if node in kept else _weight(node)
         if weight is None:
             continue
         if node.op_type == "Gather":

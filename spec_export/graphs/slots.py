@@ -124,7 +124,8 @@ class _LayerValues(NamedTuple):
     """Holds what one layer's attention reads.
 
     node: the traced Attention. query [1, N, H·Dh]; new: key and value [1, N, G·Dh]. past: the
-    caches before the step, [1, G, S, Dh] each. mask bool[1, 1, N, S].
+    caches before the step, [1, G, S, Dh] each. mask bool[1, 1, N, S]. sinks [1, H, 1, 1], of a
+    layer that has them.
     """
 
     node: ir.Node
@@ -133,6 +134,7 @@ class _LayerValues(NamedTuple):
     past: tuple[ir.Value, ir.Value]
     mask: ir.Value
     num_heads: int
+    sinks: ir.Value | None
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -167,11 +169,14 @@ def _attend_with_bias(
     width, bias = shared.width(layer.mask), shared.bias(layer.mask, cache.dtype)
     rows = np.zeros((1, 0, fixed_size(cache, 1) * fixed_size(cache, 3)), cache.dtype.numpy())
     empty = edit.constant(rows, "empty")
-    inputs = [layer.query, empty, empty, *caches, shared.seqlens, width]
+    inputs = [layer.query, empty, empty, *caches, shared.seqlens, width, None, None, None, bias]
+    if layer.sinks is not None:
+        flat = edit.constant(np.array([-1]))
+        inputs += edit.add(layer.node, "Reshape", [layer.sinks, flat])
     mixed = edit.add(
         layer.node,
         "GroupQueryAttention",
-        [*inputs, None, None, None, bias],
+        inputs,
         domain=MS,
         num_heads=layer.num_heads,
         kv_num_heads=fixed_size(cache, 1),
@@ -189,7 +194,12 @@ def _attend_whole_buffers(
     H, Dh = layer.num_heads, fixed_size(layer.past[0], 3)
     (q,) = edit.add(node, "Reshape", [layer.query, edit.constant(np.array([1, -1, H, Dh]))])
     (q,) = edit.add(node, "Transpose", [q], perm=[0, 2, 1, 3])
-    (mixed,) = edit.add(node, "Attention", [q, *caches, layer.mask], **layer.attributes)
+    keys_values, mask = caches, layer.mask
+    if layer.sinks is not None:  # one slot of zeros more, which the traced mask has the score of
+        zeros = input_at(producer(node.inputs[1], "Concat"), 1)
+        keys_values = [edit.add(node, "Concat", [c, zeros], axis=2)[0] for c in caches]
+        mask = input_at(node, 3)
+    (mixed,) = edit.add(node, "Attention", [q, *keys_values, mask], **layer.attributes)
     (mixed,) = edit.add(node, "Transpose", [mixed], perm=[0, 2, 1, 3])
     flat = edit.constant(np.array([1, -1, H * Dh]))
     return [*edit.add(node, "Reshape", [mixed, flat]), *caches]
@@ -202,13 +212,20 @@ def _rewrite_attention(
     edit: GraphEditor, attention: ir.Node, kind: str, shared: _SharedValues
 ) -> None:
     """Replaces one layer's attention by the given kind."""
-    scatters = [producer(attention.inputs[i], "TensorScatter") for i in (1, 2)]
+    read, mask, sinks = attention.inputs[1:3], input_at(attention, 3), None
+    joined = mask.producer()
+    if joined is not None:  # see `Attention._with_sinks`
+        read = [input_at(producer(value, "Concat"), 0) for value in read]
+        added, score = (producer(value, "Expand") for value in joined.inputs)
+        mask = input_at(producer(added.inputs[0], "Where"), 0)
+        sinks = input_at(score, 0)
+    scatters = [producer(value, "TensorScatter") for value in read]
     past = input_at(scatters[0], 0), input_at(scatters[1], 0)
     flat = _Flat(edit, attention, fixed_size(past[0], 3))
     q = flat.value(input_at(attention, 0))
     new = tuple(flat.value(_new_rows(scatter)) for scatter in scatters)
     H = flat.num_heads(input_at(attention, 0))
-    layer = _LayerValues(attention, q, (new[0], new[1]), past, input_at(attention, 3), H)
+    layer = _LayerValues(attention, q, (new[0], new[1]), past, mask, H, sinks)
     mixed, *caches = ATTEND[kind](edit, layer, shared)
     for scatter, cache in zip(scatters, caches, strict=True):
         edit.replace(scatter.outputs[0], cache)
@@ -362,6 +379,13 @@ def _keep_rank_three(edit: GraphEditor) -> None:
             name = output.name
             output.name, flat.name = edit.name(f"{name}.batch"), name
             graph.outputs[i] = flat
+    for node in [node for node in graph if node.op_type == "MoE"]:
+        # The router's logits lose the batch axis too; experts take rows [1, N, D] as they are.
+        logits = input_at(node, 1)
+        uses = list(logits.uses())
+        (flat,) = edit.add(uses[0].node, "Squeeze", [logits, edit.constant(np.array([0]))])
+        for use in uses:
+            use.node.replace_input_with(use.idx, flat)
     for value in [v for node in graph for v in node.outputs]:
         if value not in graph.outputs:
             value.shape = None  # the ranks have changed; ONNX Runtime infers them anew

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spec_export.decoder_config import DecoderConfig
-from spec_export.modules.basic import Norm, Projection
+from spec_export.modules.basic import Norm, Projection, frozen
 
 Table = tuple[Tensor, Tensor]  # cos and sin, [rows, rotary_dim/2] each
 
@@ -93,6 +93,8 @@ def write_rows(past: Tensor, new: Tensor, shared: SharedInputs) -> Tensor:
 class Attention(nn.Module):
     """Attends over a cache with grouped queries: one QKV product, one rotary call, two writes."""
 
+    sinks: nn.Parameter | None
+
     def __init__(
         self,
         config: DecoderConfig,
@@ -107,9 +109,11 @@ class Attention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
+        sinks_H: Tensor | None = None,
     ) -> None:
         """qk_norm, interleaved: see `Family`; rope and window: see `LayerKind`. scale: of the
         scores, Dh**-0.5 by default. softcap: scores become softcap·tanh(score/softcap), 0 for none.
+        sinks_H: one more score for each query head, which has no value.
         """
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -119,6 +123,7 @@ class Attention(nn.Module):
         self.qkv, self.out, self.q_norm, self.k_norm = qkv, out, q_norm, k_norm
         self.qk_norm, self.rope, self.interleaved = qk_norm, rope, interleaved
         self.window, self.scale, self.softcap = window, scale, softcap
+        self.sinks = None if sinks_H is None else frozen(sinks_H)
 
     @property
     def input_product(self) -> Projection:
@@ -166,6 +171,8 @@ class Attention(nn.Module):
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """Returns the mixed values [1,H,N,Dh] of queries [1,H,N,Dh] over the caches [1,G,S,Dh]."""
         H, G = self.num_heads, self.num_kv_heads
+        if self.sinks is not None:
+            k, v, mask = self._with_sinks(k, v, mask)
         if not self.softcap:
             # The exporter refuses the flag where every query head has keys of its own.
             return F.scaled_dot_product_attention(
@@ -186,3 +193,17 @@ class Attention(nn.Module):
         scores = self.softcap * torch.tanh(scores / self.softcap)
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+
+    def _with_sinks(self, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Appends one slot to keys and values, of zeros, whose score is that of the sinks.
+
+        The mask bool[1,1,N,S] becomes what is added to scores, [1,H,N,S+1]. Example: with mask
+        [1, 0] and a sink of 0.7 a head's row becomes [0, lowest, 0.7].
+        """
+        assert self.sinks is not None, "got no sinks"
+        nothing = k.new_zeros(1, self.num_kv_heads, 1, self.head_dim)
+        added = torch.where(mask, 0.0, torch.finfo(k.dtype).min).to(k.dtype)
+        added = added.expand(1, self.num_heads, -1, -1)
+        sinks = self.sinks.view(1, -1, 1, 1).expand(1, -1, added.shape[2], 1)
+        k, v = (torch.cat((part, nothing), dim=2) for part in (k, v))
+        return k, v, torch.cat((added, sinks), dim=-1)

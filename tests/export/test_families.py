@@ -17,7 +17,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from graphs import Runner
-from tiny_backbone import Decoder, backbone_of, chain, path_to, random_tokens, reference, tiny
+from tiny_backbone import YARN, Decoder, backbone_of, chain, path_to, random_tokens, reference, tiny
 
 from spec_export.decoder import Backbone
 from spec_export.families import FAMILIES
@@ -47,6 +47,7 @@ GROWTH = {
     "max_position_embeddings": 64,
     "llama_4_scaling_beta": 0.4,
 }
+EXPERTS = {"num_experts_per_tok": 2, "num_experts": 5}
 # What a family's config needs so that its switches show; others have their defaults.
 CASES: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES} | {
     "cohere2": MIXED | {"logit_scale": 0.3},
@@ -54,17 +55,24 @@ CASES: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES} | {
     "exaone4": MIXED,
     "gemma2": MIXED | SOFTCAPS | {"query_pre_attn_scalar": 7},
     "gemma3_text": MIXED | {"query_pre_attn_scalar": 7},
+    "gpt_oss": EXPERTS | {"swiglu_limit": 1.0, "rope_parameters": YARN, "sliding_window": WINDOW},
     "granite": SCALES,
+    "granitemoe": SCALES | EXPERTS,
     "granitemoehybrid": SCALES
     | {"layer_types": ["attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 4}
     | {"shared_intermediate_size": 40, "position_embedding_type": "rope"},
     "ministral": MIXED,
     "ministral3": {"rope_parameters": GROWTH},
     "mistral": {"sliding_window": WINDOW},
+    "mixtral": EXPERTS | {"sliding_window": None},
     "olmo3": MIXED,
+    "olmoe": EXPERTS | {"norm_topk_prob": False},
     "phi3": {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "qwen2": MIXED | {"use_sliding_window": True},
     "qwen3": MIXED | {"use_sliding_window": True},
+    "qwen2_moe": EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": EXPERTS
+    | {"moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "seed_oss": {"attention_bias": True},
     "smollm3": {"no_rope_layers": [1, 0]},
     "stablelm": {"use_qkv_bias": True, "use_parallel_residual": False},
@@ -76,10 +84,12 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "cohere2": {},  # parallel blocks, layer norms, interleaved rotation, layers without rotation
     "gemma3_text": SOFTCAPS,  # norms on both sides, two rotary tables, softcaps
     "glm4": {"num_hidden_layers": 1},  # a part of the head rotated, interleaved
+    "gpt_oss": {},  # experts with biases and cut activations, sinks
     "granite": {"num_hidden_layers": 1},  # four scales
     "hunyuan_v1_dense": {"num_hidden_layers": 1},  # head norms after the rotation
     "ministral3": {"num_hidden_layers": 1},  # queries that grow
     "olmo2": {"num_hidden_layers": 1},  # norms over all heads at once
+    "qwen2_moe": {"num_hidden_layers": 1},  # experts beside an MLP, their weights not normalised
     "starcoder2": {"num_hidden_layers": 1},  # layer norms and a plain MLP with biases
 }
 

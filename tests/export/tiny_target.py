@@ -28,10 +28,12 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Any:
     return tokenizer
 
 
-def save_llama(folder: Path, template: str | None = TEMPLATE, **options: Any) -> Path:
+def save_llama(
+    folder: Path, template: str | None = TEMPLATE, family: str = "llama", **options: Any
+) -> Path:
     """Writes a Hugging Face folder with a two-layer Llama and a context of 256 tokens.
 
-    `options` replace fields of its configuration.
+    `family` is another model_type instead; `options` replace fields of its configuration.
     """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -47,10 +49,10 @@ def save_llama(folder: Path, template: str | None = TEMPLATE, **options: Any) ->
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    config = transformers.LlamaConfig(**known | options)
+    config = transformers.AutoConfig.for_model(family, **known | options)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     make_tokenizer(template).save_pretrained(folder)
     return folder
 

@@ -1,0 +1,94 @@
+"""Quantises the weights of experts: com.microsoft.MoE becomes QMoE, in blocks of 32.
+
+*int8*: w = s·(q − 128). A block whose weights are multiples of a power of two, as all of MXFP4's
+are, is held exactly. *int4*: w = s·(q − z), with a whole zero point z for each block. ONNX Runtime
+quantises each row's activations in blocks of 32 as well, so that a tree node does not depend on its
+siblings.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from spec_export.graphs.edit import MS, GraphEditor, input_at
+
+BLOCK = 32
+KEPT = (  # attributes that both operators have
+    *("k", "normalize_routing_weights", "activation_type", "swiglu_fusion", "swiglu_limit"),
+    *("activation_alpha", "activation_beta"),
+)
+
+
+def quantize_experts(edit: GraphEditor, node: ir.Node, bits: int) -> None:
+    """Replaces a MoE node by QMoE with weights of 8 or 4 bits; leaves widths that blocks do not
+    divide."""
+    matrices = [input_at(node, i) for i in (2, 4)]
+    arrays = [value.const_value.numpy() for value in matrices if value.const_value is not None]
+    assert len(arrays) == len(matrices), "the experts' weights are constants"
+    # ONNX Runtime takes zero points by block only where a row has more than one.
+    if any(array.shape[2] % BLOCK or array.shape[2] == BLOCK for array in arrays):
+        return
+    biases = [*node.inputs, None, None, None][3:6:2]  # trailing absent inputs are not listed
+    inputs: list[ir.Value | None] = [*node.inputs[:2]]
+    zero_points: list[ir.Value] = []
+    for value, array, bias in zip(matrices, arrays, biases, strict=True):
+        q, scale, *zero = (_q8 if bits == 8 else _q4)(array.reshape(*array.shape[:2], -1, BLOCK))
+        made = [
+            edit.constant(part, f"{value.name}.{stem}") for part, stem in ((q, "q"), (scale, "s"))
+        ]
+        inputs += [*made, bias]
+        zero_points += [edit.constant(part, f"{value.name}.zero") for part in zero]
+    if zero_points:
+        inputs += [None, None, None, *zero_points]
+    kept = {name: node.attributes[name].value for name in KEPT if name in node.attributes}
+    (y,) = edit.add(
+        node,
+        "QMoE",
+        inputs,
+        domain=MS,
+        expert_weight_bits=bits,
+        block_size=BLOCK,
+        accuracy_level=4,
+        **kept,
+    )
+    edit.replace(node.outputs[0], y)
+
+
+def routers(graph: ir.Graph) -> set[ir.Node]:
+    """Returns the products that choose experts, which stay in float: a rounded one would choose
+    others."""
+    found = set()
+    for node in graph:
+        if node.op_type == "MoE":
+            made = input_at(node, 1).producer()
+            while made is not None and made.op_type != "MatMul":
+                made = input_at(made, 0).producer()
+            assert made is not None, node
+            found.add(made)
+    return found
+
+
+def _q8(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Packs blocks f32[E, R, B, 32] into u8[E, R, B·32] with scales f32[E, R, B]."""
+    scale = np.abs(blocks).max(-1, keepdims=True) / 127
+    scale[scale == 0] = 1
+    power = np.exp2(np.ceil(np.log2(scale)))
+    is_exact = (np.rint(blocks / power) * power == blocks).all(-1, keepdims=True)
+    scale = np.where(is_exact, power, scale).astype(np.float32)
+    q = (np.rint(blocks / scale) + 128).astype(np.uint8)
+    return q.reshape(*q.shape[:2], -1), scale[..., 0]
+
+
+def _q4(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Packs blocks f32[E, R, B, 32] into u8[E, R, B·16], the first of each pair of values in the
+    low half of its byte, with scales f32[E, R, B] and zero points u8[E, R, ⌈B/2⌉], packed alike."""
+    low = np.minimum(blocks.min(-1, keepdims=True), 0)
+    scale = (np.maximum(blocks.max(-1, keepdims=True), 0) - low) / 15
+    scale[scale == 0] = 1
+    zero = np.rint(-low / scale)
+    q = (np.rint(blocks / scale) + zero).clip(0, 15).astype(np.uint8)
+    q, zero = q.reshape(*q.shape[:2], -1), zero[..., 0].astype(np.uint8)
+    zero = np.pad(zero, ((0, 0), (0, 0), (0, zero.shape[-1] % 2)))
+    halves = [part[..., ::2] | (part[..., 1::2] << 4) for part in (q, zero)]
+    return halves[0], scale[..., 0].astype(np.float32), halves[1]
