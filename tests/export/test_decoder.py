@@ -236,7 +236,7 @@ def test_windows_narrower_than_the_context_count(
     ("family", "options", "message"),
     [
         ("gpt2", {}, "type 'gpt2'"),
-        ("mixtral", {}, "type 'mixtral'"),
+        ("jamba", {}, "type 'jamba'"),
         ("llama", {"layer_types": ["mamba"] * 32}, "kind 'linear_attention' in a 'llama' model"),
         ("llama", {"hidden_act": "gelu_fast"}, "activation 'gelu_fast'"),
         (
