@@ -171,18 +171,42 @@ def _read_prompts(path: Path, tokenizer: Any) -> list[PromptIds]:
     for where, row in data.read_rows(path):
         source, turns = row.get("source"), row.get("turns")
         if turns is None:
-            turns = [row.get("prompt")]
+            turns = _user_messages(row, where)
         elif "prompt" in row or not isinstance(turns, list) or not turns:
             raise UserError(
                 f'{where}: expected "turns": a list of all user messages, without "prompt"'
             )
         messages = [_message(message, tokenizer, where) for message in turns]
+        if not messages:
+            raise UserError(f"{where}: got no message of a user, expected one or more")
         if source is not None and not isinstance(source, str):
             raise UserError(f'{where}: "source" is {source!r:.60}, expected a string')
         prompts.append(PromptIds(messages[0], source, where, tuple(messages[1:])))
     if not prompts:
         raise UserError(f"{path} holds no prompts")
     return prompts
+
+
+def _user_messages(row: dict[str, Any], where: str) -> list[Any]:
+    """Returns the messages of a row that the target answers.
+
+    Raises UserError for a system message, which would be left out, and for keys that are not known.
+    """
+    chat = data.as_messages(row, where)
+    roles = [m.get("role") if isinstance(m, dict) else None for m in chat or ()]
+    if row.get("system") or "system" in roles:
+        raise UserError(
+            f"{where}: got a system message, expected none: the target answers after the one of "
+            "its chat template"
+        )
+    if chat is not None:
+        return [m.get("content") for m, role in zip(chat, roles, strict=True) if role == "user"]
+    if "prompt" not in row:
+        raise UserError(
+            f'{where}: got keys {sorted(row)}, expected "prompt": a text or token ids, "turns", '
+            '"messages", "conversations" or "instruction"'
+        )
+    return [row["prompt"]]
 
 
 def _message(message: Any, tokenizer: Any, where: str) -> list[int]:

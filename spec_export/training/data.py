@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 XZ_MAGIC = b"\xfd7zXZ\x00"
 SIDECAR = ".state.json"  # after the name of an answers file: what distill knows of it
-SCHEMAS = '{"prompt", "response"}, {"turns"}, {"tokens", "loss_mask"} or {"messages"}'
+SCHEMAS = (
+    '{"prompt", "response"}, {"turns"}, {"tokens", "loss_mask"}, {"messages"}, {"conversations"} '
+    'or {"instruction", "output"}'
+)
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT, whose other names are roles
 # Stands for the user's text. A chat template must keep it as it is and must not contain it.
 SENTINEL = "specsplit0user0text"
 
@@ -47,8 +51,8 @@ def read(
 
     Row schemas: {"prompt": ids, "response": ids} (self-distilled: the chat template's text around a
     user message is added), {"turns": [{"prompt": ids, "response": ids}, …]} (a conversation of
-    these), {"tokens": ids, "loss_mask": 0/1} and {"messages": [{"role", "content"}]} (answers are
-    the assistant's). Any row may carry a "source" and the "temperature" of its answers. Rows of one
+    these), {"tokens": ids, "loss_mask": 0/1} and texts as `as_messages` takes them (answers are the
+    assistant's). Any row may carry a "source" and the "temperature" of its answers. Rows of one
     token and rows left without an answer token are dropped, and their number logged.
 
     Args:
@@ -117,6 +121,35 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise
     except (OSError, EOFError, lzma.LZMAError, ValueError) as error:  # ValueError: NUL in a path
         raise UserError(f"cannot read {path}: {error}, expected JSON Lines, plain or xz") from error
+
+
+def as_messages(row: dict[str, Any], where: str) -> Any:
+    """Returns the messages, {"role", "content"} each, of a row of texts; None for any other row.
+
+    Such rows are {"messages": […]}, ShareGPT's {"conversations": [{"from": "human", "value": …}]}
+    and Alpaca's {"instruction", "input", "output"}, whose input may be missing; any may have
+    further keys. Raises UserError for a conversation that is not such a list.
+    """
+    if "messages" in row:
+        return row["messages"]
+    if "conversations" in row:
+        turns = row["conversations"]
+        if not isinstance(turns, list) or not all(
+            isinstance(turn, dict) and isinstance(turn.get("from"), str) and "value" in turn
+            for turn in turns
+        ):
+            raise UserError(f'{where}: "conversations" is not a list of {{"from", "value"}}')
+        return [
+            {"role": SPEAKERS.get(turn["from"], turn["from"]), "content": turn["value"]}
+            for turn in turns
+        ]
+    if isinstance(row.get("instruction"), str):
+        more = row.get("input") or ""
+        asked = f"{row['instruction']}\n\n{more}".strip() if isinstance(more, str) else more
+        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+        answer = [{"role": "assistant", "content": row["output"]}] if "output" in row else []
+        return [*system, {"role": "user", "content": asked}, *answer]
+    return None
 
 
 def require_target(paths: Sequence[Path], name: str, fingerprint: str) -> None:
@@ -305,8 +338,9 @@ class _RowReader:
                     f"{where}: loss_mask of {len(mask)} for {len(tokens)} tokens, expected as many"
                 )
             return np.array(tokens, dtype=np.int32), np.array(mask, dtype=bool)
-        if keys == {"messages"}:
-            return self._chat(row["messages"], where)
+        messages = as_messages(row, where)
+        if messages is not None:
+            return self._chat(messages, where)
         raise UserError(f"{where}: got keys {sorted(keys)}, expected {SCHEMAS}")
 
     def _conversation(

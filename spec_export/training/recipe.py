@@ -33,8 +33,8 @@ Share = Annotated[float, Ge(0), Lt(1)]
 class TargetSection:
     """[target]: the model to draft for.
 
-    `model` is a folder, a hub id or a GGUF file; absent means the built-in demo. "./x" is relative
-    to the recipe file.
+    `model` is a folder, a hub id or a GGUF file; absent means the built-in demo. As all paths of a
+    recipe, it starts from the recipe's folder; what is not there is a hub id.
     """
 
     model: str | None = None
@@ -218,9 +218,10 @@ class Recipe:
     def model(self) -> str | None:
         """Returns the target as `spec_export.target.resolve` takes it."""
         model = self.target.model
-        if model is not None and model.startswith(("./", "../")):
-            return str(self.folder / model)
-        return model
+        if model is None:
+            return None
+        path = str(self.folder / model)
+        return path if model.startswith(("./", "../")) or os.path.exists(path) else model
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain JSON and TOML values by section.
@@ -276,6 +277,8 @@ def parse(
     for override in overrides:
         section, key, value = parse_override(override)
         if (section, key) == ("data", "path"):
+            value = _from_working_folder(value, folder)
+        if (section, key) == ("target", "model") and os.path.exists(str(value)):
             value = _from_working_folder(value, folder)
         tables.setdefault(section, {})[key] = value
     for name in ("drafter", "data", "train"):

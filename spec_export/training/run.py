@@ -60,6 +60,7 @@ def run(
     out = out or Path("runs") / recipe_path.stem
     module = drafters.load(plan.drafter_name)
     config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
+    _require_files(plan, recipe_path)
     source = target.resolve(plan.model, report)
     with _writing_alone(out):
         newest = checkpoint.latest(out / CHECKPOINTS)
@@ -76,6 +77,22 @@ def run(
         trainer.train()
         trainer.restore_best()
         return trainer.export()
+
+
+def _require_files(plan: recipe.Recipe, recipe_path: Path) -> None:
+    """Raises UserError, before anything is loaded, for a path that the recipe's folder lacks."""
+    for path in plan.data_paths:
+        if not path.is_file():
+            raise UserError(
+                f"got data.path {path}, expected a file of JSON Lines: paths in {recipe_path} "
+                "start from its folder, those of --set from the working folder"
+            )
+    model = plan.target.model
+    if model and os.path.exists(model) and not os.path.exists(plan.folder / model):
+        raise UserError(
+            f"got target.model {model}, which is in the working folder: paths in {recipe_path} "
+            f"start from its folder, write {os.path.relpath(model, plan.folder)}"
+        )
 
 
 @contextmanager

@@ -65,6 +65,29 @@ def test_chat_rows_lose_on_the_assistant_only(tmp_path: Path) -> None:
     assert tokenizer.decode(example.token_T.tolist()) == text
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a\n\nb", "n": 1}], "id": 7},
+        {"conversations": [{"from": "human", "value": "a\n\nb"}], "id": 7},
+        {"instruction": "a", "input": "b"},
+        {"instruction": "a\n\nb", "input": ""},
+    ],
+)
+def test_rows_of_other_tools_are_the_same_chat(tmp_path: Path, row: dict[str, Any]) -> None:
+    if "messages" in row:
+        row["messages"].append({"role": "assistant", "content": "c"})
+    elif "conversations" in row:
+        row["conversations"].append({"from": "gpt", "value": "c"})
+    else:
+        row["output"] = "c"
+    tokenizer = make_tokenizer()
+    (example,) = data.read(write(tmp_path / "a.jsonl", row), tokenizer, 1000)
+    messages = [{"role": "user", "content": "a\n\nb"}, {"role": "assistant", "content": "c"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert tokenizer.decode(example.token_T.tolist()) == text
+
+
 def test_sources_allow_list(tmp_path: Path) -> None:
     rows = [
         {"tokens": [i, 9], "loss_mask": [0, 1], **({"source": s} if s else {})}
@@ -90,6 +113,8 @@ def test_sources_allow_list(tmp_path: Path) -> None:
         (b'{"prompt": [1], "response": [-1]}', "ids from -1"),
         (b'{"tokens": [1, 2], "loss_mask": [1]}', "loss_mask of 1 for 2 tokens"),
         (b'{"tokens": [1], "loss_mask": [2]}', "expected a list of 0 and 1"),
+        (b'{"conversations": [{"from": 1}]}', '"conversations" is not a list of'),
+        (b'{"instruction": "x", "input": [1], "output": "y"}', '"messages" is not a list'),
         (b'{"messages": [{"role": "user"}]}', '"messages" is not a list'),
         (b'{"prompt": [1], "response": [1], "source": 3}', '"source" is 3'),
         (b"[" * 5000, "not JSON .it is nested too deeply"),

@@ -187,6 +187,9 @@ def test_prompts_from_a_file(model: str, tmp_path: Path) -> None:
     [
         *((line, 'expected "prompt"') for line in NO_PROMPTS),
         *((line, "expected ") for line in NO_TURNS),
+        ('{"prompt": "a", "system": "b"}', "got a system message, expected none"),
+        ('{"text": "a"}', r"got keys \['text'\], expected \"prompt\""),
+        ('{"conversations": [{"from": "gpt", "value": "a"}]}', "got no message of a user"),
         ("[" * 5000, "nested too deeply"),
         ('{"prompt": "a\\ud800"}', "half a surrogate pair"),
         ('{"prompt": "a", "source": 3}', '"source" is 3, expected a string'),

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from spec_export.training import recipe
+from spec_export.training import recipe, run
 from spec_runtime.errors import UserError
 
 EPOCHS, PATHS = "epochs = 2", 'path = ["a.jsonl", "b.jsonl.xz"]'
@@ -88,6 +88,18 @@ def test_data_path_on_the_command_line_starts_from_the_working_folder(
     monkeypatch.chdir(tmp_path)
     (path,) = recipe.load("recipes/x.toml", ["data.path=mine.jsonl"]).data_paths
     assert path.resolve() == tmp_path / "mine.jsonl"
+    with pytest.raises(UserError, match=r"data.path .*a.jsonl, .*: paths in .* start from its fo"):
+        run.run(Path("recipes/x.toml"), [], None)
+    for name in ("a.jsonl", "b.jsonl.xz"):
+        (tmp_path / "recipes" / name).touch()
+    (tmp_path / "mine").mkdir()
+    text = (tmp_path / "recipes" / "x.toml").read_text().replace("./model", "mine")
+    (tmp_path / "recipes" / "x.toml").write_text(text)
+    with pytest.raises(
+        UserError, match=r"working folder: paths in .* from its folder, write \.\./mi"
+    ):
+        run.run(Path("recipes/x.toml"), [], None)
+    assert recipe.load("recipes/x.toml", ["target.model=mine"]).model == "recipes/../mine"
 
 
 @pytest.mark.parametrize(
