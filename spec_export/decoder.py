@@ -255,10 +255,7 @@ class Backbone(nn.Module):
         config = read_config(raw, tuple(taps), max_length, scratch)
         whole = _Part(raw, family, config, weights, family.prefix)
         embedding = whole.tensor("embed_tokens.weight")
-        layers = [
-            _layer(_Part(raw, family, config, weights, f"{family.prefix}layers.{i}.", kind))
-            for i, kind in enumerate(config.kinds)
-        ]
+        layers = [assemble_layer(raw, config, weights, i) for i in range(config.num_layers)]
         norm = whole.norm(family.final_norm)
         assert norm is not None, family
         head = weights.get("lm_head.weight")
@@ -267,7 +264,7 @@ class Backbone(nn.Module):
             embedding,
             layers,
             norm,
-            None if head is None or head.data_ptr() == embedding.data_ptr() else head,
+            None if head is embedding else head,
             rotary_tables(raw, config),
             query_scale_S=query_scales(config),
             embedding_scale=_scale(family.embedding_scale, raw),
@@ -355,8 +352,10 @@ def _scale(scale: Scale | None, raw: Any) -> float:
     return 1.0 if scale is None else scale.of(raw)
 
 
-def _layer(part: _Part) -> Layer:
-    family = part.family
+def assemble_layer(raw: Any, config: DecoderConfig, weights: Weights, index: int) -> Layer:
+    """Returns one layer of the model of a transformers config, with the tensors of `weights`."""
+    family, kind = FAMILIES[config.family], config.kinds[index]
+    part = _Part(raw, family, config, weights, f"{family.prefix}layers.{index}.", kind)
     return Layer(
         part.norm(family.attention_norm),
         MIXERS[part.kind.mixer](part),

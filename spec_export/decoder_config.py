@@ -28,7 +28,6 @@ MAX_COUNT = 1 << 24  # more than any model has, and little enough for tables of 
 COUNTS = (  # of a transformers config
     "vocab_size",
     "hidden_size",
-    "intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "max_position_embeddings",
@@ -142,10 +141,10 @@ def require_supported(raw: Any) -> None:
 
     No weights are needed to tell.
     """
-    optional = [name for name in ("num_key_value_heads", "head_dim") if _has(raw, name)]
-    for name in (*COUNTS, *optional):
-        _require_count(raw, name)
     family = require_known(raw.model_type)
+    optional = [name for name in ("num_key_value_heads", "head_dim") if _has(raw, name)]
+    for name in (*COUNTS, family.width, *optional):
+        _require_count(raw, name)
     eps = getattr(raw, family.eps)
     if type(eps) not in (int, float) or not math.isfinite(eps) or eps < 0:
         raise UserError(f"got {family.eps} {eps!r:.80} in the config, expected 0 or more")
@@ -213,7 +212,7 @@ def read_config(
         family=raw.model_type,
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
-        intermediate_size=raw.intermediate_size,
+        intermediate_size=getattr(raw, family.width),
         num_layers=raw.num_hidden_layers,
         num_heads=num_heads,
         num_kv_heads=getattr(raw, "num_key_value_heads", None) or num_heads,

@@ -13,7 +13,10 @@ class Weights(Protocol):
     """Where a backbone's tensors come from."""
 
     def get(self, name: str) -> Tensor | None:
-        """Returns the tensor of this name in transformers' state dict, None if there is none."""
+        """Returns the tensor of this name in transformers' state dict, None if there is none.
+
+        Names that share a tensor, as those of a tied head, get one object.
+        """
 
     def joined(self, names: Sequence[str]) -> Tensor:
         """Returns tensors of these names, all of which are there, joined along the first axis."""
@@ -31,8 +34,7 @@ class ModelWeights:
 
     def get(self, name: str) -> Tensor | None:
         self._read.add(name)
-        found = self._tensors.get(name)
-        return None if found is None else found.detach()
+        return self._tensors.get(name)
 
     def joined(self, names: Sequence[str]) -> Tensor:
         """Joins the tensors of a fused product, which needs its parts side by side.

@@ -1,6 +1,7 @@
 """Defines the options that several verbs take."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,9 +30,21 @@ class Backend(StrEnum):
     tensorrt = "tensorrt"
 
 
+def _require_known_family(model: str | None) -> str | None:
+    """Refuses an unknown family before torch is imported, which takes seconds."""
+    from spec_export.families import require_known_folder
+
+    if model is not None:
+        require_known_folder(Path(model))
+    return model
+
+
 Model = Annotated[
     str | None,
     typer.Option(
-        "--model", help="Hugging Face folder, hub id or GGUF file", show_default="the built-in demo"
+        "--model",
+        help="Hugging Face folder, hub id or GGUF file",
+        show_default="the built-in demo",
+        callback=_require_known_family,
     ),
 ]

@@ -109,7 +109,7 @@ class Family:
     q_norm and k_norm stand where `qk_norm` says: "head" (over each head, before the rotation),
     "head_after" (after it) or "whole" (over all heads at once). attention_norm and mlp_norm stand
     before their part, the post-norms after it, before the residual sum. mlp: by its name in
-    `decoder.MLPS`.
+    `decoder.MLPS`; width: the field of the config with the MLP's inner width.
 
     norm: "rms" or "layer"; unit_offset: weights are stored without their 1. eps, activation and the
     softcaps are fields of the config. parallel: attention and MLP both read the attention's norm
@@ -135,6 +135,7 @@ class Family:
     mlp: str = "gated"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    width: str = "intermediate_size"
 
     norm: str = "rms"
     unit_offset: bool = False

@@ -10,5 +10,6 @@ FAMILY = replace(
     granite.FAMILY,
     up=("shared_mlp.input_linear",),
     down="shared_mlp.output_linear",
+    width="shared_intermediate_size",
     rope=lambda raw, layer: raw.position_embedding_type == "rope",
 )

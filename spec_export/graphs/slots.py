@@ -81,7 +81,6 @@ class _SharedValues:
         """seqlens: the last slot in use, i32[1]."""
         self.edit, self.first, self.slots, self.seqlens = edit, first, slots, seqlens
         self._made: dict[tuple[Any, ...], ir.Value] = {}
-        self._column: ir.Value | None = None
 
     def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Returns a mask bool[1, 1, N, S] as numbers that are added to scores."""
@@ -214,7 +213,7 @@ def _rewrite_attention(
     """Replaces one layer's attention by the given kind."""
     read, mask, sinks = attention.inputs[1:3], input_at(attention, 3), None
     joined = mask.producer()
-    if joined is not None:  # see `Attention._with_sinks`
+    if joined is not None and joined.op_type == "Concat":  # see `Attention._with_sinks`
         read = [input_at(producer(value, "Concat"), 0) for value in read]
         added, score = (producer(value, "Expand") for value in joined.inputs)
         mask = input_at(producer(added.inputs[0], "Where"), 0)

@@ -20,6 +20,7 @@ import tokenizers
 import torch
 
 from spec_export import decoder
+from spec_export.families import FAMILIES, wrappers
 from spec_export.loading import (
     gguf_config,
     gguf_header,
@@ -75,6 +76,7 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
             if fields
             else AutoConfig.from_pretrained(str(folder), **OPTIONS)
         )
+    config = wrappers.text_config(config)
     decoder.require_supported(config)
     _require_weights_for(config, weight_files(folder, gguf_file))
     return config
@@ -208,9 +210,14 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
             weights_only=True,
             ignore_mismatched_sizes=True,  # they are reported below
             output_loading_info=True,
+            key_mapping=None if gguf_file else wrappers.OWN_NAMES,
             **OPTIONS,
         )
-    unexpected = {name for name in found["unexpected_keys"] if not HARMLESS.search(name)}
+    unexpected = {
+        name
+        for name in found["unexpected_keys"]
+        if not HARMLESS.search(name) and not wrappers.OTHER_PARTS.search(name)
+    }
     if weights is not None:
         unexpected |= weights.unread
     _require_none(where, "the config asks for", "missing in the weights", found["missing_keys"])
@@ -236,11 +243,10 @@ def _require_whole(folder: Path, gguf_file: str | None) -> None:
         gguf_header.read(folder / gguf_file)
         return
     config = _read_object(folder / "config.json")
-    family = config.get("model_type")
-    if "auto_map" in config and family not in decoder.FAMILIES:
+    if "auto_map" in config and wrappers.model_type(config) not in FAMILIES:
         raise UnsupportedModelError(
             f"{folder} needs code of its own (auto_map in config.json), which is never run; "
-            f"expected a model of type {', '.join(decoder.FAMILIES)}"
+            f"expected a model of type {', '.join(FAMILIES)}"
         )
     if (folder / "adapter_config.json").is_file():
         raise UserError(
@@ -267,7 +273,9 @@ def _require_weights_for(config: Any, files: list[Path]) -> None:
 
     transformers would make the rest up, which may take more memory than there is.
     """
-    layer = config.hidden_size * (config.hidden_size + 3 * config.intermediate_size)
+    family = FAMILIES[config.model_type]
+    products = (2 if family.mlp == "plain" else 3) * getattr(config, family.width)
+    layer = config.hidden_size * (config.hidden_size + products)
     least = config.vocab_size * config.hidden_size + config.num_hidden_layers * layer
     size = sum(file.stat().st_size for file in files)
     if least * MIN_BITS > size * 8:

@@ -9,6 +9,8 @@ wrongly moves logits by percents.
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,16 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+import transformers
 from graphs import Runner
 from tiny_backbone import YARN, Decoder, backbone_of, chain, path_to, random_tokens, reference, tiny
+from tiny_target import make_tokenizer
 
+from spec_export import target
 from spec_export.decoder import Backbone
+from spec_export.drafters import eagle, skip_layer
 from spec_export.families import FAMILIES
+from spec_export.graphs import quantize
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.smooth import smooth
 from spec_export.graphs.trace import export_backbone
@@ -151,6 +158,126 @@ def test_all_forms_of_the_graph_equal_the_backbone(family: str, tmp_path: Path) 
         folder.mkdir()
         runner = Runner(model, folder, "contiguous" if form == "contiguous" else "slots", 40)
         compare(runner, backbone)
+
+
+@pytest.mark.parametrize(
+    ("family", "precision", "tolerance"),
+    [
+        ("gemma3_text", "int8", 0.05),
+        ("cohere2", "int8", 0.05),
+        ("glm4", "int8", 0.05),
+        ("gemma3_text", "int4", 0.45),
+    ],
+)
+def test_quantised_graphs_stay_near(
+    family: str,
+    precision: str,
+    tolerance: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every product is quantised; the bound, a share of the largest logit, is twice and, for 4 bits
+    of these narrow random weights, one and a half times what is measured."""
+    monkeypatch.setattr(quantize, "SMALLEST", 1)
+    backbone, model = traced(family)
+    quantize.quantize(to_slots(model), precision)
+    kinds = [node.op_type for node in model.graph]
+    assert not {"Gemm"} & set(kinds)
+    text = random_tokens(12, seed=6)
+    got = Runner(model, tmp_path).step(text, chain(12))["logits"]
+    expected = Decoder(backbone).step(text, chain(12))[0].numpy()
+    error = np.abs(got - expected).max() / np.abs(expected).max()
+    assert 1e-4 < error < tolerance
+
+
+def test_a_drafter_on_the_targets_own_layers_reads_their_masks_and_tables(tmp_path: Path) -> None:
+    """Its graph runs the first layer of Gemma 3, which has a rotary table of its own."""
+    family = "gemma3_text"
+    backbone = backbone_of(tiny(family, **SIZES | CASES[family]))
+    drafter = skip_layer.Drafter(
+        skip_layer.Config(layers=1, head="target", top_k=3), target.ends(backbone)
+    )
+    runner = Runner(to_slots(drafter.export_from_target(backbone)["drafter"]), tmp_path)
+    text = random_tokens(10, seed=7)
+    ids = runner.step(text, chain(10), ("guess_ids",))["guess_ids"]
+    states = backbone_of(tiny(family, **SIZES | CASES[family]), taps=(1,))
+    tap = Decoder(states).step(text, chain(10))[2]
+    expected = (drafter.head_rows(tap) @ drafter.head_VD.T).topk(3).indices
+    assert ids.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafters_borrow_what_the_target_computes_with(case: str) -> None:
+    """Embedding and head come with the family's scales; a layer only where it is Llama's."""
+    model = model_of(case)
+    backbone, text = backbone_of(model), random_tokens(9, seed=8)
+    ends = target.ends(backbone)
+    with torch.no_grad():
+        close(
+            ends.embed_VD[text], model.get_input_embeddings()(torch.tensor(text)) * _factor(model)
+        )
+        logits, features, *_ = Decoder(backbone).step(text, chain(9))
+        scored = features @ ends.head_VD.T
+        cap = backbone.logit_softcap
+        close(cap * torch.tanh(scored / cap) if cap else scored, logits)
+    drafter = eagle.Drafter(eagle.Config(top_k=2), ends)
+    lent = ends.last_layer.get("qkv")
+    assert lent is None or torch.equal(drafter.layers[0].qkv, lent)
+
+
+def _factor(model: Any) -> float:
+    """Returns the scale of the embedding where transformers does not apply it in the module."""
+    return float(getattr(model.config, "embedding_multiplier", 1.0))
+
+
+WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {  # text and picture parts, options
+    "gemma3": ("gemma3_text", "siglip_vision_model", {"mm_tokens_per_image": 4}),
+    "mistral3": ("mistral", "pixtral", {}),
+    "llava": ("llama", "clip_vision_model", {}),
+    "smolvlm": ("llama", "smolvlm_vision", {}),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_text_part_of_a_model_of_pictures_is_a_model(name: str, tmp_path: Path) -> None:
+    text_type, vision_type, options = WRAPPERS[name]
+    text = SIZES | CASES[text_type] | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"vocab_size": 98, "max_position_embeddings": 64, "initializer_range": 0.3}
+    text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    make = transformers.AutoConfig.for_model
+    config = make(
+        name,
+        text_config=make(text_type, **text).to_dict(),
+        vision_config=make(vision_type, **vision).to_dict(),
+        **options,
+    )
+    torch.manual_seed(0)
+    whole: Any = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    model, _ = target.load(target.resolve(str(tmp_path)))
+    tokens = random_tokens(12, seed=9)
+    with torch.no_grad():
+        expected = whole(input_ids=torch.tensor([tokens])).logits[0]
+    close(Decoder(backbone_of(model)).step(tokens, chain(12))[0], expected)
+
+
+def test_an_unknown_family_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    script = (
+        "import sys\n"
+        "from spec_export import cli\n"
+        f"sys.argv[1:] = ['build', '--model', {str(tmp_path)!r}]\n"
+        "try:\n    cli.main()\nexcept SystemExit as stop:\n"
+        "    print('torch' in sys.modules, stop.code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["False", "2"], done
+    assert "got a model of type 'gpt2', which is not supported: expected one of" in done.stderr
 
 
 def compare(runner: Runner, backbone: Backbone) -> None:

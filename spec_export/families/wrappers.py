@@ -1,0 +1,38 @@
+"""Knows the models of pictures and text whose text part is a model of a family by itself.
+
+Without pictures such a model computes what its text part does, so that only that is taken.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# By model_type; each has the config of its text part in the field `text_config`.
+WRAPPERS = ("gemma3", "mistral3", "llava", "smolvlm", "idefics3")
+# Names of a text part's tensors in such a model's files, with its own names for them.
+OWN_NAMES = {
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?(language_model|text_model)\.(model\.)?": "model.",
+}
+OTHER_PARTS = re.compile(
+    r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|connector)\."
+)
+
+
+def text_config(config: Any) -> Any:
+    """Returns the transformers config of a model's text part, the config itself of any other."""
+    if config.model_type not in WRAPPERS:
+        return config
+    part = config.text_config
+    part.tie_word_embeddings = config.tie_word_embeddings  # the head stands outside of the part
+    return part
+
+
+def model_type(fields: Mapping[str, Any]) -> object:
+    """Returns the model_type of the text part, by what a config.json says; None if it says none."""
+    if fields.get("model_type") in WRAPPERS:
+        part = fields.get("text_config")
+        return part.get("model_type") if isinstance(part, dict) else None
+    return fields.get("model_type")
