@@ -26,7 +26,7 @@ from spec_runtime.backends.pad_rows import WIDTHS
 from spec_runtime.backends.shapes import is_cache, shape_of
 from spec_runtime.backends.tensorrt_api import DTYPES, TensorRT, import_tensorrt
 from spec_runtime.bundle.manifest import Graph, Plan, TensorSpec
-from spec_runtime.errors import UserError
+from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.proposers.rows import CHUNK_ROWS
 from spec_runtime.target import PREFILL_ROWS
@@ -55,12 +55,19 @@ def with_additive_masks(model: ir.Model) -> ir.Model:
     """Makes every Attention of the contiguous form read an additive mask, in place.
 
     Each boolean mask is turned into one once, because TensorRT-RTX 1.7 builds one attention with a
-    boolean mask, but no two that share such a mask.
+    boolean mask, but no two that share such a mask. Raises UnsupportedModelError for softcaps on
+    scores: whether a plan would apply them before the mask, as it must, was never tried.
     """
     edit, made = GraphEditor(model, "additive"), dict[ir.Value, ir.Value]()
     for node in [node for node in model.graph if node.op_type == "Attention"]:
         query, mask = input_at(node, 0), input_at(node, 3)
         assert query.dtype is not None
+        softcap = node.attributes.get("softcap")
+        if softcap is not None and softcap.as_float():
+            raise UnsupportedModelError(
+                f"got a softcap of {softcap.as_float():g} on attention scores, expected none with "
+                "--backend tensorrt: build with --backend onnxruntime"
+            )
         if mask not in made:
             dtype = query.dtype.numpy()
             zero, low = (edit.constant(np.array([n], dtype)) for n in (0, MASKED[query.dtype]))

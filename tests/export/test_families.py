@@ -30,7 +30,9 @@ from spec_export.families import FAMILIES
 from spec_export.graphs import quantize
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.smooth import smooth
+from spec_export.graphs.tensorrt import with_additive_masks
 from spec_export.graphs.trace import export_backbone
+from spec_runtime.errors import UnsupportedModelError
 
 RELATIVE_TOLERANCE = 2e-5
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -204,6 +206,11 @@ def test_a_drafter_on_the_targets_own_layers_reads_their_masks_and_tables(tmp_pa
     tap = Decoder(states).step(text, chain(10))[2]
     expected = (drafter.head_rows(tap) @ drafter.head_VD.T).topk(3).indices
     assert ids.tolist() == expected.tolist()
+
+
+def test_softcaps_are_refused_with_tensorrt() -> None:
+    with pytest.raises(UnsupportedModelError, match="got a softcap of 3 on attention scores"):
+        with_additive_masks(traced("gemma3_text")[1])
 
 
 @pytest.mark.parametrize("case", CASES)
