@@ -17,8 +17,10 @@ import fake_tensorrt as fake
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from graphs import Runner, graph_of
 from small import Run
+from tiny_backbone import backbone_of, tiny
 from workshop import Workshop
 
 import spec_runtime
@@ -82,6 +84,20 @@ def test_the_additive_mask_changes_no_result(backbone: Backbone, tmp_path: Path)
     for plain, additive in zip(*results, strict=True):
         assert np.abs(plain - additive).max() <= 1e-5
     assert np.abs(results[0][0][1] - results[0][0][2]).max() > 1e-2, "the mask matters"
+
+
+def with_windows(dtype: torch.dtype = torch.float32) -> ir.Model:
+    """Traces a target one of whose three layers sees the whole context, in contiguous form."""
+    options = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    backbone = backbone_of(tiny("qwen2", **options).to(dtype))
+    return trace.export_backbone(backbone, capacity_symbolic=False)
+
+
+def test_windows_have_an_additive_mask_of_their_own() -> None:
+    model = build.adapt(with_windows(), "fp32")
+    whole, *windows = [node.inputs[3] for node in model.graph if node.op_type == "Attention"]
+    assert windows == windows[:1] * 2 != [whole] * 2
+    assert sum(node.op_type == "Where" for node in model.graph) == 2
 
 
 @HALVES
@@ -452,12 +468,17 @@ def test_target_and_all_drafters_are_built_for_three_gpus(
 def test_the_other_graphs_and_precisions_are_built(
     rtx: Any, workshop: Workshop, backbone: Backbone, tmp_path: Path, precision: str
 ) -> None:
-    """Builds the graph of a drafter that no bundle here has, and one drafter in every precision."""
+    """Builds in every precision the graph of a drafter that no bundle here has, one of the others,
+    and a target with sliding windows."""
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+    models = {"windows": with_windows(dtypes[precision])}
     for name in (SHARED_CACHE, "parallelspec"):
         for role, model in drafter_graphs(workshop, backbone, name).items():
-            build.adapt(model, precision)
-            path = tmp_path / f"{name}-{role}.onnx"
-            trace.save(model, path)
-            graph = graph_of(model, "contiguous")
-            profiles = build.profiles_for(graph, 24, backbone.config.scratch)
-            assert len(build.build_plan(rtx, path, graph, profiles, "8.9")) > 100_000
+            models[f"{name}-{role}"] = model
+    for name, model in models.items():
+        build.adapt(model, precision)
+        path = tmp_path / f"{name}.onnx"
+        trace.save(model, path)
+        graph = graph_of(model, "contiguous")
+        profiles = build.profiles_for(graph, 24, 32)
+        assert len(build.build_plan(rtx, path, graph, profiles, "8.9")) > 100_000
