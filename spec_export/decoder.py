@@ -35,6 +35,7 @@ from spec_export.modules.basic import LayerNorm, Norm
 from spec_export.modules.basic import Projection as Projection
 from spec_export.modules.basic import RMSNorm as RMSNorm
 from spec_export.modules.basic import VocabularyTable as VocabularyTable
+from spec_export.modules.convolution import Convolution, with_ancestors
 from spec_export.modules.experts import Experts, interleaved
 from spec_export.modules.mlp import ACTIVATIONS, PlainMLP
 from spec_export.modules.mlp import GatedMLP as GatedMLP
@@ -151,9 +152,8 @@ class Backbone(nn.Module):
         }
 
     def empty_cache(self, slots: int | None = None) -> list[Tensor]:
-        """Returns zeroed buffers of `slots` rows each, in the order of `DecoderConfig.caches`."""
-        shapes = self.config.cache_shapes(slots or self.config.rows)
-        return [torch.zeros(shape, dtype=self.dtype) for shape in shapes.values()]
+        """Returns zeroed buffers of `slots` rows each, see `DecoderConfig.empty_caches`."""
+        return list(self.config.empty_caches(slots or self.config.rows, self.dtype).values())
 
     def forward(
         self,
@@ -195,12 +195,19 @@ class Backbone(nn.Module):
         """
         states = [self.embedding.embed(input_ids.view(-1))]
         caches: list[Tensor] = []
+        positions: list[Tensor] = []
+        num_ancestors = max(
+            getattr(layer.attention, "num_ancestors", 0) for layer in self.layers[:num_layers]
+        )
+        if num_ancestors:
+            shared, written = with_ancestors(shared, kv[-1], num_ancestors)
+            positions = [written]
         for layer, kind in zip(self.layers[:num_layers], self.config.kinds, strict=False):
             past = kv[len(caches) : len(caches) + len(CACHES[kind.mixer])]
             x_ND, new = layer(states[-1], past, shared)
             states.append(x_ND)
             caches += new
-        return states, caches
+        return states, caches + positions
 
     def shared_inputs(
         self,
@@ -387,9 +394,18 @@ def _attention(part: _Part) -> Attention:
     )
 
 
+def _convolution(part: _Part) -> Convolution:
+    return Convolution(
+        part.projection("conv.in_proj"),
+        part.tensor("conv.conv.weight")[:, 0],
+        part.maybe("conv.conv.bias"),
+        part.projection("conv.out_proj"),
+    )
+
+
 def _mlp(part: _Part, kind: Callable[..., nn.Module]) -> nn.Module:
     family = part.family
-    activation = ACTIVATIONS[getattr(part.raw, family.activation)]
+    activation = ACTIVATIONS[family.activation_of(part.raw)]
     return kind(part.projection(*family.up), part.projection(family.down), activation)
 
 
@@ -428,7 +444,10 @@ def _experts(part: _Part) -> Experts:
 
 
 # What builds the parts of a layer, by the names in its `LayerKind`.
-MIXERS: dict[str, Callable[[_Part], nn.Module]] = {"attention": _attention}
+MIXERS: dict[str, Callable[[_Part], nn.Module]] = {
+    "attention": _attention,
+    "convolution": _convolution,
+}
 MLPS: dict[str, Callable[[_Part], nn.Module]] = {
     "gated": partial(_mlp, kind=GatedMLP),
     "plain": partial(_mlp, kind=PlainMLP),
@@ -443,7 +462,7 @@ def require_supported(raw: Any) -> None:
     The weights are not needed, and may still turn out not to fit.
     """
     family = require_known(raw.model_type)
-    activation = getattr(raw, family.activation)
+    activation = family.activation_of(raw)
     if activation not in ACTIVATIONS:
         raise UnsupportedModelError(
             f"got activation '{activation!s:.40}', expected one of {', '.join(ACTIVATIONS)}: "

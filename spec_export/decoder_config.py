@@ -50,7 +50,10 @@ ROPE_FIELDS = {
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("short_factor", "long_factor"),
 }
-CACHES = {"attention": ("k", "v")}  # the caches of a layer, by its mixer
+# The caches of a layer, by its mixer.
+CACHES = {"attention": ("k", "v"), "convolution": ("c",)}
+# The cache i64[1,1,S,1] of each slot's position, in models with convolutions; see convolution.py.
+POSITIONS = "kv.positions"
 
 
 @dataclass(frozen=True)
@@ -114,14 +117,20 @@ class DecoderConfig:
         """What each layer is."""
         return self.layers or (LayerKind(),) * self.num_layers
 
-    def cache_shapes(self, slots: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of all caches by name, in the order of the graph's inputs."""
-        shape = (1, self.num_kv_heads, slots, self.head_dim)
-        return {
-            f"kv.{i}.{part}": shape
-            for i, kind in enumerate(self.kinds)
-            for part in CACHES[kind.mixer]
+    def empty_caches(self, slots: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Returns zeroed buffers of `slots` rows by name, in the order of the graph's inputs."""
+        rows = {
+            "attention": (self.num_kv_heads, self.head_dim),
+            "convolution": (1, self.hidden_size),
         }
+        caches = {}
+        for i, kind in enumerate(self.kinds):
+            groups, width = rows[kind.mixer]
+            for part in CACHES[kind.mixer]:
+                caches[f"kv.{i}.{part}"] = torch.zeros(1, groups, slots, width, dtype=dtype)
+        if any(kind.mixer == "convolution" for kind in self.kinds):
+            caches[POSITIONS] = torch.zeros(1, 1, slots, 1, dtype=torch.int64)
+        return caches
 
     @property
     def windows(self) -> tuple[int, ...]:

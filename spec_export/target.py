@@ -222,11 +222,10 @@ def files_of_model(folder: Path) -> set[str] | None:
 def ends(backbone: Backbone) -> TargetEnds:
     """Returns what a drafter borrows of this backbone, in float32; float32 tensors share memory."""
     config = backbone.config
-    layer = backbone.layers[-1]
-    assert isinstance(layer, Layer)
+    lent = _lent_layer(backbone)
     dims = LayerDims(
         hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
+        intermediate_size=lent["down"].shape[0] if lent else config.intermediate_size,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -239,7 +238,7 @@ def ends(backbone: Backbone) -> TargetEnds:
         final_norm_D=backbone.norm.weight.detach().float(),
         cos=backbone.cos,
         sin=backbone.sin,
-        last_layer=_lent_layer(layer),
+        last_layer=lent,
     )
 
 
@@ -247,24 +246,27 @@ def _scaled(weight: Tensor, scale: float) -> Tensor:
     return weight.detach().float() if scale == 1 else weight.detach().float() * scale
 
 
-def _lent_layer(layer: Layer) -> dict[str, Tensor]:
-    """Returns the weights of a layer that is built as the drafters' own are, none of any other."""
-    attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
-    mixer, mlp = layer.attention, layer.mlp
-    if not (
-        isinstance(attention_norm, RMSNorm)
-        and isinstance(mlp_norm, RMSNorm)
-        and layer.attention_post_norm is None
-        and layer.mlp_post_norm is None
-        and isinstance(mixer, Attention)
-        and isinstance(mlp, GatedMLP)
-    ):
-        return {}
-    return {
-        "attention_norm": attention_norm.weight,
-        "qkv": mixer.qkv.weight,
-        "out": mixer.out.weight,
-        "mlp_norm": mlp_norm.weight,
-        "gate_up": mlp.gate_up.weight,
-        "down": mlp.down.weight,
-    }
+def _lent_layer(backbone: Backbone) -> dict[str, Tensor]:
+    """Returns the weights of the last layer that is built as the drafters' own are, none if there
+    is no such layer."""
+    for layer in reversed(list(backbone.layers)):
+        assert isinstance(layer, Layer)
+        attention_norm, mlp_norm = layer.attention_norm, layer.mlp_norm
+        mixer, mlp = layer.attention, layer.mlp
+        if (
+            isinstance(attention_norm, RMSNorm)
+            and isinstance(mlp_norm, RMSNorm)
+            and layer.attention_post_norm is None
+            and layer.mlp_post_norm is None
+            and isinstance(mixer, Attention)
+            and isinstance(mlp, GatedMLP)
+        ):
+            return {
+                "attention_norm": attention_norm.weight,
+                "qkv": mixer.qkv.weight,
+                "out": mixer.out.weight,
+                "mlp_norm": mlp_norm.weight,
+                "gate_up": mlp.gate_up.weight,
+                "down": mlp.down.weight,
+            }
+    return {}

@@ -163,6 +163,15 @@ def fluent(tmp_path_factory: pytest.TempPathFactory) -> FluentWorkshop:
 
 
 @pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> FluentWorkshop:
+    """Returns the maker of a fluent target that has convolutions in place of some attention."""
+    pytest.importorskip("torch")
+    from workshop import HybridWorkshop
+
+    return HybridWorkshop(tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="session")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the recipe of a training run of seven steps, beside its target and data."""
     pytest.importorskip("torch")

@@ -8,6 +8,7 @@ paths are accepted; behind the others its text is noise, so that most drafts are
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,40 +24,56 @@ from contract import (
     check_int8,
     check_no_token_changes,
 )
-from workshop import FluentWorkshop, drafter_name
+from workshop import HYBRID, FluentWorkshop, drafter_name
 
 import spec_runtime
 from spec_export import drafters
 from spec_runtime.engine import Engine
 
-trained = pytest.mark.parametrize("name", drafters.trainable())
+# Of a target with convolutions: drafters that run its layers, read its features, or neither.
+OF_HYBRIDS = [f"{HYBRID}{name}" for name in ("skip_layer", "parallelspec", "medusa")]
+trained = pytest.mark.parametrize("name", [*drafters.trainable(), *OF_HYBRIDS])
 # Where the guesses themselves count, also masks that read the root's token.
 VARIANTS = [*drafters.trainable(), "parallelspec+token"]
 in_every_variant = pytest.mark.parametrize("name", VARIANTS)
-every_drafter = pytest.mark.parametrize(
-    "name", [*drafters.trainable(), "prompt_lookup", "lookahead"]
-)
+UNTRAINED = ["prompt_lookup", "lookahead", f"{HYBRID}lookahead"]
+every_drafter = pytest.mark.parametrize("name", [*drafters.trainable(), *OF_HYBRIDS, *UNTRAINED])
 
 
 @pytest.fixture
-def engine(fluent: FluentWorkshop, name: str) -> Engine:
+def workshop(request: pytest.FixtureRequest, name: str) -> FluentWorkshop:
+    found: FluentWorkshop = request.getfixturevalue(
+        "hybrid" if name.startswith(HYBRID) else "fluent"
+    )
+    return found
+
+
+@pytest.fixture
+def engine(workshop: FluentWorkshop, name: str) -> Engine:
     is_trained = drafter_name(name) in drafters.trainable()
-    bundle = fluent.bundle(name if is_trained else drafters.trainable()[0])
+    other = OF_HYBRIDS[0] if name.startswith(HYBRID) else drafters.trainable()[0]
+    bundle = workshop.bundle((name if is_trained else other).removeprefix(HYBRID))
     lookup = False if is_trained else None  # the drafter by itself
     return spec_runtime.load(bundle, drafter_name(name), threads=1, lookup=lookup)
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "prompt_lookup", "lookahead"])
+@pytest.mark.parametrize("name", [*VARIANTS, *UNTRAINED[:2]])
 @pytest.mark.parametrize("sampling", SAMPLING)
 def test_the_drafter_changes_no_token(engine: Engine, name: str, sampling: dict[str, Any]) -> None:
     check_no_token_changes(engine, sampling)
 
 
-@in_every_variant
+@pytest.mark.parametrize("name", [*OF_HYBRIDS, UNTRAINED[-1]])
+def test_the_drafter_changes_no_token_of_a_hybrid(engine: Engine, name: str) -> None:
+    """Greedy texts of this target are all foreseen."""
+    check_no_token_changes(engine, SAMPLING[1])
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, *OF_HYBRIDS])
 def test_the_runtime_guesses_as_pytorch_does(
-    fluent: FluentWorkshop, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
+    workshop: FluentWorkshop, engine: Engine, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_guesses_are_pytorchs(fluent, engine, name, monkeypatch)
+    check_guesses_are_pytorchs(workshop, engine, name.removeprefix(HYBRID), monkeypatch)
 
 
 @in_every_variant
@@ -133,6 +150,29 @@ def test_a_conversation_reuses_its_past_and_answers_the_same(engine: Engine, nam
         reused.append(result.stats.reused_tokens)
     assert reused[0] == 0
     assert all(later > earlier for earlier, later in pairwise(reused)), reused
+
+
+@pytest.mark.parametrize("name", OF_HYBRIDS)
+def test_a_hybrids_rows_are_saved_and_near_ties_decided_by_one_row(
+    workshop: FluentWorkshop, engine: Engine, name: str, tmp_path: Path
+) -> None:
+    """The convolutions' rows and the slots' positions come back with the keys and values."""
+    folder = workshop.bundle(name.removeprefix(HYBRID))
+    options: dict[str, Any] = {"threads": 1, "lookup": False}
+    other = spec_runtime.load(folder, drafter_name(name), strict=True, kept_mb=8, **options)
+    other.target.strict_gap = 2.0  # every row of a tree
+    messages = [{"role": "user", "content": PROMPTS[1]}]
+    sampling: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True}
+    first = other.generate(messages, **sampling)
+    assert first.token_ids == engine.generate(messages, **sampling).token_ids
+    assert other.target.num_redone > 20
+    other.save_conversation(tmp_path / "talk")
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "ab"}]
+    third = spec_runtime.load(folder, drafter_name(name), kept_mb=8, **options)
+    third.load_conversation(tmp_path / "talk")
+    result = third.generate(messages, **sampling)
+    assert result.usage.reused_tokens > 60
+    assert result.token_ids == engine.generate(messages, **sampling, reuse=False).token_ids
 
 
 @trained

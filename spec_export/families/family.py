@@ -142,7 +142,7 @@ class Family:
     eps: str = "rms_norm_eps"
     qk_norm: str = "head"
     parallel: bool | str = False
-    activation: str = "hidden_act"
+    activation: str | None = "hidden_act"
     rotates_part: bool = False
     interleaved: bool = False
     embedding_scale: Scale | None = None
@@ -175,6 +175,10 @@ class Family:
                 *self.reads,
             )
         )
+
+    def activation_of(self, raw: Any) -> str:
+        """Returns the name of the MLPs' activation; families without a field for it have SiLU."""
+        return "silu" if self.activation is None else str(getattr(raw, self.activation))
 
     def is_parallel(self, raw: Any) -> bool:
         """Says whether attention and MLP read one norm in this model."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from spec_export.decoder_config import POSITIONS
 from spec_export.graphs.edit import (
     MASKED,
     MS,
@@ -58,6 +59,9 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     for node in [node for node in graph if node.op_type == "Attention"]:
         _rewrite_attention(edit, node, attention, shared)
     _windows_by_position(edit, shared, inputs["position_ids"], inputs["mask"])
+    for node in [node for node in graph if node.op_type == "TensorScatter"]:
+        if node.outputs[0].is_graph_output():  # no attention's
+            _rewrite_other_write(edit, node, inputs["mask"], shared)
     _keep_rank_three(edit)
     _fuse_norms(edit)
     for name in ("write_index", "src", "perm"):
@@ -232,6 +236,27 @@ def _rewrite_attention(
     (reshape,) = (use.node for use in transpose.outputs[0].uses())
     assert (transpose.op_type, reshape.op_type) == ("Transpose", "Reshape"), (transpose, reshape)
     edit.replace(reshape.outputs[0], mixed)
+
+
+def _rewrite_other_write(
+    edit: GraphEditor, scatter: ir.Node, mask: ir.Value, shared: _SharedValues
+) -> None:
+    """Replaces the write of a cache [1, 1, S, W] of modules/convolution.py.
+
+    Masks may have fewer columns than the caches have slots. So do the positions that are compared
+    with them.
+    """
+    past = input_at(scatter, 0)
+    rows = edit.constant(np.array([1, -1, 1, fixed_size(past, 3)]))
+    (row,) = edit.add(scatter, "Reshape", [_new_rows(scatter), rows])
+    (cache,) = edit.add(scatter, "ScatterND", [past, shared.indices(past), row])
+    edit.replace(scatter.outputs[0], cache)
+    if past.name == POSITIONS:
+        readers = list(cache.uses())
+        start, axis = (edit.constant(np.array([n], np.int32)) for n in (0, 2))
+        (seen,) = edit.add(scatter, "Slice", [cache, start, shared.width(mask), axis])
+        for node, index in readers:
+            node.replace_input_with(index, seen)
 
 
 def _new_rows(scatter: ir.Node) -> ir.Value:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from spec_export.decoder_config import POSITIONS
 from spec_export.graphs.edit import MASKED, GraphEditor, input_at
 from spec_export.graphs.half import narrow
 from spec_runtime.backends.cuda_api import open_cuda
@@ -46,8 +47,13 @@ def adapt(model: ir.Model, precision: str) -> ir.Model:
     """Rewrites a graph of the contiguous form, or without a cache, for TensorRT, in place.
 
     It gets additive masks. If it was traced in float32, as drafters are, it also gets the type
-    of the precision.
+    of the precision. Raises UserError for a model with convolutions, whose plans nobody has tried.
     """
+    if any(value.name == POSITIONS for value in model.graph.inputs):
+        raise UnsupportedModelError(
+            "got a model with convolution layers and backend tensorrt, expected attention only: "
+            "build with --backend onnxruntime"
+        )
     return with_additive_masks(narrow(model, precision))
 
 

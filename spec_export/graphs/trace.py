@@ -207,10 +207,8 @@ def step_inputs(
         GraphInput("src", index[:A], {0: "A"}),
         GraphInput("perm", index, {0: "A+N"}),
     ]
-    shapes = config.cache_shapes(S)
-    return inputs + [
-        GraphInput(name, torch.zeros(shape, dtype=dtype), s_axis) for name, shape in shapes.items()
-    ]
+    caches = config.empty_caches(S, dtype)
+    return inputs + [GraphInput(name, cache, s_axis) for name, cache in caches.items()]
 
 
 def export_backbone(backbone: Backbone, *, capacity_symbolic: bool = True) -> ir.Model:

@@ -25,7 +25,8 @@ class SharedInputs:
 
     cos and sin are the default rotary table, `tables` those of other names. `windows` are the
     masks of layers with a sliding window by its width, where it is narrower than the context.
-    query_scale [1,1,N,1] is a factor on the queries.
+    query_scale [1,1,N,1] is a factor on the queries. ancestors: what `find_ancestors` returns, for
+    convolutions.
     """
 
     position_ids: Tensor
@@ -38,6 +39,7 @@ class SharedInputs:
     windows: Mapping[int, Tensor] = field(default_factory=dict)
     tables: Mapping[str, Table] = field(default_factory=dict)
     query_scale: Tensor | None = None
+    ancestors: tuple[Tensor, Tensor] | None = None
 
     def mask_for(self, window: int | None) -> Tensor:
         """Returns the mask of a layer whose sliding window has this width, None for no window."""

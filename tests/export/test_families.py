@@ -25,12 +25,14 @@ from tiny_target import make_tokenizer
 
 from spec_export import target
 from spec_export.decoder import Backbone
+from spec_export.decoder_config import POSITIONS
 from spec_export.drafters import eagle, skip_layer
 from spec_export.families import FAMILIES
 from spec_export.graphs import quantize
+from spec_export.graphs.half import narrow
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.smooth import smooth
-from spec_export.graphs.tensorrt import with_additive_masks
+from spec_export.graphs.tensorrt import adapt, with_additive_masks
 from spec_export.graphs.trace import export_backbone
 from spec_runtime.errors import UnsupportedModelError
 
@@ -70,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES} | {
     "granitemoehybrid": SCALES
     | {"layer_types": ["attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 4}
     | {"shared_intermediate_size": 40, "position_embedding_type": "rope"},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_bias": True},
     "ministral": MIXED,
     "ministral3": {"rope_parameters": GROWTH},
     "mistral": {"sliding_window": WINDOW},
@@ -96,6 +99,8 @@ GRAPHS: dict[str, dict[str, Any]] = {
     "gpt_oss": {},  # experts with biases and cut activations, sinks
     "granite": {"num_hidden_layers": 1},  # four scales
     "hunyuan_v1_dense": {"num_hidden_layers": 1},  # head norms after the rotation
+    # short convolutions with biases, before and after attention
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "ministral3": {"num_hidden_layers": 1},  # queries that grow
     "olmo2": {"num_hidden_layers": 1},  # norms over all heads at once
     "qwen2_moe": {"num_hidden_layers": 1},  # experts beside an MLP, their weights not normalised
@@ -169,6 +174,8 @@ def test_all_forms_of_the_graph_equal_the_backbone(family: str, tmp_path: Path) 
         ("cohere2", "int8", 0.05),
         ("glm4", "int8", 0.05),
         ("gemma3_text", "int4", 0.45),
+        ("lfm2", "int8", 0.05),
+        ("lfm2", "int4", 0.45),
     ],
 )
 def test_quantised_graphs_stay_near(
@@ -301,3 +308,16 @@ def compare(runner: Runner, backbone: Backbone) -> None:
             close(got[name], expected)
         runner.cache.commit(kept)
         eager.keep(kept)
+
+
+def test_tensorrt_refuses_convolutions() -> None:
+    with pytest.raises(UnsupportedModelError, match="convolution layers and backend tensorrt"):
+        adapt(traced("lfm2")[1], "fp16")
+
+
+def test_positions_stay_whole_numbers_in_half_precision() -> None:
+    """In float16 they would be wrong from 2049 on."""
+    graph = narrow(traced("lfm2")[1], "fp16").graph
+    types = {value.name: value.dtype for value in graph.inputs if str(value.name).startswith("kv.")}
+    assert types.pop(POSITIONS) == ir.DataType.INT64
+    assert set(types.values()) == {ir.DataType.FLOAT16}

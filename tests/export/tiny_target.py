@@ -75,7 +75,7 @@ def teach(folder: Path, words: Sequence[str], num_steps: int = 60) -> Path:
             )
             rows.append((ids + tokenizer(word * 40)["input_ids"])[:128])
     token_BT = torch.tensor(rows)
-    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(num_steps):
         optimizer.zero_grad()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tiny_target import save_llama, teach
@@ -43,10 +45,12 @@ OPTIONS = {
     "draft_model": "hidden_size = 64\nintermediate_size = 96\nlayers = 2\nnum_heads = 4",
 }
 
+HYBRID = "lfm2:"  # before the name of a drafter whose target is a hybrid
+
 
 def drafter_name(variant: str) -> str:
     """Returns the drafter that a variant is of: "parallelspec+token" -> "parallelspec"."""
-    return variant.partition("+")[0]
+    return variant.removeprefix(HYBRID).partition("+")[0]
 
 
 class Workshop:
@@ -58,6 +62,7 @@ class Workshop:
 
     num_steps = 2
     lr = 1e-3
+    target: Mapping[str, Any] = MappingProxyType({})  # options of save_llama
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +74,8 @@ class Workshop:
 
     def _llama(self) -> Path:
         """Returns a target large enough for every product but the last to be quantised."""
-        return save_llama(self.folder / "llama", hidden_size=64, intermediate_size=96)
+        sizes = {"hidden_size": 64, "intermediate_size": 96}
+        return save_llama(self.folder / "llama", **sizes | dict(self.target))
 
     def _drafter(self, name: str) -> Path:
         """Returns a checkpoint trained as `spec-export train` does."""
@@ -127,3 +133,16 @@ class FluentWorkshop(Workshop):
 
     def _llama(self) -> Path:
         return teach(super()._llama(), WORDS)
+
+
+class HybridWorkshop(FluentWorkshop):
+    """A fluent workshop whose target is an LFM2 with convolutions before and after attention."""
+
+    target = MappingProxyType(
+        {
+            "family": "lfm2",
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_auto_adjust_ff_dim": False,
+        }
+    )
