@@ -99,6 +99,9 @@ def _load(
     """
     with report.stage("loading the target"):
         hf_model, tokenizer = target.load(source)
+    said = target.quantised_weights(source)
+    if said is not None:
+        report.line(f"{source.name}: {said}")
     manifest.require_fitting_tokens(tokenizer, hf_model)
     taps = tuple(sorted({tap for drafter in saved for tap in drafter.config.get("taps", ())}))
     length = options.max_length

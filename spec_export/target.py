@@ -68,7 +68,8 @@ def resolve(model: str | None, report: Report = SILENT) -> Source:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(
-                f"got folder {model}, expected a Hugging Face checkpoint: it has no config.json"
+                f"got folder {model}{pretrained.foreign(path)}, expected a Hugging Face "
+                "checkpoint: it has no config.json"
             )
         return Source("folder", path, None, path.resolve().name.lower())
     if path.is_file():
@@ -146,6 +147,12 @@ def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     tokenizer = pretrained.read_tokenizer(folder, source.gguf_file)
     model = pretrained.read_model(folder, source.gguf_file, config)
     return model.requires_grad_(False).to(dtype).eval(), tokenizer
+
+
+def quantised_weights(source: Source) -> str | None:
+    """Says which quantised matrices are read, and in which form; None for unquantised weights."""
+    weights = pretrained.quantised_weights(local_folder(source), source.gguf_file)
+    return None if weights is None else weights.said()
 
 
 def require_supported(source: Source) -> None:

@@ -3,8 +3,8 @@
 *int8*: every product is row-wise: q = u8(x / s) with zero point 128 and s = max|x| / 127 *of that
 row*, so that a tree node's result does not depend on its siblings. Weights are s8 with one scale
 per output column; the int32 accumulation is exact.
-*int4*: weights are w = d·q + m in blocks of 32 (GGUF's Q4_1 maps exactly): MatMulNBits on d·q, plus
-the block sums of x times m. The LM head is in 8 bits, in blocks of 32.
+*int4*: weights are w = d·q + m in blocks of 32 (4-bit checkpoints map exactly): MatMulNBits on d·q,
+plus the block sums of x times m. The LM head is in 8 bits, in blocks of 32.
 Both keep the embedding in 8 bits with one scale per 32 values (GGUF's Q8_0 maps exactly). Experts
 are quantised by `expert_weights`.
 """
@@ -26,6 +26,7 @@ FULL, REDUCED = 127, 63  # the largest int8 weight in the full and in the reduce
 PRECISIONS = ("fp32", "int8", "int4", "fp16", "bf16")
 # Products with fewer weights stay in float: a drafter's small adapters would gain nothing.
 SMALLEST = 4096
+ON_GRID = 2e-3  # of a step: a value this near to a step of 4 bits sits on it
 PART = 1 << 22  # weights that are quantised at once, which bounds what that takes for a moment
 
 Arrays = tuple[np.ndarray, ...]
@@ -276,13 +277,35 @@ def _q4(rows_NK: np.ndarray) -> Arrays:
     """
     blocks = _in_blocks(rows_NK)
     low, high = blocks.min(-1), blocks.max(-1)
-    scale = (high - low) / 15
+    scale = (high - low) / _num_steps(blocks, low, high)
     q = (
         np.rint((blocks - low[..., None]) / np.where(scale == 0, 1, scale)[..., None])
         .clip(0, 15)
         .astype(np.uint8)
     )
     return q[..., ::2] | (q[..., 1::2] << 4), scale.astype(np.float32), low.astype(np.float32)
+
+
+def _num_steps(blocks_NBK: np.ndarray, low_NB: np.ndarray, high_NB: np.ndarray) -> np.ndarray:
+    """Returns the steps between the least and the largest value of each block, f32[N, B].
+
+    They are 15, or fewer if all values of the block sit on fewer even steps, as those of a
+    checkpoint of 4 bits do: such a block is not rounded a second time.
+    """
+    span = high_NB - low_NB
+    steps = np.full(span.shape, 15, np.float32)
+    is_open = span > 0
+    for number in range(1, 15):
+        factor = number / np.where(span == 0, 1, span)
+        # One value rules out nearly every block that is on no grid.
+        place = (blocks_NBK[..., 0] - low_NB) * factor
+        chosen = is_open & (np.abs(place - np.rint(place)) < ON_GRID)
+        places = (blocks_NBK[chosen] - low_NB[chosen][:, None]) * factor[chosen][:, None]
+        fits = (np.abs(places - np.rint(places)) < ON_GRID).all(-1)
+        chosen[chosen] = fits
+        steps[chosen] = number
+        is_open &= ~chosen
+    return steps
 
 
 def _q8(rows_NK: np.ndarray) -> Arrays:

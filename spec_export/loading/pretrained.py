@@ -18,6 +18,7 @@ from typing import Any
 
 import tokenizers
 import torch
+from torch import Tensor
 
 from spec_export import decoder
 from spec_export.families import FAMILIES, wrappers
@@ -28,8 +29,10 @@ from spec_export.loading import (
     gguf_vocabulary,
     gguf_weights,
     named_templates,
+    quantised_forms,
 )
 from spec_export.loading.gguf_weights import GGUFWeights
+from spec_export.loading.quantised_forms import QuantisedWeights
 from spec_runtime import mapping
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
@@ -37,6 +40,18 @@ from spec_runtime.mapping import brief
 SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
 # Old checkpoints hold these buffers, which are computed from the config today.
 HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias)$")
+# Files of other programs in a folder without weights that can be read, and what to do with them.
+FOREIGN = {
+    "genai_config.json": "ONNX Runtime GenAI's: take the model that it was made from",
+    "consolidated*": "Mistral's or Meta's own format: take the model's Hugging Face files",
+    "*.gguf": "name that file rather than its folder",
+    "*.onnx": "an ONNX graph: take the model that it was made from",
+    "onnx/*.onnx": "an ONNX graph: take the model that it was made from",
+    "openvino_model*": "OpenVINO's: take the model that it was made from",
+    "flax_model*": "Flax's: take the safetensors",
+    "tf_model*": "TensorFlow's: take the safetensors",
+    "manifest.json": "a bundle: take the model that it was made from",
+}
 SHOWN = 3  # names that a message lists
 # Arguments that every call of `from_pretrained` has to be given.
 OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
@@ -52,8 +67,20 @@ def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
         return gguf_header.parts(folder / gguf_file)
     files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
     if not files:
-        raise UserError(f"got {folder} without weights, expected {SAFETENSORS} or {PICKLED} in it")
+        raise UserError(
+            f"got {folder} without weights{foreign(folder)}, expected {SAFETENSORS} or {PICKLED} "
+            "in it"
+        )
     return files
+
+
+def foreign(folder: Path) -> str:
+    """Returns what a folder without weights of ours holds instead, such as " (ONNX graphs)"."""
+    for pattern, what in FOREIGN.items():
+        found = sorted(folder.glob(pattern))
+        if found:
+            return f" but with {found[0].relative_to(folder)} ({what})"
+    return ""
 
 
 def read_config(folder: Path, gguf_file: str | None) -> Any:
@@ -77,6 +104,9 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
             else AutoConfig.from_pretrained(str(folder), **OPTIONS)
         )
     config = wrappers.text_config(config)
+    for field in quantised_forms.FIELDS if _form(folder, gguf_file) else ():
+        if hasattr(config, field):
+            delattr(config, field)  # by which transformers would ask for another library
     decoder.require_supported(config)
     _require_weights_for(config, weight_files(folder, gguf_file))
     return config
@@ -192,20 +222,26 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     the tensors' names, if any is missing, unexpected, of another shape or not finite, and if a file
     is damaged or holds a pickle that would run code.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     generation_config = read_generation_config(folder, gguf_file)
     where = folder / (gguf_file or "")
     # It warns of faults that are checked here, or of what was asked for.
     logging.getLogger("transformers.modeling_utils").addFilter(_is_error)
-    weights = _gguf_weights(where, config) if gguf_file else None
+    gguf = _gguf_weights(where, config) if gguf_file else None
+    quantised = quantised_weights(folder, gguf_file)
     # whose types leave out `output_loading_info`
-    loader: Any = AutoModelForCausalLM if weights is None else weights.model_class
+    loader: Any = AutoModelForCausalLM
+    tensors: dict[str, Tensor] | None = None
+    if quantised is not None:
+        loader, tensors = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], dict(quantised)
     with _reading(where), _without_bars():
+        if gguf is not None:
+            loader, tensors = gguf.model_class, dict(gguf)
         model, found = loader.from_pretrained(
-            None if gguf_file else str(folder),
+            str(folder) if tensors is None else None,
             config=config,
-            state_dict=None if weights is None else dict(weights),
+            state_dict=tensors,
             dtype=torch.float32,
             weights_only=True,
             ignore_mismatched_sizes=True,  # they are reported below
@@ -218,8 +254,8 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
         for name in found["unexpected_keys"]
         if not HARMLESS.search(name) and not wrappers.OTHER_PARTS.search(name)
     }
-    if weights is not None:
-        unexpected |= weights.unread
+    if gguf is not None:
+        unexpected |= gguf.unread
     _require_none(where, "the config asks for", "missing in the weights", found["missing_keys"])
     _require_none(where, "the weights hold", "unknown to the config", unexpected)
     mismatched = {
@@ -229,9 +265,26 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     _require_none(where, "the weights hold", "of another shape than the config's", mismatched)
     _require_none(where, "transformers cannot read", "as they are", set(found["error_msgs"]))
     _require_none(where, "the weights hold", "with NaN or infinity", _not_finite(model))
-    if gguf_file:
+    if generation_config is not None and (gguf_file or quantised is not None):
         model.generation_config = generation_config
     return model
+
+
+def quantised_weights(folder: Path, gguf_file: str | None) -> QuantisedWeights | None:
+    """Returns the tensors of a folder with quantised matrices, None for any other.
+
+    Raises UserError if they are damaged or in a form that cannot be read.
+    """
+    form = _form(folder, gguf_file)
+    return None if form is None else QuantisedWeights(weight_files(folder, None), *form)
+
+
+def _form(
+    folder: Path, gguf_file: str | None
+) -> tuple[quantised_forms.Form, dict[str, Any]] | None:
+    if gguf_file:
+        return None
+    return quantised_forms.find(_read_object(folder / "config.json"), folder)
 
 
 # ---- checks ----
@@ -253,8 +306,28 @@ def _require_whole(folder: Path, gguf_file: str | None) -> None:
             f"{folder} holds an adapter (adapter_config.json), expected a whole model: merge it "
             "with its base model first"
         )
+    quantised_forms.find(config, folder)
+    _require_shards(folder)
     if (folder / "tokenizer_config.json").is_file():
         _read_object(folder / "tokenizer_config.json")
+
+
+def _require_shards(folder: Path) -> None:
+    """Raises UserError if the index of the weights names files that are not there."""
+    for pattern in (SAFETENSORS, PICKLED):
+        if not list(folder.glob(pattern)):
+            continue
+        for index in folder.glob(f"{pattern.replace('*', '')}.index.json"):
+            named = _read_object(index).get("weight_map")
+            files = set(named.values()) if isinstance(named, dict) else set()
+            lost = sorted(str(file) for file in files if not (folder / str(file)).is_file())
+            if lost:
+                raise UserError(
+                    f"{index} names {len(files)} files, of which {len(lost)} "
+                    f"{'is' if len(lost) == 1 else 'are'} not there: {', '.join(lost[:SHOWN])}"
+                    f"{', ...' if len(lost) > SHOWN else ''}; download the rest of the model"
+                )
+        return
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -1,0 +1,368 @@
+"""Tests that quantised checkpoints are read as the programs that wrote them would read them.
+
+The folders are packed here by loops over single values, by the published layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_target import save_llama
+from torch import Tensor
+
+from spec_export import target
+from spec_export.graphs import quantize
+from spec_export.loading import pretrained
+from spec_runtime.errors import UserError
+
+GROUP = 32
+Packed = tuple[dict[str, Tensor], Tensor]  # tensors by the ends of their names, and the matrix
+
+
+def words(values: Tensor, bits: int, axis: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Packs values into i32 along an axis; `order` says which value each part of a word holds."""
+    per_word = 32 // bits
+    order = order or tuple(range(per_word))
+    lines = values.movedim(axis, -1).reshape(-1, values.shape[axis])
+    made = []
+    for line in lines.tolist():
+        row = []
+        for start in range(0, len(line), per_word):
+            word = 0
+            for place, index in enumerate(order):
+                value = line[start + index] if start + index < len(line) else 0
+                word |= value << (bits * place)
+            row.append(word - 2**32 if word >= 2**31 else word)
+        made.append(row)
+    shape = [*values.movedim(axis, -1).shape[:-1], -1]
+    return torch.tensor(made, dtype=torch.int32).reshape(shape).movedim(-1, axis).contiguous()
+
+
+def grid(
+    weight: Tensor, is_symmetric: bool, bits: int = 4, group: int = GROUP
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantises W [N, K] in groups: q i64[N, K], scale f16[N, G] and zero point i64[N, G]."""
+    largest = 2**bits - 1
+    groups = weight.reshape(len(weight), -1, group)
+    low, high = groups.amin(-1), groups.amax(-1)
+    if is_symmetric:
+        scale = (groups.abs().amax(-1) / (largest // 2)).half()
+        zero = torch.full(scale.shape, largest // 2 + 1)
+    else:
+        scale = ((high - low) / largest).half()
+        zero = (-low / scale.float()).round().long()
+    q = ((groups / scale.float()[..., None]).round() + zero[..., None]).clamp(0, largest)
+    return q.reshape(weight.shape).long(), scale, zero
+
+
+def values(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """Returns scale · (q - zero) f32[N, K]."""
+    size = q.shape[1] // scale.shape[1]
+    zero, scale = zero.repeat_interleave(size, 1), scale.float().repeat_interleave(size, 1)
+    return (q - zero) * scale
+
+
+def gptq(weight: Tensor, stored_less: int = 1, is_symmetric: bool = True, bits: int = 4) -> Packed:
+    q, scale, zero = grid(weight, is_symmetric, bits)
+    zeros = words((zero - stored_less).T, bits, 1)
+    tensors = {".qweight": words(q.T, bits, 0), ".scales": scale.T, ".qzeros": zeros}
+    return tensors, values(q, scale, zero)
+
+
+def gptq_in_another_order(weight: Tensor) -> Packed:
+    """Makes what desc_act does: a column's group is not the one that it stands in."""
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
+    tensors, value = gptq(weight[:, order])
+    back = order.argsort()
+    q, _, _ = grid(weight[:, order], True)
+    tensors[".qweight"] = words(q[:, back].T, 4, 0)
+    tensors[".g_idx"] = (back // GROUP).int()
+    return tensors, value[:, back]
+
+
+def awq(weight: Tensor) -> Packed:
+    q, scale, zero = grid(weight, is_symmetric=False)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    packed = {".qweight": words(q.T, 4, 1, order), ".qzeros": words(zero.T, 4, 1, order)}
+    return packed | {".scales": scale.T}, values(q, scale, zero)
+
+
+def packed(weight: Tensor, is_symmetric: bool = True, bits: int = 4) -> Packed:
+    q, scale, zero = grid(weight, is_symmetric, bits)
+    tensors = {".weight_packed": words(q, bits, 1), ".weight_scale": scale}
+    tensors[".weight_shape"] = torch.tensor(weight.shape)
+    if not is_symmetric:
+        tensors[".weight_zero_point"] = words(zero, bits, 0)
+    return tensors, values(q, scale, zero)
+
+
+def int8(weight: Tensor) -> Packed:
+    scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
+    q = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+    return {".weight": q, ".weight_scale": scale}, q.float() * scale.float()
+
+
+def float8(weight: Tensor, shape: tuple[int, ...]) -> Packed:
+    """Has scales of this shape, of rows or of the whole."""
+    size = weight.abs().amax(1, keepdim=True) if shape else weight.abs().max()
+    scale = (size / 448).float()
+    q = (weight / scale).to(torch.float8_e4m3fn)
+    return {".weight": q, ".weight_scale": scale}, q.float() * scale
+
+
+def blocks(weight: Tensor, size: int = 24) -> Packed:
+    """Has scales of squares, the last of which stand over the edge."""
+    N, K = weight.shape
+    scale = torch.zeros(-(-N // size), -(-K // size))
+    value, q = torch.zeros(N, K), torch.zeros(N, K).to(torch.float8_e4m3fn)
+    for i in range(scale.shape[0]):
+        for j in range(scale.shape[1]):
+            part = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
+            scale[i, j] = weight[part].abs().max() / 448
+            q[part] = (weight[part] / scale[i, j]).to(torch.float8_e4m3fn)
+            value[part] = q[part].float() * scale[i, j]
+    return {".weight": q, ".weight_scale_inv": scale}, value
+
+
+def mlx(weight: Tensor) -> Packed:
+    q, scale, zero = grid(weight, is_symmetric=False)
+    minimum = (-zero * scale.float()).half()
+    tensors = {".weight": words(q, 4, 1).view(torch.uint32), ".scales": scale, ".biases": minimum}
+    size = GROUP
+    return tensors, q * scale.float().repeat_interleave(
+        size, 1
+    ) + minimum.float().repeat_interleave(size, 1)
+
+
+def nf4(weight: Tensor, is_nested: bool = False) -> Packed:
+    """Has unevenly spaced levels, and scales of 64 values, which may themselves be quantised."""
+    levels, generator = torch.linspace(-1, 1, 16) ** 3, torch.Generator().manual_seed(0)
+    q = torch.randint(0, 16, (weight.numel(),), generator=generator)
+    absmax = torch.rand(weight.numel() // 64, generator=generator) + 0.5
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}
+    tensors = {".weight.absmax": absmax, ".weight.quant_map": levels}
+    if is_nested:
+        state |= {"nested_blocksize": 256, "nested_offset": 0.25}
+        codes = (absmax * 100).to(torch.uint8)
+        outer = torch.rand(-(-len(codes) // 256), generator=generator)
+        map_256 = torch.linspace(-1, 1, 256)
+        tensors[".weight.absmax"] = codes
+        tensors |= {".weight.nested_absmax": outer, ".weight.nested_quant_map": map_256}
+        absmax = torch.stack(
+            [map_256[code] * outer[i // 256] + 0.25 for i, code in enumerate(codes.tolist())]
+        )
+    pairs = q.reshape(-1, 2)
+    tensors[".weight"] = (pairs[:, 0] * 16 + pairs[:, 1]).to(torch.uint8)[:, None]
+    text = json.dumps(state).encode()
+    tensors[".weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    return tensors, (levels[q] * absmax.repeat_interleave(64)).reshape(weight.shape)
+
+
+def bnb8(weight: Tensor) -> Packed:
+    most = weight.abs().amax(1)
+    q = (weight / most[:, None] * 127).round().to(torch.int8)
+    tensors = {".weight": q, ".SCB": most, ".weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, q.float() * (most / 127)[:, None]
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"0": group}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}
+PACKED = compressed("pack-quantized", num_bits=4, group_size=GROUP)
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+FP8 = {"quant_method": "fp8", "weight_block_size": [24, 24]}
+MLX = {"bits": 4, "group_size": GROUP}
+# name: what packs a matrix, config.json's settings, what is said of it
+FORMS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any], str]] = {
+    "gptq": (gptq, GPTQ, "GPTQ, 4 bits, groups of 32"),
+    "gptq zeros": (lambda w: gptq(w, is_symmetric=False), GPTQ, "GPTQ, 4 bits, groups of 32"),
+    "gptq act-order": (gptq_in_another_order, GPTQ, "GPTQ, 4 bits, groups of 32"),
+    "gptq v2": (
+        lambda w: gptq(w, stored_less=0),
+        GPTQ | {"checkpoint_format": "gptq_v2"},
+        "GPTQ, 4 bits, groups of 32",
+    ),
+    "gptq 8": (lambda w: gptq(w, bits=8), GPTQ | {"bits": 8}, "GPTQ, 8 bits, groups of 32"),
+    "awq": (awq, AWQ, "AWQ, 4 bits, groups of 32"),
+    "w4a16": (packed, PACKED, "compressed-tensors, 4 bits, groups of 32"),
+    "w4a16 zeros": (
+        lambda w: packed(w, is_symmetric=False),
+        PACKED,
+        "compressed-tensors, 4 bits, groups of 32",
+    ),
+    "w8a16": (
+        lambda w: packed(w, bits=8),
+        compressed("pack-quantized", num_bits=8, group_size=GROUP),
+        "compressed-tensors, 8 bits, groups of 32",
+    ),
+    "w8a8": (int8, compressed("int-quantized", num_bits=8), "compressed-tensors, int8"),
+    "fp8 rows": (
+        lambda w: float8(w, (1,)),
+        compressed("float-quantized", num_bits=8),
+        "compressed-tensors, FP8",
+    ),
+    "fp8 whole": (
+        lambda w: float8(w, ()),
+        compressed("float-quantized", num_bits=8),
+        "compressed-tensors, FP8",
+    ),
+    "fp8 blocks": (blocks, FP8, "FP8, blocks of 24 x 24"),
+    "mlx": (mlx, MLX, "MLX, 4 bits, groups of 32"),
+    "nf4": (nf4, BNB, "bitsandbytes, 4 bits"),
+    "nf4 nested": (lambda w: nf4(w, is_nested=True), BNB, "bitsandbytes, 4 bits"),
+    "bitsandbytes int8": (
+        bnb8,
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "bitsandbytes, int8",
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder whose matrices are [64, 64], [32, 64], [96, 64] and [64, 96]."""
+    folder = tmp_path_factory.mktemp("plain") / "model"
+    return save_llama(folder, hidden_size=64, intermediate_size=96)
+
+
+def quantised(plain: Path, folder: Path, name: str) -> dict[str, Tensor]:
+    """Writes the folder in a form and returns the matrices that it then stands for, by name."""
+    pack, settings, _ = FORMS[name]
+    shutil.copytree(plain, folder)
+    stored, expected = {}, {}
+    for key, tensor in load_file(folder / "model.safetensors").items():
+        if not key.endswith("_proj.weight"):
+            stored[key] = tensor
+            continue
+        stem = key.removesuffix(".weight")
+        parts, expected[key] = pack(tensor)
+        stored |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    field = "quantization" if name == "mlx" else "quantization_config"
+    (folder / "config.json").write_text(json.dumps(config | {field: settings}))
+    return expected
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_quantised_checkpoint_is_read_as_it_was_written(
+    plain: Path, tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "model"
+    expected = quantised(plain, folder, name)
+    model, _ = target.load(target.resolve(str(folder)))
+    found = model.state_dict()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+    assert len(expected) == 14
+    weights = pretrained.quantised_weights(folder, None)
+    assert weights is not None
+    assert weights.said() == f"read 14 matrices ({FORMS[name][2]})"
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("is_symmetric", [True, False])
+def test_four_bits_are_not_rounded_a_second_time(group: int, is_symmetric: bool) -> None:
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+    value = values(*grid(weight, is_symmetric, group=group)).numpy()
+    packed, scale, minimum = quantize._q4(value)
+    value = value.reshape(16, 8, 32)
+    q = np.stack([packed & 15, packed >> 4], -1).reshape(value.shape)
+    found = q * scale[..., None] + minimum[..., None]
+    # float32's rounding of the scale and the minimum
+    np.testing.assert_allclose(found, value, rtol=0, atol=1e-6 * np.abs(value).max())
+    assert not np.array_equal(value, weight.numpy().reshape(value.shape))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "torchao"},
+        {"quant_method": "hqq"},
+        {"quant_method": "aqlm"},
+        compressed("nvfp4-pack-quantized"),
+        compressed("pack-quantized") | {"transform_config": {"a": 1}},
+        GPTQ | {"bits": 3},
+        GPTQ | {"checkpoint_format": "marlin"},
+        AWQ | {"version": "gemv"},
+        {},
+    ],
+    ids=str,
+)
+def test_other_forms_are_refused_by_name(
+    plain: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    folder = shutil.copytree(plain, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(UserError, match="got weights quantised as ") as error:
+        target.require_supported(target.resolve(str(folder)))
+    known = settings.get("format", settings.get("quant_method", "unnamed"))
+    assert str(known).partition("-")[0].lower() in str(error.value).lower()
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "w4a16", "mlx", "nf4", "fp8 blocks"])
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_parts_that_do_not_fit_are_one_line(
+    plain: Path, tmp_path: Path, name: str, is_lost: bool
+) -> None:
+    folder = tmp_path / "model"
+    quantised(plain, folder, name)
+    stored = load_file(folder / "model.safetensors")
+    ends = (".scales", ".weight_scale", ".weight.quant_map", ".weight_scale_inv")
+    key = next(each for each in stored if each.endswith(ends))
+    if is_lost:
+        del stored[key]
+    else:
+        stored[key] = stored[key][:1].contiguous()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match="model") as error:
+        target.load(target.resolve(str(folder)))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("genai_config.json", "ONNX Runtime GenAI"),
+        ("consolidated.safetensors", "Mistral's or Meta's own format"),
+        ("model-q4.gguf", "name that file"),
+        ("onnx/model.onnx", "an ONNX graph"),
+        ("tf_model.h5", "TensorFlow"),
+    ],
+)
+@pytest.mark.parametrize("has_config", [True, False])
+def test_a_foreign_format_is_named(
+    plain: Path, tmp_path: Path, file: str, said: str, has_config: bool
+) -> None:
+    folder = tmp_path / "model"
+    (folder / file).parent.mkdir(parents=True)
+    (folder / file).write_bytes(b"?")
+    if has_config:
+        shutil.copy(plain / "config.json", folder)
+    with pytest.raises(UserError, match=said):
+        target.require_supported(target.resolve(str(folder)))
+
+
+def test_a_missing_shard_is_named(plain: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = shutil.copytree(plain, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    AutoModelForCausalLM.from_pretrained(plain).save_pretrained(folder, max_shard_size="60KB")
+    lost = sorted(folder.glob("model-*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(UserError, match=f"1 is not there: {lost.name}; download"):
+        target.require_supported(target.resolve(str(folder)))
