@@ -128,11 +128,25 @@ class TransformersModel:
         return torch.cat(parts, dim=-1)[0].numpy()
 
     def logits(self, features_NF: np.ndarray) -> np.ndarray:
-        """Returns f32[N, V], the logits of these features; taps are not read."""
-        with torch.inference_mode():
-            width = self.model.lm_head.in_features
-            rows = torch.from_numpy(np.ascontiguousarray(features_NF[:, :width]))
-            return self.model.lm_head(rows).numpy()
+        """Returns f32[N, V], the logits of these features; taps are not read.
+
+        The model runs on one token, whose last hidden state they replace, because what it does with
+        them (scales, softcaps) differs by family.
+        """
+        width = self.model.config.hidden_size
+        rows = torch.from_numpy(np.ascontiguousarray(features_NF[:, :width]))
+
+        def give_rows(module: Any, args: Any, output: Any) -> Any:
+            output.last_hidden_state = rows[None]
+            return output
+
+        hook = self.model.model.register_forward_hook(give_rows)
+        try:
+            with torch.inference_mode():
+                token = torch.zeros((1, 1), dtype=torch.int64)
+                return self.model(token, use_cache=False).logits[0].numpy()
+        finally:
+            hook.remove()
 
 
 # ---- comparing ----

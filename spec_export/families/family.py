@@ -180,6 +180,13 @@ class Family:
         """Returns the name of the MLPs' activation; families without a field for it have SiLU."""
         return "silu" if self.activation is None else str(getattr(raw, self.activation))
 
+    def logits(self, raw: Any, scores: Any) -> Any:
+        """Returns the logits [..., V] of an LM head's scores, a tensor: scaled, then capped."""
+        if self.logit_scale is not None:
+            scores = scores * self.logit_scale.of(raw)
+        cap = None if self.final_softcap is None else getattr(raw, self.final_softcap, None)
+        return (scores / cap).tanh() * cap if cap else scores
+
     def is_parallel(self, raw: Any) -> bool:
         """Says whether attention and MLP read one norm in this model."""
         return (

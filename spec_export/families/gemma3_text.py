@@ -9,4 +9,9 @@ from dataclasses import replace
 
 from spec_export.families import gemma2
 
-FAMILY = replace(gemma2.FAMILY, q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
+FAMILY = replace(
+    gemma2.FAMILY,
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    attention_softcap=None,  # transformers' class ignores it, so that a model with one is refused
+)

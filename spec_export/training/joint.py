@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spec_export import target as target_files
 from spec_export.drafters.layers import Batch
+from spec_export.families import FAMILIES
 from spec_export.training import recipe
 from spec_export.training.data import Example
 from spec_export.training.trainer import Trainer, TrainingJob
@@ -162,11 +163,13 @@ class JointModel(nn.Module):
 
     def _chunk_loss(self, head: Any, row: Tensor, original: Tensor, label: Tensor) -> Tensor:
         """Returns the summed loss of rows [R, D]: cross-entropy, or KL(p_original ‖ p)."""
-        logits = head(row).float()
+        config = self.target.base_model.model.config
+        family = FAMILIES[config.model_type]
+        logits = family.logits(config, head(row).float())
         if self.settings.backbone_loss == "ce":
             return nn.functional.cross_entropy(logits, label, reduction="sum")
         with torch.no_grad():
-            log_p_original = head(original).float().log_softmax(-1)
+            log_p_original = family.logits(config, head(original).float()).log_softmax(-1)
         log_p = logits.log_softmax(-1)
         return nn.functional.kl_div(log_p, log_p_original, log_target=True, reduction="sum")
 

@@ -34,6 +34,7 @@ from spec_export.graphs.slots import to_slots
 from spec_export.graphs.smooth import smooth
 from spec_export.graphs.tensorrt import adapt, with_additive_masks
 from spec_export.graphs.trace import export_backbone
+from spec_export.replay import TransformersModel
 from spec_runtime.errors import UnsupportedModelError
 
 RELATIVE_TOLERANCE = 2e-5
@@ -65,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES} | {
     "cwm": MIXED | {"bos_token_id": 0},
     "exaone4": MIXED,
     "gemma2": MIXED | SOFTCAPS | {"query_pre_attn_scalar": 7},
-    "gemma3_text": MIXED | {"query_pre_attn_scalar": 7},
+    "gemma3_text": MIXED | {"query_pre_attn_scalar": 7, "final_logit_softcapping": 4.0},
     "gpt_oss": EXPERTS | {"swiglu_limit": 1.0, "rope_parameters": YARN, "sliding_window": WINDOW},
     "granite": SCALES,
     "granitemoe": SCALES | EXPERTS,
@@ -94,7 +95,8 @@ CASES: dict[str, dict[str, Any]] = {family: {} for family in FAMILIES} | {
 # Together these have every switch that a graph can show; the other families repeat them.
 GRAPHS: dict[str, dict[str, Any]] = {
     "cohere2": {},  # parallel blocks, layer norms, interleaved rotation, layers without rotation
-    "gemma3_text": SOFTCAPS,  # norms on both sides, two rotary tables, softcaps
+    "gemma2": {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},  # softcaps
+    "gemma3_text": {},  # norms on both sides, two rotary tables
     "glm4": {"num_hidden_layers": 1},  # a part of the head rotated, interleaved
     "gpt_oss": {},  # experts with biases and cut activations, sinks
     "granite": {"num_hidden_layers": 1},  # four scales
@@ -217,7 +219,7 @@ def test_a_drafter_on_the_targets_own_layers_reads_their_masks_and_tables(tmp_pa
 
 def test_softcaps_are_refused_with_tensorrt() -> None:
     with pytest.raises(UnsupportedModelError, match="got a softcap of 3 on attention scores"):
-        with_additive_masks(traced("gemma3_text")[1])
+        with_additive_masks(traced("gemma2")[1])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -234,6 +236,9 @@ def test_drafters_borrow_what_the_target_computes_with(case: str) -> None:
         scored = features @ ends.head_VD.T
         cap = backbone.logit_softcap
         close(cap * torch.tanh(scored / cap) if cap else scored, logits)
+        scores = model.lm_head(features)
+        close(FAMILIES[model.config.model_type].logits(model.config, scores), logits)
+        close(TransformersModel(model).logits(features.numpy()), logits)  # of `check`
     drafter = eagle.Drafter(eagle.Config(top_k=2), ends)
     lent = ends.last_layer.get("qkv")
     assert lent is None or torch.equal(drafter.layers[0].qkv, lent)
@@ -257,6 +262,7 @@ def test_the_text_part_of_a_model_of_pictures_is_a_model(name: str, tmp_path: Pa
     text_type, vision_type, options = WRAPPERS[name]
     text = SIZES | CASES[text_type] | {"num_attention_heads": 4, "num_key_value_heads": 2}
     text |= {"vocab_size": 98, "max_position_embeddings": 64, "initializer_range": 0.3}
+    text |= {"final_logit_softcapping": None}  # which is not the whole model's
     text |= {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
     vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
