@@ -59,20 +59,18 @@ class GGUFWeights(Mapping[str, Tensor]):
     """Maps transformers' names to float32 tensors, read anew each time.
 
     Only the tensors that the file holds are in it. unread: those of the file that none of them is
-    made of. model_class: transformers' class of the model. Raises UserError for a tensor that is
-    damaged, of a type that cannot be read, or in parts that do not fit each other.
+    made of. Raises UserError for a tensor that is damaged, of a type that cannot be read, or in
+    parts that do not fit each other.
     """
 
     def __init__(self, header: GGUFHeader, architecture: Architecture, config: Any) -> None:
         self._header, self._architecture, self._config = header, architecture, config
-        outline = _outline(config)
-        self.model_class = type(outline)
         joined = JOINED | (WOVEN if architecture.weaves else {})
         self._shapes = dict[str, tuple[int, ...]]()
         self._parts = dict[str, tuple[str, ...]]()
         self._join = dict[str, Callable[..., Values] | None]()
         names = _name_map(header.architecture, config.num_hidden_layers)
-        for name, tensor in outline.state_dict().items():
+        for name, tensor in _outline(config).state_dict().items():
             parts, join = _parts_of(name, joined, names)
             if all(part in header.tensors for part in parts):
                 self._shapes[name] = tuple(tensor.shape)

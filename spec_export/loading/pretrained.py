@@ -18,7 +18,6 @@ from typing import Any
 
 import tokenizers
 import torch
-from torch import Tensor
 
 from spec_export import decoder
 from spec_export.families import FAMILIES, wrappers
@@ -222,26 +221,20 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     the tensors' names, if any is missing, unexpected, of another shape or not finite, and if a file
     is damaged or holds a pickle that would run code.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     generation_config = read_generation_config(folder, gguf_file)
     where = folder / (gguf_file or "")
     # It warns of faults that are checked here, or of what was asked for.
     logging.getLogger("transformers.modeling_utils").addFilter(_is_error)
     gguf = _gguf_weights(where, config) if gguf_file else None
-    quantised = quantised_weights(folder, gguf_file)
-    # whose types leave out `output_loading_info`
-    loader: Any = AutoModelForCausalLM
-    tensors: dict[str, Tensor] | None = None
-    if quantised is not None:
-        loader, tensors = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], dict(quantised)
+    own = quantised_weights(folder, gguf_file) if gguf is None else gguf
+    loader: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # its types lack output_loading_info
     with _reading(where), _without_bars():
-        if gguf is not None:
-            loader, tensors = gguf.model_class, dict(gguf)
         model, found = loader.from_pretrained(
-            str(folder) if tensors is None else None,
+            str(folder) if own is None else None,
             config=config,
-            state_dict=tensors,
+            state_dict=None if own is None else dict(own),
             dtype=torch.float32,
             weights_only=True,
             ignore_mismatched_sizes=True,  # they are reported below
@@ -265,7 +258,7 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     _require_none(where, "the weights hold", "of another shape than the config's", mismatched)
     _require_none(where, "transformers cannot read", "as they are", set(found["error_msgs"]))
     _require_none(where, "the weights hold", "with NaN or infinity", _not_finite(model))
-    if generation_config is not None and (gguf_file or quantised is not None):
+    if generation_config is not None and own is not None:
         model.generation_config = generation_config
     return model
 

@@ -211,7 +211,6 @@ def test_a_file_is_the_model_it_was_made_of(tmp_path: Path, case: str) -> None:
     header = gguf_header.read(path)
     found: Any = AutoConfig.for_model(**gguf_config.config_fields(header))
     weights = GGUFWeights(header, ARCHITECTURES[architecture], found)
-    assert type(model) is weights.model_class or (case, family) == ("mistral3", "mistral")
     assert not weights.unread
     again = type(model)(found).eval()
     missing, unexpected = again.load_state_dict(dict(weights), strict=False)
