@@ -58,20 +58,30 @@ class Form:
 
 
 def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
-    """Unpacks i32 words into their values along `axis`, the lowest bits first.
+    """Unpacks 32-bit words into their values along `axis`, the lowest bits first.
+
+    Values follow each other without gaps, so that those of 3, 5 or 6 bits may lie in two words.
 
     >>> unpack(torch.tensor([0x21]), 4, 0).tolist()
     [1, 2, 0, 0, 0, 0, 0, 0]
     """
-    if bits not in (2, 4, 8):
-        raise UnsupportedModelError(f"got weights of {bits} bits, expected 2, 4 or 8")
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    words = words.view(torch.int32) if words.dtype == torch.uint32 else words.int()
-    values = (words.movedim(axis, -1)[..., None] >> shifts) & (2**bits - 1)
-    return values.flatten(-2).movedim(-1, axis)
+    if not 1 < bits <= 8:
+        raise UnsupportedModelError(f"got weights of {bits} bits, expected 2 to 8")
+    is_split = bool(32 % bits)
+    words = words.view(torch.int32).movedim(axis, -1)
+    words = words.long() & 0xFFFFFFFF if is_split else words
+    words = words.unflatten(-1, (-1, bits if is_split else 1))
+    values = []
+    for start in range(0, 32 * words.shape[-1], bits):
+        place, shift = divmod(start, 32)
+        value = words[..., place] >> shift
+        if shift + bits > 32:
+            value = value | words[..., place + 1] << (32 - shift)
+        values.append(value & (2**bits - 1))
+    return torch.stack(values, -1).flatten(-2).movedim(-1, axis)
 
 
-def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None = None) -> Tensor:
+def _in_place(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None = None) -> Tensor:
     """Repeats scales so that each element of a matrix has its own, f32[N, K].
 
     Scales are of the whole ([] or [1]), of rows ([N] or [N, 1]), of groups in a row ([N, K/G]) or
@@ -90,60 +100,67 @@ def _spread(scale: Tensor, shape: torch.Size, block: tuple[int, int] | None = No
     return scale.repeat_interleave(columns, 1)[:N, :K]
 
 
-def _require_same_shape(scale: Tensor, zero: Tensor) -> None:
-    if scale.shape != zero.shape:
+def _product(
+    q_NK: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    *,
+    group_K: Tensor | None = None,
+    block: tuple[int, int] | None = None,
+) -> Tensor:
+    """Returns scale · (q - zero) f32[N, K], see `_in_place`.
+
+    group_K: the group of each column, if they are not in order.
+    """
+
+    def in_place(each: Tensor) -> Tensor:
+        by_group = each.float() if group_K is None else each.float()[:, group_K.long()]
+        return _in_place(by_group, q_NK.shape, block)
+
+    if zero is not None and zero.shape != scale.shape:
         raise ValueError(f"got scales {list(scale.shape)}, offsets {list(zero.shape)}")
+    value = q_NK.float() if zero is None else q_NK - in_place(zero)
+    return value * in_place(scale)
 
 
 def _gptq(parts: Parts) -> Tensor:
     bits = int(parts.settings["bits"])
-    q_KN = unpack(parts.need(".qweight"), bits, 0)
-    scale_GN, zero_GN = parts.need(".scales").float(), unpack(parts.need(".qzeros"), bits, 1)
+    scale_GN, zeros = parts.need(".scales"), parts.need(".qzeros")
     if parts.settings.get("checkpoint_format", "gptq") != "gptq_v2":
-        zero_GN = zero_GN + 1  # the first version stores one less
-    zero_GN = zero_GN[:, : scale_GN.shape[1]]
-    _require_same_shape(scale_GN, zero_GN)
-    group_K = parts.tensors.get(".g_idx")
-    if group_K is None:
-        group_K = torch.arange(len(q_KN)) // (len(q_KN) // len(scale_GN))
-    group_K = group_K.long()
-    return ((q_KN - zero_GN[group_K]) * scale_GN[group_K]).T
+        # The first version stores one less, and where that is below 0 it borrows from the next.
+        zeros = zeros + sum(1 << shift for shift in range(0, 32, bits))
+    zero_GN = unpack(zeros.int(), bits, 1)[:, : scale_GN.shape[1]]
+    q_NK = unpack(parts.need(".qweight"), bits, 0).T
+    return _product(q_NK, scale_GN.T, zero_GN.T, group_K=parts.tensors.get(".g_idx"))
 
 
 def _awq(parts: Parts) -> Tensor:
     def columns(words: Tensor) -> Tensor:
         values = unpack(words, 4, 1).unflatten(1, (-1, 8))
-        return values[..., torch.tensor(AWQ_ORDER).argsort()].flatten(1)
+        return values[..., torch.tensor(AWQ_ORDER).argsort()].flatten(1).T
 
-    q_KN, scale_GN = columns(parts.need(".qweight")), parts.need(".scales").float()
-    zero_GN = columns(parts.need(".qzeros"))
-    _require_same_shape(scale_GN, zero_GN)
-    size = len(q_KN) // len(scale_GN)
-    return ((q_KN - zero_GN.repeat_interleave(size, 0)) * scale_GN.repeat_interleave(size, 0)).T
+    q_NK, zero_NG = columns(parts.need(".qweight")), columns(parts.need(".qzeros"))
+    return _product(q_NK, parts.need(".scales").T, zero_NG)
 
 
 def _packed(parts: Parts) -> Tensor:
     """compressed-tensors' "pack-quantized": values are stored with half of their range added."""
     N, K = (int(size) for size in parts.need(".weight_shape"))
-    words, scale = parts.need(".weight_packed"), parts.need(".weight_scale")
+    words, zero = parts.need(".weight_packed"), parts.tensors.get(".weight_zero_point")
     bits = _packed_bits(words.shape[1], K)
     half = 2 ** (bits - 1)
-    q_NK = (unpack(words, bits, 1)[:, :K] - half).float()
-    zeros, groups = parts.tensors.get(".weight_zero_point"), parts.tensors.get(".weight_g_idx")
-    zero = None
-    if zeros is not None:
-        is_packed = zeros.dtype == torch.int32
-        zero = unpack(zeros, bits, 0)[:N] - half if is_packed else zeros
-    if groups is not None and (groups >= 0).all():  # columns in another order than their groups
-        index = groups.long()
-        q_NK = q_NK if zero is None else q_NK - zero.float()[:, index]
-        return q_NK * scale.float()[:, index]
-    q_NK = q_NK if zero is None else q_NK - _spread(zero, q_NK.shape)
-    return q_NK * _spread(scale, q_NK.shape)
+    if zero is not None and zero.dtype == torch.int32:
+        zero = unpack(zero, bits, 0)[:N] - half
+    groups = parts.tensors.get(".weight_g_idx")
+    if groups is not None and (groups < 0).any():
+        groups = None  # columns are in order
+    q_NK = unpack(words, bits, 1)[:, :K] - half
+    return _product(q_NK, parts.need(".weight_scale"), zero, group_K=groups)
 
 
 def _packed_bits(words: int, values: int) -> int:
-    return next((bits for bits in (2, 4, 8) if words == -(-values * bits // 32)), 0)
+    """Returns the bits of values of which so many fill so many words, 0 if there are none."""
+    return next((bits for bits in range(2, 9) if words == -(-values * bits // 32)), 0)
 
 
 def _scaled(parts: Parts) -> Tensor:
@@ -156,11 +173,7 @@ def _scaled(parts: Parts) -> Tensor:
         scale = parts.need(".weight_scale")
     size = parts.settings.get("weight_block_size")
     block = (int(size[0]), int(size[1])) if size and scale.numel() > 1 else None
-    zero = parts.tensors.get(".weight_zero_point")
-    value = weight.float()
-    if zero is not None:
-        value = value - _spread(zero, weight.shape, block)
-    return value * _spread(scale, weight.shape, block)
+    return _product(weight, scale, parts.tensors.get(".weight_zero_point"), block=block)
 
 
 def _mlx(parts: Parts) -> Tensor:
@@ -168,13 +181,9 @@ def _mlx(parts: Parts) -> Tensor:
     settings = {**parts.settings, **own} if isinstance(own, dict) else parts.settings
     if settings.get("mode", "affine") != "affine":
         raise UnsupportedModelError(f"got MLX weights in mode {settings['mode']}, expected affine")
-    scale_NG, minimum_NG = parts.need(".scales").float(), parts.need(".biases").float()
+    scale_NG, minimum_NG = parts.need(".scales"), parts.need(".biases")
     q_NK = unpack(parts.need(".weight"), int(settings["bits"]), 1)
-    _require_same_shape(scale_NG, minimum_NG)
-    if len(scale_NG) != len(q_NK):
-        raise ValueError(f"got scales {list(scale_NG.shape)} of {len(q_NK)} rows")
-    size = int(settings["group_size"])
-    return q_NK * scale_NG.repeat_interleave(size, 1) + minimum_NG.repeat_interleave(size, 1)
+    return _product(q_NK, scale_NG) + _in_place(minimum_NG, q_NK.shape)
 
 
 def _bnb4(parts: Parts) -> Tensor:
@@ -197,7 +206,7 @@ def _bnb4(parts: Parts) -> Tensor:
 
 
 def _bnb8(parts: Parts) -> Tensor:
-    return parts.need(".weight").float() * (parts.need(".SCB").float() / 127)[:, None]
+    return _product(parts.need(".weight"), parts.need(".SCB")) * (1 / 127)
 
 
 _SCALED = (".weight", ".weight_zero_point", ".input_scale", ".input_zero_point")

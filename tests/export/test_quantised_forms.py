@@ -21,6 +21,8 @@ from torch import Tensor
 from spec_export import target
 from spec_export.graphs import quantize
 from spec_export.loading import pretrained
+from spec_export.loading.quantised_forms import FORMS as FORMS_READ
+from spec_export.loading.quantised_forms import Parts
 from spec_runtime.errors import UserError
 
 GROUP = 32
@@ -29,19 +31,16 @@ Packed = tuple[dict[str, Tensor], Tensor]  # tensors by the ends of their names,
 
 def words(values: Tensor, bits: int, axis: int, order: tuple[int, ...] | None = None) -> Tensor:
     """Packs values into i32 along an axis; `order` says which value each part of a word holds."""
-    per_word = 32 // bits
-    order = order or tuple(range(per_word))
+    order = order or (0,)
     lines = values.movedim(axis, -1).reshape(-1, values.shape[axis])
     made = []
     for line in lines.tolist():
-        row = []
-        for start in range(0, len(line), per_word):
-            word = 0
+        stream = 0
+        for start in range(0, len(line), len(order)):
             for place, index in enumerate(order):
-                value = line[start + index] if start + index < len(line) else 0
-                word |= value << (bits * place)
-            row.append(word - 2**32 if word >= 2**31 else word)
-        made.append(row)
+                stream |= line[start + index] << (bits * (start + place))
+        row = [stream >> shift & 0xFFFFFFFF for shift in range(0, len(line) * bits, 32)]
+        made.append([word - 2**32 if word >= 2**31 else word for word in row])
     shape = [*values.movedim(axis, -1).shape[:-1], -1]
     return torch.tensor(made, dtype=torch.int32).reshape(shape).movedim(-1, axis).contiguous()
 
@@ -132,10 +131,11 @@ def blocks(weight: Tensor, size: int = 24) -> Packed:
     return {".weight": q, ".weight_scale_inv": scale}, value
 
 
-def mlx(weight: Tensor) -> Packed:
-    q, scale, zero = grid(weight, is_symmetric=False)
+def mlx(weight: Tensor, bits: int = 4) -> Packed:
+    q, scale, zero = grid(weight, is_symmetric=False, bits=bits)
     minimum = (-zero * scale.float()).half()
-    tensors = {".weight": words(q, 4, 1).view(torch.uint32), ".scales": scale, ".biases": minimum}
+    packed = words(q, bits, 1).view(torch.uint32)
+    tensors = {".weight": packed, ".scales": scale, ".biases": minimum}
     size = GROUP
     return tensors, q * scale.float().repeat_interleave(
         size, 1
@@ -170,7 +170,7 @@ def bnb8(weight: Tensor) -> Packed:
     most = weight.abs().amax(1)
     q = (weight / most[:, None] * 127).round().to(torch.int8)
     tensors = {".weight": q, ".SCB": most, ".weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return tensors, q.float() * (most / 127)[:, None]
+    return tensors, q.float() * most[:, None] * (1 / 127)
 
 
 def compressed(form: str, **weights: Any) -> dict[str, Any]:
@@ -220,6 +220,8 @@ FORMS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any], str]] = {
     ),
     "fp8 blocks": (blocks, FP8, "FP8, blocks of 24 x 24"),
     "mlx": (mlx, MLX, "MLX, 4 bits, groups of 32"),
+    "mlx 3": (lambda w: mlx(w, 3), MLX | {"bits": 3}, "MLX, 3 bits, groups of 32"),
+    "mlx 6": (lambda w: mlx(w, 6), MLX | {"bits": 6}, "MLX, 6 bits, groups of 32"),
     "nf4": (nf4, BNB, "bitsandbytes, 4 bits"),
     "nf4 nested": (lambda w: nf4(w, is_nested=True), BNB, "bitsandbytes, 4 bits"),
     "bitsandbytes int8": (
@@ -251,7 +253,7 @@ def quantised(plain: Path, folder: Path, name: str) -> dict[str, Tensor]:
         stored |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    field = "quantization" if name == "mlx" else "quantization_config"
+    field = "quantization" if name.startswith("mlx") else "quantization_config"
     (folder / "config.json").write_text(json.dumps(config | {field: settings}))
     return expected
 
@@ -270,6 +272,16 @@ def test_a_quantised_checkpoint_is_read_as_it_was_written(
     weights = pretrained.quantised_weights(folder, None)
     assert weights is not None
     assert weights.said() == f"read 14 matrices ({FORMS[name][2]})"
+
+
+def test_a_zero_point_of_0_borrows_from_the_next_in_gptqs_first_version() -> None:
+    q, scale = torch.arange(64).reshape(8, 8) % 16, torch.ones(1, 8)
+    zero = torch.tensor([[3, 0, 5, 0, 0, 9, 15, 1]])
+    less = sum(z << 4 * i for i, z in enumerate(zero[0].tolist())) - 0x11111111
+    word = torch.tensor([[less - 2**32 if less >= 2**31 else less]], dtype=torch.int32)
+    tensors = {".qweight": words(q, 4, 0), ".scales": scale, ".qzeros": word}
+    found = FORMS_READ["gptq"].dequantise(Parts("stem", tensors, GPTQ))
+    assert torch.equal(found, (q - zero).T.float())
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
