@@ -83,11 +83,16 @@ def _same_rope(keys: Keys, fields: Fields) -> None:
     keys.require("rope.freq_base_swa", (fields["rope_parameters"]["rope_theta"],))
 
 
+def _experts(keys: Keys, fields: Fields, name: str = "num_local_experts") -> None:
+    """Reads how many experts there are, for the config's field `name`, and how many are chosen."""
+    fields[name] = keys.size("expert_count")
+    fields["num_experts_per_tok"] = keys.size("expert_used_count")
+
+
 def _llama(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
     if keys.left.get("expert_count"):  # Mixtral's files name no architecture of their own
         fields["model_type"] = "mixtral"
-        fields["num_local_experts"] = keys.size("expert_count")
-        fields["num_experts_per_tok"] = keys.size("expert_used_count")
+        _experts(keys, fields)
 
 
 def _gemma2(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
@@ -108,6 +113,16 @@ def _gemma3(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
 
 
 def _granite(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
+    """Reads Granite's scales.
+
+    Dense models of Granite 4 are plain Granites but for the keys of a hybrid without state space
+    layers, under the architecture "granite" or "granitehybrid".
+    """
+    for name in [name for name in keys.left if name.startswith("ssm.")]:
+        del keys.left[name]
+    if not keys.left.get("expert_count"):
+        keys.left.pop("expert_used_count", None)
+    keys.require("expert_shared_feed_forward_length", (fields["intermediate_size"],))
     keys.require("rope.scaling.finetuned", (True,))  # false means no rotation at all
     fields["logits_scaling"] = keys.number("logit_scale")
     fields["embedding_multiplier"] = keys.number("embedding_scale", 0) or 1.0
@@ -116,13 +131,9 @@ def _granite(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
     fields["attention_multiplier"] = scale or fields["head_dim"] ** -0.5
 
 
-def _granite_hybrid(keys: Keys, fields: Fields, header: GGUFHeader) -> None:
-    """Reads a hybrid without state space layers: its file is a plain Granite's but for the keys."""
-    for name in [name for name in keys.left if name.startswith("ssm.")]:
-        del keys.left[name]
-    if not keys.left.get("expert_count"):
-        keys.left.pop("expert_used_count", None)
-    keys.require("expert_shared_feed_forward_length", (fields["intermediate_size"],))
+def _granitemoe(keys: Keys, fields: Fields, header: GGUFHeader) -> None:
+    keys.require("expert_shared_feed_forward_length", (0,))
+    _experts(keys, fields)
     _granite(keys, fields, header)
 
 
@@ -143,16 +154,31 @@ def _mistral3(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
         rope |= {"llama_4_scaling_beta": beta, "mscale": 1.0, "mscale_all_dim": mscale}
 
 
+def _qwen2moe(keys: Keys, fields: Fields, header: GGUFHeader) -> None:
+    _experts(keys, fields, "num_experts")
+    width = fields["intermediate_size"]
+    chosen = fields["num_experts_per_tok"]
+    fields["moe_intermediate_size"] = keys.size("expert_feed_forward_length", width // chosen)
+    shared = keys.size("expert_shared_feed_forward_length", width)
+    fields["shared_expert_intermediate_size"] = shared
+    fields["norm_topk_prob"] = False  # as llama.cpp has it for all of them
+    fields["qkv_bias"] = _has_bias(header)
+
+
 def _qwen3moe(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
-    fields["num_experts"] = keys.size("expert_count")
-    fields["num_experts_per_tok"] = keys.size("expert_used_count")
+    _experts(keys, fields, "num_experts")
     fields["moe_intermediate_size"] = keys.size("expert_feed_forward_length")
     fields["norm_topk_prob"] = True  # as llama.cpp has it for all of them
 
 
+def _olmoe(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
+    _experts(keys, fields, "num_experts")
+    keys.require("expert_feed_forward_length", (fields["intermediate_size"],))
+    fields["norm_topk_prob"] = False
+
+
 def _gpt_oss(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
-    fields["num_local_experts"] = keys.size("expert_count")
-    fields["num_experts_per_tok"] = keys.size("expert_used_count")
+    _experts(keys, fields)
     keys.require("expert_feed_forward_length", (fields["intermediate_size"],))
     _windows(keys, fields, 2)
     _same_rope(keys, fields)
@@ -187,11 +213,19 @@ def _cohere2(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
     fields["logit_scale"] = keys.number("logit_scale")
 
 
-def _qkv_bias(name: str) -> Callable[[Keys, Fields, GGUFHeader], None]:
-    def extra(_keys: Keys, fields: Fields, header: GGUFHeader) -> None:
-        fields[name] = "blk.0.attn_q.bias" in header.tensors
+def _stablelm(keys: Keys, fields: Fields, header: GGUFHeader) -> None:
+    keys.left.pop("use_parallel_residual", None)  # llama.cpp goes by the tensors
+    fields["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in header.tensors
+    fields["qk_layernorm"] = "blk.0.attn_q_norm.weight" in header.tensors
+    fields["use_qkv_bias"] = _has_bias(header)
 
-    return extra
+
+def _attention_bias(_keys: Keys, fields: Fields, header: GGUFHeader) -> None:
+    fields["attention_bias"] = _has_bias(header)
+
+
+def _has_bias(header: GGUFHeader) -> bool:
+    return bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & header.tensors.keys())
 
 
 # Names as the files have them. An architecture that is not listed is refused.
@@ -205,9 +239,12 @@ ARCHITECTURES = {
     "gemma3": Architecture("gemma3_text", adds_one=True, extra=_gemma3),
     "smollm3": Architecture("smollm3", pairs=True),
     "granite": Architecture("granite", pairs=True, extra=_granite),
-    "granitehybrid": Architecture("granite", pairs=True, extra=_granite_hybrid),
+    "granitehybrid": Architecture("granite", pairs=True, extra=_granite),
+    "granitemoe": Architecture("granitemoe", pairs=True, extra=_granitemoe),
     "olmo2": Architecture("olmo2", extra=_olmo2),
     "mistral3": Architecture("mistral", pairs=True, extra=_mistral3),
+    "olmoe": Architecture("olmoe", extra=_olmoe),
+    "qwen2moe": Architecture("qwen2_moe", extra=_qwen2moe),
     "qwen3moe": Architecture("qwen3_moe", extra=_qwen3moe),
     "gpt-oss": Architecture("gpt_oss", weaves=True, extra=_gpt_oss),
     "lfm2": Architecture("lfm2", eps=("layer_norm_rms_epsilon", "norm_eps"), extra=_lfm2),
@@ -225,6 +262,11 @@ ARCHITECTURES = {
     "cohere2": Architecture(
         "cohere2", eps=("layer_norm_epsilon", "layer_norm_eps"), extra=_cohere2
     ),
-    "seed_oss": Architecture("seed_oss", extra=_qkv_bias("attention_bias")),
-    "glm4": Architecture("glm4", partial=True, extra=_qkv_bias("attention_bias")),
+    "seed_oss": Architecture("seed_oss", extra=_attention_bias),
+    "chatglm": Architecture("glm", partial=True, extra=_attention_bias),
+    "glm4": Architecture("glm4", partial=True, extra=_attention_bias),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", extra=_attention_bias),
+    "stablelm": Architecture(
+        "stablelm", partial=True, eps=("layer_norm_epsilon", "layer_norm_eps"), extra=_stablelm
+    ),
 }

@@ -57,8 +57,12 @@ def config_fields(header: GGUFHeader) -> dict[str, Any]:
     fields |= {field: keys.size(name) for name, field in SIZES.items()}
     num_heads = fields["num_attention_heads"]
     kv_heads = keys.left.get("attention.head_count_kv")
-    if kind.family == "lfm2" and isinstance(kv_heads, list):  # 0 in layers that convolve
-        keys.left["attention.head_count_kv"] = max(kv_heads, default=0)
+    if isinstance(kv_heads, list) and 0 in kv_heads:  # layers without attention
+        if kind.family != "lfm2":
+            raise keys.refusal(
+                "attention.head_count_kv", 0, "attention in every layer, none with another state"
+            )
+        keys.left["attention.head_count_kv"] = max(kv_heads)
     fields["num_key_value_heads"] = keys.size("attention.head_count_kv", num_heads)
     fields[kind.eps[1]] = keys.number(f"attention.{kind.eps[0]}")
     tokens = header.values.get("tokenizer.ggml.tokens")

@@ -21,7 +21,8 @@ from spec_runtime.errors import UnsupportedModelError, UserError
 
 Values = NDArray[np.float32]
 Parts = tuple[tuple[str, ...], Callable[..., Values] | None]
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
+PRODUCT = re.compile(r"self_attn\.([qkv])_proj\.(weight|bias)")
+LAYER = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.|block_sparse_moe\.)?(.*)")
 
 
 def _beside(gate: Values, up: Values) -> Values:
@@ -42,15 +43,16 @@ def _turned(down: Values) -> Values:
 # Tensors of a transformers layer that a file holds in parts, or under names that the package gguf
 # does not map: the parts' names in a layer of the file, and what makes one of them.
 JOINED: dict[str, Parts] = {
-    "mlp.experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), _beside),
-    "mlp.experts.down_proj": (("ffn_down_exps.weight",), None),
-    "mlp.gate.weight": (("ffn_gate_inp.weight",), None),
+    "experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), _beside),
+    "experts.down_proj": (("ffn_down_exps.weight",), None),
+    "gate.weight": (("ffn_gate_inp.weight",), None),
+    "router.weight": (("ffn_gate_inp.weight",), None),
 }
 WOVEN: dict[str, Parts] = {  # in gpt-oss
-    "mlp.experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), _woven),
-    "mlp.experts.gate_up_proj_bias": (("ffn_gate_exps.bias", "ffn_up_exps.bias"), _woven),
-    "mlp.experts.down_proj": (("ffn_down_exps.weight",), _turned),
-    "mlp.experts.down_proj_bias": (("ffn_down_exps.bias",), None),
+    "experts.gate_up_proj": (("ffn_gate_exps.weight", "ffn_up_exps.weight"), _woven),
+    "experts.gate_up_proj_bias": (("ffn_gate_exps.bias", "ffn_up_exps.bias"), _woven),
+    "experts.down_proj": (("ffn_down_exps.weight",), _turned),
+    "experts.down_proj_bias": (("ffn_down_exps.bias",), None),
     "self_attn.sinks": (("attn_sinks.weight",), None),
 }
 
@@ -72,7 +74,9 @@ class GGUFWeights(Mapping[str, Tensor]):
         names = _name_map(header.architecture, config.num_hidden_layers)
         for name, tensor in _outline(config).state_dict().items():
             parts, join = _parts_of(name, joined, names)
-            if all(part in header.tensors for part in parts):
+            if not header.tensors.keys() >= set(parts):
+                parts, join = _fused(name, joined, config)
+            if parts and header.tensors.keys() >= set(parts):
                 self._shapes[name] = tuple(tensor.shape)
                 self._parts[name], self._join[name] = parts, join
         used = {part for parts in self._parts.values() for part in parts}
@@ -163,6 +167,24 @@ def _parts_of(name: str, joined: Mapping[str, Parts], names: Any) -> Parts:
         return tuple(f"blk.{layer[1]}.{part}" for part in parts), join
     stem, _, suffix = name.rpartition(".")
     return (f"{names.get_name(stem)}.{suffix}",), None
+
+
+def _fused(name: str, joined: Mapping[str, Parts], config: Any) -> Parts:
+    """Returns the same of a file that holds a layer's queries, keys and values as one tensor, or
+    the gates and ups of its experts; ((), None) of any other tensor."""
+    layer = LAYER.fullmatch(name)
+    product = layer and PRODUCT.fullmatch(layer[2])
+    if layer and product:
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        starts = {"q": (0, queries), "k": (queries, queries + keys), "v": (queries + keys, None)}
+        rows = slice(*starts[product[1]])
+        return (f"blk.{layer[1]}.attn_qkv.{product[2]}",), lambda values: values[rows]
+    if layer and layer[2].startswith("experts.gate_up_proj"):
+        (gate, _), join = joined[layer[2]]
+        part = f"blk.{layer[1]}.{gate.replace('gate', 'gate_up')}"
+        return (part,), lambda values: join(*np.split(values, 2, axis=1)) if join else values
+    return (), None
 
 
 def _unpaired(values: Values, num_heads: int) -> Values:

@@ -37,13 +37,14 @@ YARN_KEYS = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
 YARN_KEYS = {f"rope.scaling.{key}": value for key, value in YARN_KEYS.items()}
 WINDOW = {"attention.sliding_window": 8}
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
+EXPERTS_HF = {"num_local_experts": 4, "num_experts_per_tok": 2}
 SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 8.0}
 GRANITE = {"embedding_scale": 12.0, "residual_scale": 0.25, "logit_scale": 8.0}
 GRANITE |= {"attention.scale": 0.125}
 # By a name: the file's architecture, transformers' config, the keys that no other file has.
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", "llama", {}, {}),
-    "mixtral": ("llama", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, EXPERTS),
+    "mixtral": ("llama", "mixtral", EXPERTS_HF, EXPERTS),
     "qwen2": ("qwen2", "qwen2", {}, {}),
     "qwen3": ("qwen3", "qwen3", {}, {}),
     "phi3": ("phi3", "phi3", {}, {}),
@@ -80,6 +81,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         | {"attention.head_count_kv": [2, 2], "ssm.conv_kernel": 4, "expert_count": 0}
         | {"expert_used_count": 2, "expert_shared_feed_forward_length": 48},
     ),
+    "granite 4": (
+        "granite",
+        "granite",
+        SCALES | {"attention_multiplier": 0.125},
+        GRANITE | {"ssm.conv_kernel": 4, "rope.scaling.finetuned": True, "expert_count": 0},
+    ),
+    "granitemoe": (
+        "granitemoe",
+        "granitemoe",
+        SCALES | EXPERTS_HF | {"attention_multiplier": 0.125},
+        GRANITE | EXPERTS,
+    ),
     "olmo2": ("olmo2", "olmo2", {}, {}),
     "olmo3": (
         "olmo2",
@@ -102,6 +115,14 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         },
         YARN_KEYS | {"attention.temperature_scale": 0.25, "rope.scaling.yarn_log_multiplier": 1.0},
     ),
+    "qwen2moe": (
+        "qwen2moe",
+        "qwen2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 40},
+        EXPERTS | {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40},
+    ),
+    "olmoe": ("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, EXPERTS),
     "qwen3moe": (
         "qwen3moe",
         "qwen3_moe",
@@ -112,8 +133,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gpt-oss": (
         "gpt-oss",
         "gpt_oss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}
-        | {"rope_parameters": WIDE | YARN | {"truncate": False}},
+        EXPERTS_HF | {"sliding_window": 8} | {"rope_parameters": WIDE | YARN | {"truncate": False}},
         EXPERTS | WINDOW | YARN_KEYS | {"expert_feed_forward_length": 48},
     ),
     "lfm2": (
@@ -140,7 +160,24 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     ),
     "seed_oss": ("seed_oss", "seed_oss", {}, {}),
     "glm4": ("glm4", "glm4", {}, {"rope.dimension_count": 8}),
+    "chatglm": ("chatglm", "glm", {}, {"rope.dimension_count": 8}),
+    "hunyuan-dense": ("hunyuan-dense", "hunyuan_v1_dense", {}, {"rope.scaling.type": "none"}),
+    "stablelm": (
+        "stablelm",
+        "stablelm",
+        {"use_qkv_bias": True, "rope_parameters": WIDE | {"partial_rotary_factor": 0.25}},
+        {PLAIN: 1e-5, RMS: None, "rope.dimension_count": 4, "use_parallel_residual": True},
+    ),
+    "stablelm 2 12B": (
+        "stablelm",
+        "stablelm",
+        {"use_parallel_residual": True, "rope_parameters": WIDE | {"partial_rotary_factor": 0.5}},
+        {PLAIN: 1e-5, RMS: None, "rope.dimension_count": 8, "use_parallel_residual": True},
+    ),
 }
+
+
+PAIRED = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "mistral3", "arcee")
 
 
 def paired(weight: Tensor, num_heads: int) -> Tensor:
@@ -164,7 +201,7 @@ def as_a_file_has_it(architecture: str, model: Any) -> dict[str, Tensor]:
             "norm.weight"
         ):
             weight = weight + 1
-        if architecture in ("llama", "smollm3", "granite", "granitehybrid", "mistral3", "arcee"):
+        if architecture in PAIRED:
             if stem.endswith(".q_proj"):
                 weight = paired(weight, config.num_attention_heads)
             if stem.endswith(".k_proj"):
@@ -184,7 +221,7 @@ def as_a_file_has_it(architecture: str, model: Any) -> dict[str, Tensor]:
             found[f"{layer}.ffn_down_exps.{kinds[weight.ndim]}"] = weight
         elif name.endswith(".sinks"):
             found[f"{layer}.attn_sinks.weight"] = weight
-        elif architecture == "llama" and name.endswith(".mlp.gate.weight"):
+        elif name.endswith((".mlp.gate.weight", ".block_sparse_moe.router.weight")):
             found[f"{layer}.ffn_gate_inp.weight"] = weight
         else:
             found[f"{names.get_name(stem)}.{suffix}"] = (
@@ -222,6 +259,61 @@ def test_a_file_is_the_model_it_was_made_of(tmp_path: Path, case: str) -> None:
     text = torch.randint(3, 32, (1, 48), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(again(text).logits, model(text).logits, rtol=0, atol=1e-6)
+
+
+def fused(tensors: dict[str, Tensor], *parts: str) -> dict[str, Tensor]:
+    """Returns tensors of a file with some of each layer's as one, by their last name."""
+    whole, found = parts[-1], dict[str, Tensor]()
+    for name, weight in tensors.items():
+        *stem, part, suffix = name.split(".")
+        if part not in parts:
+            found[name] = weight
+        elif part == parts[0]:
+            of_layer = [tensors[".".join((*stem, each, suffix))] for each in parts[:-1]]
+            found[".".join((*stem, whole, suffix))] = torch.cat(of_layer, dim=int("exps" in part))
+    return found
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2", "mixtral", "qwen3moe", "gpt-oss"])
+def test_fused_products_are_taken_apart(tmp_path: Path, case: str) -> None:
+    """llama.cpp takes queries, keys and values as one tensor, and an expert's gate and up."""
+    architecture, family, values, keys = CASES[case]
+    config: Any = AutoConfig.for_model(family, **copy.deepcopy(SIZES | values))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    tensors = as_a_file_has_it(architecture, model)
+    one = fused(tensors, "attn_q", "attn_k", "attn_v", "attn_qkv")
+    one = fused(one, "ffn_gate_exps", "ffn_up_exps", "ffn_gate_up_exps")
+    assert len(one) < len(tensors)
+    write_model(tmp_path / "a.gguf", architecture, {k: v.numpy() for k, v in one.items()}, keys)
+    header = gguf_header.read(tmp_path / "a.gguf")
+    found: Any = AutoConfig.for_model(**gguf_config.config_fields(header))
+    weights = GGUFWeights(header, ARCHITECTURES[architecture], found)
+    assert not weights.unread
+    state = model.state_dict()
+    assert state.keys() - weights.keys() <= {"lm_head.weight"}
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, state[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "keys", "message"),
+    [
+        (
+            "granitehybrid",
+            {"attention.head_count_kv": [0, 2]},
+            "head_count_kv 0 in the GGUF file, expected attention in every layer",
+        ),
+        ("granitemoe", {"expert_shared_feed_forward_length": 24}, "expected 0: this model"),
+        ("olmoe", {"expert_feed_forward_length": 24}, "expected 48: this model"),
+    ],
+)
+def test_parts_that_the_decoder_lacks_are_refused_by_name(
+    tmp_path: Path, case: str, keys: dict[str, Any], message: str
+) -> None:
+    architecture, *_, own = CASES[case]
+    write_model(tmp_path / "a.gguf", architecture, {}, own | keys)
+    with pytest.raises(UserError, match=message):
+        gguf_config.config_fields(gguf_header.read(tmp_path / "a.gguf"))
 
 
 def test_every_architecture_has_a_case() -> None:
