@@ -27,7 +27,7 @@ from spec_export.graphs.smooth import smooth
 from spec_export.report import SILENT, Report
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
 from spec_runtime.bundle import manifest as bundles
-from spec_runtime.files.writing import replacing_folder, require_replaceable
+from spec_runtime.files.writing import replacing_folder
 
 DEFAULT_MAX_LENGTH = 2048
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -40,8 +40,7 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
     be loaded or does not fit the target, if the folder holds other files, or if another process is
     building there. Nothing is left half-written.
     """
-    if options.out is not None:  # before a target is downloaded
-        require_replaceable(options.out, bundles.own_files, "a bundle")
+    options.require_files()  # before a target is downloaded
     source = target.resolve(options.model, report)
     out = options.out or Path("bundles") / source.name
     with replacing_folder(out, bundles.own_files, "a bundle") as folder:

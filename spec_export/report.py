@@ -12,9 +12,14 @@ from typing import Protocol
 
 
 class Advance(Protocol):
-    """Notes that `done` parts of `total` are there; a log's line ends with `note`."""
+    """Notes that `done` parts of `total` are there; a log's line ends with `note`.
 
-    def __call__(self, done: int, total: int, note: str = "") -> None: ...
+    seconds_left: until the end; None means that the parts so far tell it.
+    """
+
+    def __call__(
+        self, done: int, total: int, note: str = "", seconds_left: float | None = None
+    ) -> None: ...
 
 
 class Report:
@@ -56,7 +61,7 @@ class Report:
         return nullcontext(_ignore)
 
 
-def _ignore(done: int, total: int, note: str = "") -> None:
+def _ignore(done: int, total: int, note: str = "", seconds_left: float | None = None) -> None:
     """Does nothing: the `Advance` of a silent report."""
 
 

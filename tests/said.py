@@ -27,7 +27,7 @@ class Said(Report):
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
         shares = self.shares.setdefault(what, [])
-        yield lambda done, total, note="": shares.append(done / total)
+        yield lambda done, total, note="", seconds_left=None: shares.append(done / total)
 
     @property
     def text(self) -> str:

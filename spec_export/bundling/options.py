@@ -9,7 +9,10 @@ from typing import Any
 
 from spec_export import drafters as drafter_files
 from spec_export.graphs.quantize import PRECISIONS
+from spec_export.training import folders
+from spec_runtime.bundle import manifest as bundles
 from spec_runtime.errors import UserError
+from spec_runtime.files.writing import require_replaceable
 from spec_runtime.proposers import BUILT_IN
 
 BUILD_BACKENDS = ("onnxruntime", "tensorrt")
@@ -127,6 +130,14 @@ class BuildOptions:
                 f"{self.graph_form} form, expected a CPU and slots: elsewhere drafters have the "
                 "target's precision"
             )
+
+    def require_files(self) -> None:
+        """Raises UserError unless drafters lie where they are said to, and the bundle may be
+        written."""
+        if self.out is not None:
+            require_replaceable(self.out, bundles.own_files, "a bundle")
+        for folder in self.drafter_checkpoints:
+            folders.require_drafter(folder)
 
     @property
     def target_precision(self) -> str:

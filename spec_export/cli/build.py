@@ -131,25 +131,26 @@ def command(
 
     Without options it builds the demo's bundle with its best drafter.
     """
-    from spec_export.cli.report import TerminalReport
-    from spec_export.make_bundle import BuildOptions, build
+    from spec_export.bundling.options import BuildOptions
 
-    path = build(
-        BuildOptions(
-            model=model,
-            drafters=drafter or (),
-            drafter_checkpoints=drafter_checkpoint or (),
-            precision=None if precision is None else precision.value,
-            drafter_precision=None if drafter_precision is None else drafter_precision.value,
-            max_length=max_length,
-            out=out,
-            form=form.value,
-            draft_model=draft_model,
-            backend=backend.value,
-            compute_capabilities=compute_capability or (),
-            device=device.value,
-            fuse=fuse,
-        ),
-        TerminalReport(),
+    options = BuildOptions(
+        model=model,
+        drafters=drafter or (),
+        drafter_checkpoints=drafter_checkpoint or (),
+        precision=None if precision is None else precision.value,
+        drafter_precision=None if drafter_precision is None else drafter_precision.value,
+        max_length=max_length,
+        out=out,
+        form=form.value,
+        draft_model=draft_model,
+        backend=backend.value,
+        compute_capabilities=compute_capability or (),
+        device=device.value,
+        fuse=fuse,
     )
-    print(path)
+    options.require_files()  # before torch is imported
+
+    from spec_export.cli.report import TerminalReport
+    from spec_export.make_bundle import build
+
+    print(build(options, TerminalReport()))

@@ -58,27 +58,29 @@ def command(
     ] = True,
 ) -> None:
     """Let the target answer prompts and keep the answers as training data."""
+    from spec_export.distill.config import DistillConfig
+
+    config = DistillConfig(
+        model=model,
+        out=out,
+        prompts=prompts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        turns=turns,
+        temperature=_temperatures(temperature),
+        seed=seed,
+        batch_size=batch_size,
+        engine=engine,
+        precision=precision,
+        resume=resume,
+    )
+    config.require_files()  # before torch is imported
+
     from spec_export.cli.report import TerminalReport
     from spec_export.distill import answers as distill
 
-    result = distill.run(
-        distill.DistillConfig(
-            model=model,
-            out=out,
-            prompts=prompts,
-            num_prompts=num_prompts,
-            max_new_tokens=max_new_tokens,
-            max_prompt_tokens=max_prompt_tokens,
-            turns=turns,
-            temperature=_temperatures(temperature),
-            seed=seed,
-            batch_size=batch_size,
-            engine=engine,
-            precision=precision,
-            resume=resume,
-        ),
-        TerminalReport(),
-    )
+    result = distill.run(config, TerminalReport())
     rate = f", {result.new_tokens / result.seconds:.0f} tokens/s" if result.seconds else ""
     skipped = f", {result.skipped} prompts skipped" if result.skipped else ""
     print(

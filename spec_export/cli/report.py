@@ -14,7 +14,6 @@ from rich.progress import (
     TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +22,8 @@ from spec_export.report import Advance, Report, expected_end
 from spec_runtime.cli.terminal import Console, visible
 
 _NAME = TextColumn("{task.description}", markup=False)
+_NOTE = TextColumn("{task.fields[note]}", markup=False)
+LONGEST_SILENCE = 300.0  # seconds without a line about long work
 
 
 class TerminalReport(Report):
@@ -90,18 +91,19 @@ class TerminalReport(Report):
 
     @contextmanager
     def progress(self, what: str) -> Iterator[Advance]:
-        note_column = TextColumn("{task.fields[note]}", markup=False)
-        columns = _NAME, BarColumn(), MofNCompleteColumn(), note_column, TimeRemainingColumn()
-        lines: TenthLines | None = None
+        columns = _NAME, BarColumn(), MofNCompleteColumn(), _NOTE
+        lines: ProgressLines | None = None
         with Progress(*columns, console=self._console) as bar:
             task = bar.add_task(visible(what), total=None, note="")
 
-            def advance(done: int, total: int, note: str = "") -> None:
+            def advance(
+                done: int, total: int, note: str = "", seconds_left: float | None = None
+            ) -> None:
                 nonlocal lines
-                bar.update(task, completed=done, total=total, note=note)
                 if lines is None:
-                    lines = TenthLines(self, what, done)
-                lines(done, total, note)
+                    lines = ProgressLines(self, what, done)
+                note = lines(done, total, note, seconds_left)
+                bar.update(task, completed=done, total=total, note=note)
 
             yield advance
 
@@ -111,32 +113,41 @@ class TerminalReport(Report):
         with Progress(*columns, console=self._console, transient=True) as bar:
             task = bar.add_task(visible(what), total=None)
 
-            def advance(done: int, total: int, note: str = "") -> None:
+            def advance(
+                done: int, total: int, note: str = "", seconds_left: float | None = None
+            ) -> None:
                 bar.update(task, completed=done, total=total)
 
             yield advance
 
 
-class TenthLines:
-    """Reports lines that a log keeps: how far long work is, and when it ends.
+class ProgressLines:
+    """Says how far long work is and when it ends, in lines that a log keeps.
 
     The first line comes after the first part, whose speed tells how long all will take, and one
-    more after each further tenth:
+    more after each further tenth, or where five minutes have passed since the last:
 
-        features: 31%, 52 min left, ends 16:09
+        features: 310 of 1,000 (31%), 52 min left, ends 16:09
     """
 
     def __init__(self, report: Report, what: str, done: int = 0) -> None:
         """`done`: what an earlier run has done already."""
         self._report, self._what, self._already = report, what, done
-        self._started = time.monotonic()
+        self._started = self._said = time.monotonic()
         self._next = 0.0  # the share of all work from which on there is a line again
 
-    def __call__(self, done: int, total: int, note: str = "") -> None:
-        if done in (self._already, total) or done / total < self._next:
-            return
-        self._next = (10 * done // total + 1) / 10
-        elapsed = time.monotonic() - self._started
-        end = expected_end(elapsed * (total - done) / (done - self._already))
-        note = f", {note}" if note else ""
-        self._report.line(f"{self._what}: {done / total:.0%}, {end}{note}")
+    def __call__(
+        self, done: int, total: int, note: str = "", seconds_left: float | None = None
+    ) -> str:
+        """Reports a line if it is due, and returns what it says of the end, with the note."""
+        now = time.monotonic()
+        if done == total or (done == self._already and seconds_left is None):
+            return note
+        if seconds_left is None:
+            seconds_left = (now - self._started) * (total - done) / (done - self._already)
+        said = expected_end(seconds_left) + (note and f", {note}")
+        if done / total >= self._next or now - self._said >= LONGEST_SILENCE:
+            self._next, self._said = (10 * done // total + 1) / 10, now
+            share = f"{done:,} of {total:,} ({done / total:.0%})"
+            self._report.line(f"{self._what}: {share}, {said}")
+        return said

@@ -43,6 +43,10 @@ def command(
     ] = False,
 ) -> None:
     """Train a drafter and write its checkpoints, its curves and its accuracy per position."""
+    from spec_export.training import inputs
+
+    inputs.read(recipe, set_ or [], out, resume, init, tensorboard)  # before torch is imported
+
     from spec_export.cli.report import TerminalReport
     from spec_export.training import run as train
 

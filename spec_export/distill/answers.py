@@ -13,14 +13,17 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from spec_export import target
+from spec_export.distill import prompts
 from spec_export.distill.config import DistillConfig
 from spec_export.distill.conversations import Distiller, PromptIds, num_answer_tokens
 from spec_export.distill.engines import choose, open_engine
-from spec_export.report import SILENT, Report
+from spec_export.distill.prompts import PromptRow
+from spec_export.report import SILENT, Advance, Report
 from spec_export.training import data, disk
 from spec_export.training.checkpoint import collect_provenance
 from spec_runtime.errors import UserError
@@ -29,6 +32,7 @@ from spec_runtime.mapping import from_mapping, parse_json
 
 # A target that has ended no prompt in this many batches in a row is given up.
 MAX_EMPTY_BATCHES = 20
+FIRST_REPORT = 10.0  # seconds after which the speed is known well enough to tell the end
 
 
 @dataclass(frozen=True)
@@ -95,14 +99,15 @@ def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
     Raises UserError if the target, the prompts, the settings or the files cannot be used, and if
     another process writes to `config.out`.
     """
+    config.require_files()
     source = target.resolve(config.model, report)
     tokenizer = target.load_tokenizer(source)
     affixes = data.chat_affixes(tokenizer)
     room = _room(target.context(source), affixes, config)
     given, num_skipped = None, 0
     if config.prompts is not None:
-        every = _read_prompts(config.prompts, tokenizer)
-        given = _fitting(every, room, config, report)
+        every = [_tokenised(row, tokenizer) for row in prompts.read(config.prompts)]
+        given = _fitting(every, room, tokenizer, config, report)
         num_skipped = len(every) - len(given)
     goal = config.num_prompts or (1000 if given is None else len(given))
     if given is not None and goal > len(given):
@@ -119,8 +124,8 @@ def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
             return DistillResult(config.out, engine_name, goal, tokens, 0, 0.0, num_skipped)
         if state.rows > goal:
             raise UserError(f"{config.out} holds {state.rows} rows already, expected fewer: {goal}")
-        with report.status(f"loading {source.name} ({engine_name}, {config.precision})"):
-            engine = open_engine(engine_name, source, config.precision, config.batch_size)
+        report.line(f"loading {source.name} ({engine_name}, {config.precision})")
+        engine = open_engine(engine_name, source, config.precision, config.batch_size)
         distiller = Distiller(config, engine, tokenizer, source, room, given)
         result = _write(config, report, distiller, state, goal)
     return replace(result, skipped=num_skipped)
@@ -130,18 +135,18 @@ def _write(
     config: DistillConfig, report: Report, distiller: Distiller, state: _Sidecar, goal: int
 ) -> DistillResult:
     """Appends batches to `config.out` until it has `goal` rows."""
-    start = time.perf_counter()
-    num_new = num_empty = 0
+    num_empty = 0
     state = replace(state, finished=None)  # whose last rows are cut off with their batch
     with disk.writing("answers", config.out.parent):
         _write_sidecar(config.out, state)  # first, so that no file is ever without a sidecar
         _truncate(config.out, state.size)
     rows, answer_tokens = state.rows, state.answer_tokens
-    prompts = _Digest(distiller.given, rows)
+    answered = _Digest(distiller.given, rows)
+    report.line(_first_step(config, goal - rows))
     with report.progress("answers") as advance, open(config.out, "ab") as file:
-        advance(rows, goal)
+        pace = _Pace(advance, rows, goal, config.turns * config.max_new_tokens)
         while rows < goal:
-            kept, whole = distiller.batch(state.next_batch, goal - rows)
+            kept, whole = distiller.batch(state.next_batch, goal - rows, pace.within_batch)
             num_empty = 0 if kept else num_empty + 1
             if num_empty == MAX_EMPTY_BATCHES:
                 raise UserError(
@@ -150,86 +155,97 @@ def _write(
                 )
             tokens = sum(num_answer_tokens(row) for row in kept)
             rows, answer_tokens = rows + len(kept), answer_tokens + tokens
-            num_new += tokens
             with disk.writing("answers", config.out.parent):
                 file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
                 file.flush()
                 os.fsync(file.fileno())
-                written = _Written(rows, answer_tokens, file.tell(), prompts.up_to(rows))
+                written = _Written(rows, answer_tokens, file.tell(), answered.up_to(rows))
                 if whole:
                     state = replace(state, next_batch=state.next_batch + 1, **asdict(written))
                 state = replace(state, finished=written if rows == goal else None)
                 _write_sidecar(config.out, state)
-            seconds = time.perf_counter() - start
-            advance(rows, goal, f"{num_new / max(seconds, 1e-9):.0f} tokens/s")
-    return DistillResult(config.out, distiller.engine.name, rows, answer_tokens, num_new, seconds)
+            pace.add_batch(len(kept), tokens)
+    return DistillResult(
+        config.out, distiller.engine.name, rows, answer_tokens, pace.num_tokens, pace.seconds
+    )
 
 
-def _read_prompts(path: Path, tokenizer: Any) -> list[PromptIds]:
-    """Returns a file's prompts, text tokenised; raises UserError on a row without one."""
-    prompts = []
-    for where, row in data.read_rows(path):
-        source, turns = row.get("source"), row.get("turns")
-        if turns is None:
-            turns = _user_messages(row, where)
-        elif "prompt" in row or not isinstance(turns, list) or not turns:
-            raise UserError(
-                f'{where}: expected "turns": a list of all user messages, without "prompt"'
-            )
-        messages = [_message(message, tokenizer, where) for message in turns]
-        if not messages:
-            raise UserError(f"{where}: got no message of a user, expected one or more")
-        if source is not None and not isinstance(source, str):
-            raise UserError(f'{where}: "source" is {source!r:.60}, expected a string')
-        prompts.append(PromptIds(messages[0], source, where, tuple(messages[1:])))
-    if not prompts:
-        raise UserError(f"{path} holds no prompts")
-    return prompts
+def _first_step(config: DistillConfig, missing: int) -> str:
+    """Says what the engine does before the first answer is there."""
+    number = min(config.batch_size, missing)
+    if config.prompts is None:
+        return f"the target writes {config.batch_size} prompts, then {number} answers at once"
+    return f"the target writes {number} answers at once, of {config.max_new_tokens} tokens at most"
 
 
-def _user_messages(row: dict[str, Any], where: str) -> list[Any]:
-    """Returns the messages of a row that the target answers.
+class _Pace:
+    """Reports how many answers there are, how fast they come and when the last is there."""
 
-    Raises UserError for a system message, which would be left out, and for keys that are not known.
-    """
-    chat = data.as_messages(row, where)
-    roles = [m.get("role") if isinstance(m, dict) else None for m in chat or ()]
-    if row.get("system") or "system" in roles:
-        raise UserError(
-            f"{where}: got a system message, expected none: the target answers after the one of "
-            "its chat template"
-        )
-    if chat is not None:
-        return [m.get("content") for m, role in zip(chat, roles, strict=True) if role == "user"]
-    if "prompt" not in row:
-        raise UserError(
-            f'{where}: got keys {sorted(row)}, expected "prompt": a text or token ids, "turns", '
-            '"messages", "conversations" or "instruction"'
-        )
-    return [row["prompt"]]
+    def __init__(self, advance: Advance, rows: int, goal: int, longest: int) -> None:
+        """rows: answers that an earlier run has written. longest: tokens that a row may have."""
+        self._advance, self._rows, self._goal, self._longest = advance, rows, goal, longest
+        self._missing, self._started = goal - rows, time.perf_counter()
+        self.num_tokens = 0
+        advance(rows, goal)
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the first batch began."""
+        return time.perf_counter() - self._started
+
+    def within_batch(self, num_ended: int, num_tokens: int) -> None:
+        """Hears of the batch that is being written, see `OnTokens`."""
+        if self.seconds >= FIRST_REPORT:
+            self._say(num_ended, num_tokens)
+
+    def add_batch(self, rows: int, tokens: int) -> None:
+        """Adds a whole batch."""
+        self._rows, self.num_tokens = self._rows + rows, self.num_tokens + tokens
+        self._say(0, 0)
+
+    def _say(self, num_ended: int, num_tokens: int) -> None:
+        num_whole = self._missing - (self._goal - self._rows)  # rows of this run's whole batches
+        rate = (self.num_tokens + num_tokens) / max(self.seconds, 1e-9)
+        note = f"{rate:.0f} tokens/s"
+        length = self.num_tokens / num_whole if num_whole else float(self._longest)
+        if not num_whole:
+            note += f", if all have {self._longest} tokens"
+        tokens_left = max(0.0, (self._goal - self._rows) * length - num_tokens)
+        self._advance(self._rows + num_ended, self._goal, note, tokens_left / max(rate, 1e-9))
 
 
-def _message(message: Any, tokenizer: Any, where: str) -> list[int]:
-    """Returns a user message's token ids; raises UserError if there are none."""
+def _tokenised(row: PromptRow, tokenizer: Any) -> PromptIds:
+    """Returns a row's prompts as token ids; raises UserError for ids that the target lacks."""
+    messages = [_ids(message, tokenizer, row.where) for message in row.messages]
+    return PromptIds(messages[0], row.source, row.where, tuple(messages[1:]), row.system)
+
+
+def _ids(message: str | list[int], tokenizer: Any, where: str) -> list[int]:
     if isinstance(message, str):
         message = data.encode(tokenizer, message, where)
-    valid = isinstance(message, list) and all(
-        type(i) is int and 0 <= i < len(tokenizer) for i in message
-    )
-    if not message or not valid:
-        raise UserError(f'{where}: expected "prompt": a text or token ids, not empty')
-    return list(message)
+    if not message or max(message) >= len(tokenizer):
+        raise UserError(
+            f'{where}: expected "prompt": a text or token ids below {len(tokenizer)}, not empty'
+        )
+    return message
 
 
 def _fitting(
-    prompts: list[PromptIds], room: int, config: DistillConfig, report: Report
+    given: list[PromptIds], room: int, tokenizer: Any, config: DistillConfig, report: Report
 ) -> list[PromptIds]:
-    """Returns the prompts of at most `room` tokens, and says how many are skipped.
+    """Returns the prompts that take at most `room` tokens with the chat template's text before
+    them, and says how many are skipped.
 
-    Raises UserError if none is left.
+    Raises UserError if none is left, or if the template has no place for a system message.
     """
-    fitting = [prompt for prompt in prompts if len(prompt.ids) <= room]
-    skipped = [prompt for prompt in prompts if len(prompt.ids) > room]
+    prefix = cache(lambda system: data.chat_affixes(tokenizer, system)[0])
+    fitting, skipped = list[PromptIds](), list[str]()
+    for prompt in given:
+        tokens = len(prefix(prompt.system)) + len(prompt.ids)
+        if tokens <= room:
+            fitting.append(prompt)
+        else:
+            skipped.append(f"{prompt.where} has {tokens}")
     if not fitting:
         raise UserError(
             f"every prompt of {config.prompts} is longer than the {room} tokens that the target's "
@@ -237,25 +253,27 @@ def _fitting(
         )
     if skipped:
         report.line(
-            f"warning: skipping {len(skipped)} of {len(prompts)} prompts, longer than the {room} "
-            f"tokens that the target's context leaves them: {skipped[0].where} has "
-            f"{len(skipped[0].ids)}"
+            f"warning: skipping {len(skipped)} of {len(given)} prompts, longer than the {room} "
+            "tokens that the target's context leaves them, the chat template's among them: "
+            f"{skipped[0]}"
         )
     return fitting
 
 
 def _room(context: int, affixes: tuple[list[int], list[int]], config: DistillConfig) -> int:
-    """Returns the tokens that a prompt may have in a context of `context` tokens.
+    """Returns the tokens that a prompt may have, with the chat template's text before it, in a
+    context of `context` tokens.
 
     Raises UserError if there is room for none.
     """
-    around = sum(map(len, affixes)) + config.max_new_tokens
+    prefix, suffix = map(len, affixes)
+    around = prefix + suffix + config.max_new_tokens
     if around >= context:
         raise UserError(
             f"a prompt of one token with {config.max_new_tokens} new tokens takes {around + 1}, "
             f"expected at most {context}, the target's context: lower max_new_tokens"
         )
-    return context - around
+    return context - suffix - config.max_new_tokens
 
 
 # ---- the sidecar ----
@@ -290,8 +308,6 @@ def _open_sidecar(
     path = _sidecar_path(config.out)
     if not config.out.exists():
         return _Sidecar(settings, collect_provenance())
-    if not config.resume:
-        raise UserError(f"{config.out} exists: resume it, remove it or choose another file")
     try:
         state = from_mapping(_Sidecar, parse_json(path.read_bytes()), path.name)
     except (OSError, ValueError) as error:
@@ -355,7 +371,9 @@ class _Digest:
         if self._given is None:
             return None
         for prompt in self._given[self._rows : rows]:
-            parts = [prompt.ids, prompt.source, *prompt.more]
+            parts: list[Any] = [prompt.ids, prompt.source, *prompt.more]
+            if prompt.system is not None:
+                parts.append({"system": prompt.system})
             self._sha256.update(json.dumps(parts).encode() + b"\n")
         self._rows = rows
         return self._sha256.hexdigest()

@@ -1,11 +1,23 @@
-"""Holds the settings of one distillation run and the error that says what is wrong with them."""
+"""Holds the settings of one distillation run and the error that says what is wrong with them.
 
+This file needs no torch, so that settings are refused before anything large is loaded.
+"""
+
+import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from spec_export.distill.engines import ENGINES, PRECISIONS
+from spec_export.distill import prompts
 from spec_runtime.errors import UserError
+
+ENGINES = ("auto", "transformers", "openvino", "vllm")
+PRECISIONS = ("fp32", "bf16", "fp16")
+# The engines that have to be installed: their packages, and how to get them.
+PACKAGES = {
+    "openvino": ("openvino_genai", "pip install 'specsplit[distill]'"),
+    "vllm": ("vllm", "pip install vllm"),
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,25 @@ class DistillConfig:
             known = ", ".join(PRECISIONS)
             raise UserError(f"precision is {self.precision!r}, expected one of {known}")
 
+    def require_files(self) -> None:
+        """Raises UserError unless the prompts can be read, the answers may be written, and the
+        engine is installed."""
+        if self.prompts is not None:
+            prompts.read(self.prompts)
+        if self.out.exists() and not self.resume:
+            raise UserError(f"{self.out} exists: resume it, remove it or choose another file")
+        if self.engine in PACKAGES and not is_installed(self.engine):
+            raise UserError(
+                f"engine {self.engine} is not installed: {PACKAGES[self.engine][1]}, or choose "
+                "engine transformers"
+            )
+
     @property
     def temperatures(self) -> tuple[float, ...]:
         """The temperatures that rows are drawn from."""
         return self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
+
+
+def is_installed(engine: str) -> bool:
+    """Returns whether the package of an engine is there."""
+    return importlib.util.find_spec(PACKAGES[engine][0]) is not None

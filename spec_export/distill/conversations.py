@@ -9,11 +9,12 @@ answered together, turn by turn. Everything of a batch depends only on its numbe
 import hashlib
 import random
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 from spec_export import target
 from spec_export.distill.config import DistillConfig
-from spec_export.distill.engines import AnswerEngine, GenerationParams
+from spec_export.distill.engines import AnswerEngine, GenerationParams, OnTokens, unheard
 from spec_export.training import data
 from spec_runtime.errors import UserError
 
@@ -26,13 +27,15 @@ PROMPT_TOP_K = 100
 class PromptIds:
     """User messages as token ids, without the chat template's, and the source their row named.
 
-    `more` are the messages of the later turns; `where` is the row's file and line.
+    `more` are the messages of the later turns; `where` is the row's file and line; `system` is the
+    system message before them, None for the template's own.
     """
 
     ids: list[int]
     source: str | None = None
     where: str = ""
     more: tuple[list[int], ...] = ()
+    system: str | None = None
 
 
 @dataclass
@@ -42,6 +45,7 @@ class Conversation:
     Attributes:
         given: the user messages that are not asked yet.
         temperature: the sampling temperature of its answers.
+        system: its system message, None for the chat template's own.
         turns: (user message, answer) of each turn so far.
         ids: all token ids so far, as the chat template writes them.
     """
@@ -49,6 +53,7 @@ class Conversation:
     given: list[list[int]]
     source: str | None
     temperature: float
+    system: str | None = None
     turns: list[tuple[list[int], list[int]]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
 
@@ -56,6 +61,8 @@ class Conversation:
         """Returns the row as `data.read` takes it; one turn is written as ever."""
         pairs = [{"prompt": prompt, "response": answer} for prompt, answer in self.turns]
         row: dict[str, Any] = pairs[0] if len(pairs) == 1 else {"turns": pairs}
+        if self.system is not None:
+            row["system"] = self.system
         if self.source is not None:
             row["source"] = self.source
         if with_temperature:
@@ -80,12 +87,14 @@ class Distiller:
         room: int,
         given: list[PromptIds] | None,
     ) -> None:
-        """`room` is the number of tokens that a first message may have in the context."""
+        """`room` is the number of tokens that the context has before the text that leads up to an
+        answer."""
         self.config = config
         self.engine = engine
         self.room = room
         self.given = given
-        self.prefix, self.suffix = data.chat_affixes(tokenizer)
+        self.affixes = cache(partial(data.chat_affixes, tokenizer))
+        self.prefix, self.suffix = self.affixes(None)
         self.joint = data.chat_joint(tokenizer) if config.turns > 1 else []
         self.end_ids = end_ids(source, tokenizer)
         self.special_ids = set(tokenizer.all_special_ids) | set(self.end_ids)
@@ -94,10 +103,13 @@ class Distiller:
                 f"{source.name} has no chat template to sample prompts after, give a prompts file"
             )
 
-    def batch(self, number: int, limit: int) -> tuple[list[dict[str, Any]], bool]:
+    def batch(
+        self, number: int, limit: int, on_tokens: OnTokens = unheard
+    ) -> tuple[list[dict[str, Any]], bool]:
         """Returns the first `limit` rows of batch `number`, and whether these are all its rows.
 
-        A last batch that the file does not fill is never whole: the file may grow.
+        A last batch that the file does not fill is never whole: the file may grow. `on_tokens`
+        hears of the answers of the batch.
         """
         if self.given is None:
             prompts = self._first_messages(number)
@@ -107,23 +119,34 @@ class Distiller:
             prompts = self.given[number * size : (number + 1) * size]
             whole = size == len(prompts) <= limit
         conversations = [
-            Conversation([prompt.ids, *prompt.more], prompt.source, self._temperature(number, row))
-            for row, prompt in enumerate(prompts[:limit])
+            Conversation(
+                [each.ids, *each.more], each.source, self._temperature(number, row), each.system
+            )
+            for row, each in enumerate(prompts[:limit])
         ]
-        self._converse(conversations, number)
+        self._converse(conversations, number, on_tokens)
         several = self.config.temperatures != (0.0,)
         return [conversation.row(several) for conversation in conversations], whole
 
-    def _converse(self, conversations: list[Conversation], number: int) -> None:
+    def _converse(
+        self, conversations: list[Conversation], number: int, on_tokens: OnTokens
+    ) -> None:
         """Holds the conversations of a batch; some end earlier than others."""
         asking = [(c, c.given.pop(0)) for c in conversations]
+        num_before = 0  # tokens of the turns before
+
+        def on_turn(num_ended: int, num_tokens: int) -> None:
+            is_last = turn + 1 == self.config.turns
+            num_over = len(conversations) - len(asking)
+            on_tokens(num_over + (num_ended if is_last else 0), num_before + num_tokens)
+
         for turn in range(self.config.turns):
             if turn:
                 asking = self._next_messages([c for c, _ in asking], number, turn)
             if not asking:
                 return
             for conversation, message in asking:
-                before = self.joint if turn else self.prefix
+                before = self.joint if turn else self.affixes(conversation.system)[0]
                 conversation.ids += before + message + self.suffix
             params = GenerationParams(
                 max_new_tokens=self.config.max_new_tokens,
@@ -132,7 +155,8 @@ class Distiller:
                 seed=_seed(self.config.seed, number, _purpose("answers", turn)),
                 end_ids=self.end_ids,
             )
-            answers = self.engine.generate([c.ids for c, _ in asking], params)
+            answers = self.engine.generate([c.ids for c, _ in asking], params, on_turn)
+            num_before += sum(map(len, answers))
             for (conversation, message), answer in zip(asking, answers, strict=True):
                 conversation.turns.append((message, answer))
                 conversation.ids += answer
@@ -140,7 +164,8 @@ class Distiller:
     def _first_messages(self, number: int) -> list[PromptIds]:
         """Returns user messages that the target makes up."""
         size = self.config.batch_size
-        drawn = self._sampled([self.prefix] * size, self.room, number, 0)
+        room = self.room - len(self.prefix)
+        drawn = self._sampled([self.prefix] * size, room, number, 0)
         return [PromptIds(ids) for ids in drawn if ids]
 
     def _next_messages(
@@ -174,7 +199,7 @@ class Distiller:
 
     def _room_after(self, conversation: Conversation) -> int:
         """Returns the tokens that the next user message may have."""
-        return self.room + len(self.prefix) - len(conversation.ids) - len(self.joint)
+        return self.room - len(conversation.ids) - len(self.joint)
 
     def _sampled(
         self, inputs: list[list[int]], room: int, number: int, turn: int

@@ -3,7 +3,6 @@
 Each engine is a thin adapter over a library's own batching, from token ids to token ids.
 """
 
-import importlib.util
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,13 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from spec_export.distill.config import is_installed
 from spec_export.loading import gguf_header
 from spec_export.target import Source
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
-ENGINES = ("auto", "transformers", "openvino", "vllm")
-PRECISIONS = ("fp32", "bf16", "fp16")
 # The file type that a GGUF header names, by the type of its matrices.
 _GGUF_FILES = {"F32": 0, "F16": 1, "Q8_0": 7}
 
@@ -42,17 +40,32 @@ class GenerationParams:
         return self.temperature[row] if isinstance(self.temperature, tuple) else self.temperature
 
 
+class OnTokens(Protocol):
+    """Hears of a batch while it is generated: how many of its answers have ended, and how many new
+    tokens it has."""
+
+    def __call__(self, num_ended: int, num_tokens: int) -> None: ...
+
+
+def unheard(num_ended: int, num_tokens: int) -> None:
+    """Does nothing: the `OnTokens` of a batch that nobody waits for."""
+
+
 class AnswerEngine(Protocol):
     """A loaded target that answers prompts; the caller sees to it that they fit the context."""
 
     name: str
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: GenerationParams,
+        on_tokens: OnTokens = unheard,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, up to and with the first end id.
 
-        The same batch and seed give the same tokens.
+        The same batch and seed give the same tokens. `on_tokens` is called now and then, perhaps
+        never.
         """
         ...
 
@@ -67,20 +80,16 @@ def choose(name: str, source: Source) -> str:
     import torch
 
     if torch.cuda.is_available():
-        return "vllm" if _installed("vllm") else "transformers"
-    usable = _installed("openvino_genai") and (source.gguf_file or _openvino_folder(source))
+        return "vllm" if is_installed("vllm") else "transformers"
+    usable = is_installed("openvino") and (source.gguf_file or _openvino_folder(source))
     return "openvino" if usable else "transformers"
 
 
 def open_engine(name: str, source: Source, precision: str, batch_size: int) -> AnswerEngine:
-    """Loads the target in the engine called `name`.
+    """Loads the target in the engine called `name`, which is installed.
 
-    Raises UserError if the engine is not installed, or cannot run the target.
+    Raises UserError if the engine cannot run the target.
     """
-    packages = {"openvino": "openvino_genai", "vllm": "vllm"}
-    if name in packages and not _installed(packages[name]):
-        hint = "pip install 'specsplit[distill]'" if name == "openvino" else "pip install vllm"
-        raise UserError(f"engine {name} is not installed: {hint}, or choose engine transformers")
     if name == "openvino":
         return OpenVINOEngine(source, precision, batch_size)
     if name == "vllm":
@@ -107,7 +116,10 @@ class TransformersEngine:
         self.model.generation_config = transformers.GenerationConfig()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: GenerationParams,
+        on_tokens: OnTokens = unheard,
     ) -> list[list[int]]:
         """Returns the new tokens; prompts of one temperature are generated together."""
         rows_of: dict[float, list[int]] = {}
@@ -116,11 +128,13 @@ class TransformersEngine:
         answers: dict[int, list[int]] = {}
         for temperature, rows in rows_of.items():
             alike = replace(params, temperature=temperature)
-            answers |= zip(rows, self._together([prompts[r] for r in rows], alike), strict=True)
+            counted = _Counter(params.end_ids, len(rows), on_tokens, list(answers.values()))
+            made = self._together([prompts[r] for r in rows], alike, counted)
+            answers |= zip(rows, made, strict=True)
         return [answers[row] for row in range(len(prompts))]
 
     def _together(
-        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+        self, prompts: Sequence[Sequence[int]], params: GenerationParams, counted: "_Counter"
     ) -> list[list[int]]:
         """Returns the new tokens of prompts that have one temperature."""
         import torch
@@ -154,8 +168,33 @@ class TransformersEngine:
                 input_ids=torch.from_numpy(ids_BT).to(self.device),
                 attention_mask=torch.from_numpy(mask_BT).to(self.device),
                 generation_config=config,
+                stopping_criteria=transformers.StoppingCriteriaList([counted]),
             )
         return [_until_end(row, params.end_ids) for row in out_BT[:, width:].tolist()]
+
+
+class _Counter:
+    """Counts the tokens of a batch: transformers calls it after each step, as a reason to stop.
+
+    `before` are the answers of the batch that are there already.
+    """
+
+    def __init__(
+        self,
+        end_ids: Sequence[int],
+        num_rows: int,
+        on_tokens: OnTokens,
+        before: Sequence[Sequence[int]],
+    ) -> None:
+        self._end_ids, self._on_tokens = end_ids, on_tokens
+        self._num_before, self._num_tokens = len(before), sum(map(len, before))
+        self._has_ended_B = np.zeros(num_rows, bool)
+
+    def __call__(self, ids_BT: Any, scores: Any, **more: Any) -> Any:
+        self._num_tokens += int(np.sum(~self._has_ended_B))
+        self._has_ended_B |= np.isin(ids_BT[:, -1].cpu().numpy(), self._end_ids)
+        self._on_tokens(self._num_before + int(self._has_ended_B.sum()), self._num_tokens)
+        return ids_BT.new_zeros(len(ids_BT), dtype=bool)
 
 
 class OpenVINOEngine:
@@ -209,7 +248,10 @@ class OpenVINOEngine:
             )
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: GenerationParams,
+        on_tokens: OnTokens = unheard,
     ) -> list[list[int]]:
         import openvino  # type: ignore[import-not-found]
         import openvino_genai
@@ -229,8 +271,19 @@ class OpenVINOEngine:
                     config.top_k = params.top_k
             configs.append(config)
         tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
-        results = self.pipeline.generate(tensors, configs)
-        return [_until_end(list(r.m_generation_ids[0]), params.end_ids) for r in results]
+        handles = [
+            self.pipeline.add_request(row, *given)
+            for row, given in enumerate(zip(tensors, configs, strict=True))
+        ]
+        answers: list[list[int]] = [[] for _ in prompts]
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+            for answer, handle in zip(answers, handles, strict=True):
+                while handle.can_read():
+                    answer += (part for out in handle.read().values() for part in out.generated_ids)
+            num_ended = sum(handle.get_status().name != "RUNNING" for handle in handles)
+            on_tokens(num_ended, sum(map(len, answers)))
+        return [_until_end(answer, params.end_ids) for answer in answers]
 
 
 class VLLMEngine:
@@ -255,7 +308,10 @@ class VLLMEngine:
             )
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: GenerationParams,
+        on_tokens: OnTokens = unheard,
     ) -> list[list[int]]:
         import vllm
 
@@ -320,10 +376,6 @@ def write_gguf(source: Path, destination: Path, kind: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
 
 
 def _openvino_folder(source: Source) -> bool:

@@ -14,11 +14,16 @@ def trainable() -> list[str]:
     return [name for name in PROPOSERS if name not in BUILT_IN]
 
 
+def require_known(name: str) -> None:
+    """Raises UserError, which lists the drafters that can be trained, unless this is one."""
+    if name not in trainable():
+        raise UserError(f"got drafter {name!r:.80}, expected one of {', '.join(trainable())}")
+
+
 def load(name: str) -> ModuleType:
     """Returns a drafter's module, which has `Config` and `Drafter`.
 
     Raises UserError if the name is unknown.
     """
-    if name not in trainable():
-        raise UserError(f"got drafter {name!r:.80}, expected one of {', '.join(trainable())}")
+    require_known(name)
     return importlib.import_module(f"spec_export.drafters.{name}")

@@ -6,13 +6,10 @@ config is a mapping here: `recipe.build_config` makes its Config from it.
 
 import dataclasses
 import datetime
-import json
 import math
-import re
-import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,28 +20,18 @@ import safetensors
 import safetensors.torch
 import torch
 
+from spec_export.training import folders
+from spec_export.training.folders import DRAFTER_HEADER, HEADER
 from spec_runtime.errors import UserError
-from spec_runtime.files.writing import (
-    remove_folder,
-    replacing_folder,
-    require_replaceable,
-    restore_folders,
-    sha256,
-)
-from spec_runtime.mapping import brief, from_mapping, parse_json
+from spec_runtime.files.writing import remove_folder, require_replaceable, restore_folders, sha256
+from spec_runtime.mapping import brief, from_mapping
 from spec_runtime.measure.provenance import command, git_commit, versions
 
-FORMAT = 1
-STEP_PREFIX = "step-"
-HEADER, DRAFTER_HEADER = "checkpoint.json", "config.json"
 PACKAGES = ("specsplit", "torch", "transformers", "safetensors", "numpy")
 DRAFT_TOKEN_IDS = "draft_token_ids"
 BIGRAMS = "bigrams."  # begins the names of the table's tensors
 STATES = "states.pt"
 AVERAGE = "average.safetensors"  # only of a run that averages its weights
-_STEP = re.compile(rf"{STEP_PREFIX}\d{{8,15}}")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -110,11 +97,6 @@ def origin(saved: SavedDrafter) -> dict[str, Any]:
 # ---- training checkpoints ----
 
 
-def folder_name(step: int) -> str:
-    """Returns the name of a step's checkpoint, such as "step-00000123"."""
-    return f"{STEP_PREFIX}{step:08d}"
-
-
 def save(
     folder: str | Path,
     step: int,
@@ -139,7 +121,7 @@ def save(
         average: the averaged weights by name, None in a run without; `module` has the raw ones.
     """
     folder = Path(folder)
-    final = folder / folder_name(step)
+    final = folder / folders.folder_name(step)
     states = {
         "optimizer": optimizer.state_dict(),
         "torch_rng": torch.get_rng_state(),
@@ -161,21 +143,21 @@ def save(
 
     if folder.is_dir():
         restore_folders(folder)
-    _write_folder(final, HEADER, "a checkpoint", write)
-    _remove(_checkpoints(folder)[: -max(1, keep)])
+    folders.write(final, HEADER, "a checkpoint", write)
+    _remove(folders.checkpoints(folder)[: -max(1, keep)])
     return final
 
 
 def clear(folder: str | Path) -> None:
     """Deletes all checkpoints in `folder`; one that holds files of somebody else's stays."""
-    _remove(_checkpoints(Path(folder)))
+    _remove(folders.checkpoints(Path(folder)))
 
 
 def _remove(checkpoints: list[Path]) -> None:
     """Deletes these checkpoints, but for those that hold other files."""
     for path in checkpoints:
         with suppress(ValueError):
-            require_replaceable(path, _files_by(HEADER), "a checkpoint")
+            require_replaceable(path, folders.files_by(HEADER), "a checkpoint")
             remove_folder(path)
 
 
@@ -185,7 +167,7 @@ def latest(folder: str | Path) -> Path | None:
     Every file is read. Warns of newer ones that are damaged. Raises UserError if all are.
     """
     damaged: list[UserError] = []
-    for path in reversed(_checkpoints(Path(folder))):
+    for path in reversed(folders.checkpoints(Path(folder))):
         try:
             _read_checkpoint(path)
         except UserError as error:
@@ -251,7 +233,7 @@ class _States:
 
 def _read_checkpoint(path: Path) -> tuple[_CheckpointHeader, dict[str, torch.Tensor], _States]:
     """Returns all that lies in a checkpoint; raises UserError unless it is whole."""
-    data = _read_folder(path, HEADER, ("model.safetensors", STATES))
+    data = folders.read(path, HEADER, ("model.safetensors", STATES))
     header = from_mapping(_CheckpointHeader, data, str(path / HEADER))
     tensors = _read_tensors(path / "model.safetensors")
     try:
@@ -356,13 +338,13 @@ def save_drafter(
         }
 
     final = Path(folder)
-    _write_folder(final, DRAFTER_HEADER, "a drafter", write)
+    folders.write(final, DRAFTER_HEADER, "a drafter", write)
     return final
 
 
 def require_drafter_folder(folder: str | Path) -> None:
     """Raises UserError unless `save_drafter` may write to `folder`."""
-    require_replaceable(Path(folder), _files_by(DRAFTER_HEADER), "a drafter")
+    require_replaceable(Path(folder), folders.files_by(DRAFTER_HEADER), "a drafter")
 
 
 @dataclass(frozen=True)
@@ -396,8 +378,8 @@ def load_drafter(folder: str | Path) -> SavedDrafter:
     Raises UserError on missing, altered or truncated files, on tensors other than those that
     `config.json` lists, on NaN, and for a training run that has not ended.
     """
-    folder = _finished_drafter(Path(folder))
-    data = _read_folder(folder, DRAFTER_HEADER, ("drafter.safetensors",))
+    folder = folders.finished_drafter(Path(folder))
+    data = folders.read(folder, DRAFTER_HEADER, ("drafter.safetensors",))
     header = from_mapping(_DrafterHeader, data, str(folder / DRAFTER_HEADER))
     tensors = _read_tensors(folder / "drafter.safetensors")
     found = {key: _signature(tensor) for key, tensor in tensors.items()}
@@ -439,105 +421,6 @@ def _without_removed_options(config: dict[str, Any], folder: Path) -> dict[str, 
             "without: train it again; a table of bigrams took the bias's place"
         )
     return {key: value for key, value in config.items() if not key.startswith("markov_")}
-
-
-def _finished_drafter(folder: Path) -> Path:
-    """Returns the folder of the drafter: `folder` itself, or `drafter` in a training run's."""
-    if (folder / DRAFTER_HEADER).is_file():
-        return folder
-    if (folder / "drafter" / DRAFTER_HEADER).is_file():
-        return folder / "drafter"
-    if _checkpoints(folder / "checkpoints"):
-        raise UserError(
-            f"{folder} holds a training run that has not ended, expected a finished drafter; go on "
-            "with spec-export train and --resume"
-        )
-    return folder
-
-
-# ---- folders ----
-
-
-def _write_folder(
-    final: Path, header_name: str, what: str, write: Callable[[Path], dict[str, Any]]
-) -> None:
-    """Writes the folder `final` whole or not at all.
-
-    `write` fills a temporary folder beside it and returns the header's facts; the header with the
-    files' hashes is added, and the folder is renamed. Raises UserError if `final` is not
-    `what`, such as "a drafter", or holds other files too.
-    """
-    require_replaceable(final, _files_by(header_name), what)
-    with replacing_folder(final, _files_by(header_name), what) as temporary:
-        header = {"format": FORMAT, **write(temporary)}
-        header["files"] = {file.name: sha256(file) for file in sorted(temporary.iterdir())}
-        text = json.dumps(header, indent=1, ensure_ascii=False)
-        (temporary / header_name).write_text(text + "\n", encoding="utf-8")
-        for file in temporary.iterdir():  # safetensors lets nobody else read what it writes
-            shutil.copymode(temporary / header_name, file)
-
-
-def _files_by(header_name: str) -> Callable[[Path], set[str] | None]:
-    """Returns a function that gives the files of a folder as its header has them.
-
-    That is None for a folder without such a header, as is a model's folder with its config.json.
-    """
-
-    def files_of(folder: Path) -> set[str] | None:
-        try:
-            header = parse_json((folder / header_name).read_bytes())
-        except (OSError, ValueError):
-            return None
-        if not isinstance(header, dict) or type(header.get("format")) is not int:
-            return None
-        if not isinstance(header.get("files"), dict):
-            return None
-        return {header_name, *header["files"]}
-
-    return files_of
-
-
-def _read_folder(folder: Path, header_name: str, needed: Sequence[str]) -> dict[str, Any]:
-    """Returns the header, after comparing every file's hash with it.
-
-    `needed`: names of files that it has to list. Raises UserError on a file that is missing,
-    not listed or of another hash, and on a name that leads out of the folder.
-    """
-    path = folder / header_name
-    try:
-        header = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {brief(error)}") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        got = header.get("format") if isinstance(header, dict) else type(header).__name__
-        raise UserError(f"{path} has format {got!r:.40}, expected {FORMAT}")
-    files = header.get("files")
-    if not isinstance(files, dict) or not set(needed) <= set(files):
-        raise UserError(f"{path} lists no hash of {', '.join(needed)}, expected one of each")
-    for name, expected in files.items():
-        if not _PLAIN_NAME.fullmatch(name) or not _SHA256.fullmatch(str(expected)):
-            raise UserError(
-                f"{path} lists {name!r:.80} with {expected!r:.80}, expected names of files in "
-                "the folder, and their SHA-256"
-            )
-        if not (folder / name).is_file():
-            raise UserError(f"{folder / name} is missing, expected it beside {header_name}")
-        try:
-            got = sha256(folder / name)
-        except OSError as error:
-            raise UserError(f"cannot read {folder / name}: {error.strerror}") from error
-        if got != expected:
-            raise UserError(
-                f"{folder / name} has SHA-256 {got[:12]}…, expected {expected[:12]}…: "
-                "damaged or altered, restore it or train again"
-            )
-    return header
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    """Returns the checkpoints in `folder`, whole or not, by rising step."""
-    found = [path for path in folder.glob(f"{STEP_PREFIX}*") if _STEP.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(STEP_PREFIX)))
 
 
 # ---- tensors ----

@@ -10,6 +10,7 @@ import lzma
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,10 @@ def read(
 
     Row schemas: {"prompt": ids, "response": ids} (self-distilled: the chat template's text around a
     user message is added), {"turns": [{"prompt": ids, "response": ids}, …]} (a conversation of
-    these), {"tokens": ids, "loss_mask": 0/1} and texts as `as_messages` takes them (answers are the
-    assistant's). Any row may carry a "source" and the "temperature" of its answers. Rows of one
-    token and rows left without an answer token are dropped, and their number logged.
+    these), both perhaps with the "system" message that was before them, {"tokens": ids,
+    "loss_mask": 0/1} and texts as `as_messages` takes them (answers are the assistant's). Any row
+    may carry a "source" and the "temperature" of its answers. Rows of one token and rows left
+    without an answer token are dropped, and their number logged.
 
     Args:
         tokenizer: the target's transformers tokenizer.
@@ -123,13 +125,31 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"cannot read {path}: {error}, expected JSON Lines, plain or xz") from error
 
 
+def system_text(system: Any, where: str) -> str | None:
+    """Returns a row's system message, None for an empty one; raises UserError if it is no text."""
+    if not isinstance(system, str | None):
+        raise UserError(f'{where}: "system" is {type(system).__name__}, expected a text')
+    return system or None
+
+
 def as_messages(row: dict[str, Any], where: str) -> Any:
     """Returns the messages, {"role", "content"} each, of a row of texts; None for any other row.
 
     Such rows are {"messages": […]}, ShareGPT's {"conversations": [{"from": "human", "value": …}]}
     and Alpaca's {"instruction", "input", "output"}, whose input may be missing; any may have
-    further keys. Raises UserError for a conversation that is not such a list.
+    further keys, and a "system" message, which then is the first. Raises UserError for a
+    conversation that is not such a list.
     """
+    messages, system = _own_messages(row, where), system_text(row.get("system"), where)
+    if messages is None or system is None:
+        return messages
+    if not isinstance(messages, list):
+        raise UserError(f'{where}: "messages" is not a list of {{"role", "content"}}')
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _own_messages(row: dict[str, Any], where: str) -> Any:
+    """Returns what `as_messages` does, without the row's "system"."""
     if "messages" in row:
         return row["messages"]
     if "conversations" in row:
@@ -146,9 +166,8 @@ def as_messages(row: dict[str, Any], where: str) -> Any:
     if isinstance(row.get("instruction"), str):
         more = row.get("input") or ""
         asked = f"{row['instruction']}\n\n{more}".strip() if isinstance(more, str) else more
-        system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
         answer = [{"role": "assistant", "content": row["output"]}] if "output" in row else []
-        return [*system, {"role": "user", "content": asked}, *answer]
+        return [{"role": "user", "content": asked}, *answer]
     return None
 
 
@@ -189,19 +208,27 @@ def require_vocabulary(examples: Iterable[Example], vocab_size: int) -> None:
         raise UserError(f"token id {highest} in the data, expected ids below {vocab_size}")
 
 
-def chat_affixes(tokenizer: Any) -> tuple[list[int], list[int]]:
+def chat_affixes(tokenizer: Any, system: str | None = None) -> tuple[list[int], list[int]]:
     """Returns the ids that the chat template puts before a lone user message, and after it.
 
-    Those after it lead up to the answer. Without a chat template they are the beginning-of-text id,
-    if the tokenizer adds one, and nothing. SmolLM2-Instruct's decode to
+    Those before it hold the message `system`, or what the template says without one. Those after it
+    lead up to the answer. Without a chat template they are the beginning-of-text id, if the
+    tokenizer adds one, and nothing. SmolLM2-Instruct's decode to
     `<|im_start|>system\\n…<|im_end|>\\n<|im_start|>user\\n` and
-    `<|im_end|>\\n<|im_start|>assistant\\n`.
+    `<|im_end|>\\n<|im_start|>assistant\\n`. Raises UserError if the template has no place for
+    `system`.
     """
     where = "the chat template"
     if not getattr(tokenizer, "chat_template", None):
+        if system is not None:
+            raise UserError(f"{where}: this tokenizer has none, which a system message needs")
         empty = encode(tokenizer, "", where, add_special_tokens=True)
         return [i for i in empty if i == tokenizer.bos_token_id], []
-    text = _render(tokenizer, [{"role": "user", "content": SENTINEL}], True, where)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    messages.append({"role": "user", "content": SENTINEL})
+    text = _render(tokenizer, messages, True, where)
+    if system is not None and system.strip() not in text:
+        raise UserError(f"{where} leaves out a system message, expected one that shows it")
     before, found, after = text.partition(SENTINEL)
     if not found or SENTINEL in after:
         raise UserError(
@@ -312,21 +339,21 @@ class _RowReader:
         self.tokenizer = tokenizer
         self.vocab_size = len(tokenizer)
         self.special_ids = set(tokenizer.all_special_ids)
-        self.affixes: tuple[list[int], list[int]] | None = None
+        self.affixes = cache(partial(chat_affixes, tokenizer))
         self.joint: list[int] | None = None
 
     def sequence(self, row: dict[str, Any], where: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns a row's token ids int32[T] and loss mask bool[T]; raises UserError."""
         keys = row.keys() - {"source", "temperature"}
-        if keys == {"prompt", "response"}:
-            return self._conversation([row], where)
-        if keys == {"turns"}:
+        if keys - {"system"} == {"prompt", "response"}:
+            return self._conversation([row], system_text(row.get("system"), where), where)
+        if keys - {"system"} == {"turns"}:
             turns = row["turns"]
             if not isinstance(turns, list) or not all(
                 isinstance(turn, dict) and turn.keys() == {"prompt", "response"} for turn in turns
             ):
                 raise UserError(f'{where}: "turns" is not a list of {{"prompt", "response"}}')
-            return self._conversation(turns, where)
+            return self._conversation(turns, system_text(row.get("system"), where), where)
         if keys == {"tokens", "loss_mask"}:
             tokens, mask = self._ids(row, "tokens", where), row["loss_mask"]
             if not isinstance(mask, list) or any(value not in (0, 1) for value in mask):
@@ -344,12 +371,10 @@ class _RowReader:
         raise UserError(f"{where}: got keys {sorted(keys)}, expected {SCHEMAS}")
 
     def _conversation(
-        self, turns: list[dict[str, Any]], where: str
+        self, turns: list[dict[str, Any]], system: str | None, where: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of self-distilled turns; every answer carries loss."""
-        if self.affixes is None:
-            self.affixes = chat_affixes(self.tokenizer)
-        before, suffix = self.affixes
+        before, suffix = self.affixes(system)
         pieces: list[tuple[list[int], bool]] = []
         for turn in turns:
             prompt, response = self._ids(turn, "prompt", where), self._ids(turn, "response", where)

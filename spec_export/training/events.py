@@ -8,26 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from spec_runtime.errors import UserError
-
-
-def require_tensorboard() -> None:
-    """Raises UserError, which names the extra, if TensorBoard is not installed."""
-    _writer_class()
-
-
-def _writer_class() -> Any:
-    """Returns torch's SummaryWriter."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            "got --tensorboard, but TensorBoard is not installed: pip install "
-            "'specsplit[tensorboard]', or leave --tensorboard out"
-        ) from error
-    return SummaryWriter
 
 
 class EventWriter:
@@ -38,7 +18,9 @@ class EventWriter:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._writer = _writer_class()(str(folder), purge_step=step + 1)
+        from torch.utils.tensorboard import SummaryWriter  # needs the extra
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1)
 
     def add(self, group: str, row: Mapping[str, float]) -> None:
         """Writes the figures of one row of the curve, by its "step", as `group`/…"""

@@ -40,21 +40,6 @@ def run_state(state: Checkpoint) -> RunState:
     return from_mapping(RunState, state.progress, f"{state.path}/checkpoint.json progress")
 
 
-def require_checkpoint(out: Path, newest: Path | None) -> Path:
-    """Returns the newest checkpoint, the one to go on from.
-
-    Raises UserError, which says what is in `out`, if there is none.
-    """
-    if newest is not None:
-        return newest
-    found = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    held = f"it holds {', '.join(found[:5])}" if found else "it is empty or not there"
-    raise UserError(
-        f"got --resume, but {out} holds no checkpoint ({held}): name the folder of the run with "
-        "--out, or leave --resume out to start"
-    )
-
-
 def changed_keys(state: Checkpoint, recipe: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Returns what has changed since the checkpoint: {"train.max_steps": [7, 9]}.
 

@@ -22,12 +22,11 @@ from spec_export import drafters, target
 from spec_export.decoder import Backbone
 from spec_export.decoder_config import read_config
 from spec_export.report import SILENT, Report
-from spec_export.training import bigrams, checkpoint, data, features, recipe
+from spec_export.training import bigrams, checkpoint, data, features, inputs, recipe
 from spec_export.training.allocator import keep_big_blocks
 from spec_export.training.disk import free_space, shown
-from spec_export.training.events import require_tensorboard
-from spec_export.training.resume import require_checkpoint
-from spec_export.training.trainer import BEST, CHECKPOINTS, Trainer, TrainingJob
+from spec_export.training.folders import BEST, CHECKPOINTS
+from spec_export.training.trainer import Trainer, TrainingJob
 from spec_runtime.errors import UserError
 from spec_runtime.files import writing as files
 
@@ -54,22 +53,13 @@ def run(
     set, if the training diverges, and if TensorBoard is wanted and not installed.
     """
     keep_big_blocks()
-    if tensorboard:
-        require_tensorboard()
-    plan = recipe.load(recipe_path, overrides or [])
-    out = out or Path("runs") / recipe_path.stem
+    plan, out = inputs.read(recipe_path, overrides or [], out, resume, init, tensorboard)
     module = drafters.load(plan.drafter_name)
     config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
-    _require_files(plan, recipe_path)
     source = target.resolve(plan.model, report)
     with _writing_alone(out):
         newest = checkpoint.latest(out / CHECKPOINTS)
-        if resume:
-            newest = require_checkpoint(out, newest)
-        elif newest is not None:
-            raise UserError(
-                f"{out} already holds a training run: pass --resume to go on, or another --out"
-            )
+        inputs.require_run(out, resume, newest)
         cache = cache or out / "features"
         trainer = _new_trainer(plan, module, config, source, out, cache, init, tensorboard, report)
         if newest is not None:
@@ -77,22 +67,6 @@ def run(
         trainer.train()
         trainer.restore_best()
         return trainer.export()
-
-
-def _require_files(plan: recipe.Recipe, recipe_path: Path) -> None:
-    """Raises UserError, before anything is loaded, for a path that the recipe's folder lacks."""
-    for path in plan.data_paths:
-        if not path.is_file():
-            raise UserError(
-                f"got data.path {path}, expected a file of JSON Lines: paths in {recipe_path} "
-                "start from its folder, those of --set from the working folder"
-            )
-    model = plan.target.model
-    if model and os.path.exists(model) and not os.path.exists(plan.folder / model):
-        raise UserError(
-            f"got target.model {model}, which is in the working folder: paths in {recipe_path} "
-            f"start from its folder, write {os.path.relpath(model, plan.folder)}"
-        )
 
 
 @contextmanager

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from spec_export.drafters.layers import Batch
 from spec_export.report import SILENT, Report
-from spec_export.training import batches, checkpoint, disk, interruption, recipe, resume
+from spec_export.training import batches, checkpoint, disk, folders, interruption, recipe, resume
 from spec_export.training.average import WeightAverage
 from spec_export.training.bigrams import Table
+from spec_export.training.folders import BEST, CHECKPOINTS
 from spec_export.training.log import Log
 from spec_export.training.validate import Validation, held_out_sequences, validate
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import remove_folder
 from spec_runtime.machine import give_back_memory
 
-CHECKPOINTS, BEST = "checkpoints", "best"  # folders of a run: the newest steps, the best one
 # Steps after which freed memory goes back: batches have all sizes, and glibc keeps the gaps between
 # them, 16 MB more with each step of the demo's drafter.
 GIVE_BACK_EVERY = 50
@@ -204,7 +204,7 @@ class Trainer:
         best = self.log.best()
         is_best = is_due and best is not None and best["step"] == self.step
         # A run that was stopped in between has the row already and not the checkpoint.
-        if is_best and not (self.out / BEST / checkpoint.folder_name(self.step)).exists():
+        if is_best and not (self.out / BEST / folders.folder_name(self.step)).exists():
             self._save(BEST, keep=1)
 
     def _require_finite_step(self, loss: float, gradient_norm: float) -> None:
@@ -346,7 +346,7 @@ class Trainer:
         if not self.step:
             self.job.report.line("interrupted before the first step: there is nothing to save")
             return
-        path = self.out / CHECKPOINTS / checkpoint.folder_name(self.step)
+        path = self.out / CHECKPOINTS / folders.folder_name(self.step)
         if checkpoint.latest(self.out / CHECKPOINTS) != path:
             if self._states_before_step is not None:
                 self._states_before_step.restore()
@@ -381,8 +381,8 @@ class Trainer:
             self.job.provenance["resumed"] = before
         self.step, self.log.curve, self.log.sums = state.step, progress.curve, progress.log
         if self.accelerator.is_main_process:
-            for path in (self.out / BEST).glob(f"{checkpoint.STEP_PREFIX}*"):
-                if path.name > checkpoint.folder_name(self.step):  # made again from here on
+            for path in (self.out / BEST).glob(f"{folders.STEP_PREFIX}*"):
+                if path.name > folders.folder_name(self.step):  # made again from here on
                     remove_folder(path)
 
     def _load(self, path: Path) -> checkpoint.Checkpoint:
@@ -424,7 +424,7 @@ class Trainer:
         if best is None:
             self.job.report.line(f"exporting step {last}, the last: nothing is held out")
             return
-        path = self.out / BEST / checkpoint.folder_name(int(best["step"]))
+        path = self.out / BEST / folders.folder_name(int(best["step"]))
         if best["step"] != last:
             if not path.is_dir():
                 self.job.report.line(f"exporting step {last}, the last: {path} is not there")

@@ -3,13 +3,12 @@
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.progress import Progress
 from rich.table import Table
 
 from spec_runtime.cli import options
 from spec_runtime.cli.flags import with_flags
-from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.cli.terminal import COMPACT, Console, visible
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import require_writable
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from spec_runtime.measure.prompts import BenchPrompt
     from spec_runtime.sampling import SamplingOptions
 
-# fits a terminal of 80 columns
-COMPACT: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 0)}
 SPEEDUPS = (
     "speed-up: ratio of tokens/s while decoding; end to end: the same with prefill in the time"
 )

@@ -5,13 +5,16 @@ have put anything into them.
 """
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import rich.console
+from rich import box
 
 if TYPE_CHECKING:
     from spec_runtime import Chunk
 
+# The looks of a table with many columns, so that it fits a terminal of 80.
+COMPACT: dict[str, Any] = {"box": box.SIMPLE_HEAD, "show_edge": False, "padding": (0, 0)}
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 # Halves of surrogate pairs, line and paragraph separators, and what turns the writing's direction.
 _MISLEADING = {

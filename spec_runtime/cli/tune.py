@@ -11,7 +11,7 @@ from rich.table import Table
 
 from spec_runtime.cli import options
 from spec_runtime.cli.flags import with_flags
-from spec_runtime.cli.terminal import Console, visible
+from spec_runtime.cli.terminal import COMPACT, Console, visible
 from spec_runtime.errors import UserError
 from spec_runtime.files.writing import replacing, require_writable
 
@@ -108,7 +108,13 @@ def _measure(
             quick=quick,
             sweep=sweep,
             on_stage=lambda stage: progress.update(task, description=stage),
+            on_forecast=lambda seconds: progress.console.print(_forecast(seconds)),
         )
+
+
+def _forecast(seconds: float) -> str:
+    """Returns one line that says how long the measurement will take."""
+    return f"tuning takes about {max(1, round(seconds / 60))} min from here on this machine"
 
 
 def _prepare(out: Path | None, figure: Path | None) -> None:
@@ -139,10 +145,10 @@ def _print(profile: "Profile", name: str) -> None:
     """Prints the times, the candidates and the choice."""
     key, costs = profile.key, profile.costs
     console = Console()
-    times = Table(title="one pass over a tree, ms")
+    times = Table(title="one pass over a tree, ms by nodes", **COMPACT | {"padding": (0, 1, 0, 0)})
     for nodes, _ in costs.verify:
         times.add_column(f"{nodes:g}", justify="right")
-    times.add_row(*(f"{ms:.1f}" for _, ms in costs.verify))
+    times.add_row(*(f"{ms:.1f}" if ms < 100 else f"{ms:.0f}" for _, ms in costs.verify))
     console.print(times)
     console.print(
         f"plain step {costs.plain:.2f} ms, drafting {costs.draft:.2f} ms"

@@ -43,6 +43,7 @@ MIN_ROUNDS, MAX_ROUNDS, VERIFY_SECONDS = 3, 15, 10.0
 RECORD_NODES, DRAFT_NODES, DRAFT_TOKENS = 48, 16, 32
 CLEARLY_FASTER = 1.02  # than plain decoding; what is closer may be chance
 RACE_ROUNDS, RACE_SECONDS = 2, 60.0  # a new round only within this time
+STEP_TOKENS, STEP_OVERHEAD = 2.0, 1.3  # to forecast: tokens of a step, its time over its pass's
 
 # Few and short prompts of several kinds: explaining, listing, reckoning, repeating, code, a story.
 PROMPTS = (
@@ -213,13 +214,15 @@ def tune(
     quick: bool = False,
     sweep: bool = False,
     on_stage: Callable[[str], None] = lambda stage: None,
+    on_forecast: Callable[[float], None] = lambda seconds: None,
 ) -> TuneReport:
     """Returns the profile of `engine`'s drafter (loaded without a profile), from `prompts`, each a
     list of token ids.
 
     `calibration`: the bundle's, see DrafterInfo. `quick`: no race, the predictions decide.
-    `sweep`: measure trees of many sizes as well. Raises UserError for an engine that has no trees
-    to tune, and for prompts that the target answers with nothing.
+    `sweep`: measure trees of many sizes as well. `on_forecast` gets the seconds that all will still
+    take, once the target's passes are measured. Raises UserError for an engine that has no trees to
+    tune, and for prompts that the target answers with nothing.
     """
     require_trees(engine)
     target, proposer = engine.target, engine.proposer
@@ -230,9 +233,11 @@ def tune(
     on_stage("verify")
     longest = max(prompts, key=len)
     verify_ms = measure_verify(target, longest, sizes, engine.wants)
+    num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
+    num_tokens = len(prompts) * max_new_tokens
+    on_forecast(_forecast(*verify_ms, num_nodes, num_tokens, bool(lookup_nodes), quick, sweep))
 
     on_stage("trees of the drafter")
-    num_nodes = RECORD_NODES if calibration is None else DRAFT_NODES
     unmerged = engine.observed(_without_lookup)
     recorder, run = _record(unmerged, Budget(min(num_nodes, limit)), prompts, max_new_tokens)
     if not run.steps:
@@ -272,6 +277,38 @@ def tune(
     on_stage("sizes of tree")
     points = static_points(curve, costs, limit) or grown_points(curve, costs, limit)
     return TuneReport(profile, _sweep(engine, points, prompts, max_new_tokens))
+
+
+def _forecast(
+    plain_ms: float,
+    verify_ms: Mapping[int, float],
+    num_nodes: int,
+    num_tokens: int,
+    merges: bool,
+    quick: bool,
+    sweep: bool,
+) -> float:
+    """Returns the seconds that all runs after the measurement of the target's passes will take.
+
+    The drafter's guesses are not known yet: a step is taken to write `STEP_TOKENS`.
+    """
+    sizes = [*verify_ms]
+
+    def seconds(nodes: int, tokens: float) -> float:
+        ms = float(np.interp(nodes, sizes, [verify_ms[n] for n in sizes]))
+        return STEP_OVERHEAD * ms / 1000 * tokens / STEP_TOKENS
+
+    plain = STEP_OVERHEAD * plain_ms / 1000 * num_tokens
+    small = seconds(DRAFT_NODES, num_tokens)
+    total = seconds(num_nodes, num_tokens) + small + seconds(DRAFT_NODES, 5 * DRAFT_TOKENS)
+    if merges:
+        total += seconds(RECORD_NODES, num_tokens)
+    if not quick:
+        for first_round in (plain + 4 * small, plain + small):  # greedy, and at temperature 1
+            total += first_round * (RACE_ROUNDS if first_round < RACE_SECONDS else 1)
+    if sweep:
+        total += plain + sum(seconds(n, num_tokens) for n in SIZES)
+    return total
 
 
 def _raced(

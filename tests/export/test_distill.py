@@ -25,6 +25,7 @@ pytest.importorskip("transformers")
 from spec_export import target  # noqa: E402 (needs torch)
 from spec_export.cli import main  # noqa: E402
 from spec_export.distill import answers as distill  # noqa: E402 (needs torch)
+from spec_export.distill import config as distill_config  # noqa: E402
 from spec_export.distill import engines as distill_engines  # noqa: E402
 from spec_export.distill.answers import DistillConfig, DistillResult  # noqa: E402
 from spec_export.distill.engines import GenerationParams  # noqa: E402
@@ -80,7 +81,8 @@ class Interrupted(Exception):
 
 
 NO_PROMPTS = ('{"prompt": ""}', '{"prompt": [98]}', '{"text": "a"}')
-NO_TURNS = ('{"turns": []}', '{"turns": ["a"], "prompt": "b"}', '{"turns": ["a", ""]}')
+NO_TURNS = ('{"turns": "a"}', '{"turns": ["a"], "prompt": "b"}', '{"turns": ["a", ""]}')
+TWO_SYSTEMS = '{"system": "b", "messages": [{"role": "system", "content": "c"}]}'
 
 
 def use_engine(patch: pytest.MonkeyPatch, engine: Any) -> None:
@@ -187,7 +189,11 @@ def test_prompts_from_a_file(model: str, tmp_path: Path) -> None:
     [
         *((line, 'expected "prompt"') for line in NO_PROMPTS),
         *((line, "expected ") for line in NO_TURNS),
-        ('{"prompt": "a", "system": "b"}', "got a system message, expected none"),
+        ('{"turns": []}', "got no message of a user"),
+        ('{"prompt": "a", "system": ["b"]}', '"system" is list, expected a text'),
+        (TWO_SYSTEMS, "got a message of role 'system', expected one system message at most"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "got a message of role 'tool'"),
+        ('{"messages": "a"}', '"messages" is not a list'),
         ('{"text": "a"}', r"got keys \['text'\], expected \"prompt\""),
         ('{"conversations": [{"from": "gpt", "value": "a"}]}', "got no message of a user"),
         ("[" * 5000, "nested too deeply"),
@@ -233,7 +239,7 @@ def test_no_prompt_ended_is_an_error(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Endless(Chatty):
-        def generate(self, prompts: Any, params: GenerationParams) -> list[list[int]]:
+        def generate(self, prompts: Any, params: GenerationParams, *_: Any) -> list[list[int]]:
             return [[5] * params.max_new_tokens for _ in prompts]
 
     use_engine(monkeypatch, Endless())
@@ -260,7 +266,8 @@ def test_bad_settings(tmp_path: Path, field: str, value: Any, message: str) -> N
 def test_missing_engine_is_one_line(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distill_engines, "_installed", lambda package: False)
+    for module in (distill_config, distill_engines):
+        monkeypatch.setattr(module, "is_installed", lambda engine: False)
     for engine in ("openvino", "vllm"):
         with pytest.raises(UserError, match=f"engine {engine} is not installed") as caught:
             distill.run(config(model, tmp_path / "out.jsonl", engine=engine))
@@ -379,7 +386,7 @@ def prompts_file(folder: Path, *prompts: str) -> Path:
 
 
 def test_a_prompt_that_does_not_fit_is_skipped_and_counted(model: str, tmp_path: Path) -> None:
-    """A context of 256 less 12 new tokens and 48 of the template's leave 196."""
+    """A context of 256 less 12 new tokens and 13 after the prompt leave 231 with the 23 before."""
     texts = ["one", "x" * 300, "two", "three"]
     given = {"prompts": prompts_file(tmp_path, *texts), "num_prompts": None, "batch_size": 2}
     said = Said()
@@ -389,7 +396,7 @@ def test_a_prompt_that_does_not_fit_is_skipped_and_counted(model: str, tmp_path:
     assert [row["prompt"] for row in read(result.out)] == fitting
     assert (result.rows, result.skipped) == (3, 1)
     assert "warning: skipping 1 of 4 prompts" in said.text
-    assert "prompts.jsonl:2 has 300" in said.text
+    assert "prompts.jsonl:2 has 323" in said.text
     with pytest.raises(UserError, match=r"num_prompts is 4, .* holds 3, and 1 that do not fit"):
         distill.run(config(model, result.out, **given | {"num_prompts": 4}))
     given["prompts"] = prompts_file(tmp_path, "x" * 300)
@@ -499,7 +506,7 @@ class Chatty:
     name = "chatty"
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: GenerationParams
+        self, prompts: Sequence[Sequence[int]], params: GenerationParams, *_: Any
     ) -> list[list[int]]:
         said = []
         for row, prompt in enumerate(prompts):
@@ -543,6 +550,69 @@ def test_every_turn_of_a_conversation_carries_loss(model: str, tmp_path: Path) -
         assert example.token_T[example.loss_T].tolist() == answers
         # Only an answer that ended has a turn after it.
         assert all(turn["response"][-1] == 1 for turn in turns[:-1])
+
+
+@pytest.mark.usefixtures("chatty")
+def test_a_system_message_is_asked_and_learned_from(model: str, tmp_path: Path) -> None:
+    """It comes through the chat template, whatever the row's form, and stays with the answer."""
+    user = {"role": "user", "content": "hello"}
+    prompts = write_rows(
+        tmp_path,
+        {"prompt": "hello", "system": "be rude"},
+        {"messages": [{"role": "system", "content": "be rude"}, user], "id": 3},
+        {"conversations": [{"from": "human", "value": "hello"}], "system": "be rude"},
+        {"turns": ["hello", "and you?"], "system": "be rude"},
+        {"prompt": "hello"},
+    )
+    settings = {"prompts": prompts, "num_prompts": None, "turns": 2, "max_new_tokens": 20}
+    out = distill.run(config(model, tmp_path / "out.jsonl", **settings)).out
+    *rude, nice = read(out)
+    answers = [turns_of(row)[0]["response"] for row in (*rude, nice)]
+    assert answers[:4] == [answers[0]] * 4 != [answers[4]] * 4
+    assert [row.get("system") for row in (*rude, nice)] == ["be rude"] * 4 + [None]
+    tokenizer = make_tokenizer()
+    texts = [tokenizer.decode(example.token_T) for example in data.read(out, tokenizer, 256)]
+    for text in texts[:4]:
+        assert text.startswith("<s>system\nbe rude</s>\n<s>user\nhello</s>\n<s>assistant\n")
+    assert texts[4].startswith("<s>system\nbe nice</s>\n<s>user\nhello</s>\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages[-1]['content'] }}", "leaves out a system message"),
+        (
+            "{{ raise_exception('no system') if messages | length > 1 }}"
+            "{{ messages[0]['content'] }}",
+            "no system",
+        ),
+        (None, "this tokenizer has none, which a system message needs"),
+    ],
+)
+def test_a_system_message_without_a_place_is_refused(
+    tmp_path: Path, template: str | None, message: str
+) -> None:
+    bare = str(save_llama(tmp_path / "bare", template=template))
+    prompts = write_rows(tmp_path, {"prompt": "hello", "system": "be rude"})
+    with pytest.raises(UserError, match=message):
+        distill.run(config(bare, tmp_path / "out.jsonl", prompts=prompts, num_prompts=None))
+
+
+def test_what_is_done_is_said_from_the_beginning(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first answer stands what is done, and within a batch how far it is."""
+    monkeypatch.setattr(distill, "FIRST_REPORT", 0.0)
+    said, out = Said(), tmp_path / "out.jsonl"
+    distill.run(config(model, out, num_prompts=8, turns=2), said)
+    assert said.lines[-2:] == [
+        "loading tiny (transformers, fp32)",
+        "the target writes 4 prompts, then 4 answers at once",
+    ]
+    shares = said.shares["answers"]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert len(shares) > 2 * 8, "a batch of 12 steps is more than one report"
 
 
 @pytest.mark.usefixtures("chatty")

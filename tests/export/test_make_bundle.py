@@ -201,7 +201,7 @@ def test_without_a_drafter_it_drafts_by_prompt_lookup(workshop: Workshop, tmp_pa
         ),
         ({"max_length": 257}, "got a max length of 257, expected at most the model's 256"),
         ({"model": "./nowhere"}, "got model './nowhere', expected an existing folder"),
-        ({"drafter_checkpoints": [Path("nowhere")]}, "cannot read nowhere/config.json"),
+        ({"drafter_checkpoints": [Path("nowhere")]}, r"got nowhere \(there is nothing\), expected"),
         ({"model": "some/model"}, "load target some/model .no hub access here. pass a local fold"),
     ],
 )

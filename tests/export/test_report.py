@@ -13,7 +13,7 @@ from tiny_gguf import write_gguf
 
 from spec_export import target
 from spec_export.cli import report as reports
-from spec_export.cli.report import TenthLines, TerminalReport
+from spec_export.cli.report import ProgressLines, TerminalReport
 from spec_export.report import expected_end
 
 PROGRAM = """
@@ -77,16 +77,28 @@ def test_loading_a_target_draws_no_bar(tmp_path: Path, capfd: pytest.CaptureFixt
 
 def test_a_log_has_a_line_for_each_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first part's speed tells the end, and what an earlier run has done is not counted."""
-    clock, said = iter([100.0, 110.0, 130.0]), Said()
+    clock, said = iter([100.0, 100.0, 110.0, 120.0, 130.0, 430.0, 440.0]), Said()
     monkeypatch.setattr(reports.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(reports, "expected_end", lambda seconds: f"{seconds:.0f} s left")
-    lines = TenthLines(said, "answers", done=20)
-    for done in (20, 25, 29, 32, 100):  # nothing new; the first part; the same tenth; the end
+    lines = ProgressLines(said, "answers", done=20)
+    # nothing new; the first part; the same tenth; the next; the same after a silence; the end
+    for done in (20, 25, 29, 32, 33, 100):
         lines(done, 100, "9 tokens/s")
     assert said.lines == [
-        "answers: 25%, 150 s left, 9 tokens/s",
-        "answers: 32%, 170 s left, 9 tokens/s",
+        "answers: 25 of 100 (25%), 150 s left, 9 tokens/s",
+        "answers: 32 of 100 (32%), 170 s left, 9 tokens/s",
+        "answers: 33 of 100 (33%), 1701 s left, 9 tokens/s",
     ]
+
+
+def test_an_end_that_is_known_is_said_before_the_first_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = Said()
+    monkeypatch.setattr(reports, "expected_end", lambda seconds: f"{seconds:.0f} s left")
+    lines = ProgressLines(said, "answers")
+    assert lines(0, 1000, "9 tokens/s", seconds_left=50.0) == "50 s left, 9 tokens/s"
+    assert said.lines == ["answers: 0 of 1,000 (0%), 50 s left, 9 tokens/s"]
 
 
 def test_progress_and_tables_reach_a_log(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +110,7 @@ def test_progress_and_tables_reach_a_log(capsys: pytest.CaptureFixture[str]) -> 
         advance(1, 2)
     report.table(("graph", "MB"), [("target", "1.5")])
     shown = capsys.readouterr().err
-    assert "answers [i]: 50%, under 1 min left, ends " in shown
+    assert "answers [i]: 3 of 6 (50%), under 1 min left, ends " in shown
     assert re.search("answers \\[i\\] ━+ 6/6 9 tokens/s", shown)
     assert re.search("│ target │ 1.5 │", shown)
 

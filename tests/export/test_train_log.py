@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Points:
     module = types.ModuleType("torch.utils.tensorboard")
     monkeypatch.setattr(module, "SummaryWriter", SummaryWriter, raising=False)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    installed = types.ModuleType("tensorboard")
+    installed.__spec__ = ModuleSpec("tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", installed)
     return points
 
 
@@ -160,7 +164,7 @@ def test_missing_tensorboard_is_one_line_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     out = tmp_path / "run"
     with pytest.raises(SystemExit) as ended:
         main(["train", str(recipe), "--tensorboard", "--out", str(out)])

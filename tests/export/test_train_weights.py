@@ -10,7 +10,7 @@ import torch
 from said import Said
 from tiny_training import curve, stop_in, stored
 
-from spec_export.training import checkpoint, validate
+from spec_export.training import checkpoint, folders, validate
 from spec_export.training import run as train
 from spec_export.training.average import WeightAverage
 from spec_export.training.trainer import Trainer
@@ -128,7 +128,7 @@ def test_an_interrupted_run_goes_on_with_its_averaged_weights(
             train.run(recipe, options, tmp_path, cache=cache)
     newest = checkpoint.latest(tmp_path / "checkpoints")
     assert newest is not None
-    assert newest.name == checkpoint.folder_name(step)
+    assert newest.name == folders.folder_name(step)
     train.run(recipe, options, tmp_path, True, cache)
     assert curve(tmp_path) == curve(averaged)
     for file in (

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_target import save_llama
 
-from spec_export.training import checkpoint
+from spec_export.training import folders
 
 NUM_ROWS = 14
 RECIPE = """
@@ -73,7 +73,7 @@ def curve(out: Path) -> list[dict[str, str]]:
 
 def stored(out: Path, step: int, file: str) -> dict[str, torch.Tensor]:
     """Returns the tensors of one file of a step's checkpoint."""
-    folder = out / "checkpoints" / checkpoint.folder_name(step)
+    folder = out / "checkpoints" / folders.folder_name(step)
     return load_file(folder / f"{file}.safetensors")
 
 

@@ -96,7 +96,16 @@ def test_the_choice_is_near_the_best_of_an_exhaustive_sweep(
     if lookup:
         engine = engine.observed(lambda proposer: MergedProposer(proposer, 4), Budget(8))
     prompts = [random_prompt(seed) for seed in range(4)]  # with two, one step more is 11 per cent
-    report = tune.tune(engine, prompts, KEY, max_new_tokens=40)
+    forecast: list[float] = []
+    report = tune.tune(
+        engine,
+        prompts,
+        KEY,
+        max_new_tokens=40,
+        on_forecast=lambda seconds: forecast.extend((clock.now, seconds)),
+    )
+    begun, foretold = forecast
+    assert foretold / 3 < clock.now - begun < 2 * foretold
     costs, choice = report.profile.costs, report.profile.choice
     assert costs.verify == tuple((n, pytest.approx(verify(n))) for n in tune.SIZES if n <= 40)
     assert costs.plain == pytest.approx(verify(1))
@@ -241,6 +250,10 @@ def test_the_command_end_to_end(
     assert command(*arguments, "--json", out) == 0
     captured = capsys.readouterr()
     assert "prompt skipped: got a prompt of" in " ".join(captured.err.split())
+    assert "tuning takes about 1 min" in captured.err
+    tables = captured.out.partition("Chosen: ")[0]
+    assert max(map(len, tables.splitlines())) <= 80
+    assert "…" not in tables, "nothing is cut off"
     (path,) = cache.iterdir()
     assert str(path) in captured.out
     written = json.loads(out.read_text())["profile"]

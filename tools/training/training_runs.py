@@ -19,7 +19,7 @@ from typing import Any
 
 from spec_export import drafters
 from spec_export.cli.report import TerminalReport
-from spec_export.training import checkpoint, recipe
+from spec_export.training import checkpoint, folders, recipe
 from spec_export.training import run as train
 from spec_export.training.batches import epoch_batches
 from spec_export.training.features import FeatureCache
@@ -169,7 +169,7 @@ def _timed(folder: Path) -> Iterator[None]:
         file = folder / EFFORT
         before = json.loads(file.read_text())["seconds"] if file.is_file() else 0.0
         newest = checkpoint.latest(folder / "checkpoints")
-        steps = 0 if newest is None else int(newest.name.removeprefix(checkpoint.STEP_PREFIX))
+        steps = 0 if newest is None else int(newest.name.removeprefix(folders.STEP_PREFIX))
         folder.mkdir(parents=True, exist_ok=True)
         effort = {"seconds": before + time.monotonic() - begin, "steps": steps}
         write_atomically(file, json.dumps(effort))
