@@ -27,7 +27,7 @@ from spec_export.decoder_config import (
 )
 from spec_export.decoder_config import DecoderConfig as DecoderConfig
 from spec_export.families import FAMILIES as FAMILIES
-from spec_export.families import Family, LayerKind, Scale, require_known
+from spec_export.families import Family, LayerKind, Scale, capped, require_known
 from spec_export.modules.attention import Attention as Attention
 from spec_export.modules.attention import SharedInputs as SharedInputs
 from spec_export.modules.attention import Table, window_mask
@@ -37,7 +37,7 @@ from spec_export.modules.basic import RMSNorm as RMSNorm
 from spec_export.modules.basic import VocabularyTable as VocabularyTable
 from spec_export.modules.convolution import Convolution, with_ancestors
 from spec_export.modules.experts import Experts, interleaved
-from spec_export.modules.mlp import ACTIVATIONS, PlainMLP
+from spec_export.modules.mlp import ACTIVATIONS, XIELU, Activation, PlainMLP
 from spec_export.modules.mlp import GatedMLP as GatedMLP
 from spec_export.weights import ModelWeights, Weights
 from spec_runtime.errors import UnsupportedModelError
@@ -120,7 +120,7 @@ class Backbone(nn.Module):
     ) -> None:
         """`head_VD` None ties head and embedding. `tables` are the rotary tables by name, "" the
         default one. `query_scale_S`, if given, scales queries by position. Logits are scaled, then
-        become softcap·tanh(logit/softcap), 0 for none."""
+        `capped`."""
         super().__init__()
         self.config = config
         self.embedding = VocabularyTable(embedding_VD, embedding_scale=embedding_scale)
@@ -180,9 +180,7 @@ class Backbone(nn.Module):
         logits_MV = self.head.score(features_ND.index_select(0, logit_rows))
         if self.logit_scale != 1:
             logits_MV = logits_MV * self.logit_scale
-        logits_MV = logits_MV.float()
-        if self.logit_softcap:
-            logits_MV = self.logit_softcap * torch.tanh(logits_MV / self.logit_softcap)
+        logits_MV = capped(logits_MV.float(), self.logit_softcap)
         taps = [states[i].float() for i in self.config.taps]
         return (logits_MV, features_ND.float(), *taps, *caches)
 
@@ -343,7 +341,13 @@ class _Part:
         """Returns a norm of the family's kind, None without a name."""
         if name is None:
             return None
-        weight, eps = self.tensor(f"{name}.weight"), getattr(self.raw, self.family.eps)
+        eps = self.family.eps_of(self.raw)
+        if self.family.has_norm_weights:
+            weight = self.tensor(f"{name}.weight")
+        else:
+            embedding = self.weights.get(f"{self.family.prefix}embed_tokens.weight")
+            assert embedding is not None, "got a model without an embedding"
+            weight = torch.ones(embedding.shape[1], dtype=embedding.dtype)
         if self.family.unit_offset:
             weight = weight + 1
         if self.family.norm == "layer":
@@ -403,9 +407,16 @@ def _convolution(part: _Part) -> Convolution:
     )
 
 
+def _activation(part: _Part) -> Activation:
+    name = part.family.activation_of(part.raw)
+    if name != "xielu":
+        return ACTIVATIONS[name]
+    numbers = ("alpha_p", "alpha_n", "beta", "eps")
+    return XIELU(*(part.tensor(f"mlp.act_fn.{number}") for number in numbers))
+
+
 def _mlp(part: _Part, kind: Callable[..., nn.Module]) -> nn.Module:
-    family = part.family
-    activation = ACTIVATIONS[family.activation_of(part.raw)]
+    family, activation = part.family, _activation(part)
     return kind(part.projection(*family.up), part.projection(family.down), activation)
 
 
@@ -463,9 +474,10 @@ def require_supported(raw: Any) -> None:
     """
     family = require_known(raw.model_type)
     activation = family.activation_of(raw)
-    if activation not in ACTIVATIONS:
+    known = (*ACTIVATIONS, "xielu")
+    if activation not in known:
         raise UnsupportedModelError(
-            f"got activation '{activation!s:.40}', expected one of {', '.join(ACTIVATIONS)}: "
+            f"got activation '{activation!s:.40}', expected one of {', '.join(known)}: "
             "this model is not supported"
         )
     decoder_config.require_supported(raw)

@@ -154,7 +154,7 @@ def require_supported(raw: Any) -> None:
     optional = [name for name in ("num_key_value_heads", "head_dim") if _has(raw, name)]
     for name in (*COUNTS, family.width, *optional):
         _require_count(raw, name)
-    eps = getattr(raw, family.eps)
+    eps = family.eps_of(raw)
     if type(eps) not in (int, float) or not math.isfinite(eps) or eps < 0:
         raise UserError(f"got {family.eps} {eps!r:.80} in the config, expected 0 or more")
     layers = family.layers(raw)
@@ -227,7 +227,7 @@ def read_config(
         num_kv_heads=getattr(raw, "num_key_value_heads", None) or num_heads,
         head_dim=head_dim,
         rotary_dim=int(head_dim * rotated_share),
-        norm_eps=getattr(raw, family.eps),
+        norm_eps=family.eps_of(raw),
         max_length=max_length,
         scratch=scratch,
         taps=taps,

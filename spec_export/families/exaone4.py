@@ -1,18 +1,18 @@
-"""Describes EXAONE 4: norms only after attention and MLP.
+"""Describes EXAONE 4: OLMo 2 with norms over each query and key head.
 
 Where some layers have a window, only these rotate.
 """
 
 from __future__ import annotations
 
-from spec_export.families.family import SLIDING, Family
+from dataclasses import replace
 
-FAMILY = Family(
-    q_norm="self_attn.q_norm",
-    k_norm="self_attn.k_norm",
-    attention_norm=None,
-    attention_post_norm="post_attention_layernorm",
-    mlp_norm=None,
-    mlp_post_norm="post_feedforward_layernorm",
+from spec_export.families import olmo2
+from spec_export.families.family import SLIDING
+
+FAMILY = replace(
+    olmo2.FAMILY,
+    qk_norm="head",
     rope=lambda raw, layer: raw.sliding_window is None or raw.layer_types[layer] == SLIDING,
+    reads=(),
 )

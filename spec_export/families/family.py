@@ -55,6 +55,11 @@ class Scale:
         return float(value**self.power)
 
 
+def capped(scores: Any, softcap: float) -> Any:
+    """Returns softcap·tanh(score/softcap) of a tensor, the scores themselves for a softcap of 0."""
+    return (scores / softcap).tanh() * softcap if softcap else scores
+
+
 def rope_everywhere(raw: Any, layer: int) -> bool:
     """Says that every layer rotates its queries and keys."""
     return True
@@ -111,8 +116,9 @@ class Family:
     before their part, the post-norms after it, before the residual sum. mlp: by its name in
     `decoder.MLPS`; width: the field of the config with the MLP's inner width.
 
-    norm: "rms" or "layer"; unit_offset: weights are stored without their 1. eps, activation and the
-    softcaps are fields of the config. parallel: attention and MLP both read the attention's norm
+    norm: "rms" or "layer"; unit_offset: weights are stored without their 1; has_norm_weights: there
+    are any. eps, unless it is a number, activation and the softcaps are fields of the config.
+    parallel: attention and MLP both read the attention's norm
     and are summed; a field of the config if models of the family differ. rotates_part: heed
     partial_rotary_factor. interleaved: neighbours are rotated, not halves. query_growth: a rotary
     parameter b by which queries at position p are scaled by 1 + b·log(1 + floor(p / original
@@ -139,7 +145,8 @@ class Family:
 
     norm: str = "rms"
     unit_offset: bool = False
-    eps: str = "rms_norm_eps"
+    has_norm_weights: bool = True
+    eps: str | float = "rms_norm_eps"
     qk_norm: str = "head"
     parallel: bool | str = False
     activation: str | None = "hidden_act"
@@ -176,6 +183,10 @@ class Family:
             )
         )
 
+    def eps_of(self, raw: Any) -> Any:
+        """Returns what is added under the norms' root."""
+        return getattr(raw, self.eps) if isinstance(self.eps, str) else self.eps
+
     def activation_of(self, raw: Any) -> str:
         """Returns the name of the MLPs' activation; families without a field for it have SiLU."""
         return "silu" if self.activation is None else str(getattr(raw, self.activation))
@@ -185,7 +196,7 @@ class Family:
         if self.logit_scale is not None:
             scores = scores * self.logit_scale.of(raw)
         cap = None if self.final_softcap is None else getattr(raw, self.final_softcap, None)
-        return (scores / cap).tanh() * cap if cap else scores
+        return capped(scores, cap or 0.0)
 
     def is_parallel(self, raw: Any) -> bool:
         """Says whether attention and MLP read one norm in this model."""

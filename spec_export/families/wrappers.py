@@ -10,14 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 # By model_type; each has the config of its text part in the field `text_config`.
-WRAPPERS = ("gemma3", "mistral3", "llava", "smolvlm", "idefics3")
+WRAPPERS = (
+    *("gemma3", "mistral3", "llava", "smolvlm", "idefics3"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+)
+# Text parts that have a name of their own, by the family whose layer they have. A row's three
+# positions, in time and in a picture, are equal without pictures, so that they rotate as one does.
+OTHER_NAMES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 # Names of a text part's tensors in such a model's files, with its own names for them.
 OWN_NAMES = {
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
     r"^(model\.)?(language_model|text_model)\.(model\.)?": "model.",
 }
 OTHER_PARTS = re.compile(
-    r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|connector)\."
+    r"^(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector)\."
 )
 
 
@@ -26,6 +32,13 @@ def text_config(config: Any) -> Any:
     if config.model_type not in WRAPPERS:
         return config
     part = config.text_config
+    if part.model_type in OTHER_NAMES:
+        from transformers import AutoConfig
+
+        fields = part.to_dict() | {"model_type": OTHER_NAMES[part.model_type]}
+        rope = fields["rope_parameters"]
+        fields["rope_parameters"] = {k: v for k, v in rope.items() if not k.startswith("mrope_")}
+        part = AutoConfig.for_model(**fields)
     part.tie_word_embeddings = config.tie_word_embeddings  # the head stands outside of the part
     return part
 
@@ -34,5 +47,6 @@ def model_type(fields: Mapping[str, Any]) -> object:
     """Returns the model_type of the text part, by what a config.json says; None if it says none."""
     if fields.get("model_type") in WRAPPERS:
         part = fields.get("text_config")
-        return part.get("model_type") if isinstance(part, dict) else None
+        name = part.get("model_type") if isinstance(part, dict) else None
+        return OTHER_NAMES.get(name, name) if isinstance(name, str) else name
     return fields.get("model_type")

@@ -55,13 +55,13 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     inputs = {value.name: value for value in graph.inputs}
     slots = edit.add_input("slots", ir.DataType.INT64, ["N"])
     seqlens = edit.add_input("seqlens_k", ir.DataType.INT32, [1])
-    shared = _SharedValues(edit, next(iter(graph)), slots, seqlens)
+    shared = _SharedValues(edit, next(iter(graph)), slots, seqlens, inputs["mask"])
     for node in [node for node in graph if node.op_type == "Attention"]:
         _rewrite_attention(edit, node, attention, shared)
-    _windows_by_position(edit, shared, inputs["position_ids"], inputs["mask"])
     for node in [node for node in graph if node.op_type == "TensorScatter"]:
         if node.outputs[0].is_graph_output():  # no attention's
-            _rewrite_other_write(edit, node, inputs["mask"], shared)
+            _rewrite_other_write(edit, node, shared)
+    _windows_by_position(edit, shared, inputs["position_ids"])
     _keep_rank_three(edit)
     _fuse_norms(edit)
     for name in ("write_index", "src", "perm"):
@@ -76,14 +76,21 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
 class _SharedValues:
     """Makes the values that several layers read, each once, before `first`, the graph's first node.
 
-    Layers may have masks of their own; each has its bias and its width.
+    Layers may have masks of their own; each has its bias.
     """
 
     def __init__(
-        self, edit: GraphEditor, first: ir.Node, slots: ir.Value, seqlens: ir.Value
+        self,
+        edit: GraphEditor,
+        first: ir.Node,
+        slots: ir.Value,
+        seqlens: ir.Value,
+        mask: ir.Value,
     ) -> None:
-        """seqlens: the last slot in use, i32[1]."""
+        """seqlens: the last slot in use, i32[1]. mask: the graph's input bool[1, 1, N, S]."""
         self.edit, self.first, self.slots, self.seqlens = edit, first, slots, seqlens
+        (width,) = edit.add(first, "Shape", [mask], start=3, end=4)
+        (self.width,) = edit.add(first, "Cast", [width], to=ir.DataType.INT32.value)
         self._made: dict[tuple[Any, ...], ir.Value] = {}
 
     def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
@@ -95,13 +102,21 @@ class _SharedValues:
             (self._made["bias", mask],) = edit.add(self.first, "Where", [mask, zero, masked])
         return self._made["bias", mask]
 
-    def width(self, mask: ir.Value) -> ir.Value:
-        """Returns the number of slots of a mask, i32[1]."""
-        if ("width",) not in self._made:
-            (width,) = self.edit.add(self.first, "Shape", [mask], start=3, end=4)
-            (width,) = self.edit.add(self.first, "Cast", [width], to=ir.DataType.INT32.value)
-            self._made["width",] = width
-        return self._made["width",]
+    def seen(self, cache: ir.Value) -> ir.Value:
+        """Returns the rows of a cache [1, G, S, Dh] that masks have columns for: a step's mask may
+        be narrower than the cache."""
+        if ("seen", cache) not in self._made:
+            start, axis = (self.edit.constant(np.array([n], np.int32)) for n in (0, 2))
+            cut = [cache, start, self.width, axis]
+            (self._made["seen", cache],) = self.edit.add(self.first, "Slice", cut)
+        return self._made["seen", cache]
+
+    def write(self, before: ir.Node, past: ir.Value, new: ir.Value) -> ir.Value:
+        """Inserts the write of new rows [1, N, G·Dh] into their slots of a cache [1, G, S, Dh];
+        returns the cache after it."""
+        sizes = self.edit.constant(np.array([1, -1, fixed_size(past, 1), fixed_size(past, 3)]))
+        (rows,) = self.edit.add(before, "Reshape", [new, sizes])
+        return self.edit.add(before, "ScatterND", [past, self.indices(past), rows])[0]
 
     def indices(self, cache: ir.Value) -> ir.Value:
         """Returns where new rows of a cache [1, G, S, Dh] go, for ScatterND, i64[1, N, G, 3].
@@ -150,33 +165,21 @@ class _LayerValues(NamedTuple):
         }
 
 
-def _write(edit: GraphEditor, layer: _LayerValues, shared: _SharedValues) -> list[ir.Value]:
-    """Inserts the writes of the new rows into their slots; returns both caches after them."""
-    rows = edit.constant(
-        np.array([1, -1, fixed_size(layer.past[0], 1), fixed_size(layer.past[0], 3)])
-    )
-    caches = []
-    for past, new in zip(layer.past, layer.new, strict=True):
-        (row,) = edit.add(layer.node, "Reshape", [new, rows])
-        caches += edit.add(layer.node, "ScatterND", [past, shared.indices(past), row])
-    return caches
-
-
 def _attend_with_bias(
-    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues
-) -> list[ir.Value]:
-    """Inserts the attention "bias"; returns the mixed rows [1, N, H·Dh] and both caches."""
-    caches = _write(edit, layer, shared)
+    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues, caches: list[ir.Value]
+) -> ir.Value:
+    """Inserts the attention "bias"; returns the mixed rows [1, N, H·Dh]."""
     cache = layer.past[0]
     assert cache.dtype is not None
-    width, bias = shared.width(layer.mask), shared.bias(layer.mask, cache.dtype)
+    bias = shared.bias(layer.mask, cache.dtype)
     rows = np.zeros((1, 0, fixed_size(cache, 1) * fixed_size(cache, 3)), cache.dtype.numpy())
     empty = edit.constant(rows, "empty")
-    inputs = [layer.query, empty, empty, *caches, shared.seqlens, width, None, None, None, bias]
+    inputs: list[ir.Value | None] = [layer.query, empty, empty, *caches]
+    inputs += [shared.seqlens, shared.width, None, None, None, bias]
     if layer.sinks is not None:
         flat = edit.constant(np.array([-1]))
         inputs += edit.add(layer.node, "Reshape", [layer.sinks, flat])
-    mixed = edit.add(
+    (mixed,) = edit.add(
         layer.node,
         "GroupQueryAttention",
         inputs,
@@ -186,14 +189,14 @@ def _attend_with_bias(
         causal=0,
         **layer.attributes,
     )
-    return [*mixed, *caches]
+    return mixed
 
 
 def _attend_whole_buffers(
-    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues
-) -> list[ir.Value]:
-    """Inserts the attention "full_buffer"; returns the mixed rows [1, N, H·Dh] and both caches."""
-    node, caches = layer.node, _write(edit, layer, shared)
+    edit: GraphEditor, layer: _LayerValues, shared: _SharedValues, caches: list[ir.Value]
+) -> ir.Value:
+    """Inserts the attention "full_buffer"; returns the mixed rows [1, N, H·Dh]."""
+    node = layer.node
     H, Dh = layer.num_heads, fixed_size(layer.past[0], 3)
     (q,) = edit.add(node, "Reshape", [layer.query, edit.constant(np.array([1, -1, H, Dh]))])
     (q,) = edit.add(node, "Transpose", [q], perm=[0, 2, 1, 3])
@@ -205,7 +208,7 @@ def _attend_whole_buffers(
     (mixed,) = edit.add(node, "Attention", [q, *keys_values, mask], **layer.attributes)
     (mixed,) = edit.add(node, "Transpose", [mixed], perm=[0, 2, 1, 3])
     flat = edit.constant(np.array([1, -1, H * Dh]))
-    return [*edit.add(node, "Reshape", [mixed, flat]), *caches]
+    return edit.add(node, "Reshape", [mixed, flat])[0]
 
 
 ATTEND = {"bias": _attend_with_bias, "full_buffer": _attend_whole_buffers}
@@ -229,7 +232,10 @@ def _rewrite_attention(
     new = tuple(flat.value(_new_rows(scatter)) for scatter in scatters)
     H = flat.num_heads(input_at(attention, 0))
     layer = _LayerValues(attention, q, (new[0], new[1]), past, mask, H, sinks)
-    mixed, *caches = ATTEND[kind](edit, layer, shared)
+    caches = [
+        shared.write(attention, past, new) for past, new in zip(layer.past, layer.new, strict=True)
+    ]
+    mixed = ATTEND[kind](edit, layer, shared, caches)
     for scatter, cache in zip(scatters, caches, strict=True):
         edit.replace(scatter.outputs[0], cache)
     (transpose,) = (use.node for use in attention.outputs[0].uses())
@@ -238,25 +244,15 @@ def _rewrite_attention(
     edit.replace(reshape.outputs[0], mixed)
 
 
-def _rewrite_other_write(
-    edit: GraphEditor, scatter: ir.Node, mask: ir.Value, shared: _SharedValues
-) -> None:
-    """Replaces the write of a cache [1, 1, S, W] of modules/convolution.py.
-
-    Masks may have fewer columns than the caches have slots. So do the positions that are compared
-    with them.
-    """
+def _rewrite_other_write(edit: GraphEditor, scatter: ir.Node, shared: _SharedValues) -> None:
+    """Replaces the write of a cache [1, 1, S, W] of modules/convolution.py."""
     past = input_at(scatter, 0)
-    rows = edit.constant(np.array([1, -1, 1, fixed_size(past, 3)]))
-    (row,) = edit.add(scatter, "Reshape", [_new_rows(scatter), rows])
-    (cache,) = edit.add(scatter, "ScatterND", [past, shared.indices(past), row])
+    cache = shared.write(scatter, past, _new_rows(scatter))
     edit.replace(scatter.outputs[0], cache)
     if past.name == POSITIONS:
         readers = list(cache.uses())
-        start, axis = (edit.constant(np.array([n], np.int32)) for n in (0, 2))
-        (seen,) = edit.add(scatter, "Slice", [cache, start, shared.width(mask), axis])
         for node, index in readers:
-            node.replace_input_with(index, seen)
+            node.replace_input_with(index, shared.seen(cache))
 
 
 def _new_rows(scatter: ir.Node) -> ir.Value:
@@ -265,30 +261,27 @@ def _new_rows(scatter: ir.Node) -> ir.Value:
     return input_at(joined, 1)
 
 
-def _windows_by_position(
-    edit: GraphEditor, shared: _SharedValues, position_ids: ir.Value, mask: ir.Value
-) -> None:
+def _windows_by_position(edit: GraphEditor, shared: _SharedValues, position_ids: ir.Value) -> None:
     """Has sliding windows compare positions where the trace counts keys (see `window_mask`): slots
     are in no order.
 
     The position of each slot's row is kept as keys and values are, in the cache `kv.positions`
-    i64[1, 1, S, 1]. A step may come with a mask narrower than the cache.
+    i64[1, 1, S, 1], which models with convolutions have anyway.
     """
     graph, first = edit.graph, shared.first
     counts = [node for node in graph if node.op_type == "CumSum"]
     if not counts:
         return
-    past = edit.add_input("kv.positions", ir.DataType.INT64, [1, 1, "S", 1])
-    row = edit.constant(np.array([1, -1, 1, 1]))
-    (new,) = edit.add(first, "Reshape", [position_ids, row])
-    (kept,) = edit.add(first, "ScatterND", [past, shared.indices(past), new])
-    kept.name, kept.shape, kept.type = "kv.positions.out", past.shape, past.type
-    graph.outputs.append(kept)
-    (width,) = edit.add(first, "Shape", [mask], start=3, end=4)
-    zero, axis = edit.constant(np.array([0])), edit.constant(np.array([2]))
-    (kept,) = edit.add(first, "Slice", [kept, zero, width, axis])
-    (of_slots,) = edit.add(first, "Reshape", [kept, edit.constant(np.array([1, 1, 1, -1]))])
-    (of_rows,) = edit.add(first, "Reshape", [position_ids, edit.constant(np.array([1, 1, -1, 1]))])
+    kept = next((value for value in graph.outputs if value.name == f"{POSITIONS}.out"), None)
+    if kept is None:
+        past = edit.add_input(POSITIONS, ir.DataType.INT64, [1, 1, "S", 1])
+        kept = shared.write(first, past, position_ids)
+        kept.name, kept.shape, kept.type = f"{POSITIONS}.out", past.shape, past.type
+        graph.outputs.append(kept)
+    of_slots, of_rows = (
+        edit.add(first, "Reshape", [value, edit.constant(np.array(shape))])[0]
+        for value, shape in ((shared.seen(kept), [1, 1, 1, -1]), (position_ids, [1, 1, -1, 1]))
+    )
     for count in counts:
         for use in list(count.outputs[0].uses()):
             if use.node.op_type == "Slice":  # the number of keys that each row sees

@@ -226,7 +226,8 @@ def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
     generation_config = read_generation_config(folder, gguf_file)
     where = folder / (gguf_file or "")
     # It warns of faults that are checked here, or of what was asked for.
-    logging.getLogger("transformers.modeling_utils").addFilter(_is_error)
+    for name in ("modeling_utils", "activations"):
+        logging.getLogger(f"transformers.{name}").addFilter(_is_error)
     gguf = _gguf_weights(where, config) if gguf_file else None
     own = quantised_weights(folder, gguf_file) if gguf is None else gguf
     loader: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # its types lack output_loading_info

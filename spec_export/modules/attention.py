@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spec_export.decoder_config import DecoderConfig
+from spec_export.families import capped
 from spec_export.modules.basic import Norm, Projection, frozen
 
 Table = tuple[Tensor, Tensor]  # cos and sin, [rows, rotary_dim/2] each
@@ -114,7 +115,7 @@ class Attention(nn.Module):
         sinks_H: Tensor | None = None,
     ) -> None:
         """qk_norm, interleaved: see `Family`; rope and window: see `LayerKind`. scale: of the
-        scores, Dh**-0.5 by default. softcap: scores become softcap·tanh(score/softcap), 0 for none.
+        scores, Dh**-0.5 by default. softcap: see `capped`.
         sinks_H: one more score for each query head, which has no value.
         """
         super().__init__()
@@ -191,8 +192,7 @@ class Attention(nn.Module):
                 version=24,
             )
         k, v = (part.repeat_interleave(H // G, dim=1) for part in (k, v))
-        scores = (q @ k.transpose(2, 3)) * scale
-        scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = capped((q @ k.transpose(2, 3)) * scale, self.softcap)
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 

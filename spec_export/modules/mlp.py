@@ -29,6 +29,21 @@ def relu_squared(x: Tensor) -> Tensor:
     return positive * positive
 
 
+class XIELU(nn.Module):
+    """Computes the xIELU (Huang and Schlag 2024, arXiv 2411.13010), whose numbers are learned."""
+
+    def __init__(self, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> None:
+        """The alphas are those that softplus maps to factors on the two sides of 0."""
+        super().__init__()
+        self.beta, self.eps = float(beta), float(eps)
+        self.right = float(F.softplus(alpha_p))
+        self.left = self.beta + float(F.softplus(alpha_n))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = self.left * (torch.expm1(x.clamp(max=self.eps)) - x)
+        return torch.where(x > 0, self.right * x * x, left) + self.beta * x
+
+
 # By the names that transformers has for them.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": silu,
