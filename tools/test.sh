@@ -10,11 +10,14 @@ make_venv "$extras"
 
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
-# types and documentation are checked side by side; mypy's failure ends the script at `wait`
+# types are checked beside the rest, and judged at the end
 .venv/bin/mypy &
 mypy=$!
 NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
-wait "$mypy"
-# a process a core, each with one thread; a file's tests stay together, for the bundles they share
+# a process a core, each with one thread; a file's tests stay together, for the bundles they share,
+# and files in the order of tests/conftest.py
+tests=0
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m "not gpu" -rsfE --tb=short -n auto --maxprocesses 4 \
-  --dist loadfile "$@" < /dev/null
+  --dist loadfile --no-loadscope-reorder "$@" < /dev/null || tests=$?
+wait "$mypy" || { echo "mypy found the errors above the tests' results" >&2; exit 1; }
+exit "$tests"

@@ -41,6 +41,7 @@ class Log:
     _seconds: float = 0.0  # spent in them
     _time_share: float = 0.0  # of max_minutes, at the last step
     _events: EventWriter | None = None
+    _num_written: int = 0  # lines of the curve
 
     def open_events(self, step: int) -> None:
         """Writes TensorBoard events from now on; `step` is the last one made."""
@@ -118,10 +119,11 @@ class Log:
         self.write_curve()
 
     def write_curve(self) -> None:
-        """Writes the curve so far, in the first process."""
-        if self.accelerator.is_main_process:
+        """Writes the curve so far, in the first process, unless it has no new line."""
+        if self.accelerator.is_main_process and len(self.curve) != self._num_written:
             with disk.writing("the curves", self.out):
                 curves.write(self.curve, self.out)
+            self._num_written = len(self.curve)
 
     def best(self) -> dict[str, float] | None:
         """Returns the validation of the greatest accepted length, None without one.

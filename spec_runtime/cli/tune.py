@@ -191,13 +191,11 @@ def _number(value: float | None, digits: int) -> str:
 
 def _draw(report: "TuneReport", name: str, path: Path) -> None:
     """Draws the time of verify by tree size, and below it the speed-ups (Medusa's figure 4b)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     key, costs = report.profile.key, report.profile.costs
-    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(6, 6))
+    figure = Figure(figsize=(6, 6))
+    above, below = figure.subplots(2, 1, sharex=True)
     above.plot(*zip(*costs.verify, strict=True), "o-")
     above.set_ylabel("verify, ms")
     above.set_ylim(bottom=0)
@@ -211,4 +209,3 @@ def _draw(report: "TuneReport", name: str, path: Path) -> None:
     below.legend()
     with replacing(path) as temporary:
         figure.savefig(temporary, bbox_inches="tight")
-    pyplot.close(figure)

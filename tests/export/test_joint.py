@@ -355,28 +355,52 @@ def test_the_two_rates_are_their_own(
     )
 
 
+# Trains each of some runs in as many processes as it asks for, with what `accelerate launch` would
+# tell them. They are forks, which need not import PyTorch again.
+FORKED = """
+import json, os, socket, sys
+import matplotlib.figure
+from spec_export.cli import main
+from spec_export.training import joint, run
+for num_processes, environment, log, words in json.loads(sys.argv[1]):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}"}
+    children = []
+    for rank in range(num_processes):
+        if not (child := os.fork()):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+            of_rank = {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{num_processes}"}
+            os.environ |= environment | of_rank
+            sys.argv[1:] = words
+            main()
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+"""
+
+
 @pytest.mark.slow
 def test_two_processes_train_as_one_with_twice_the_batches(path: Path, tmp_path: Path) -> None:
     """With the target whole in both, or spread over them."""
-    curves, said = {}, {}
+    runs = []
     for name, processes in (("one", 1), ("two", 2), ("sharded", 2)):
-        out = tmp_path / name
-        launch = ["torch.distributed.run", "--nproc-per-node", "2", "-m"] * (processes == 2)
         options = [f"train.grad_accumulation={2 // processes}"]
         options += ["train.batch_tokens=150", "joint.backbone_loss=distill", "train.ema=0.9"]
-        sets = [word for option in options for word in ("--set", option)]
-        environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        words = ["train", str(path.with_stem("skip_layer")), "--out", str(tmp_path / name)]
+        words += [word for option in options for word in ("--set", option)]
+        environment = {"ACCELERATE_USE_CPU": "true"}
         environment |= {"ACCELERATE_USE_FSDP": "true"} if name != "two" else {}
-        command = [sys.executable, "-m", *launch, "spec_export", "train"]
-        done = subprocess.run(
-            [*command, str(path.with_stem("skip_layer")), "--out", str(out), *sets],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **environment},
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        said[name] = [line for line in done.stderr.splitlines() if "sharded" in line]
-        with (out / "curves.csv").open(newline="") as file:
+        runs.append((processes, environment, str(tmp_path / f"{name}.log"), words))
+    command = [sys.executable, "-c", FORKED, json.dumps(runs)]
+    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    curves, said = {}, {}
+    for name in ("one", "two", "sharded"):
+        log = (tmp_path / f"{name}.log").read_text()
+        assert (tmp_path / name / "drafter").is_dir(), log[-3000:]
+        said[name] = [line for line in log.splitlines() if "sharded" in line]
+        with (tmp_path / name / "curves.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         keys = ("loss", "accepted_length")
         curves[name] = [float(row[key]) for row in rows for key in keys if row[key]]

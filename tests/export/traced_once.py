@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import marshal
-import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import torch
+from filelock import FileLock
 from torch import Tensor, nn
 
 MAX_BYTES = 2**24  # of weights: those of a real model would fill the disk
@@ -64,10 +64,9 @@ class TracedOnce:
         if digest is None:
             return self.export(module, args, **options)
         file = self.folder / f"{digest}.onnx"
-        if not file.exists():
-            program = self.export(module, args, **options)
-            assert program is not None
-            written = file.with_suffix(f".{os.getpid()}")
-            written.write_bytes(ir.to_proto(program.model).SerializeToString())
-            written.replace(file)
+        with FileLock(file.with_suffix(".lock")):
+            if not file.exists():
+                program = self.export(module, args, **options)
+                assert program is not None
+                file.write_bytes(ir.to_proto(program.model).SerializeToString())
         return SimpleNamespace(model=ir.from_proto(onnx.load(file)))

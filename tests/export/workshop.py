@@ -1,14 +1,14 @@
-"""Makes tiny targets, drafters and bundles the real way, each once for the whole session."""
+"""Makes tiny targets, drafters and bundles the real way, each once for all processes of a run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from filelock import FileLock
 from tiny_target import save_llama, teach
 
 from spec_export import drafters, make_bundle
@@ -66,20 +66,38 @@ class Workshop:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # These caches are not on the methods, because there they would outlive the folder.
-        self.llama = cache(self._llama)
-        self.drafter = cache(self._drafter)
-        self.bundle = cache(self._bundle)
-        self.cuda_bundle = cache(self._cuda_bundle)
+        folder.mkdir(exist_ok=True)
+
+    def _once(self, name: str, make: Callable[[], Path]) -> Path:
+        """Returns what `make` returned in this process or another one, which is waited for."""
+        made = self.folder / f"{name}.made"
+        with FileLock(self.folder / f"{name}.lock"):
+            if not made.exists():
+                made.write_text(str(make()))
+        return Path(made.read_text())
+
+    def llama(self) -> Path:
+        """Returns the target's folder, beside which lie the rows that drafters learn from."""
+        return self._once("llama", self._llama_and_rows)
+
+    def drafter(self, name: str) -> Path:
+        """Returns a checkpoint trained as `spec-export train` does."""
+        return self._once(name, lambda: self._drafter(name))
+
+    def bundle(self, drafter: str, precision: str = "fp32") -> Path:
+        """Returns a bundle whose drafter has the target's precision, to be compared with torch."""
+        return self._once(f"{drafter}-{precision}", lambda: self._bundle(drafter, precision))
+
+    def cuda_bundle(self, precision: str) -> Path:
+        """Returns a bundle for CUDA with every trainable drafter, and the fused steps there are."""
+        return self._once(f"cuda-{precision}", lambda: self._cuda_bundle(precision))
 
     def _llama(self) -> Path:
         """Returns a target large enough for every product but the last to be quantised."""
         sizes = {"hidden_size": 64, "intermediate_size": 96}
         return save_llama(self.folder / "llama", **sizes | dict(self.target))
 
-    def _drafter(self, name: str) -> Path:
-        """Returns a checkpoint trained as `spec-export train` does."""
-        self.llama()
+    def _llama_and_rows(self) -> Path:
         rows = [
             [
                 {"role": "user", "content": f"say {word}{i}"},
@@ -90,6 +108,10 @@ class Workshop:
         ]
         lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
         (self.folder / "data.jsonl").write_text("".join(lines))
+        return self._llama()
+
+    def _drafter(self, name: str) -> Path:
+        self.llama()
         recipe = self.folder / f"{name}.toml"
         recipe.write_text(self.recipe(name, OPTIONS.get(name, "")))
         return train.run(recipe, out=self.folder / "runs" / name)
@@ -105,8 +127,7 @@ class Workshop:
         known: dict[str, Any] = {"model": str(self.llama()), "drafter_checkpoints": checkpoints}
         return make_bundle.build(BuildOptions(**known | {"out": out} | options), report)
 
-    def _bundle(self, drafter: str, precision: str = "fp32") -> Path:
-        """Builds a bundle whose drafter has the target's precision, to be compared with torch."""
+    def _bundle(self, drafter: str, precision: str) -> Path:
         return self.build(
             self.folder / "bundles" / f"{drafter}-{precision}",
             drafter,
@@ -115,7 +136,6 @@ class Workshop:
         )
 
     def _cuda_bundle(self, precision: str) -> Path:
-        """Builds a bundle for CUDA with every trainable drafter, and the fused steps there are."""
         out, names = self.folder / "bundles" / f"cuda-{precision}", drafters.trainable()
         return self.build(out, *names, precision=precision, device="cuda", fuse=True)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
-    "matplotlib.pyplot",
+    "matplotlib.figure",
     "onnxruntime",
     "spec_export.calibrate",
     "spec_export.distill.answers",

@@ -1,7 +1,8 @@
 """The law of the output is the target's: for each rule of acceptance, tree shape and temperature.
 
 The whole loop runs on a target of four tokens whose logits depend on the last two, against exact
-enumeration of the first four tokens. Rules known to be biased fail the same test.
+enumeration of the first four tokens. Rules known to be biased fail the same test. By target
+sampling a seed gives the same tokens with any tree, so that one tree's law is that of all.
 """
 
 from __future__ import annotations
@@ -193,6 +194,7 @@ RULES: dict[str, dict[str, Any]] = {
     "without_replacement": {"acceptance": "rejection"},
     "with_replacement": {"acceptance": "rejection", "draw_with_replacement": True},
 }
+DRAWING_RULES = [rule for rule in RULES if rule != "target_sampling"]
 PROCESSED: dict[str, Any] = {
     "temperature": 0.8,
     "top_k": 3,
@@ -212,14 +214,13 @@ def case(rule: str, shape: str, processing: dict[str, Any]) -> tuple[dict[str, A
     return {**params, "draw_widths": DRAWN[shape]}, Budget(24)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("shape", ["chain", "wide", "deep"])
-@pytest.mark.parametrize("rule", RULES)
-def test_output_follows_the_target(rule: str, shape: str, temperature: float) -> None:
-    assert excess(*case(rule, shape, {"temperature": temperature})) < 0
+@pytest.mark.parametrize("rule", DRAWING_RULES)
+def test_output_follows_the_target(rule: str, shape: str) -> None:
+    assert excess(*case(rule, shape, {"temperature": 0.7})) < 0
 
 
-@pytest.mark.parametrize("temperature", [1e-2, 1e-3, 1e-4, 1e-5, MIN_TEMPERATURE])
+@pytest.mark.parametrize("temperature", [1e-3, MIN_TEMPERATURE])
 @pytest.mark.parametrize("rule", RULES)
 def test_output_follows_the_target_at_low_temperatures(rule: str, temperature: float) -> None:
     """Logits of about 20 that lie as close together as the temperature is low."""
@@ -251,7 +252,7 @@ def test_a_tree_cut_by_its_budget_is_still_exact(max_nodes: int) -> None:
     assert excess(params, Budget(max_nodes), "one pass") < 0
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", DRAWING_RULES)
 def test_output_follows_the_target_behind_guesses_in_pairs(rule: str) -> None:
     assert excess(*case(rule, "deep", {"temperature": 1.0}), "pairs") < 0
 
@@ -307,12 +308,12 @@ def test_longest_beam_wins_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("shape", GIVEN)
 @pytest.mark.parametrize("kind", ["by levels", "one pass", "pairs"])
-@pytest.mark.parametrize("processing", [{"temperature": 1.0}, PROCESSED, {**PROCESSED, "seed": 7}])
+@pytest.mark.parametrize("processing", [{"temperature": 1.0}, PROCESSED])
 def test_a_seed_gives_the_tokens_of_plain_decoding(
     shape: str, kind: str, processing: dict[str, Any]
 ) -> None:
     for seed in range(40):
-        params = SamplingParams(**{"seed": seed, **processing})
+        params = SamplingParams(seed=seed, **processing)
         toy = Toy(kind)
         plain = tokens_of(toy, params, Budget(1), 24)
         assert tokens_of(toy, params, GIVEN[shape], 24) == plain

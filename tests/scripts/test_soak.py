@@ -25,12 +25,12 @@ def test_mixed_requests_of_several_threads_get_the_answers_of_plain_decoding(
     fluent: FluentWorkshop, tmp_path: Path
 ) -> None:
     out = tmp_path / "soak.json"
-    options = ["--minutes", "0.2", "--bundle", str(fluent.bundle("medusa")), "--json", str(out)]
+    options = ["--minutes", "0.1", "--bundle", str(fluent.bundle("medusa")), "--json", str(out)]
     done = subprocess.run([sys.executable, *TOOL, *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(out.read_text())
     assert figures["failures"] == []
-    assert figures["outcomes"]["equal"] > 50
+    assert figures["outcomes"]["equal"] > 10
     assert "chat turn" in figures["by_kind"]
 
 
