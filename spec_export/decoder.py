@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from spec_export.decoder_config import (
     rotary_tables,
 )
 from spec_export.decoder_config import DecoderConfig as DecoderConfig
+from spec_export.deferred import defer_matrices
 from spec_export.families import FAMILIES as FAMILIES
 from spec_export.families import Family, LayerKind, Scale, capped, require_known
 from spec_export.modules.attention import Attention as Attention
@@ -39,7 +40,7 @@ from spec_export.modules.convolution import Convolution, with_ancestors
 from spec_export.modules.experts import Experts, interleaved
 from spec_export.modules.mlp import ACTIVATIONS, XIELU, Activation, PlainMLP
 from spec_export.modules.mlp import GatedMLP as GatedMLP
-from spec_export.weights import ModelWeights, Weights
+from spec_export.weights import ModelWeights, StoredWeights, Weights
 from spec_runtime.errors import UnsupportedModelError
 
 
@@ -193,19 +194,26 @@ class Backbone(nn.Module):
         """
         states = [self.embedding.embed(input_ids.view(-1))]
         caches: list[Tensor] = []
-        positions: list[Tensor] = []
-        num_ancestors = max(
-            getattr(layer.attention, "num_ancestors", 0) for layer in self.layers[:num_layers]
-        )
-        if num_ancestors:
-            shared, written = with_ancestors(shared, kv[-1], num_ancestors)
-            positions = [written]
+        shared, positions = self.with_ancestors(kv, shared, num_layers)
         for layer, kind in zip(self.layers[:num_layers], self.config.kinds, strict=False):
             past = kv[len(caches) : len(caches) + len(CACHES[kind.mixer])]
             x_ND, new = layer(states[-1], past, shared)
             states.append(x_ND)
             caches += new
         return states, caches + positions
+
+    def with_ancestors(
+        self, kv: Sequence[Tensor], shared: SharedInputs, num_layers: int
+    ) -> tuple[SharedInputs, list[Tensor]]:
+        """Returns the inputs with each row's ancestors and the new cache of positions, if one of
+        the first layers reads them; else the inputs as they are and no cache."""
+        num_ancestors = max(
+            getattr(layer.attention, "num_ancestors", 0) for layer in self.layers[:num_layers]
+        )
+        if not num_ancestors:
+            return shared, []
+        shared, written = with_ancestors(shared, kv[-1], num_ancestors)
+        return shared, [written]
 
     def shared_inputs(
         self,
@@ -240,6 +248,39 @@ class Backbone(nn.Module):
         require_supported(hf_model.config)
         weights = ModelWeights(hf_model)
         return cls.from_weights(hf_model.config, weights, taps, max_length, scratch)
+
+    @classmethod
+    def deferred(
+        cls,
+        raw: Any,
+        weights: StoredWeights,
+        taps: Sequence[int] = (),
+        max_length: int | None = None,
+        scratch: int = DEFAULT_SCRATCH,
+    ) -> Backbone:
+        """Returns the backbone of a transformers config whose matrices are read when needed.
+
+        See `from_transformers`. A layer is put together anew to read one of its matrices, and kept
+        until another layer is asked for.
+        """
+        backbone = cls.from_weights(raw, weights.outline(), taps, max_length, scratch)
+        family = FAMILIES[raw.model_type]
+        around = _Part(raw, family, backbone.config, weights, "")
+
+        held: dict[int, Layer] = {}
+
+        def read(i: int, name: str) -> Tensor:
+            if i not in held:
+                held.clear()
+                held[i] = assemble_layer(raw, backbone.config, weights, i)
+            return held[i].get_parameter(name).detach()
+
+        for i, layer in enumerate(backbone.layers):
+            defer_matrices(layer, partial(read, i))
+        embedding = f"{family.prefix}embed_tokens.weight"
+        defer_matrices(backbone.embedding, lambda name: around.tensor(embedding))
+        defer_matrices(backbone.head, lambda name: around.tensor("lm_head.weight"))
+        return backbone
 
     @classmethod
     def from_weights(
@@ -317,22 +358,33 @@ class _Part:
         """Returns a tensor; raises UnsupportedModelError if the model does not have it."""
         found = self.maybe(name)
         if found is None:
-            raise UnsupportedModelError(
-                f"got no tensor {self.prefix}{name} in a '{self.raw.model_type}' model, expected "
-                "one: this model is not supported"
-            )
+            self._refuse(name)
         return found
+
+    def rows(self, name: str) -> int:
+        """Returns the number of a tensor's rows, as `tensor` without reading it."""
+        shape = self.weights.shape(self.prefix + name)
+        if shape is None:
+            self._refuse(name)
+        return shape[0]
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise UnsupportedModelError(
+            f"got no tensor {self.prefix}{name} in a '{self.raw.model_type}' model, expected one: "
+            "this model is not supported"
+        )
 
     def projection(self, *names: str) -> Projection:
         """Returns the product of linear layers of one input, outputs side by side, with the biases
         of those that have one."""
-        sizes = [len(self.tensor(f"{name}.weight")) for name in names]
+        sizes = [self.rows(f"{name}.weight") for name in names]
         weight = self.weights.joined([f"{self.prefix}{name}.weight" for name in names])
         biases = [self.maybe(f"{name}.bias") for name in names]
-        if all(bias is None for bias in biases):
+        given = next((bias for bias in biases if bias is not None), None)
+        if given is None:
             return Projection(weight)
         filled = [
-            weight.new_zeros(size) if bias is None else bias
+            given.new_zeros(size) if bias is None else bias
             for size, bias in zip(sizes, biases, strict=True)
         ]
         return Projection(weight, torch.cat(filled))
@@ -345,9 +397,7 @@ class _Part:
         if self.family.has_norm_weights:
             weight = self.tensor(f"{name}.weight")
         else:
-            embedding = self.weights.get(f"{self.family.prefix}embed_tokens.weight")
-            assert embedding is not None, "got a model without an embedding"
-            weight = torch.ones(embedding.shape[1], dtype=embedding.dtype)
+            weight = torch.ones(self.config.hidden_size, dtype=self.weights.dtype)
         if self.family.unit_offset:
             weight = weight + 1
         if self.family.norm == "layer":

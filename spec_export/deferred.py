@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,25 @@ def defer(shape: torch.Size, dtype: torch.dtype, read: Callable[[], Tensor]) -> 
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
     parameter.read = read  # type: ignore[attr-defined]
     return parameter
+
+
+def defer_matrices(module: nn.Module, read: Callable[[str], Tensor]) -> None:
+    """Replaces the parameters of a module that are on the meta device by deferred ones.
+
+    read: returns the numbers of a parameter by its name in the module.
+    """
+    for part_name, part in module.named_modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.is_meta and not is_deferred(parameter):
+                full = f"{part_name}.{name}" if part_name else name
+                setattr(part, name, defer(parameter.shape, parameter.dtype, partial(read, full)))
+
+
+def changed(parameter: Tensor, change: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    """Returns a parameter with changed numbers of the same shape, deferred if the old one is."""
+    if is_deferred(parameter):
+        return defer(parameter.shape, parameter.dtype, lambda: change(real(parameter)))
+    return nn.Parameter(change(parameter.detach()), requires_grad=False)
 
 
 def is_deferred(parameter: Tensor) -> bool:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import torch
 
 from spec_export import reference, target
-from spec_export.bundling import drafters, manifest, plans
+from spec_export.bundling import drafters, manifest, needs, plans
 from spec_export.bundling.drafters import LoadedDrafter
 from spec_export.bundling.options import BuildOptions as BuildOptions
 from spec_export.bundling.writer import GraphWriter, save_graph
@@ -52,7 +52,7 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
         if options.backend == "tensorrt":
             target.require_standard_operators(source)
         with report.stages(_num_stages(options, saved)):
-            models = _load(options, source, saved, report)
+            models = _load(options, source, saved, out, report)
             result = _write_graphs(models, options, folder, report)
             if plan_builder is not None:
                 result = plans.with_plans(result, plan_builder, options, folder, report)
@@ -89,39 +89,42 @@ class _Models:
 
 
 def _load(
-    options: BuildOptions, source: target.Source, saved: list[SavedDrafter], report: Report
+    options: BuildOptions,
+    source: target.Source,
+    saved: list[SavedDrafter],
+    out: Path,
+    report: Report,
 ) -> _Models:
-    """Loads the target and gives every drafter its weights.
+    """Opens the target, whose weights are read a layer at a time, and gives every drafter its own.
 
-    Drafters are made while the target is in float32, which they borrow from; only then does the
-    target take its own type.
+    Drafters borrow from the target in float32; only the target takes its own type.
     """
     with report.stage("loading the target"):
-        hf_model, tokenizer = target.load(source)
+        hf_model, weights, tokenizer = target.open_weights(source)
     said = target.quantised_weights(source)
     if said is not None:
         report.line(f"{source.name}: {said}")
     manifest.require_fitting_tokens(tokenizer, hf_model)
-    taps = tuple(sorted({tap for drafter in saved for tap in drafter.config.get("taps", ())}))
-    length = options.max_length
+    raw, length = hf_model.config, options.max_length
     if length is None:
-        length = min(DEFAULT_MAX_LENGTH, hf_model.config.max_position_embeddings)
-    loaded = [
-        LoadedDrafter(
-            drafter,
-            drafters.load_module(drafter, Backbone.from_transformers(hf_model, (), length)),
-        )
-        for drafter in saved
-    ]
+        length = min(DEFAULT_MAX_LENGTH, raw.max_position_embeddings)
+    loaded = []
     if options.draft_model is not None:
-        vocab_size = hf_model.config.vocab_size
         with report.stage("loading the draft model"):
             draft_model = drafters.load_draft_model(
-                options.draft_model, tokenizer, vocab_size, length, report
+                options.draft_model, tokenizer, raw.vocab_size, length, report
             )
             loaded.append(draft_model)
-    hf_model = hf_model.to(DTYPES.get(options.target_precision, torch.float32))
-    backbone = Backbone.from_transformers(hf_model, taps, length)
+    taps = tuple(sorted({tap for drafter in saved for tap in drafter.config.get("taps", ())}))
+    narrow = weights.to(DTYPES.get(options.target_precision, torch.float32))
+    backbone = Backbone.deferred(raw, narrow, taps, length)
+    needs.say(needs.foretell(options, backbone, saved, loaded), out, report)
+    if saved:
+        wide = Backbone.deferred(raw, weights, (), length)
+        ends = target.ends(wide)
+        loaded += [
+            LoadedDrafter(each, drafters.load_module(each, wide.config, ends)) for each in saved
+        ]
     return _Models(source, hf_model, tokenizer, backbone, loaded)
 
 

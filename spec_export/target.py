@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from spec_export.decoder import FAMILIES, Attention, Backbone, GatedMLP, Layer, RMSNorm
+from spec_export.deferred import real
 from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import gguf_header, gguf_vocabulary, pretrained
 from spec_export.loading.gguf_vocabulary import ReferenceEncoder
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_export.report import SILENT, Report
+from spec_export.weights import StoredWeights
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.mapping import brief
@@ -149,6 +151,20 @@ def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return model.requires_grad_(False).to(dtype).eval(), tokenizer
 
 
+def open_weights(source: Source) -> tuple[Any, StoredWeights, Any]:
+    """Returns the transformers causal LM without its numbers, its weights, which are read when they
+    are needed, and its tokenizer.
+
+    Raises UserError as `load` does; a tensor of another shape, or not finite, is found when it is
+    read.
+    """
+    folder = local_folder(source)
+    config = pretrained.read_config(folder, source.gguf_file)
+    tokenizer = pretrained.read_tokenizer(folder, source.gguf_file)
+    model, tensors = pretrained.open_model(folder, source.gguf_file, config)
+    return model, StoredWeights(tensors), tokenizer
+
+
 def quantised_weights(source: Source) -> str | None:
     """Says which quantised matrices are read, and in which form; None for unquantised weights."""
     weights = pretrained.quantised_weights(local_folder(source), source.gguf_file)
@@ -211,10 +227,6 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 
     Raises OSError or SafetensorError if that fails.
     """
-    # transformers still takes dequantised weights for quantised ones, and would refuse to save them
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -238,10 +250,12 @@ def ends(backbone: Backbone) -> TargetEnds:
         head_dim=config.head_dim,
         norm_eps=config.norm_eps,
     )
+    embed_VD = real(backbone.embedding.weight)
+    head_VD = embed_VD if backbone.head is backbone.embedding else real(backbone.head.weight)
     return TargetEnds(
         dims=dims,
-        embed_VD=_scaled(backbone.embedding.weight, backbone.embedding.embedding_scale),
-        head_VD=_scaled(backbone.head.weight, backbone.logit_scale),
+        embed_VD=_scaled(embed_VD, backbone.embedding.embedding_scale),
+        head_VD=_scaled(head_VD, backbone.logit_scale),
         final_norm_D=backbone.norm.weight.detach().float(),
         cos=backbone.cos,
         sin=backbone.sin,
@@ -270,10 +284,10 @@ def _lent_layer(backbone: Backbone) -> dict[str, Tensor]:
         ):
             return {
                 "attention_norm": attention_norm.weight,
-                "qkv": mixer.qkv.weight,
-                "out": mixer.out.weight,
+                "qkv": real(mixer.qkv.weight),
+                "out": real(mixer.out.weight),
                 "mlp_norm": mlp_norm.weight,
-                "gate_up": mlp.gate_up.weight,
-                "down": mlp.down.weight,
+                "gate_up": real(mlp.gate_up.weight),
+                "down": real(mlp.down.weight),
             }
     return {}

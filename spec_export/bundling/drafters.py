@@ -14,7 +14,8 @@ import torch
 from spec_export import drafters as drafter_files
 from spec_export import target
 from spec_export.bundling.options import BuildOptions
-from spec_export.decoder import Backbone
+from spec_export.decoder import Backbone, DecoderConfig
+from spec_export.drafters.layers import TargetEnds
 from spec_export.report import Report
 from spec_export.training import recipe
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
@@ -150,23 +151,24 @@ def warn_of_doubts(saved: SavedDrafter, source: target.Source, report: Report) -
 # ---- loading ----
 
 
-def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
+def load_module(saved: SavedDrafter, target_config: DecoderConfig, ends: TargetEnds) -> Any:
     """Returns the drafter's module with its trained weights, in eval mode.
 
-    Raises UserError, with the tensors' names, if the weights do not fit the target.
+    ends: what it borrows of the target, see `target.ends`. Raises UserError, with the tensors'
+    names, if the weights do not fit the target.
     """
     definition = drafter_files.load(saved.name)
     config = recipe.build_config(
         definition.Config, saved.config, f"{saved.path}/config.json config"
     )
     ids = None if saved.draft_token_ids is None else torch.from_numpy(saved.draft_token_ids)
-    vocab_size = backbone.config.vocab_size
+    vocab_size = target_config.vocab_size
     if ids is not None and int(ids.max()) >= vocab_size:
         raise UserError(
             f"{saved.path} guesses token ids up to {int(ids.max())}, the target has {vocab_size}: "
             "it was trained for another target"
         )
-    trained, built = saved.provenance.get("rope_factors"), backbone.config.rope_factors
+    trained, built = saved.provenance.get("rope_factors"), target_config.rope_factors
     if trained is not None and trained != built:
         warnings.warn(
             f"{saved.path} learnt with the target's {trained} rotary factors, this bundle has the "
@@ -174,7 +176,7 @@ def load_module(saved: SavedDrafter, backbone: Backbone) -> Any:
             "a data.max_length on the same side of the target's original context",
             stacklevel=2,
         )
-    module = definition.Drafter(config, target.ends(backbone), ids)
+    module = definition.Drafter(config, ends, ids)
     saved.load_into(module)
     if saved.bigrams is not None:
         module.add_bigrams(saved.bigrams)
@@ -191,7 +193,7 @@ def load_draft_model(
     """
     definition = drafter_files.load("draft_model")
     source = target.resolve(model, report)
-    hf_model, its_tokenizer = target.load(source)
+    hf_model, weights, its_tokenizer = target.open_weights(source)
     limit = hf_model.config.max_position_embeddings
     if limit < length:
         raise UserError(
@@ -200,7 +202,7 @@ def load_draft_model(
         )
     its_ids, rows = its_tokenizer.get_vocab(), hf_model.config.vocab_size
     definition.require_same_tokens(tokenizer.get_vocab(), its_ids, rows)
-    backbone = Backbone.from_transformers(hf_model, (), length)
+    backbone = Backbone.deferred(hf_model.config, weights, (), length)
     provenance = {"model": source.name, "source": source.kind}
     saved = SavedDrafter("draft_model", {}, {}, None, provenance, source.path)
     return LoadedDrafter(saved, definition.Pretrained(backbone, vocab_size, definition.Config()))

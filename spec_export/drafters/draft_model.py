@@ -199,11 +199,11 @@ class Pretrained:
         """`vocab_size` is the target's. Higher ids, the padding of the model's table, are never
         guessed."""
         self.config = config
-        self._backbone, self._vocab_size = backbone, vocab_size
+        self.backbone, self._vocab_size = backbone, vocab_size
 
     def parameters(self) -> Iterator[Tensor]:
         """Returns all its weights: it shares none with the target."""
-        return self._backbone.parameters()
+        return self.backbone.parameters()
 
     def runtime_config(self) -> dict[str, Any]:
         """Returns what the proposer reads: see `spec_runtime/proposers/draft_model.py`."""
@@ -213,7 +213,7 @@ class Pretrained:
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
     ) -> dict[str, ir.Model]:
         """Returns the graph "drafter" in the contiguous form: see `_export`."""
-        backbone = self._backbone
+        backbone = self.backbone
         graph = _PretrainedGraph(backbone, self._vocab_size, self.config.top_k)
         return _export(graph, backbone.config, backbone.dtype, capacity_symbolic)
 

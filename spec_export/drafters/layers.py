@@ -114,15 +114,18 @@ class DrafterBase(nn.Module):
     def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
         super().__init__()
         self.config, self.dims = config, ends.dims
+        head_VD = ends.head_VD  # shared, unless it is cut
         if draft_token_ids is None:
             draft_token_ids = torch.arange(ends.head_VD.shape[0])
+        else:
+            head_VD = head_VD[draft_token_ids].contiguous()
         draft_index_V = torch.full((ends.embed_VD.shape[0],), IGNORED)
         draft_index_V[draft_token_ids] = torch.arange(len(draft_token_ids))
         borrowed = {
             "draft_token_ids": draft_token_ids,
             "draft_index_V": draft_index_V,
             "embed_VD": ends.embed_VD,
-            "head_VD": ends.head_VD[draft_token_ids].contiguous(),
+            "head_VD": head_VD,
             "cos": ends.cos,
             "sin": ends.sin,
         }

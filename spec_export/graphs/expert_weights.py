@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.edit import MS, GraphEditor, input_at
+from spec_export.graphs.packed import Arrays, Packed
 
 BLOCK = 32
 KEPT = (  # attributes that both operators have
@@ -24,21 +25,23 @@ def quantize_experts(edit: GraphEditor, node: ir.Node, bits: int) -> None:
     """Replaces a MoE node by QMoE with weights of 8 or 4 bits; leaves widths that blocks do not
     divide."""
     matrices = [input_at(node, i) for i in (2, 4)]
-    arrays = [value.const_value.numpy() for value in matrices if value.const_value is not None]
-    assert len(arrays) == len(matrices), "the experts' weights are constants"
+    weights = [value.const_value for value in matrices if value.const_value is not None]
+    assert len(weights) == len(matrices), "the experts' weights are constants"
+    shapes = [tuple(weight.shape.numpy()) for weight in weights]
     # ONNX Runtime takes zero points by block only where a row has more than one.
-    if any(array.shape[2] % BLOCK or array.shape[2] == BLOCK for array in arrays):
+    if any(K % BLOCK or K == BLOCK for _, _, K in shapes):
         return
     biases = [*node.inputs, None, None, None][3:6:2]  # trailing absent inputs are not listed
     inputs: list[ir.Value | None] = [*node.inputs[:2]]
     zero_points: list[ir.Value] = []
-    for value, array, bias in zip(matrices, arrays, biases, strict=True):
-        q, scale, *zero = (_q8 if bits == 8 else _q4)(array.reshape(*array.shape[:2], -1, BLOCK))
-        made = [
-            edit.constant(part, f"{value.name}.{stem}") for part, stem in ((q, "q"), (scale, "s"))
-        ]
-        inputs += [*made, bias]
-        zero_points += [edit.constant(part, f"{value.name}.zero") for part in zero]
+    for value, weight, (E, R, K), bias in zip(matrices, weights, shapes, biases, strict=True):
+        packed, blocks = Packed(edit, weight, _q8 if bits == 8 else _q4), K // BLOCK
+        q = packed.array(0, np.uint8, (E, R, K * bits // 8), f"{value.name}.q")
+        scale = packed.array(1, np.float32, (E, R, blocks), f"{value.name}.s")
+        inputs += [q, scale, bias]
+        if bits == 4:
+            shape = (E, R, (blocks + 1) // 2)
+            zero_points.append(packed.array(2, np.uint8, shape, f"{value.name}.zero"))
     if zero_points:
         inputs += [None, None, None, *zero_points]
     kept = {name: node.attributes[name].value for name in KEPT if name in node.attributes}
@@ -69,26 +72,28 @@ def routers(graph: ir.Graph) -> set[ir.Node]:
     return found
 
 
-def _q8(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Packs blocks f32[E, R, B, 32] into u8[E, R, B·32] with scales f32[E, R, B]."""
+def _q8(rows_RK: np.ndarray) -> Arrays:
+    """Packs rows into u8[R, K] with scales f32[R, B]."""
+    blocks = rows_RK.reshape(len(rows_RK), -1, BLOCK)
     scale = np.abs(blocks).max(-1, keepdims=True) / 127
     scale[scale == 0] = 1
     power = np.exp2(np.ceil(np.log2(scale)))
     is_exact = (np.rint(blocks / power) * power == blocks).all(-1, keepdims=True)
     scale = np.where(is_exact, power, scale).astype(np.float32)
     q = (np.rint(blocks / scale) + 128).astype(np.uint8)
-    return q.reshape(*q.shape[:2], -1), scale[..., 0]
+    return q.reshape(rows_RK.shape), scale[..., 0]
 
 
-def _q4(blocks: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Packs blocks f32[E, R, B, 32] into u8[E, R, B·16], the first of each pair of values in the
-    low half of its byte, with scales f32[E, R, B] and zero points u8[E, R, ⌈B/2⌉], packed alike."""
+def _q4(rows_RK: np.ndarray) -> Arrays:
+    """Packs rows into u8[R, K/2], the first of each pair of values in the low half of its byte,
+    with scales f32[R, B] and zero points u8[R, ⌈B/2⌉], packed alike."""
+    blocks = rows_RK.reshape(len(rows_RK), -1, BLOCK)
     low = np.minimum(blocks.min(-1, keepdims=True), 0)
     scale = (np.maximum(blocks.max(-1, keepdims=True), 0) - low) / 15
     scale[scale == 0] = 1
     zero = np.rint(-low / scale)
     q = (np.rint(blocks / scale) + zero).clip(0, 15).astype(np.uint8)
-    q, zero = q.reshape(*q.shape[:2], -1), zero[..., 0].astype(np.uint8)
-    zero = np.pad(zero, ((0, 0), (0, 0), (0, zero.shape[-1] % 2)))
+    q, zero = q.reshape(rows_RK.shape), zero[..., 0].astype(np.uint8)
+    zero = np.pad(zero, ((0, 0), (0, zero.shape[-1] % 2)))
     halves = [part[..., ::2] | (part[..., 1::2] << 4) for part in (q, zero)]
     return halves[0], scale[..., 0].astype(np.float32), halves[1]

@@ -11,7 +11,6 @@ are quantised by `expert_weights`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,6 +18,7 @@ import onnx_ir as ir
 
 from spec_export.graphs.edit import MS, GraphEditor, input_at, remove_dead
 from spec_export.graphs.expert_weights import quantize_experts, routers
+from spec_export.graphs.packed import Arrays, Packed
 from spec_runtime.errors import UserError
 
 BLOCK = 32
@@ -27,9 +27,6 @@ PRECISIONS = ("fp32", "int8", "int4", "fp16", "bf16")
 # Products with fewer weights stay in float: a drafter's small adapters would gain nothing.
 SMALLEST = 4096
 ON_GRID = 2e-3  # of a step: a value this near to a step of 4 bits sits on it
-PART = 1 << 22  # weights that are quantised at once, which bounds what that takes for a moment
-
-Arrays = tuple[np.ndarray, ...]
 
 
 def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.Model:
@@ -83,51 +80,6 @@ def _weight(node: ir.Node) -> ir.TensorProtocol | None:
     return tensor
 
 
-class _Packed:
-    """A matrix W [N, K] in a quantised form: arrays whose first axis is N.
-
-    They are made together when the first of them is written, and each is dropped once it is.
-    """
-
-    def __init__(
-        self,
-        edit: GraphEditor,
-        weight: ir.TensorProtocol,
-        pack: Callable[[np.ndarray], Arrays],
-        *,
-        is_transposed: bool = False,
-    ) -> None:
-        """pack: quantises some rows, f32[n, K]. is_transposed: the tensor holds Wᵀ."""
-        self._edit, self._weight, self._pack = edit, weight, pack
-        self._is_transposed = is_transposed
-        self._made: dict[int, np.ndarray] = {}
-        self._values: dict[int, ir.Value] = {}
-
-    def array(
-        self, index: int, dtype: type, shape: Sequence[int], stem: str, *, turn: bool = False
-    ) -> ir.Value:
-        """Returns the initializer of one of the arrays, of this type and shape; turn: transposed,
-        and the shape is that of the result."""
-        if index not in self._values:
-            self._values[index] = self._edit.lazy(
-                lambda: self._take(index).T if turn else self._take(index), dtype, shape, stem
-            )
-        return self._values[index]
-
-    def _take(self, index: int) -> np.ndarray:
-        if index not in self._made:
-            self._made = dict(enumerate(self._pack_all()))
-        return self._made.pop(index)
-
-    def _pack_all(self) -> Arrays:
-        whole = self._weight.numpy()
-        whole_NK = whole.T if self._is_transposed else whole
-        rows = max(1, PART // whole_NK.shape[1])
-        starts = range(0, len(whole_NK), rows)
-        parts = [self._pack(whole_NK[start : start + rows]) for start in starts]
-        return tuple(np.concatenate(each) for each in zip(*parts, strict=True))
-
-
 def _quantize_embedding(edit: GraphEditor, node: ir.Node, table: ir.TensorProtocol) -> None:
     """Replaces the Gather of an embedding by one of 8-bit rows and one of their block scales.
 
@@ -136,7 +88,7 @@ def _quantize_embedding(edit: GraphEditor, node: ir.Node, table: ir.TensorProtoc
     V, D = table.shape.numpy()
     if D % BLOCK:
         return
-    packed = _Packed(edit, table, _s8_blocks)
+    packed = Packed(edit, table, _s8_blocks)
     blocks, ids = (V, D // BLOCK), node.inputs[1]
     q = packed.array(0, np.int8, (*blocks, BLOCK), "embedding.q8")
     (row,) = edit.add(node, "Gather", [q, ids], axis=0)
@@ -154,7 +106,7 @@ class _Int8:
     def __init__(self, edit: GraphEditor, largest: int) -> None:
         self.edit, self.largest = edit, largest
         self.quantized: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
-        self.packed: dict[ir.Value, _Packed] = {}
+        self.packed: dict[ir.Value, Packed] = {}
 
     def __call__(self, node: ir.Node, weight: ir.TensorProtocol, is_head: bool) -> ir.Value:
         edit = self.edit
@@ -165,7 +117,7 @@ class _Int8:
         q, size = self.quantized[x]
         if matrix not in self.packed:
             pack = partial(_s8_rows, largest=self.largest)
-            self.packed[matrix] = _Packed(edit, weight, pack, is_transposed=not is_head)
+            self.packed[matrix] = Packed(edit, weight, pack, is_transposed=not is_head)
         packed = self.packed[matrix]
         inputs = [
             q,
@@ -202,7 +154,7 @@ class _Int4:
     def __init__(self, edit: GraphEditor) -> None:
         self.edit = edit
         self.sums: dict[ir.Value, ir.Value] = {}
-        self.packed: dict[ir.Value, _Packed] = {}
+        self.packed: dict[ir.Value, Packed] = {}
 
     def __call__(self, node: ir.Node, weight: ir.TensorProtocol, is_head: bool) -> ir.Value:
         edit = self.edit
@@ -211,7 +163,7 @@ class _Int4:
         blocks = (N, K // BLOCK)
         if matrix not in self.packed:
             pack = _q8 if is_head else _q4
-            self.packed[matrix] = _Packed(edit, weight, pack, is_transposed=not is_head)
+            self.packed[matrix] = Packed(edit, weight, pack, is_transposed=not is_head)
         packed = self.packed[matrix]
         inputs: list[ir.Value] = [
             x,

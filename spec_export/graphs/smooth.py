@@ -11,12 +11,14 @@ more in those weights than it saves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from spec_export.decoder import Backbone, Layer, VocabularyTable
+from spec_export.deferred import changed, real, replaced
 from spec_export.modules.basic import LayerNorm, frozen
 
 # The exponent a: how much of a channel's range moves into the weights. Measured on the demo as
@@ -34,19 +36,27 @@ def smooth(backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]) -> None
     smoothing_texts: token ids of a few typical inputs, each of two tokens or more. The rescaled
     weights are new tensors, so a model that the backbone shared them with stays as it was.
     """
-    largest = largest_outputs(backbone, smoothing_texts)
-    for layer in backbone.layers:
-        assert isinstance(layer, Layer)
-        for norm, product in layer.norms_of_one_product():
-            weight_KN = product.weight.detach()
-            scale_K = _scale(largest[norm], weight_KN.abs().amax(1), ALPHA)
+    for module, largest in _largest(backbone, smoothing_texts):
+        if module is backbone.norm:
+            head = backbone.head
+            scale_D = _scale(largest[module], _largest_weights(real(head.weight), 0), HEAD_ALPHA)
+            backbone.head = VocabularyTable(head.weight, 1 / scale_D)
+            backbone.head.weight = changed(head.weight, partial(torch.mul, scale_D))
+            continue
+        assert isinstance(module, Layer)
+        for norm, product in module.norms_of_one_product():
+            largest_K = _largest_weights(real(product.weight), 1)
+            scale_K = _scale(largest[norm], largest_K, ALPHA)
             norm.weight = frozen(norm.weight / scale_K)
             if isinstance(norm, LayerNorm) and norm.bias is not None:
                 norm.bias = frozen(norm.bias / scale_K)
-            product.weight = frozen(weight_KN * scale_K[:, None])
-    head_VD = backbone.head.weight.detach()
-    scale_D = _scale(largest[backbone.norm], head_VD.abs().amax(0), HEAD_ALPHA)
-    backbone.head = VocabularyTable(head_VD * scale_D, 1 / scale_D)
+            product.weight = changed(product.weight, partial(torch.mul, scale_K[:, None]))
+
+
+def _largest_weights(weight: Tensor, axis: int) -> Tensor:
+    """Returns max|W| along an axis, without a copy of W."""
+    low, high = weight.aminmax(dim=axis)
+    return torch.maximum(high, -low)
 
 
 def _scale(largest_x_K: Tensor, largest_w_K: Tensor, alpha: float) -> Tensor:
@@ -63,35 +73,52 @@ def largest_outputs(
     The first token of each text is left out: its few huge values (an attention sink) occur at no
     other token.
     """
-    largest: dict[nn.Module, Tensor] = {}
+    found = _largest(backbone, smoothing_texts)
+    return {norm: seen_K for _, largest in found for norm, seen_K in largest.items()}
 
-    def note(norm: nn.Module, args: tuple[Tensor, ...], output_NK: Tensor) -> None:
-        seen_K = output_NK[1:].abs().amax(0)
-        largest[norm] = torch.maximum(largest.get(norm, seen_K), seen_K)
 
-    norms: list[nn.Module] = [backbone.norm]
-    for layer in backbone.layers:
-        assert isinstance(layer, Layer)
-        norms += [norm for norm, _ in layer.norms_of_one_product()]
-    hooks = [norm.register_forward_hook(note) for norm in norms]
-    try:
-        with torch.inference_mode():
-            for tokens in smoothing_texts:
-                assert len(tokens) > 1, "one token says nothing"
-                row_N = torch.arange(len(tokens))
-                none, start = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-                mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()[None, None]
-                backbone(
-                    torch.tensor([tokens]),
-                    row_N[None],
-                    mask,
-                    start,
-                    start,
-                    none,
-                    row_N,
-                    *backbone.empty_cache(len(tokens)),
-                )
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {norm: seen_K.clone() for norm, seen_K in largest.items()}
+def _largest(
+    backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]
+) -> Iterator[tuple[nn.Module, dict[nn.Module, Tensor]]]:
+    """Yields each layer, and last the final norm, with what `largest_outputs` says of its norms.
+
+    All texts go through a layer before the next one is read.
+    """
+    runs = []
+    with replaced(backbone.embedding, real), torch.no_grad():
+        for tokens in smoothing_texts:
+            assert len(tokens) > 1, "one token says nothing"
+            row_N = torch.arange(len(tokens))
+            none, start = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+            mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()[None, None]
+            shared = backbone.shared_inputs(row_N[None], mask, start, none, row_N)
+            caches = backbone.config.empty_caches(len(tokens), backbone.dtype)
+            num_layers = backbone.config.num_layers
+            shared, _ = backbone.with_ancestors(list(caches.values()), shared, num_layers)
+            runs.append((backbone.embedding.embed(torch.tensor(tokens)), shared, caches))
+    for i, layer in enumerate((*backbone.layers, backbone.norm)):
+        largest: dict[nn.Module, Tensor] = {}
+
+        def note(
+            norm: nn.Module,
+            args: tuple[Tensor, ...],
+            output_NK: Tensor,
+            largest: dict[nn.Module, Tensor] = largest,
+        ) -> None:
+            seen_K = output_NK[1:].abs().amax(0)
+            largest[norm] = torch.maximum(largest.get(norm, seen_K), seen_K)
+
+        pairs = layer.norms_of_one_product() if isinstance(layer, Layer) else [(layer, None)]
+        hooks = [norm.register_forward_hook(note) for norm, _ in pairs]
+        try:
+            with replaced(layer, real), torch.no_grad():
+                for k, (x_ND, shared, caches) in enumerate(runs):
+                    if isinstance(layer, Layer):
+                        past = [each for name, each in caches.items() if f"kv.{i}." in name]
+                        runs[k] = layer(x_ND, past, shared)[0], shared, caches
+                    else:
+                        layer(x_ND)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        yield layer, largest

@@ -65,17 +65,18 @@ class GGUFWeights(Mapping[str, Tensor]):
     parts that do not fit each other.
     """
 
-    def __init__(self, header: GGUFHeader, architecture: Architecture, config: Any) -> None:
-        self._header, self._architecture, self._config = header, architecture, config
+    def __init__(self, header: GGUFHeader, architecture: Architecture, model: Any) -> None:
+        """model: transformers' own, of which only config, names and shapes are read."""
+        self._header, self._architecture, self._config = header, architecture, model.config
         joined = JOINED | (WOVEN if architecture.weaves else {})
         self._shapes = dict[str, tuple[int, ...]]()
         self._parts = dict[str, tuple[str, ...]]()
         self._join = dict[str, Callable[..., Values] | None]()
-        names = _name_map(header.architecture, config.num_hidden_layers)
-        for name, tensor in _outline(config).state_dict().items():
+        names = _name_map(header.architecture, model.config.num_hidden_layers)
+        for name, tensor in model.state_dict().items():
             parts, join = _parts_of(name, joined, names)
             if not header.tensors.keys() >= set(parts):
-                parts, join = _fused(name, joined, config)
+                parts, join = _fused(name, joined, model.config)
             if parts and header.tensors.keys() >= set(parts):
                 self._shapes[name] = tuple(tensor.shape)
                 self._parts[name], self._join[name] = parts, join
@@ -141,14 +142,6 @@ def _dequantized(rows: NDArray[np.uint8], tensor: GGUFTensor, name: str = "a ten
             "type that the package gguf dequantises, such as Q4_K, Q8_0 or F16"
         ) from None
     return values
-
-
-def _outline(config: Any) -> Any:
-    """Returns the transformers model of a config, whose tensors have no memory."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
 
 
 def _name_map(architecture: str, num_layers: int) -> Any:

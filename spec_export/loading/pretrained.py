@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import logging
 import pickle
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
+from torch import Tensor
 
 from spec_export import decoder
 from spec_export.families import FAMILIES, wrappers
 from spec_export.loading import (
+    checkpoint,
     gguf_config,
     gguf_header,
     gguf_tokenizer,
@@ -30,6 +31,13 @@ from spec_export.loading import (
     named_templates,
     quantised_forms,
 )
+from spec_export.loading.checkpoint import (
+    SHOWN,
+    ModelTensors,
+    SafetensorsFiles,
+    Sound,
+    require_none,
+)
 from spec_export.loading.gguf_weights import GGUFWeights
 from spec_export.loading.quantised_forms import QuantisedWeights
 from spec_runtime import mapping
@@ -37,8 +45,6 @@ from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
 SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
-# Old checkpoints hold these buffers, which are computed from the config today.
-HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias)$")
 # Files of other programs in a folder without weights that can be read, and what to do with them.
 FOREIGN = {
     "genai_config.json": "ONNX Runtime GenAI's: take the model that it was made from",
@@ -51,7 +57,6 @@ FOREIGN = {
     "tf_model*": "TensorFlow's: take the safetensors",
     "manifest.json": "a bundle: take the model that it was made from",
 }
-SHOWN = 3  # names that a message lists
 # Arguments that every call of `from_pretrained` has to be given.
 OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 MIN_BITS = 1.5  # of a weight in the densest form that there is
@@ -214,53 +219,74 @@ def read_generation_config(folder: Path, gguf_file: str | None) -> Any | None:
     return found
 
 
-def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
-    """Returns the transformers causal LM with its weights in float32.
+def open_model(folder: Path, gguf_file: str | None, config: Any) -> tuple[Any, Sound]:
+    """Returns the transformers causal LM without its numbers, and its tensors by name, each read
+    when it is asked for; a tied head has no tensor of its own.
 
-    `config` is what `read_config` returned. GGUF weights are dequantised. Raises UserError, with
-    the tensors' names, if any is missing, unexpected, of another shape or not finite, and if a file
-    is damaged or holds a pickle that would run code.
+    `config` is what `read_config` returned. Raises UserError, with the tensors' names, if any is
+    missing or unexpected, and if a file is damaged or holds a pickle that would run code. A tensor
+    of another shape, or not finite, is found when it is read.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     generation_config = read_generation_config(folder, gguf_file)
     where = folder / (gguf_file or "")
     # It warns of faults that are checked here, or of what was asked for.
     for name in ("modeling_utils", "activations"):
         logging.getLogger(f"transformers.{name}").addFilter(_is_error)
-    gguf = _gguf_weights(where, config) if gguf_file else None
-    own = quantised_weights(folder, gguf_file) if gguf is None else gguf
-    loader: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # its types lack output_loading_info
-    with _reading(where), _without_bars():
-        model, found = loader.from_pretrained(
-            str(folder) if own is None else None,
-            config=config,
-            state_dict=None if own is None else dict(own),
-            dtype=torch.float32,
-            weights_only=True,
-            ignore_mismatched_sizes=True,  # they are reported below
-            output_loading_info=True,
-            key_mapping=None if gguf_file else wrappers.OWN_NAMES,
-            **OPTIONS,
-        )
-    unexpected = {
-        name
-        for name in found["unexpected_keys"]
-        if not HARMLESS.search(name) and not wrappers.OTHER_PARTS.search(name)
-    }
-    if gguf is not None:
-        unexpected |= gguf.unread
-    _require_none(where, "the config asks for", "missing in the weights", found["missing_keys"])
-    _require_none(where, "the weights hold", "unknown to the config", unexpected)
-    mismatched = {
-        f"{name} {list(got)} instead of {list(wanted)}"
-        for name, got, wanted in found["mismatched_keys"]
-    }
-    _require_none(where, "the weights hold", "of another shape than the config's", mismatched)
-    _require_none(where, "transformers cannot read", "as they are", set(found["error_msgs"]))
-    _require_none(where, "the weights hold", "with NaN or infinity", _not_finite(model))
-    if generation_config is not None and own is not None:
+    with _reading(folder / (gguf_file or "config.json")):
+        model = checkpoint.outline(config)
+    if generation_config is not None:
         model.generation_config = generation_config
+    tensors, unexpected = _tensors(folder, gguf_file, model)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name, first in checkpoint.first_names(model).items():
+        if name == first:
+            continue
+        # A file may hold a tied tensor twice; where the two differ, they are not tied.
+        if name not in tensors or torch.equal(tensors[name], tensors[first]):
+            del shapes[name]
+    missing = shapes.keys() - tensors.keys()
+    require_none(where, "the config asks for", "missing in the weights", missing)
+    require_none(where, "the weights hold", "unknown to the config", unexpected)
+    return model, Sound(tensors, shapes, where)
+
+
+def _tensors(
+    folder: Path, gguf_file: str | None, model: Any
+) -> tuple[Mapping[str, Tensor], Collection[str]]:
+    """Returns a model's tensors by name, and the names of those that it does not have."""
+    where = folder / (gguf_file or "")
+    if gguf_file:
+        header = gguf_header.read(where)
+        with _reading(where):
+            gguf = GGUFWeights(header, gguf_config.architecture(header), model)
+        return gguf, gguf.unread
+    stored: Mapping[str, Tensor] | None = quantised_weights(folder, gguf_file)
+    with _reading(folder):
+        made = ModelTensors(_stored(folder) if stored is None else stored, model)
+    return made, made.unexpected
+
+
+def _stored(folder: Path) -> Mapping[str, Tensor]:
+    """Returns the tensors that a folder's files hold."""
+    files = weight_files(folder, None)
+    if files[0].suffix == ".safetensors":
+        return SafetensorsFiles(files)
+    return checkpoint.read_pickled(files)
+
+
+def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
+    """Returns the transformers causal LM with its weights in float32.
+
+    See `open_model`. GGUF weights are dequantised. Raises UserError, with the tensors' names, also
+    if any is of another shape or not finite.
+    """
+    outline, tensors = open_model(folder, gguf_file, config)
+    whole = tensors.whole()
+    with _reading(folder / (gguf_file or "")), _without_bars():
+        model = type(outline).from_pretrained(
+            None, config=config, state_dict=whole, dtype=torch.float32, **OPTIONS
+        )
+    model.generation_config = outline.generation_config
     return model
 
 
@@ -270,7 +296,17 @@ def quantised_weights(folder: Path, gguf_file: str | None) -> QuantisedWeights |
     Raises UserError if they are damaged or in a form that cannot be read.
     """
     form = _form(folder, gguf_file)
-    return None if form is None else QuantisedWeights(weight_files(folder, None), *form)
+    if form is None:
+        return None
+    files = weight_files(folder, None)
+    if files[0].suffix != ".safetensors":
+        raise UserError(
+            f"got quantised weights in {files[0]}, expected safetensors: pickles of them are not "
+            "read"
+        )
+    with _reading(folder):
+        stored = SafetensorsFiles(files)
+    return QuantisedWeights(stored, *form, folder)
 
 
 def _form(
@@ -313,8 +349,13 @@ def _require_shards(folder: Path) -> None:
             continue
         for index in folder.glob(f"{pattern.replace('*', '')}.index.json"):
             named = _read_object(index).get("weight_map")
-            files = set(named.values()) if isinstance(named, dict) else set()
-            lost = sorted(str(file) for file in files if not (folder / str(file)).is_file())
+            if not isinstance(named, dict) or not named:
+                raise UserError(
+                    f"{index}: got weight_map {brief(named)}, expected the file of each tensor; "
+                    "download the index again"
+                )
+            files = {str(file) for file in named.values()}
+            lost = sorted(file for file in files if not (folder / file).is_file())
             if lost:
                 raise UserError(
                     f"{index} names {len(files)} files, of which {len(lost)} "
@@ -349,32 +390,6 @@ def _require_weights_for(config: Any, files: list[Path]) -> None:
         raise UserError(
             f"the config of {files[0].parent} describes {least:.2g} weights or more, the weights' "
             f"files hold {size:.2g} bytes: they are not of one model, or incomplete"
-        )
-
-
-def _gguf_weights(path: Path, config: Any) -> GGUFWeights:
-    header = gguf_header.read(path)
-    with _reading(path):
-        return GGUFWeights(header, gguf_config.architecture(header), config)
-
-
-def _not_finite(model: Any) -> set[str]:
-    return {
-        name
-        for name, tensor in model.state_dict().items()
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all()
-    }
-
-
-def _require_none(where: Path, whose: str, what: str, names: set[str]) -> None:
-    """Raises UserError that says how many tensors are wrong and names the first of them."""
-    if names:
-        shown = sorted(names)[:SHOWN]
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        tensors = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-        raise UserError(
-            f"{where}: {whose} {tensors} {what}: {', '.join(shown)}{more}; check that config and "
-            "weights are of one model, and whole"
         )
 
 

@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
 FIELDS = ("quantization_config", "quantization", "compression_config")  # of config.json
-READ_BY_TRANSFORMERS = ("mxfp4",)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each four bits of a word are of
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by their number; from 8 on they are negative
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -48,13 +46,14 @@ class Form:
 
     title: what it is called in messages. key: end of the name of a tensor that every quantised
     matrix has; the rest is the matrix's stem. sides: ends of the names of its other tensors.
-    dequantise: returns the matrix f32[N, K] of these parts.
+    dequantise: returns the matrix f32[N, K] of these parts. name: end of the matrix's own name.
     """
 
     title: str
     key: str
     sides: tuple[str, ...]
     dequantise: Callable[[Parts], Tensor]
+    name: str = ".weight"
 
 
 def unpack(words: Tensor, bits: int, axis: int) -> Tensor:
@@ -209,6 +208,17 @@ def _bnb8(parts: Parts) -> Tensor:
     return _product(parts.need(".weight"), parts.need(".SCB")) * (1 / 127)
 
 
+def _mxfp4(parts: Parts) -> Tensor:
+    """Returns the matrices of all experts [E, K, N]: blocks of 32 share a power of two."""
+    blocks, scales = parts.need("_blocks"), parts.need("_scales")
+    level = torch.tensor((*FP4, *(-value for value in FP4)))
+    byte = torch.arange(256)
+    pair = torch.stack([level[byte & 15], level[byte >> 4]], -1)
+    value = pair[blocks.int()].flatten(-2)
+    value *= torch.ldexp(torch.ones(scales.shape), scales.int() - 127)[..., None]
+    return value.flatten(-2).transpose(1, 2)
+
+
 _SCALED = (".weight", ".weight_zero_point", ".input_scale", ".input_zero_point")
 _CACHE = (".k_scale", ".v_scale", ".q_scale")  # of quantised keys and values, which we do not have
 FORMS = {
@@ -239,6 +249,7 @@ FORMS = {
         ),
         _bnb4,
     ),
+    "mxfp4": Form("MXFP4", "_blocks", ("_scales",), _mxfp4, name=""),
     "bitsandbytes 8": Form("bitsandbytes, int8", ".SCB", (".weight", ".weight_format"), _bnb8),
 }
 
@@ -246,19 +257,19 @@ FORMS = {
 def find(config: Mapping[str, Any], where: Path) -> tuple[Form, dict[str, Any]] | None:
     """Returns the form of a folder's weights by its config.json, with the settings that it has.
 
-    None: they are not quantised, or transformers reads them by itself. Raises
-    UnsupportedModelError, which names the form, if it is not one of `FORMS`.
+    None: they are not quantised. Raises UnsupportedModelError, which names the form, if it is not
+    one of `FORMS`.
     """
     said = next((config[field] for field in FIELDS if isinstance(config.get(field), dict)), None)
-    if said is None or said.get("quant_method") in READ_BY_TRANSFORMERS:
+    if said is None:
         return None
     name, settings = _name(said), dict(said)
     refused = _refused_part(said)
     if name not in FORMS or refused:
         raise UnsupportedModelError(
             f"{where}: got weights quantised as {brief(refused or name)}, expected "
-            "GPTQ, AWQ, compressed-tensors (packed, int8, FP8), FP8, MLX or bitsandbytes: take "
-            "the model's unquantised weights, or a GGUF file of it"
+            "GPTQ, AWQ, compressed-tensors (packed, int8, FP8), FP8, MXFP4, MLX or bitsandbytes: "
+            "take the model's unquantised weights, or a GGUF file of it"
         )
     for group in (said.get("config_groups") or {}).values():
         structure = (group.get("weights") or {}).get("block_structure")
@@ -302,33 +313,27 @@ class QuantisedWeights(Mapping[str, Tensor]):
     Nothing is kept: a tensor is read each time. Iterating reads no data.
     """
 
-    def __init__(self, files: list[Path], form: Form, settings: Mapping[str, Any]) -> None:
-        """Reads the names; raises UserError for files that are not safetensors, or damaged."""
-        if any(file.suffix != ".safetensors" for file in files):
-            raise UserError(
-                f"got quantised weights in {files[0]}, expected safetensors: pickles of them are "
-                "not read"
-            )
-        self._form, self._settings, self._where = form, settings, files[0].parent
-        self._file_of: dict[str, Any] = {}
-        with ExitStack() as stack:
-            for file in files:
-                try:
-                    opened = stack.enter_context(safe_open(str(file), "pt"))
-                except (OSError, SafetensorError) as error:
-                    raise UserError(f"could not load {file}: {brief(error)}") from error
-                self._file_of |= dict.fromkeys(opened.keys(), file)
+    def __init__(
+        self,
+        stored: Mapping[str, Tensor],
+        form: Form,
+        settings: Mapping[str, Any],
+        where: Path,
+    ) -> None:
+        """stored: all tensors as they are. where: their folder, for messages."""
+        self._stored, self._form = stored, form
+        self._settings, self._where = settings, where
         key = form.key
-        stems = {name.removesuffix(key) for name in self._file_of if name.endswith(key)}
-        self._sides = {f"{stem}.weight": self._parts_of(stem) for stem in sorted(stems)}
+        stems = {name.removesuffix(key) for name in stored if name.endswith(key)}
+        self._sides = {stem + form.name: self._parts_of(stem) for stem in sorted(stems)}
         taken = {name for names in self._sides.values() for name in names}
-        plain = [name for name in self._file_of if name not in taken and not name.endswith(_CACHE)]
+        plain = [name for name in stored if name not in taken and not name.endswith(_CACHE)]
         self._names = [*plain, *self._sides]
 
     def _parts_of(self, stem: str) -> list[str]:
         """Returns the names of all tensors that stand for one matrix."""
         suffixes = (self._form.key, *self._form.sides)
-        return [stem + suffix for suffix in suffixes if stem + suffix in self._file_of]
+        return [stem + suffix for suffix in suffixes if stem + suffix in self._stored]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -340,8 +345,8 @@ class QuantisedWeights(Mapping[str, Tensor]):
         """Returns the tensor; raises UserError if its parts do not fit each other."""
         if name not in self._sides:
             return self._read_float(name)
-        stem = name.removesuffix(".weight")
-        tensors = {each.removeprefix(stem): self._read(each) for each in self._sides[name]}
+        stem = name.removesuffix(self._form.name)
+        tensors = {each.removeprefix(stem): self._stored[each] for each in self._sides[name]}
         try:
             weight = self._form.dequantise(Parts(stem, tensors, self._settings))
         except (RuntimeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -353,14 +358,9 @@ class QuantisedWeights(Mapping[str, Tensor]):
             ) from error
         return weight.float().contiguous()
 
-    def _read(self, name: str) -> Tensor:
-        with safe_open(str(self._file_of[name]), "pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-        return tensor
-
     def _read_float(self, name: str) -> Tensor:
         """Returns a tensor that is stored as it is; raises UserError if it lacks its scales."""
-        tensor = self._read(name)
+        tensor = self._stored[name]
         if not tensor.is_floating_point() or tensor.dtype in FLOAT8:
             raise UserError(
                 f"{self._where}: got {name} of {tensor.dtype} without the scales of "

@@ -28,9 +28,14 @@ def writing(what: str, folder: Path) -> Iterator[None]:
 
 def free_space(folder: Path) -> str:
     """Returns the free space where `folder` is or will be, such as "1.5 GB"."""
+    return shown(free_bytes(folder))
+
+
+def free_bytes(folder: Path) -> int:
+    """Returns the free space where `folder` is or will be."""
     while not folder.is_dir():
         folder = folder.parent
-    return shown(shutil.disk_usage(folder).free)
+    return shutil.disk_usage(folder).free
 
 
 def shown(num_bytes: int) -> str:

@@ -13,6 +13,7 @@ CACHE_PREFIXES = ("kv.", "bank.")
 # A slot of a cache costs this many bytes in addition to its rows: its places, and one byte in each
 # of the 256 rows of the mask that a prompt is read with.
 _SLOT_BYTES = 256 + 32
+_MEMORY_INFO, _OWN_MEMORY = Path("/proc/meminfo"), Path("/proc/self/statm")
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
     Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
@@ -55,6 +56,18 @@ def machine_bytes() -> int:
         if limit.isdecimal():  # otherwise "max"
             total = min(total, int(limit))
     return total
+
+
+def available_bytes() -> int:
+    """Returns the memory that this process has or could still get without swapping, as Linux counts
+    it; elsewhere all that it may use."""
+    try:
+        lines = _MEMORY_INFO.read_text().splitlines()
+        own_pages = int(_OWN_MEMORY.read_text().split()[1])
+    except OSError:
+        return machine_bytes()
+    free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return min(free * 1024 + own_pages * os.sysconf("SC_PAGE_SIZE"), machine_bytes())
 
 
 def require_memory(graph: Graph, capacity: int) -> None:

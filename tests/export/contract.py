@@ -72,7 +72,8 @@ def check_guesses_are_pytorchs(
 
     hf_model, _ = target.load(target.resolve(str(workshop.llama())))
     saved = checkpoint.load_drafter(workshop.drafter(name))
-    module = load_module(saved, Backbone.from_transformers(hf_model))
+    backbone = Backbone.from_transformers(hf_model)
+    module = load_module(saved, backbone.config, target.ends(backbone))
     token_T = torch.tensor(prompt_ids + answer)
     with torch.no_grad():
         out = hf_model.model(token_T[None], output_hidden_states=True)

@@ -27,9 +27,10 @@ from tiny_backbone import YARN, Decoder, backbone_of, chain, path_to, random_tok
 from tiny_target import make_tokenizer
 from torch import Tensor
 
-from spec_export import target
+from spec_export import target, weights
 from spec_export.decoder import Backbone, SharedInputs
 from spec_export.decoder_config import CACHES, POSITIONS
+from spec_export.deferred import is_deferred, real
 from spec_export.drafters import eagle, skip_layer
 from spec_export.families import FAMILIES, LayerKind
 from spec_export.graphs import quantize
@@ -38,9 +39,11 @@ from spec_export.graphs.slots import to_slots
 from spec_export.graphs.smooth import smooth
 from spec_export.graphs.tensorrt import adapt, with_additive_masks
 from spec_export.graphs.trace import export_backbone
+from spec_export.loading import pretrained
 from spec_export.modules.basic import LayerNorm
 from spec_export.modules.convolution import with_ancestors
 from spec_export.replay import TransformersModel
+from spec_export.weights import StoredWeights
 from spec_runtime.errors import UnsupportedModelError
 
 RELATIVE_TOLERANCE = 2e-5
@@ -381,6 +384,24 @@ def test_the_text_part_of_a_model_of_pictures_is_a_model(name: str, tmp_path: Pa
     with torch.no_grad():
         expected = whole(input_ids=torch.tensor([tokens])).logits[0]
     close(Decoder(backbone_of(model)).step(tokens, chain(12))[0], expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_matrices_read_when_they_are_needed_are_the_models_own(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "SMALL", 0)
+    model = tiny(case.split(",")[0], **SIZES | CASES[case])
+    model.save_pretrained(tmp_path)
+    config = pretrained.read_config(tmp_path, None)
+    _, tensors = pretrained.open_model(tmp_path, None, config)
+    backbone = Backbone.deferred(config, StoredWeights(tensors))
+    expected = dict(Backbone.from_transformers(model).named_parameters())
+    found = dict(backbone.named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(is_deferred(found[name]) for name in found if name.endswith("out.weight"))
+    for name, parameter in found.items():
+        assert torch.equal(real(parameter), expected[name]), name
 
 
 def test_an_unknown_family_is_refused_before_torch_is_imported(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import spec_runtime
 from spec_export import make_bundle, target
-from spec_export.loading import gguf_config, gguf_header, gguf_weights
+from spec_export.loading import checkpoint, gguf_config, gguf_header, gguf_weights
 from spec_export.loading.gguf_architectures import ARCHITECTURES
 from spec_export.loading.gguf_header import GGUFTensor
 from spec_export.loading.gguf_weights import GGUFWeights
@@ -247,7 +247,8 @@ def test_a_file_is_the_model_it_was_made_of(tmp_path: Path, case: str) -> None:
 
     header = gguf_header.read(path)
     found: Any = AutoConfig.for_model(**gguf_config.config_fields(header))
-    weights = GGUFWeights(header, ARCHITECTURES[architecture], found)
+    outline = checkpoint.outline(found)
+    weights = GGUFWeights(header, ARCHITECTURES[architecture], outline)
     assert not weights.unread
     again = type(model)(found).eval()
     missing, unexpected = again.load_state_dict(dict(weights), strict=False)
@@ -287,7 +288,7 @@ def test_fused_products_are_taken_apart(tmp_path: Path, case: str) -> None:
     write_model(tmp_path / "a.gguf", architecture, {k: v.numpy() for k, v in one.items()}, keys)
     header = gguf_header.read(tmp_path / "a.gguf")
     found: Any = AutoConfig.for_model(**gguf_config.config_fields(header))
-    weights = GGUFWeights(header, ARCHITECTURES[architecture], found)
+    weights = GGUFWeights(header, ARCHITECTURES[architecture], checkpoint.outline(found))
     assert not weights.unread
     state = model.state_dict()
     assert state.keys() - weights.keys() <= {"lm_head.weight"}

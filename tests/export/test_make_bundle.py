@@ -540,13 +540,13 @@ def test_a_kill_between_the_renames_loses_nothing(workshop: Workshop, tmp_path: 
 def test_of_two_builds_into_one_folder_the_second_is_refused(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, load = tmp_path / "bundle", target.load
+    out, load = tmp_path / "bundle", target.open_weights
 
     def load_and_build(source: target.Source) -> Any:
         refused(workshop, out, "bundle is being written by process .*, expected nobody")
         return load(source)
 
-    monkeypatch.setattr(target, "load", load_and_build)
+    monkeypatch.setattr(target, "open_weights", load_and_build)
     workshop.build(out)
     bundles.read(out)
     assert list(tmp_path.iterdir()) == [out]

@@ -173,7 +173,8 @@ def test_every_level_guesses_as_pytorch_does(
     prompt = engine.encode("say abc, 3")
     text = prompt + engine.generate(prompt, max_new_tokens=24, ignore_eos=True).token_ids
     saved = checkpoint.load_drafter(workshop.drafter(NAME))
-    module = load_module(saved, Backbone.from_transformers(llama))
+    backbone = Backbone.from_transformers(llama)
+    module = load_module(saved, backbone.config, target.ends(backbone))
     depths = []
     for length, path, ids, values in seen[::5]:
         with torch.no_grad():

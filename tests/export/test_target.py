@@ -39,6 +39,7 @@ from workshop import Workshop
 
 from spec_export import check, make_bundle, reference, target
 from spec_export.decoder import Backbone
+from spec_export.deferred import real
 from spec_export.make_bundle import BuildOptions
 from spec_runtime.text.chat_template import ChatTemplate
 
@@ -211,6 +212,32 @@ def test_tied_heads_and_old_buffers_are_no_fault(tmp_path: Path) -> None:
     edit_weights(folder, lambda weights: weights.update(named))
     model = load(folder)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize(
+    ("edit", "is_tied"),
+    [
+        (lambda weights, table: weights.update({"lm_head.weight": table.clone()}), True),
+        (lambda weights, table: weights.update({"lm_head.weight": table + 1}), False),
+        (lambda weights, table: rename_table(weights), True),
+    ],
+)
+def test_a_tied_table_may_be_stored_twice_or_as_the_head(
+    edit: Callable[[dict[str, Tensor], Tensor], object], is_tied: bool, tmp_path: Path
+) -> None:
+    folder = save_llama(tmp_path / "tied", tie_word_embeddings=True)
+    table = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    edit_weights(folder, lambda weights: edit(weights, table))
+    model, weights, _ = target.open_weights(target.resolve(str(folder)))
+    deferred = Backbone.deferred(model.config, weights)
+    assert (deferred.head is deferred.embedding) == is_tied
+    for backbone in (deferred, Backbone.from_transformers(load(folder))):
+        assert torch.equal(real(backbone.embedding.weight), table)
+        assert torch.equal(real(backbone.head.weight), table + (not is_tied))
+
+
+def rename_table(weights: dict[str, Tensor]) -> None:
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
 
 
 def test_pickled_weights_are_read_but_nothing_in_them_is_run(folder: Path, tmp_path: Path) -> None:

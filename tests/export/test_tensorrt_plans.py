@@ -52,7 +52,8 @@ def backbone(workshop: Workshop) -> Backbone:
 
 def drafter_graphs(workshop: Workshop, backbone: Backbone, name: str) -> dict[str, ir.Model]:
     """Exports a drafter's graphs in contiguous form, in float32, with a fixed capacity."""
-    module = load_module(checkpoint.load_drafter(workshop.drafter(name)), backbone)
+    saved = checkpoint.load_drafter(workshop.drafter(name))
+    module = load_module(saved, backbone.config, target.ends(backbone))
     if module.shares_target_cache:
         return module.export_from_target(backbone, capacity_symbolic=False)
     return module.export(backbone.config, capacity_symbolic=False)

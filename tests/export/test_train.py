@@ -124,10 +124,10 @@ def test_a_drafter_learns_with_the_rotary_factors_of_its_rows(copied: Path, tmp_
     saved = checkpoint.load_drafter(train.run(copied, ["train.max_steps=1"], tmp_path / "run"))
     assert saved.provenance["rope_factors"] == "short"
     model, _ = target.load(target.resolve(str(copied.parent / "llama")))
-    bundling.load_module(saved, Backbone.from_transformers(model, (), 128))
-    long = Backbone.from_transformers(model, (), 200)
+    short, long = (Backbone.from_transformers(model, (), length) for length in (128, 200))
+    bundling.load_module(saved, short.config, target.ends(short))
     with pytest.warns(UserWarning, match="learnt with the target's short rotary factors"):
-        bundling.load_module(saved, long)
+        bundling.load_module(saved, long.config, target.ends(long))
 
 
 def test_a_one_pass_drafter_has_a_table_of_bigrams_unless_the_recipe_wants_none(

@@ -113,7 +113,8 @@ def open_kind(folder: Path) -> Run:
             raise Loaded
 
         # a bundle of one's own may be replaced, so a build may get as far as loading its model
-        real, make_bundle.target.load = make_bundle.target.load, load  # type: ignore[assignment]
+        real = make_bundle.target.open_weights
+        make_bundle.target.open_weights = load  # type: ignore[assignment]
         try:
             with refusing():
                 make_bundle.build(
@@ -126,7 +127,7 @@ def open_kind(folder: Path) -> Run:
                 raise Wrong("a refused build has changed its folder") from None
             raise
         finally:
-            make_bundle.target.load = real  # type: ignore[assignment]
+            make_bundle.target.open_weights = real
             litter = {path.name for path in room.iterdir()} - {"out", "elsewhere", "neighbour"}
         if snapshot(out) != before or (room / "neighbour").read_text() != FOREIGN:
             raise Wrong("a build that failed has changed its folder")
