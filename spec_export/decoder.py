@@ -38,6 +38,7 @@ from spec_export.modules.basic import RMSNorm as RMSNorm
 from spec_export.modules.basic import VocabularyTable as VocabularyTable
 from spec_export.modules.convolution import Convolution, with_ancestors
 from spec_export.modules.experts import Experts, interleaved
+from spec_export.modules.fusion import Fusion
 from spec_export.modules.mlp import ACTIVATIONS, XIELU, Activation, PlainMLP
 from spec_export.modules.mlp import GatedMLP as GatedMLP
 from spec_export.weights import ModelWeights, StoredWeights, Weights
@@ -99,7 +100,8 @@ def _through(norm: Norm | None, x_ND: Tensor) -> Tensor:
 
 
 class Backbone(nn.Module):
-    """Maps token ids to logits, features and taps; the KV cache is passed in and out."""
+    """Maps token ids to logits, features, taps and fusions of taps; the KV cache is passed in and
+    out."""
 
     cos: Tensor
     sin: Tensor
@@ -136,6 +138,7 @@ class Backbone(nn.Module):
         scale_S = None if query_scale_S is None else query_scale_S.to(embedding_VD.dtype)
         self.register_buffer("query_scale_S", scale_S, persistent=False)
         self._more_tables = tuple(name for name in tables if name)
+        self.fusions = nn.ModuleDict()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -173,7 +176,7 @@ class Backbone(nn.Module):
         i64[M], write_index i64[1], src i64[A], perm i64[A+N], kv as `empty_cache` orders it; an
         eager run does not change kv. write_index + A + N may not exceed S.
         Returns logits f32[M,V], features f32[N,D] (after the final norm), one f32[N,D] per tap in
-        the order of `config.taps`, then the caches.
+        the order of `config.taps`, the output of each fusion, then the caches.
         """
         shared = self.shared_inputs(position_ids, mask, write_index, src, perm)
         states, caches = self.run_layers(input_ids, kv, shared, self.config.num_layers)
@@ -183,7 +186,19 @@ class Backbone(nn.Module):
             logits_MV = logits_MV * self.logit_scale
         logits_MV = capped(logits_MV.float(), self.logit_softcap)
         taps = [states[i].float() for i in self.config.taps]
-        return (logits_MV, features_ND.float(), *taps, *caches)
+        fused = []
+        for fusion in self.fusions.values():
+            assert isinstance(fusion, Fusion), fusion
+            fused.append(fusion([states[i].float() for i in fusion.taps]))
+        return (logits_MV, features_ND.float(), *taps, *fused, *caches)
+
+    def add_fusion(self, name: str, fusion: Fusion) -> None:
+        """Makes what this drafter reads of the target an output of the graph.
+
+        Raises UserError if it reads layers that the target does not have.
+        """
+        self.config.require_taps(fusion.taps)
+        self.fusions[name] = fusion
 
     def run_layers(
         self, input_ids: Tensor, kv: Sequence[Tensor], shared: SharedInputs, num_layers: int

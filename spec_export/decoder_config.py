@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from spec_export.families import (
 )
 from spec_export.families import FAMILIES as FAMILIES
 from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.mapping import brief
 
 DEFAULT_SCRATCH = 128
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
@@ -61,10 +63,10 @@ class DecoderConfig:
     """Holds everything that shapes the graph, read once from the transformers config.
 
     `max_length` is the context in tokens; `scratch` is how many positions (and cache slots) a tree
-    may use beyond it. `taps` are ids of layers whose *input* is an output of the graph
-    (transformers' `hidden_states[id]`). `rope` is what the manifest keeps of the rotary embedding:
-    its kind, its parameters, and which longrope factors were taken. Raises UserError for sizes
-    that do not fit each other.
+    may use beyond it. `taps` are ids of layers whose *input* is an output of the graph; the id
+    after the last layer's is its output, before the final norm. `rope` is what the manifest keeps
+    of the rotary embedding: its kind, its parameters, and which longrope factors were taken. Raises
+    UserError for sizes that do not fit each other.
     """
 
     family: str
@@ -100,11 +102,13 @@ class DecoderConfig:
                 "expected at least 1 and 0"
             )
         assert len(self.layers) in (0, self.num_layers), (len(self.layers), self.num_layers)
-        wrong = [tap for tap in self.taps if not 0 <= tap < self.num_layers]
-        if wrong or len(set(self.taps)) != len(self.taps):
+        self.require_taps(self.taps)
+
+    def require_taps(self, taps: Sequence[int]) -> None:
+        """Raises UserError unless these are different taps of this decoder."""
+        if len(set(taps)) != len(taps) or not set(taps) <= set(range(self.num_layers + 1)):
             raise UserError(
-                f"got taps {list(self.taps)}, "
-                f"expected distinct layer ids from 0 to {self.num_layers - 1}"
+                f"got taps {list(taps)}, expected distinct layer ids from 0 to {self.num_layers}"
             )
 
     @property
@@ -319,6 +323,26 @@ def _rotary_table(raw: Any, config: DecoderConfig, name: str) -> tuple[Tensor, T
         )
     angle = torch.arange(config.rows, dtype=torch.float32)[:, None] * frequency.float()[None, :]
     return (angle.double().cos() * factor).float(), (angle.double().sin() * factor).float()
+
+
+def own_rotary_table(rope: dict[str, Any], head_dim: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin, f32[num_rows, head_dim/2], of rotary parameters that are not a target's.
+
+    Raises UserError for parameters that are not supported.
+    """
+    from transformers import LlamaConfig
+
+    try:
+        raw = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=num_rows,
+            rope_parameters=dict(rope),
+        )
+    except (KeyError, TypeError, ValueError) as error:  # transformers checks some kinds itself
+        raise UserError(f"got rotary parameters {rope!r:.80}: {brief(error)}") from error
+    return rotary_tables(raw, read_config(raw, (), num_rows, 0))[""]
 
 
 def query_scales(config: DecoderConfig) -> Tensor | None:

@@ -115,7 +115,7 @@ def _load(
                 options.draft_model, tokenizer, raw.vocab_size, length, report
             )
             loaded.append(draft_model)
-    taps = tuple(sorted({tap for drafter in saved for tap in drafter.config.get("taps", ())}))
+    taps = tuple(sorted({tap for drafter in saved for tap in drafters.taps_of(drafter)}))
     narrow = weights.to(DTYPES.get(options.target_precision, torch.float32))
     backbone = Backbone.deferred(raw, narrow, taps, length)
     needs.say(needs.foretell(options, backbone, saved, loaded), out, report)
@@ -125,6 +125,9 @@ def _load(
         loaded += [
             LoadedDrafter(each, drafters.load_module(each, wide.config, ends)) for each in saved
         ]
+    for each in loaded:
+        if each.module.fusion is not None:
+            backbone.add_fusion(each.saved.name, each.module.fusion)
     return _Models(source, hf_model, tokenizer, backbone, loaded)
 
 
@@ -206,7 +209,7 @@ def _write_drafter(
         add_banks = partial(
             keep_drafter,
             target=traced_target,
-            config=module.runtime_config(),
+            config=drafter.runtime_config(),
             scratch=backbone.config.scratch,
         )
         # Where it is to be fused it lies beside the target too: ONNX Runtime reads no weights

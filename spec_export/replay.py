@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from spec_export.hidden_states import features_and_taps
 from spec_runtime.backends import Backend
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.kv import Cache
@@ -123,8 +124,7 @@ class TransformersModel:
         """Returns f32[T, F], the features at every token."""
         ids_BT = torch.tensor([tokens])
         with torch.inference_mode():
-            out = self.model.model(ids_BT, output_hidden_states=True, use_cache=False)
-        parts = [out.last_hidden_state, *(out.hidden_states[tap] for tap in self.taps)]
+            parts = features_and_taps(self.model.model, ids_BT, self.taps)
         return torch.cat(parts, dim=-1)[0].numpy()
 
     def logits(self, features_NF: np.ndarray) -> np.ndarray:
@@ -206,7 +206,7 @@ def play(
     committed = [token for tree, path in script.steps for token in tree.token_N[path].tolist()]
     found, width = Differences(), info.dims.hidden_size
     for (tree, path), expected_NF in zip(script.steps, truth.expect(script), strict=True):
-        verified = graph.verify(tree, Wants(features=True, taps=info.taps))
+        verified = graph.verify(tree, Wants(bundles.feature_names(info.taps)))
         got_NV = np.stack([verified.row(node) for node in range(tree.num_nodes)])
         wanted_NV = truth.logits(expected_NF)
         error_N = np.abs(got_NV - wanted_NV).max(axis=1) / np.ptp(wanted_NV, axis=1)

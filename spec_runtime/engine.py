@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self, Unpack
 
+from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.conversations.conversations import Conversations
 from spec_runtime.conversations.rows_file import RowsOwner
@@ -57,15 +58,15 @@ class StepRunner(Protocol):
 class OpenedDrafter(NamedTuple):
     """A drafter ready to draft: its proposer and the trees that it may spend.
 
-    `taps` are the target's layers that it reads. `expected_accepted_length` was measured when the
-    bundle was built or checked, if it was. `fused` runs greedy requests, if the bundle has such a
-    graph. `is_tuned` says that a profile of `spec-runtime tune` chose the budget.
+    `features` names the target's outputs that it reads. `expected_accepted_length` was measured
+    when the bundle was built or checked, if it was. `fused` runs greedy requests, if the bundle has
+    such a graph. `is_tuned` says that a profile of `spec-runtime tune` chose the budget.
     """
 
     name: str
     proposer: Proposer
     budget: Budget
-    taps: tuple[int, ...] = ()
+    features: tuple[str, ...] = (FEATURES,)
     expected_accepted_length: float | None = None
     fused: StepRunner | None = None
     is_tuned: bool = False
@@ -126,8 +127,9 @@ class Engine:
             )
         self.tokenizer = tokenizer
         self.last_result: GenerationResult | None = None
-        has_features = drafter.proposer.wants_features
-        feature_width = target.hidden_size * (1 + len(drafter.taps)) if has_features else None
+        feature_width = None
+        if drafter.proposer.wants_features:
+            feature_width = sum(target.feature_widths.get(name, 0) for name in drafter.features)
         conversations = Conversations(target, feature_width, kept_bytes)
         self._parts: _Parts | None = _Parts(target, drafter, opener, conversations)
         self._expected = drafter.expected_accepted_length  # None once a warning is out
@@ -158,7 +160,7 @@ class Engine:
     @property
     def wants(self) -> Wants:
         """Says what the proposer reads of the target's runs."""
-        return Wants(self.proposer.wants_features, self._opened.taps)
+        return Wants(self._opened.features if self.proposer.wants_features else ())
 
     @property
     def is_tuned(self) -> bool:
@@ -197,7 +199,7 @@ class Engine:
         It has this engine's budget unless another is given, and takes no fused step.
         """
         budget = self.budget if budget is None else budget
-        opened = OpenedDrafter(self.drafter, wrap(self.proposer), budget, self._opened.taps)
+        opened = OpenedDrafter(self.drafter, wrap(self.proposer), budget, self._opened.features)
         return Engine(self.target, self.tokenizer, opened)
 
     def generate(self, prompt: Prompt, **options: Unpack[CallOptions]) -> GenerationResult:
@@ -431,7 +433,7 @@ class Engine:
             ending,
             stats,
             reused,
-            drafter.taps,
+            drafter.features,
             restored,
             masks,
         )

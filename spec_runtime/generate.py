@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from spec_runtime.accept import by_rejection, by_target_sampling, by_typical
+from spec_runtime.bundle.manifest import FEATURES
 from spec_runtime.constraints.path_masks import PathMasks
 from spec_runtime.conversations.row_store import RestoredRows
 from spec_runtime.proposers.base import Proposer
@@ -31,7 +32,7 @@ class Generation:
     """Holds one generation: what runs it, the prompt, how it samples, and the answer so far.
 
     The first `reused` tokens of the prompt are in the target's and the proposer's state already.
-    `taps` are the layers whose states the proposer's features have as well as the final one.
+    `features` names the target's outputs that the proposer's features are made of.
     `restored` says that the target's rows were brought back from a copy, of which the proposer
     knows nothing. `masks` are those of the request's grammar, which no accepted token is outside
     of, whatever the proposer drafts.
@@ -45,7 +46,7 @@ class Generation:
     ending: Ending
     stats: Stats
     reused: int = 0
-    taps: tuple[int, ...] = ()
+    features: tuple[str, ...] = (FEATURES,)
     restored: RestoredRows | None = None
     masks: PathMasks | None = None
     tokens: list[int] = field(default_factory=list)
@@ -60,7 +61,7 @@ def generate(run: Generation) -> Generator[Step, None, None]:
     """
     target, proposer, params, stats = run.target, run.proposer, run.params, run.stats
     sample = Sampler(params, target.vocab_size, run.prompt, run.masks)
-    wants = Wants(proposer.wants_features, run.taps, sample.reads_top)
+    wants = Wants(run.features if proposer.wants_features else (), sample.reads_top)
     accept, budget = _acceptance(params, sample, run.budget)
     clock = Clock(stats.timings)
     step = _read_prompt(run, sample, accept, wants)

@@ -179,7 +179,7 @@ def _open_target(bundle: bundles.Bundle, options: LoadOptions) -> Target:
         open_cache(graph.form, capacity),
         vocab_size=info.dims.vocab_size,
         max_length=info.max_length,
-        hidden_size=info.dims.hidden_size,
+        feature_widths=bundles.feature_widths(graph),
         precision=info.precision,
         strict_gap=STRICT_GAPS[info.precision] if options.strict else None,
         sampling=backends.open_sampling(bundle, backend, options),
@@ -249,8 +249,8 @@ class DrafterOpener:
         if lookup_nodes:
             name = f"{name}+prompt_lookup"
             proposer = MergedProposer(proposer, lookup_nodes, memory)
-        taps = tuple(entry.config.get("taps", self._bundle.manifest.target.taps))
-        return OpenedDrafter(name, proposer, budget, taps, entry.expected_accepted_length)
+        features = self._bundle.manifest.feature_outputs(entry)
+        return OpenedDrafter(name, proposer, budget, features, entry.expected_accepted_length)
 
     def _open_fused(self, name: str, lookup: bool | None) -> OpenedDrafter | None:
         """Opens a drafter with its fused step; None if there is none and it was not asked for.
@@ -299,7 +299,7 @@ def _tuned(opened: OpenedDrafter, profile: profiles.Profile) -> OpenedDrafter:
     if choice.budget is None:
         log.info("drafter %s: plain decoding is faster here, says the profile", opened.name)
         plain = OpenedDrafter(opened.name, PlainProposer(), Budget(1))
-        return plain._replace(taps=opened.taps, is_tuned=True)
+        return plain._replace(features=opened.features, is_tuned=True)
     scaled = scale_probabilities(opened.proposer)
     pauser = DraftPauser(scaled, profile.costs, choice.gain, choice.sampled_gain)
     # Short accepted lengths cause no warning here: where they do not pay, the drafter pauses.

@@ -33,13 +33,12 @@ STRICT_GAPS = {"fp32": NEAR_TIE, "fp16": 1e-2}
 class Wants:
     """Says what a run of the target returns in addition to logits.
 
-    `features` asks for hidden states, which cost a copy: the final one, followed by those of the
-    layers `taps`. `top` asks a target on a device for the largest logits of each row, which settle
-    most draws and are found by a graph of their own; otherwise it gives the argmax.
+    `features` names outputs with hidden states, which cost a copy and make up the features of a
+    row, in this order. `top` asks a target on a device for the largest logits of each row, which
+    settle most draws and are found by a graph of their own; otherwise it gives the argmax.
     """
 
-    features: bool = False
-    taps: tuple[int, ...] = ()
+    features: tuple[str, ...] = ()
     top: bool = False
 
 
@@ -105,7 +104,7 @@ class Verified:
         return self._logits_MV[node]
 
     def features(self, path: Sequence[int]) -> np.ndarray:
-        """Returns a copy of these nodes' features f32[P, F]: the final hidden state, the taps."""
+        """Returns a copy of these nodes' features f32[P, F], the outputs wanted side by side."""
         return np.concatenate([part_ND[path] for part_ND in self._features], axis=1)
 
 
@@ -162,14 +161,14 @@ class Target:
         *,
         vocab_size: int,
         max_length: int,
-        hidden_size: int = 0,
+        feature_widths: Mapping[str, int] | None = None,
         precision: str = "fp32",
         strict_gap: float | None = None,
         sampling: RowsReader | None = None,
     ) -> None:
         assert backend.capacity == cache.capacity > max_length, (backend.capacity, max_length)
         self.vocab_size = vocab_size
-        self.hidden_size = hidden_size  # 0 where no conversations are kept
+        self.feature_widths = feature_widths or {}  # none where no conversations are kept
         self.max_length = max_length
         # The largest tree; a strict target keeps one slot for the row that is redone.
         self.max_nodes = cache.capacity - max_length - (strict_gap is not None)
@@ -312,7 +311,7 @@ class Target:
         feeds = self._cache.place(tree.parent_N)
         feeds["input_ids"] = tree.token_N[None]
         feeds["logit_rows"] = row_M
-        names = ["features", *(f"taps.{i}" for i in wants.taps)] if wants.features else []
+        names = list(wants.features)
         begin = time.perf_counter()
         logits_MV: np.ndarray | Rows
         best_M = top = None

@@ -184,6 +184,8 @@ def test_every_field_is_checked_before_it_is_used(
         ("config", "num_guesses", None, "got null, expected int"),
         ("config", "max_width", 1.5, "got float 1.5, expected int"),
         ("config", "mask_token_base", -1, "got int -1, expected 0"),
+        ("config", "features", "fused.eagle3", "got str 'fused.eagle3', expected a list"),
+        ("config", "features", ["\x1b"], r"\[0\]: got str '.x1b', expected a printable text"),
         ("config", "taps", 3, "got int 3, expected a list"),
         ("config", "taps", ["1"], r"\[0\]: got str '1', expected int"),
         ("config", "top_k", "x", "got str 'x', expected int"),
@@ -204,6 +206,32 @@ def test_what_is_read_of_a_drafter_is_checked(
 ) -> None:
     edit(folder, "drafters", 0, section, value={key: value})
     refusal(folder, rf"drafter 'parallelspec': {section}\.{key}.*{message}")
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        ({"features": ["fused.eagle3"]}, ("fused.eagle3",)),
+        ({"taps": [2, 1]}, ("features", "taps.2", "taps.1")),
+        ({"taps": []}, ("features",)),
+        ({}, ("features", "taps.1")),
+        ({"features": ["logits"]}, None),
+        ({"taps": [3]}, None),
+    ],
+)
+def test_which_outputs_a_drafter_reads(config: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Older entries name taps, or none at all: those of the target. Others must be there."""
+    manifest = small_manifest()
+    outputs = ("logits", "features", "taps.1", "taps.2", "fused.eagle3")
+    specs = tuple(bundle.TensorSpec(name, "float32", ("N", 8)) for name in outputs)
+    graph = dataclasses.replace(manifest.graphs["target"], outputs=specs)
+    manifest = dataclasses.replace(manifest, graphs={"target": graph})
+    drafter = dataclasses.replace(manifest.drafters[0], config=config)
+    if names is not None:
+        assert manifest.feature_outputs(drafter) == names
+        return
+    with pytest.raises(BundleError, match=r"got features (logits|taps\.3), expected some of feat"):
+        manifest.feature_outputs(drafter)
 
 
 def test_what_older_versions_stored_of_a_calibration_is_ignored(folder: Path) -> None:

@@ -253,7 +253,8 @@ def test_every_proposer_has_a_page_with_an_equation_and_a_figure() -> None:
         page = (ROOT / f"docs/drafters/{name}.md").read_text(encoding="utf-8")
         assert "```diagram" in page, name
         assert "```math" in page or name == "prompt_lookup", name  # which has a rule instead
-        assert f"<!-- figures: drafter {name} -->" in page, name
+        is_measured = "It has not been trained at length for the demo yet." not in page
+        assert (f"<!-- figures: drafter {name} -->" in page) == is_measured, name
 
 
 def test_every_diagram_is_drawn() -> None:

@@ -19,6 +19,7 @@ from spec_export.drafters.layers import TargetEnds
 from spec_export.report import Report
 from spec_export.training import recipe
 from spec_export.training.checkpoint import SavedDrafter, load_drafter
+from spec_runtime.bundle.manifest import FUSED, feature_names
 from spec_runtime.errors import UserError
 
 
@@ -28,6 +29,19 @@ class LoadedDrafter:
 
     saved: SavedDrafter
     module: Any  # a drafter file's Drafter, or draft_model.Pretrained
+
+    def runtime_config(self) -> dict[str, Any]:
+        """Returns what the manifest says of it, with the target's outputs that it reads."""
+        features = feature_names(taps_of(self.saved))
+        if self.module.fusion is not None:
+            features = (f"{FUSED}{self.saved.name}",)
+        return self.module.runtime_config() | {"features": list(features)}
+
+
+def taps_of(saved: SavedDrafter) -> tuple[int, ...]:
+    """Returns the target layers whose states a drafter reads as they are."""
+    fuses = drafter_files.load(saved.name).Drafter.fuses_taps
+    return () if fuses else tuple(saved.config.get("taps", ()))
 
 
 # ---- finding ----
@@ -132,9 +146,12 @@ def warn_of_doubts(saved: SavedDrafter, source: target.Source, report: Report) -
     about = saved.provenance
     origin = about.get("target")
     doubts = []
-    if not about.get("steps"):
+    imported = about.get("imported")
+    if imported is not None:
+        doubts += [f"was imported with a doubt ({doubt})" for doubt in imported["doubts"]]
+    elif not about.get("steps"):
         doubts.append("is untrained (its provenance names no training steps)")
-    if not about.get("validation"):
+    if imported is None and not about.get("validation"):
         doubts.append("was never validated")
     weights = about.get("target_fingerprint")
     if weights is not None and weights != target.fingerprint(source):

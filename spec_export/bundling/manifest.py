@@ -61,7 +61,7 @@ def drafter_info(
     measured = saved.provenance.get("validation") or {}
     return DrafterInfo(
         name=saved.name,
-        config=drafter.module.runtime_config()
+        config=drafter.runtime_config()
         | {
             "parameters": own,
             "extra_memory": round(own / target_parameters, 4),

@@ -72,7 +72,7 @@ class GraphWriter:
             ir.load(self.folder / target.file),
             ir.load(self.folder / drafter.file),
             num_nodes=info.trees["max_nodes"],
-            taps=config.get("taps", ()),
+            features=config["features"],
             mask_ids=mask_input_ids(base, num_masks, reads_token),
             repeat_feature=config.get("mask_feature") == "anchor",
             mask_reads_token=reads_token,

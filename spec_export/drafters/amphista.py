@@ -224,7 +224,6 @@ class Drafter(HeadsDrafter):
             "num_masks": 0,
             "num_guesses": self.config.num_heads,
             "mask_token_base": len(self.embed_VD),
-            "taps": list(self.config.taps),
             "top_k": self.config.top_k,
         }
 

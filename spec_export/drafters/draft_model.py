@@ -194,6 +194,7 @@ class Pretrained:
     is_one_pass = False
     shares_target_cache = False
     is_whole_model = True
+    fusion = None
 
     def __init__(self, backbone: decoder.Backbone, vocab_size: int, config: Config) -> None:
         """`vocab_size` is the target's. Higher ids, the padding of the model's table, are never

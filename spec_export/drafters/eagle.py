@@ -33,15 +33,14 @@ from spec_export.drafters.layers import (
     Batch,
     CachedGraph,
     DecoderLayer,
-    DrafterBase,
     TargetEnds,
     export_cached,
     fusion,
     noisy_features,
-    rotate,
     tokens_ahead,
 )
 from spec_export.drafters.losses import IGNORED, feature_regression
+from spec_export.drafters.rollout import RolloutDrafter, equal_weights
 from spec_runtime.mapping import Checked
 
 
@@ -68,11 +67,10 @@ class Config(Checked):
     decay: float = 0.8
 
 
-class Drafter(DrafterBase):
+class Drafter(RolloutDrafter):
     """The trained part: fc and the layers; see DrafterBase for what it borrows."""
 
     config: Config
-    layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
 
     def __init__(
         self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
@@ -99,29 +97,6 @@ class Drafter(DrafterBase):
             x = (normed * self.input_norm).flatten(-2)
         return F.linear(x, self.fc.t(), self.fc_bias)
 
-    def rollout(self, batch: Batch, feature_BTD: Tensor, num_levels: int) -> list[Tensor]:
-        """Returns each level's predicted features [B, T-1, D], along the true tokens.
-
-        Row t of level k belongs to token t+1+k at position t+k and predicts the feature of t+1+k.
-        From level 1 on it reads the feature that the level before it predicted.
-        """
-        R = batch.token_BT.shape[1] - 1
-        token_BT = F.pad(batch.token_BT, (0, num_levels))  # no label there
-        feature = feature_BTD[:, :-1]
-        earlier: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
-        levels = []
-        for level in range(num_levels):
-            x = self.input_rows(self.embed_VD[token_BT[:, 1 + level : 1 + level + R]], feature)
-            cos, sin = self.cos[level : level + R], self.sin[level : level + R]
-            for layer, rows in zip(self.layers, earlier, strict=True):
-                q, k, v = layer.project_qkv(x)
-                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-                rows.append((k, v.to(k.dtype)))
-                x = layer.finish(x, _attend(q, rows))
-            levels.append(x)
-            feature = x
-        return levels
-
     def loss(
         self, batch: Batch, generator: torch.Generator | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -142,12 +117,12 @@ class Drafter(DrafterBase):
         for k, predicted in enumerate(levels):
             b, t = is_answer_BRK[..., k].nonzero(as_tuple=True)
             rows, feature_RD = predicted[b, t], feature_BTD[b, t + 1 + k].to(predicted.dtype)
-            distance = feature_regression(rows, feature_RD, _equal_weights(rows))
+            distance = feature_regression(rows, feature_RD, equal_weights(rows))
             label_R = label_BRK[b, t, k]
             keep_R = label_R != IGNORED
             rows, feature_RD, label_R = rows[keep_R], feature_RD[keep_R], label_R[keep_R]
             loss, is_top_R = self.cross_entropy(
-                rows, label_R, _equal_weights(rows), feature_RD, config.soft_weight
+                rows, label_R, equal_weights(rows), feature_RD, config.soft_weight
             )
             total = total + config.decay**k * (config.w_cls * loss + config.w_reg * distance)
             correct.append(is_top_R.sum())
@@ -184,36 +159,6 @@ class Drafter(DrafterBase):
             capacity_symbolic=capacity_symbolic,
         )
         return {"drafter": graph}
-
-
-def _equal_weights(rows_RD: Tensor) -> Tensor:
-    """Returns the weights of a mean over these rows, f32[R]."""
-    return torch.full((len(rows_RD),), 1 / max(len(rows_RD), 1), device=rows_RD.device)
-
-
-def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Returns the attention [B, R, H*Dh] of a level's queries [B, R, H, Dh] over the keys and
-    values [B, R, G, Dh] of all levels so far, the last of which are the level's own.
-
-    Row t sees rows up to t of level 0, and of the other levels only the rows of its own path.
-    """
-    (k, v), *group = rows
-    if not group:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return mixed.transpose(1, 2).flatten(-2)
-    R, H, Dh = q.shape[1:]
-    G = k.shape[2]
-    q = q.unflatten(2, (G, H // G)) * Dh**-0.5  # heads h of one key/value head g
-    to_real = torch.einsum("brghd,bsgd->bghrs", q, k)
-    is_later_RR = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)
-    to_real = to_real.masked_fill(is_later_RR, torch.finfo(to_real.dtype).min)
-    to_group = [torch.einsum("brghd,brgd->bghr", q, own) for own, _ in group]
-    weight = torch.cat((to_real, torch.stack(to_group, -1)), -1).softmax(-1).to(v.dtype)
-    out = torch.einsum("bghrs,bsgd->brghd", weight[..., :R], v)
-    for j, (_, own) in enumerate(group):
-        out = out + torch.einsum("bghr,brgd->brghd", weight[..., R + j], own)
-    return out.flatten(2)
 
 
 class _DrafterGraph(CachedGraph):

@@ -27,6 +27,7 @@ from spec_export.drafters.losses import (
     trained_head_cross_entropy,
 )
 from spec_export.graphs.trace import GraphInput, export, step_inputs
+from spec_export.modules.fusion import Fusion
 from spec_runtime.errors import UserError
 
 
@@ -96,13 +97,16 @@ class DrafterBase(nn.Module):
     shares_target_cache says that it runs on the target's own layers and cache, so that
     `export_from_target(backbone)` takes the place of `export`. is_whole_model says that it is a
     language model by itself, whose largest activations row-wise int8 products do not survive.
-    With a `shortlist_size` each step's losses through the frozen head read a `shortlist` of that
-    many tokens, which `forward` draws, in place of the draft vocabulary.
+    fuses_taps says that its features are what `fusion`, which the target's graph runs, makes of
+    taps. With a `shortlist_size` each step's losses through the frozen head read a `shortlist` of
+    that many tokens, which `forward` draws, in place of the draft vocabulary.
     """
 
     is_one_pass: ClassVar[bool] = False
     shares_target_cache: ClassVar[bool] = False
     is_whole_model: ClassVar[bool] = False
+    fuses_taps: ClassVar[bool] = False
+    fusion: Fusion | None
     draft_token_ids: Tensor
     draft_index_V: Tensor
     embed_VD: Tensor
@@ -132,6 +136,7 @@ class DrafterBase(nn.Module):
         for name, tensor in borrowed.items():
             self.register_buffer(name, tensor, persistent=False)
         self.bigrams = None
+        self.fusion = None
         self.shortlist_size = 0
         self.shortlist: Shortlist | None = None
         # the root mean square of a final feature, which the target's last norm gives it
@@ -177,7 +182,7 @@ class DrafterBase(nn.Module):
         trained `head_VD` with its bias. target_RF are the features that the target reads there."""
         teacher_RD = None
         if target_RF is not None:
-            teacher_RD = target_RF[:, : self.dims.hidden_size].to(rows_RD.dtype)
+            teacher_RD = target_RF[:, : self.head_VD.shape[1]].to(rows_RD.dtype)
         if head_VD is None:
             return head_cross_entropy(
                 rows_RD, self.head_VD, label_R, weight_R, teacher_RD, soft_weight, self.shortlist
@@ -254,14 +259,19 @@ class DrafterBase(nn.Module):
         return torch.cat(ids), torch.cat(log_probs)
 
     def top_guesses(
-        self, rows: Tensor, output_rows: Callable[[Tensor], Tensor], top_k: int
+        self,
+        rows: Tensor,
+        output_rows: Callable[[Tensor], Tensor],
+        top_k: int,
+        head_VD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns the best tokens of hidden `rows` [..., D] through `output_rows` and the shared
-        head: ids i64 and log-probabilities f32, both [..., top_k]."""
+        """Returns the best tokens of hidden `rows` [..., D] through `output_rows` and this head, by
+        default the shared one: ids i64 and log-probabilities f32, both [..., top_k]."""
+        head = self.head_VD if head_VD is None else head_VD
 
         def logits_of(chunk: Tensor) -> Tensor:
             out = output_rows(chunk)
-            return out @ self.head_VD.to(out.dtype).T
+            return out @ head.to(out.dtype).T
 
         ids, log_probs = self.top_in_chunks(logits_of, [rows.flatten(0, -2)], 4096, top_k)
         shape = (*rows.shape[:-1], top_k)
@@ -284,7 +294,6 @@ def level_config(config: Any) -> dict[str, Any]:
     return {
         "num_guesses": config.num_guesses,
         "max_width": config.max_width,
-        "taps": list(config.taps),
         "top_k": config.top_k,
     }
 
@@ -334,29 +343,40 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class DecoderLayer(nn.Module):
     """A decoder layer: pre-norm attention and SwiGLU. Weights are stored [in, out], as the traced
-    graph wants them."""
+    graph wants them.
 
-    def __init__(self, dims: LayerDims) -> None:
+    num_inputs: rows of D that its attention reads side by side. qk_norms: queries and keys are
+    normed over each head before the rotation.
+    """
+
+    q_norm: nn.Parameter | None
+    k_norm: nn.Parameter | None
+
+    def __init__(self, dims: LayerDims, num_inputs: int = 1, qk_norms: bool = False) -> None:
         super().__init__()
         self.dims = dims
         D, qkv = dims.hidden_size, (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim
         self.attention_norm = nn.Parameter(torch.ones(D))
-        self.qkv = nn.Parameter(torch.empty(D, qkv))
+        self.qkv = nn.Parameter(torch.empty(num_inputs * D, qkv))
         self.out = nn.Parameter(torch.empty(dims.num_heads * dims.head_dim, D))
         self.mlp_norm = nn.Parameter(torch.ones(D))
         self.gate_up = nn.Parameter(torch.empty(D, 2 * dims.intermediate_size))
         self.down = nn.Parameter(torch.empty(dims.intermediate_size, D))
         for weight in (self.qkv, self.out, self.gate_up, self.down):
             nn.init.normal_(weight, std=weight.shape[0] ** -0.5)
+        for name in ("q_norm", "k_norm"):
+            ones = nn.Parameter(torch.ones(dims.head_dim)) if qk_norms else None
+            self.register_parameter(name, ones)
 
     def load_target_layer(self, tensors: dict[str, Tensor]) -> None:
         """Copies one of the target's own layers; `tensors` has this module's parameter names.
 
-        It keeps its random start without tensors, from a target whose layers are built otherwise.
+        Parameters of another shape than the target's keep their start, and so do all of them where
+        there are no tensors, from a target whose layers are built otherwise.
         """
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                if tensors:
+                if name in tensors and tensors[name].shape == parameter.shape:
                     parameter.copy_(tensors[name])
 
     def start_as_identity(self) -> None:
@@ -370,10 +390,18 @@ class DecoderLayer(nn.Module):
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [..., H, Dh], k and v [..., G, Dh] of x [..., D], before rotary embedding."""
+        return self.heads(self.normed(x, self.attention_norm))
+
+    def normed(self, x: Tensor, gain: Tensor) -> Tensor:
+        return F.rms_norm(x, gain.shape, gain, self.dims.norm_eps)
+
+    def heads(self, read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what `project_qkv` does, of what the product reads."""
         d = self.dims
-        normed = F.rms_norm(x, (d.hidden_size,), self.attention_norm, d.norm_eps)
-        heads = (normed @ self.qkv).unflatten(-1, (-1, d.head_dim))
+        heads = (read @ self.qkv).unflatten(-1, (-1, d.head_dim))
         q, k, v = heads.split((d.num_heads, d.num_kv_heads, d.num_kv_heads), dim=-2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
         return q, k, v
 
     def causal(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -389,23 +417,26 @@ class DecoderLayer(nn.Module):
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the layer: x [..., D] plus the projected heads [..., H*Dh], then the MLP."""
         x = x + attended @ self.out
-        normed = F.rms_norm(x, (self.dims.hidden_size,), self.mlp_norm, self.dims.norm_eps)
-        gate, up = (normed @ self.gate_up).chunk(2, dim=-1)
+        gate, up = (self.normed(x, self.mlp_norm) @ self.gate_up).chunk(2, dim=-1)
         return x + (F.silu(gate) * up) @ self.down
 
-
-def as_traceable(layer: DecoderLayer, config: decoder.DecoderConfig) -> decoder.Layer:
-    """Returns a layer of the backbone's kind with the same weights; its attention reads and writes
-    a cache."""
-    d = layer.dims
-    return decoder.Layer(
-        decoder.RMSNorm(layer.attention_norm, d.norm_eps),
-        decoder.Attention(
-            config, decoder.Projection(layer.qkv.t()), decoder.Projection(layer.out.t())
-        ),
-        decoder.RMSNorm(layer.mlp_norm, d.norm_eps),
-        decoder.GatedMLP(decoder.Projection(layer.gate_up.t()), decoder.Projection(layer.down.t())),
-    )
+    def traceable(self, config: decoder.DecoderConfig) -> nn.Module:
+        """Returns a layer of the backbone's kind with the same weights; its attention reads and
+        writes a cache."""
+        eps = self.dims.norm_eps
+        q_norm, k_norm = (
+            None if gain is None else decoder.RMSNorm(gain, eps)
+            for gain in (self.q_norm, self.k_norm)
+        )
+        qkv, out = decoder.Projection(self.qkv.t()), decoder.Projection(self.out.t())
+        return decoder.Layer(
+            decoder.RMSNorm(self.attention_norm, eps),
+            decoder.Attention(config, qkv, out, q_norm, k_norm),
+            decoder.RMSNorm(self.mlp_norm, eps),
+            decoder.GatedMLP(
+                decoder.Projection(self.gate_up.t()), decoder.Projection(self.down.t())
+            ),
+        )
 
 
 class CachedGraph(nn.Module):
@@ -419,7 +450,7 @@ class CachedGraph(nn.Module):
     ) -> None:
         super().__init__()
         self.drafter: Any = drafter
-        self.layers = nn.ModuleList(as_traceable(layer, config) for layer in layers)
+        self.layers = nn.ModuleList(layer.traceable(config) for layer in layers)
 
     def shared_inputs(
         self, inputs: Sequence[Tensor]
@@ -431,7 +462,7 @@ class CachedGraph(nn.Module):
         step = decoder.SharedInputs(position_ids, mask, write_index, src, perm, cos, sin)
         return step, logit_rows, caches
 
-    def run_layers(self, x: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def run_layers(self, x: Any, inputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """Returns the rows [1, M, D] that are asked for after all layers, and the caches."""
         step, logit_rows, old = self.shared_inputs(inputs)
         caches: list[Tensor] = []

@@ -72,7 +72,7 @@ class Drafter(HeadsDrafter):
 
     def runtime_config(self) -> dict[str, Any]:
         """Returns what the manifest says of the drafter."""
-        return {"num_guesses": self.config.num_heads, "taps": [], "top_k": self.config.top_k}
+        return {"num_guesses": self.config.num_heads, "top_k": self.config.top_k}
 
     def export(
         self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True

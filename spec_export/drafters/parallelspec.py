@@ -448,7 +448,6 @@ class Drafter(DrafterBase):
             "num_masks": self.config.num_masks,
             "num_guesses": self.config.num_masks + 1,
             "mask_token_base": len(self.embed_VD),
-            "taps": list(self.config.taps),
             "style": self.config.style,
             "top_k": self.config.top_k,
             **({"mask_reads_token": True} if self.config.mask_reads_token else {}),

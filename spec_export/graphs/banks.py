@@ -19,7 +19,14 @@ import onnx_ir as ir
 
 from spec_export.graphs.edit import GraphEditor, fixed_size
 from spec_export.graphs.trace import IR_VERSION, OPSET
-from spec_runtime.bundle.manifest import BANK, BANK_ROWS, FEATURE_ROWS, STATE_ROWS
+from spec_runtime.bundle.manifest import (
+    BANK,
+    BANK_ROWS,
+    FEATURE_ROWS,
+    FEATURES,
+    STATE_ROWS,
+    is_feature,
+)
 from spec_runtime.target import ARGMAX, LOGSUMEXP, TOP_IDS, TOP_LOGITS
 
 MOST_TOP = 128  # how many logits of a row the sampling graph finds
@@ -111,14 +118,14 @@ def write_banks(
 
 
 def read_features(
-    model: ir.Model, target: ir.Model, taps: Sequence[int] = (), num_rows: int = 1
+    model: ir.Model, target: ir.Model, features: Sequence[str] = (FEATURES,), num_rows: int = 1
 ) -> ir.Model:
     """Makes a drafter's graph read features from banks, in place.
 
     The input `feature_rows` i64[N] takes the place of `features` [1, N, F] (or [1, F], with N = 1).
-    A row r >= 0 is row r of the target's banks of the final hidden state and these taps. A row
-    r < 0 is row -1 - r of the bank of `hidden` [num_rows, F], which an earlier run wrote, or zeros
-    if the graph has no such output. Example: rows [7, -1, -3] read slot 7 of the target's banks and
+    A row r >= 0 is row r of the target's banks of these outputs. A row r < 0 is row -1 - r of the
+    bank of `hidden` [num_rows, F], which an earlier run wrote, or zeros if the graph has no such
+    output. Example: rows [7, -1, -3] read slot 7 of the target's banks and
     rows 0 and 2 of the drafter's own bank.
     """
     graph, edit = model.graph, GraphEditor(model, "bank_features")
@@ -130,7 +137,7 @@ def read_features(
     before, parts = next(iter(graph)), []
     zero, last = (edit.constant(np.array([row])) for row in (0, -1))
     (theirs,) = edit.add(before, "Max", [rows, zero])
-    for name in ("features", *(f"taps.{tap}" for tap in taps)):
+    for name in features:
         bank = _add_bank(edit, f"{BANK}{name}", kept[name], "S")
         parts += edit.add(before, "Gather", [bank, theirs], axis=0)
     read = parts[0] if len(parts) == 1 else edit.add(before, "Concat", parts, axis=1)[0]
@@ -179,8 +186,7 @@ def keep_target(model: ir.Model) -> ir.Model:
     The feature of the token in KV slot s goes to row s.
     """
     outputs = [str(value.name) for value in model.graph.outputs]
-    features = [name for name in outputs if name == "features" or name.startswith("taps.")]
-    return write_banks(model, features, "S", "slots")
+    return write_banks(model, [name for name in outputs if is_feature(name)], "S", "slots")
 
 
 def keep_drafter(
@@ -196,7 +202,7 @@ def keep_drafter(
     inputs = {value.name for value in model.graph.inputs}
     outputs = {value.name for value in model.graph.outputs}
     if "features" in inputs:
-        read_features(model, target, config["taps"], num_rows)
+        read_features(model, target, config.get("features", (FEATURES,)), num_rows)
     if "state" in inputs:
         read_states(model, num_rows)
     if "state" in outputs:

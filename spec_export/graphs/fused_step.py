@@ -25,7 +25,7 @@ import numpy as np
 import onnx_ir as ir
 
 from spec_export.graphs.edit import GraphEditor, fixed_size, remove_dead
-from spec_runtime.bundle.manifest import BANK, DRAFT, FEATURE_ROWS
+from spec_runtime.bundle.manifest import BANK, DRAFT, FEATURE_ROWS, FEATURES
 from spec_runtime.errors import UserError
 
 BUFFERS = ("kv.", BANK)  # prefixes of inputs that are buffers on the device
@@ -38,18 +38,18 @@ def fuse(
     drafter: ir.Model,
     *,
     num_nodes: int,
-    taps: Sequence[int] = (),
+    features: Sequence[str] = (FEATURES,),
     mask_ids: Sequence[int] = (),
     repeat_feature: bool = False,
     mask_reads_token: bool = False,
 ) -> ir.Model:
     """Returns the two graphs as one step over trees of N = `num_nodes` nodes; both are used up.
 
-    taps, mask_ids, repeat_feature and mask_reads_token (the root's token is added to mask_ids) say
-    what the drafter reads, as its manifest entry does. An output pair_log_probs f32[D - 1, C, C] of
-    it conditions its guesses, see trees.Guesses. D is
-    the number of guesses and so the depth of the deepest node. Each part of the state is an input
-    `state.X` and an output `state.X.out`:
+    features, mask_ids, repeat_feature and mask_reads_token (the root's token is added to mask_ids)
+    say what the drafter reads, as its manifest entry does. Its output pair_log_probs f32[D - 1,
+    C, C], if there, conditions its guesses, see trees.Guesses. D is the number of guesses and so
+    the depth of the deepest node. Each part of the state is an input `state.X` and an output
+    `state.X.out`:
 
     token i64[N] (-1: no node), parent i64[N], depth i64[N], ancestor bool[N, N] (A above), slot
     i64[N] (where a node's KV row goes), taken bool[S] (slots of committed rows), counts i64[2]
@@ -88,7 +88,7 @@ def fuse(
     num_guesses = num_rows if isinstance(num_rows, int) else 1 + len(mask_ids)
     num_candidates = fixed_size(outputs["guess_ids"], 1)
     fused.verify(num_nodes)
-    fused.accept(num_guesses, taps)
+    fused.accept(num_guesses, features)
     fused.draft(mask_ids, repeat_feature, mask_reads_token)
     fused.grow(num_candidates)
     return fused.finish()
@@ -143,7 +143,7 @@ class _FusedGraph:
             seqlens_k=self.int32(op("Sub", self.fresh, [1])),
         )
 
-    def accept(self, D: int, taps: Sequence[int]) -> None:
+    def accept(self, D: int, features: Sequence[str]) -> None:
         """Finds the accepted path, and updates the slots and counts of the state."""
         op, state, N, P = self.op, self.state, self.N, D + 1
         self.P = P
@@ -180,10 +180,10 @@ class _FusedGraph:
             op("Sub", num_nodes, [1]),
             axis=0,
         )
-        names = ["features", *(f"taps.{tap}" for tap in taps)]
-        parts = [self.target_outputs[name] for name in names]
+        parts = [self.target_outputs[name] for name in features]
         self.F = sum(fixed_size(part, 1) for part in parts)
-        self.features_NF = self.real(op("Concat", *parts, axis=1) if taps else parts[0])
+        joined = op("Concat", *parts, axis=1) if len(parts) > 1 else parts[0]
+        self.features_NF = self.real(joined)
         self.path_P = path_P
         self.path_features_PF = op("Gather", self.features_NF, path_P)
         # The KV rows of the path stay; the slots of other nodes will be written again.

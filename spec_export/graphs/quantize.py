@@ -24,6 +24,9 @@ from spec_runtime.errors import UserError
 BLOCK = 32
 FULL, REDUCED = 127, 63  # the largest int8 weight in the full and in the reduced range
 PRECISIONS = ("fp32", "int8", "int4", "fp16", "bf16")
+# Fusions of taps stay in float: some channels of a residual stream are a hundred times as large as
+# the rest, which one scale for a row does not survive.
+KEPT = "fusions."
 # Products with fewer weights stay in float: a drafter's small adapters would gain nothing.
 SMALLEST = 4096
 ON_GRID = 2e-3  # of a step: a value this near to a step of 4 bits sits on it
@@ -72,7 +75,8 @@ def _weight(node: ir.Node) -> ir.TensorProtocol | None:
         return None
     tensor = value.const_value
     if (
-        tensor.dtype != ir.DataType.FLOAT
+        str(value.name).startswith(KEPT)
+        or tensor.dtype != ir.DataType.FLOAT
         or len(tensor.shape) != 2
         or np.prod(tensor.shape.numpy()) < SMALLEST
     ):

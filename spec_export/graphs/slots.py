@@ -25,6 +25,7 @@ from spec_export.graphs.edit import (
     remove_dead,
 )
 from spec_runtime.bundle.manifest import ATTENTIONS as ATTENTIONS
+from spec_runtime.bundle.manifest import is_feature
 from spec_runtime.errors import UserError
 
 
@@ -388,7 +389,7 @@ def _keep_rank_three(edit: GraphEditor) -> None:
             (flat,) = edit.add(node, "Squeeze", [node.inputs[0], edit.constant(np.array([0]))])
             node.replace_input_with(0, flat)
     for i, output in enumerate(graph.outputs):
-        if output.name in ("features",) or str(output.name).startswith("taps."):
+        if is_feature(str(output.name)):
             node = ir.node("Squeeze", [output, edit.constant(np.array([0]))], num_outputs=1)
             graph.append(node)
             flat = node.outputs[0]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from spec_export.decoder import Backbone
 from spec_export.decoder_config import DecoderConfig
 from spec_export.deferred import is_deferred, real, replaced, stand_in
+from spec_runtime.bundle.manifest import FUSED, feature_names
 from spec_runtime.errors import UserError
 
 OPSET = 24
@@ -222,8 +223,8 @@ def export_backbone(backbone: Backbone, *, capacity_symbolic: bool = True) -> ir
     caches = [given.name for given in inputs if given.name.startswith("kv.")]
     outputs = [
         "logits",
-        "features",
-        *(f"taps.{tap}" for tap in config.taps),
+        *feature_names(config.taps),
+        *(f"{FUSED}{name}" for name in backbone.fusions),
         *(f"{c}.out" for c in caches),
     ]
     return export(backbone, inputs, outputs, config.family)

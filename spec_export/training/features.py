@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spec_export.hidden_states import features_and_taps
 from spec_export.training import disk, tap_codes
 from spec_export.training.batches import by_length
 from spec_export.training.data import Example
@@ -403,7 +404,6 @@ def _forward(tokens: Sequence[np.ndarray], model: Any, taps: Sequence[int]) -> l
     ids = torch.zeros(len(tokens), longest, dtype=torch.int64)
     for row, token_T in zip(ids, tokens, strict=True):
         row[: len(token_T)] = torch.from_numpy(token_T.astype(np.int64))
-    out = model.model(ids.to(model.device), output_hidden_states=bool(taps), use_cache=False)
-    parts = [out.last_hidden_state] + [out.hidden_states[tap] for tap in taps]
+    parts = features_and_taps(model.model, ids.to(model.device), taps)
     bits = torch.cat([p.to(torch.bfloat16) for p in parts], dim=-1).cpu().view(torch.uint16).numpy()
     return [row[: len(token_T)] for row, token_T in zip(bits, tokens, strict=True)]

@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel
 from spec_export import target as target_files
 from spec_export.drafters.layers import Batch
 from spec_export.families import FAMILIES
+from spec_export.hidden_states import features_and_taps
 from spec_export.training import recipe
 from spec_export.training.data import Example
 from spec_export.training.trainer import Trainer, TrainingJob
@@ -123,11 +124,8 @@ class JointModel(nn.Module):
 
         They are the final hidden state, then the drafter's taps.
         """
-        out = self.target.base_model.model.model(
-            token_BT, output_hidden_states=True, use_cache=False
-        )
-        taps = [out.hidden_states[tap] for tap in self.drafter.config.taps]
-        return torch.cat([out.last_hidden_state, *taps], dim=-1)
+        body = self.target.base_model.model.model
+        return torch.cat(features_and_taps(body, token_BT, self.drafter.config.taps), dim=-1)
 
     def forward(
         self, batch: Batch, generator: torch.Generator | None = None

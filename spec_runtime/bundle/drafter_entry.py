@@ -35,7 +35,8 @@ class KnownConfig:
     max_width: _AtLeastOne = 1
     top_k: Annotated[int, Ge(1), Le(_LARGEST_ID)] = 1
     mask_token_base: _Id = 0
-    taps: tuple[_Id, ...] = ()
+    features: tuple[_Text, ...] = ()
+    taps: tuple[_Id, ...] = ()  # of bundles without `features`
     inputs: _Text | None = None
     mask_feature: _Text | None = None
     mask_reads_token: bool = False

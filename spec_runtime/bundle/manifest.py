@@ -200,7 +200,12 @@ class DrafterInfo:
     """One trained drafter: its graphs by role, and what it was measured to be worth.
 
     spec-export calibrate writes `calibration`, see drafter_entry.Calibration. The runtime reads of
-    the `config` of a drafter that guesses in one pass:
+    the `config`:
+
+    - "features": the target's outputs, see FEATURES, that are side by side what the drafter reads
+      as features. Older bundles have "taps" instead, layers that are read beside "features";
+
+    and of that of a drafter that guesses in one pass:
 
     - "num_guesses": rows of its output `guess_ids`; "num_masks", mask rows of a run;
       "mask_token_base" V, where mask k has the input id V + k - 1;
@@ -309,6 +314,22 @@ class Manifest:
             f"got drafter {name!r:.80}, expected one this bundle holds: {brief(known)}"
         )
 
+    def feature_outputs(self, drafter: DrafterInfo) -> tuple[str, ...]:
+        """Names the outputs of the target's graph that make up what a drafter reads as features.
+
+        Raises BundleError if the target has no such output.
+        """
+        taps = drafter.config.get("taps", self.target.taps)
+        names = tuple(drafter.config.get("features", feature_names(taps)))
+        known = [spec.name for spec in self.graphs["target"].outputs if is_feature(spec.name)]
+        unknown = [name for name in names if name not in known]
+        _require(
+            not unknown,
+            f"drafter {drafter.name!r}: got features {_listed(unknown)}, expected some of "
+            f"{_listed(known)}; build the bundle again",
+        )
+        return names
+
 
 @dataclass(frozen=True)
 class Bundle:
@@ -322,6 +343,9 @@ class Bundle:
         return self.path / relative
 
 
+# Outputs f32[N, F] of a target's graph that drafters read: the final feature, the state that enters
+# layer 3 ("taps.3"), and what a drafter's own weights make of such states ("fused.eagle3").
+FEATURES, TAPS, FUSED = "features", "taps.", "fused."
 # Graphs built for a device have banks: buffers of rows that stay there, see
 # spec_export/graphs/banks.py. Their names begin with BANK. Further inputs say which rows a run
 # writes, and which features and states it reads.
@@ -329,6 +353,22 @@ BANK = "bank."
 BANK_ROWS, FEATURE_ROWS, STATE_ROWS = "bank_rows", "feature_rows", "state_rows"
 SAMPLING = "sampling"  # names the graph that finds the largest logits, on a device
 DRAFT = "draft."  # begins the names of the drafter's caches in a fused step
+
+
+def is_feature(output: str) -> bool:
+    """Says whether drafters read this output of a target's graph."""
+    return output == FEATURES or output.startswith((TAPS, FUSED))
+
+
+def feature_names(taps: Iterable[int]) -> tuple[str, ...]:
+    """Names the outputs of a target's graph with the final feature and these taps."""
+    return (FEATURES, *(f"{TAPS}{tap}" for tap in taps))
+
+
+def feature_widths(target: Graph) -> dict[str, int]:
+    """Returns the width of each output of a target's graph that drafters read."""
+    widths = {spec.name: spec.shape[-1] for spec in target.outputs if is_feature(spec.name)}
+    return {name: width for name, width in widths.items() if isinstance(width, int)}
 
 
 def fused_name(drafter: str) -> str:

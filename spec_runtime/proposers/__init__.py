@@ -30,6 +30,7 @@ PROPOSERS: dict[str, ProposerFactory] = {
     "lookahead": lambda bundle, info, runtime, target: LookaheadProposer(),
     "parallelspec": OnePassProposer.open,
     "eagle": FeatureProposer.open,
+    "eagle3": FeatureProposer.open,
     "draft_model": DraftModelProposer.open,
     "medusa": OnePassProposer.open,
     "amphista": OnePassProposer.open,

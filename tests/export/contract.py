@@ -18,6 +18,7 @@ from spec_export import target
 from spec_export.bundling.drafters import load_module
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
+from spec_export.hidden_states import features_and_taps
 from spec_export.training import checkpoint
 from spec_runtime.engine import Engine
 from spec_runtime.step import Step
@@ -76,9 +77,8 @@ def check_guesses_are_pytorchs(
     module = load_module(saved, backbone.config, target.ends(backbone))
     token_T = torch.tensor(prompt_ids + answer)
     with torch.no_grad():
-        out = hf_model.model(token_T[None], output_hidden_states=True)
-    taps = [out.hidden_states[tap] for tap in module.config.taps]
-    features = torch.cat([out.last_hidden_state, *taps], -1)
+        states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
+    features = torch.cat(states, -1)
     is_answer = torch.ones_like(token_T, dtype=torch.bool)
     batch = Batch(token_T[None], is_answer[None], features, torch.tensor([len(token_T)]))
     ids, log_probs = (x[0].numpy() for x in module.guesses(batch, len(module.draft_token_ids)))

@@ -38,6 +38,7 @@ from tiny_backbone import (
 from torch import Tensor
 
 from spec_export.decoder import Backbone
+from spec_export.hidden_states import features_and_taps
 from spec_export.modules.attention import window_mask
 from spec_runtime.errors import UnsupportedModelError
 
@@ -125,15 +126,11 @@ def test_taps_and_features_are_transformers_hidden_states(family: str) -> None:
     model = tiny(family)
     tokens = random_tokens(9, seed=7)
     with torch.no_grad():
-        states = model(
-            torch.tensor([tokens]), output_hidden_states=True, use_cache=False
-        ).hidden_states
-    taps = (2, 0, 1)
-    _, features, *tapped = Decoder(backbone_of(model, taps=taps)).step(tokens, chain(9))
-    close(features, states[-1][0])
-    assert len(tapped) == len(taps)
-    for tap, actual in zip(taps, tapped, strict=True):
-        close(actual, states[tap][0])
+        taps = (2, 0, 1, LAYERS)
+        states = features_and_taps(model.model, torch.tensor([tokens]), taps)
+    _, *found = Decoder(backbone_of(model, taps=taps)).step(tokens, chain(9))
+    for actual, expected in zip(found, states, strict=True):
+        close(actual, expected[0])
 
 
 def test_only_the_rows_asked_for_get_logits() -> None:
@@ -266,7 +263,7 @@ def test_unsupported_models_are_refused_by_name(
         ({"max_length": CONTEXT + 1}, "max length of 65, expected at most the model's 64"),
         ({"max_length": 0}, "max_length 0"),
         ({"scratch": -1}, "scratch -1"),
-        ({"taps": (LAYERS,)}, r"taps \[3\], expected distinct layer ids from 0 to 2"),
+        ({"taps": (LAYERS + 1,)}, r"taps \[4\], expected distinct layer ids from 0 to 3"),
         ({"taps": (1, 1)}, r"taps \[1, 1\]"),
     ],
 )

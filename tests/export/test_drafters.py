@@ -202,8 +202,8 @@ TREES = {"num_guesses": 6, "max_width": 2, "top_k": 7}
 @pytest.mark.parametrize(
     ("name", "options", "told"),
     [
-        *((name, TREES, TREES | {"taps": []}) for name in ("draft_model", "eagle", *LEVELS)),
-        ("medusa", {"num_heads": 3, "top_k": 7}, {"num_guesses": 3, "taps": [], "top_k": 7}),
+        *((name, TREES, TREES) for name in ("draft_model", "eagle", *LEVELS)),
+        ("medusa", {"num_heads": 3, "top_k": 7}, {"num_guesses": 3, "top_k": 7}),
         (
             "amphista",
             {"taps": (1,), "num_heads": 3, "top_k": 7},
@@ -212,7 +212,6 @@ TREES = {"num_guesses": 6, "max_width": 2, "top_k": 7}
                 "num_masks": 0,
                 "num_guesses": 3,
                 "mask_token_base": VOCAB,
-                "taps": [1],
                 "top_k": 7,
             },
         ),
@@ -225,7 +224,6 @@ TREES = {"num_guesses": 6, "max_width": 2, "top_k": 7}
                 "num_masks": 3,
                 "num_guesses": 4,
                 "mask_token_base": VOCAB,
-                "taps": [1],
                 "style": "medusa",
                 "top_k": 7,
                 "mask_reads_token": True,

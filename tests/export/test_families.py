@@ -39,6 +39,7 @@ from spec_export.graphs.slots import to_slots
 from spec_export.graphs.smooth import smooth
 from spec_export.graphs.tensorrt import adapt, with_additive_masks
 from spec_export.graphs.trace import export_backbone
+from spec_export.hidden_states import features_and_taps
 from spec_export.loading import pretrained
 from spec_export.modules.basic import LayerNorm
 from spec_export.modules.convolution import with_ancestors
@@ -219,13 +220,15 @@ def side_by_side() -> SideBySide:
 def test_the_backbone_equals_transformers(case: str) -> None:
     """Its logits, features and taps; nodes of a tree see their path only."""
     model = model_of(case)
-    decoder, text = Decoder(backbone_of(model, taps=(1,))), random_tokens(24, seed=1)
+    taps = (1, model.config.num_hidden_layers)
+    decoder, text = Decoder(backbone_of(model, taps=taps)), random_tokens(24, seed=1)
     with torch.no_grad():
-        outputs = model(torch.tensor([text]), output_hidden_states=True, use_cache=False)
-    logits, features, tap = decoder.step(text, chain(24))
+        outputs = model(torch.tensor([text]), use_cache=False)
+        states = features_and_taps(model.model, torch.tensor([text]), taps)
+    logits, *found = decoder.step(text, chain(24))
     close(logits, outputs.logits[0])
-    close(features, outputs.hidden_states[-1][0])
-    close(tap, outputs.hidden_states[1][0])
+    for actual, expected in zip(found, states, strict=True):
+        close(actual, expected[0])
     decoder.keep(list(range(24)))
     tokens, parents = random_tokens(6, seed=2), [0, 0, 0, 1, 2, 4]
     logits = decoder.step(tokens, parents)[0]

@@ -87,7 +87,7 @@ def test_the_manifest_says_what_is_there(workshop: Workshop) -> None:
     (drafter,) = manifest.drafters
     saved = checkpoint.load_drafter(workshop.drafter(NAME))
     assert (drafter.name, set(drafter.graphs)) == (NAME, {"drafter"})
-    assert drafter.config["taps"] == [1]
+    assert drafter.config["features"] == ["features", "taps.1"]
     assert 0.05 < drafter.config["extra_memory"] < 1  # a layer of two, masks, fc
     assert drafter.expected_accepted_length == saved.provenance["validation"]["accepted_length"]
     assert drafter.draft_token_ids is not None

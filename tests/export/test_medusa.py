@@ -63,14 +63,18 @@ def test_many_rows_go_through_a_head_in_chunks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_bundle_feeds_each_drafter_its_own_taps(workshop: Workshop, tmp_path: Path) -> None:
-    """Medusa reads only the final feature, the other drafter of the bundle a tap too."""
+    """Medusa reads only the final feature, the other drafter of the bundle a tap too, which its
+    entry names as older bundles did."""
     both = tmp_path / "both"
     shutil.copytree(workshop.bundle("parallelspec"), both)
     own = bundles.read(workshop.bundle("medusa"))
     shutil.copytree(own.path / "drafters/medusa", both / "drafters/medusa")
     manifest = bundles.read(both).manifest
     assert (manifest.target.taps, own.manifest.target.taps) == ((1,), ())
-    entries = (*manifest.drafters, *own.manifest.drafters)
+    (older,) = manifest.drafters
+    config = {key: value for key, value in older.config.items() if key != "features"}
+    older = dataclasses.replace(older, config=config | {"taps": [1]})
+    entries = (older, *own.manifest.drafters)
     bundles.write_manifest(both, dataclasses.replace(manifest, drafters=entries))
 
     engine = spec_runtime.load(both, "parallelspec", threads=1, lookup=False)

@@ -41,6 +41,7 @@ OPTIONS = {
     "parallelspec": 'taps = [1]\nmask_feature = "anchor"',
     "parallelspec+token": 'taps = [1]\nmask_feature = "anchor"\nmask_reads_token = true',
     "hydra": "prefix_layer = true",
+    "eagle3": "taps = [1, 2]\nfc_norm = true\nnorm_output = true",
     "skip_layer": "layers = 1",
     "draft_model": "hidden_size = 64\nintermediate_size = 96\nlayers = 2\nnum_heads = 4",
 }

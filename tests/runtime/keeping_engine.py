@@ -54,7 +54,7 @@ def keeping(
         open_cache("slots", capacity),
         vocab_size=vocab_size,
         max_length=MAX_LENGTH,
-        hidden_size=FEATURE_WIDTH,
+        feature_widths={"features": FEATURE_WIDTH},
     )
     opened = OpenedDrafter(drafter, make_proposer(drafter, backend), Budget(8))
     return Engine(target, ByteTokenizer(template), opened, ToyOpener(bundle_hash), kept_bytes)

@@ -47,9 +47,9 @@ from spec_runtime.trees.tree import TokenTree
 
 onnx = pytest.importorskip("onnx")
 
-# a cache; a cache in one graph and none in the other; a cache and features of its own; no cache in
-# one graph, in two
-DRAFTERS = ("parallelspec", "hydra", "eagle", "medusa", "semi_autoregressive")
+# a cache; a cache in one graph and none in the other; a cache and features of its own; that, after
+# taps that the target fuses; no cache in one graph, in two
+DRAFTERS = ("parallelspec", "hydra", "eagle", "eagle3", "medusa", "semi_autoregressive")
 IN_TARGETS_CACHE = "skip_layer"
 PROMPTS = ("say abc, 3", "one two. one two. one")
 BUILDS = {"fp16": "bias", "fp32": "full_buffer"}  # the attention of each precision
@@ -564,7 +564,7 @@ def test_all_graphs_are_in_the_form_and_type_that_cuda_has_kernels_for(
         assert {(graph.form, graph.attention) for graph in cached} == {("slots", attention)}
         types = {s.dtype for graph in cached for s in graph.inputs if s.name.startswith("kv.")}
         assert types == {"float16" if precision == "fp16" else "float32"}
-        assert len(cached) == 4
+        assert len(cached) == 5
         assert TensorSpec("argmax_ids", "int64", ("M",)) in graphs[0].outputs
         assert not {"top_ids", "logsumexp"} & {spec.name for spec in graphs[0].outputs}
         sampling = manifest.graphs["sampling"]

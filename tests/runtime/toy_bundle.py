@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def write_bundle(folder: Path, drafters: tuple[str, ...] = (), **changes: Any) -
     (folder / "chat_template.jinja").write_text(CHATML)
     vocab_size = write_tokenizer(folder / "tokenizer.json")
     graph = bundle.Graph("graph.onnx", "slots", (), ())
+    states = [bundle.TensorSpec(name, "float32", ("N", 4)) for name in ("features", "taps.1")]
     config = {"num_masks": 3, "mask_token_base": vocab_size, "inputs": "features+tokens"}
     entries = tuple(
         bundle.DrafterInfo(
@@ -70,7 +72,14 @@ def write_bundle(folder: Path, drafters: tuple[str, ...] = (), **changes: Any) -
         chat_template="chat_template.jinja",
     )
     manifest = bundle.Manifest(
-        1, "toy", target, {"target": graph}, entries, tokenizer, provenance={}, files={}
+        1,
+        "toy",
+        target,
+        {"target": replace(graph, outputs=tuple(states))},
+        entries,
+        tokenizer,
+        provenance={},
+        files={},
     )
     bundle.write_manifest(folder, manifest)
     return folder

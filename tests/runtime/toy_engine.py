@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from toy_backend import ByteTokenizer, ToyDrafter, ToyTarget
 
+from spec_runtime.bundle.manifest import feature_names
 from spec_runtime.engine import Engine, OpenedDrafter
 from spec_runtime.kv import open_cache
 from spec_runtime.proposers.base import PlainProposer, Proposer
@@ -46,7 +47,7 @@ def make_engine(
     budget = budget or Budget(max_nodes=8)
     tokenizer = tokenizer or ByteTokenizer()
     proposer = make_proposer(drafter, backend, form, with_features, len(taps), num_masks)
-    return Engine(target, tokenizer, OpenedDrafter(drafter, proposer, budget, taps))
+    return Engine(target, tokenizer, OpenedDrafter(drafter, proposer, budget, feature_names(taps)))
 
 
 def make_proposer(

@@ -33,6 +33,9 @@ SENSITIVE: dict[tuple[Any, ...], SearchStrategy[Any]] = {
     ("drafters", 0, "config", "num_masks"): st.integers(-2, 40) | mutations.values(),
     ("drafters", 0, "config", "mask_token_base"): st.integers(-2, 300) | mutations.values(),
     ("drafters", 0, "config", "inputs"): st.sampled_from(("tokens", "features", "")),
+    ("drafters", 0, "config", "features"): st.lists(
+        st.sampled_from(("features", "taps.1", "logits", "")), max_size=2
+    ),
     ("drafters", 0, "config", "taps"): st.lists(st.integers(-2, 3), max_size=2),
     ("drafters", 0, "draft_token_ids"): st.sampled_from(("tokenizer.json", "x")),
     ("drafters", 0, "name"): st.sampled_from(("hydra", "eagle", "skip_layer", "draft_model")),

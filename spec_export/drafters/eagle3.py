@@ -1,0 +1,313 @@
+"""Defines EAGLE-3: decoder layers that go on from a mixture of three of the target's layers.
+
+Real row t reads x_t, the *fusion* of the target's taps at position t, beside the embedding of token
+t+1. Its output goes through a norm and an LM head of the drafter's own, which gives guess 0, token
+t+2, and is what the next row reads in place of a fusion:
+
+    x_t = fc([h_a ; h_b ; h_c])                                     taps a, b, c at position t
+    [q k v] = W [norm(e(token t+1)) ; norm(x_t)]
+    y = x_t + W_o attention,   out = y + mlp(norm(y))
+    q_{t+1} = softmax(head · norm(out)),   x of the next row = out
+
+    L = Σ_k decay^k · CE(p_{t+1+k}, q_{t+1+k}),     p the target's distribution
+
+Nothing is regressed. Training unrolls the drafter on its own outputs for `ttt_steps` rows along the
+true tokens ("training-time test"). Fusion and its weights are run by the target's graph, once for
+each of its rows. The drafters that others have published differ in a few norms and sizes, which are
+fields of `Config`; their names are those of the `speculators` library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spec_export import decoder
+from spec_export.decoder_config import own_rotary_table
+from spec_export.drafters.fields import AtLeastOne, NotNegative, Share
+from spec_export.drafters.layers import (
+    Batch,
+    CachedGraph,
+    DecoderLayer,
+    TargetEnds,
+    export_cached,
+)
+from spec_export.drafters.losses import IGNORED
+from spec_export.drafters.rollout import RolloutDrafter, equal_weights
+from spec_export.modules.fusion import Fusion
+from spec_runtime.errors import UserError
+from spec_runtime.mapping import Checked
+
+SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_eps")
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """The settings of EAGLE-3.
+
+    `num_guesses` levels are drafted, and `max_width` nodes expanded in each. `taps` are the target
+    layers whose inputs are read, in the order in which fc has them; the number of layers itself is
+    the last layer's output.
+
+    - `fc_norm`: each tap is normed before fc; `norm_before_fc`: all of them together.
+    - `norm_output`: the next row reads the normed output, which the head reads.
+    - `norm_before_residual`: layer 0 adds to the normed x.
+    - `qk_norms`: queries and keys are normed, as Qwen3 does.
+    - `own_embedding`: it has an embedding of its own, else the target's.
+    - `rope`: parameters of a rotary embedding as transformers writes them, else the target's.
+    - the sizes, where they are not the target's.
+    """
+
+    taps: tuple[int, ...] = ()
+    layers: AtLeastOne = 1
+    num_guesses: AtLeastOne = 5
+    max_width: AtLeastOne = 8
+    top_k: AtLeastOne = 10
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    qk_norms: bool = False
+    own_embedding: bool = False
+    rope: dict[str, Any] | None = None
+    hidden_size: AtLeastOne | None = None
+    intermediate_size: AtLeastOne | None = None
+    num_heads: AtLeastOne | None = None
+    num_kv_heads: AtLeastOne | None = None
+    head_dim: AtLeastOne | None = None
+    norm_eps: NotNegative | None = None
+    soft_weight: Share = 1.0
+    ttt_steps: AtLeastOne = 3
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.taps:
+            raise UserError("got no taps, expected the target layers that it reads: [2, 15, 27]")
+        if self.fc_norm and self.norm_before_fc:
+            raise UserError("got fc_norm with norm_before_fc, expected at most one of them")
+
+
+class Drafter(RolloutDrafter):
+    """The trained part: fusion, layers, norm and head; see DrafterBase for what it borrows."""
+
+    fuses_taps = True
+    config: Config
+
+    def __init__(
+        self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
+    ) -> None:
+        super().__init__(config, ends, draft_token_ids)
+        given = {name: getattr(config, name) for name in SIZES}
+        given = {name: size for name, size in given.items() if size is not None}
+        self.dims = dims = replace(ends.dims, **given)
+        D, target_width = dims.hidden_size, ends.dims.hidden_size
+        if target_width != D and not config.own_embedding:
+            raise UserError(
+                f"got hidden_size {D} with the target's embedding, expected its {target_width}, "
+                "or own_embedding"
+            )
+        norms = "each" if config.fc_norm else "all" if config.norm_before_fc else "none"
+        self.fusion = Fusion(config.taps, target_width, D, norms, dims.norm_eps)
+        first = FirstLayer(dims, config.qk_norms, config.norm_before_residual)
+        others = [DecoderLayer(dims, qk_norms=config.qk_norms) for _ in range(config.layers - 1)]
+        self.layers = nn.ModuleList([first, *others])
+        for layer in self.layers:
+            layer.load_target_layer(ends.last_layer)
+            layer.start_as_identity()
+        self.norm = nn.Parameter(_start(ends.final_norm_D, torch.ones(D)))
+        self.head = nn.Parameter(_start(self.head_VD, _random_rows(len(self.head_VD), D)))
+        if config.own_embedding:
+            rows = _random_rows(len(ends.embed_VD), D)
+            self.embedding = nn.Parameter(_start(ends.embed_VD, rows))
+        if config.rope is not None:
+            self.cos, self.sin = own_rotary_table(config.rope, dims.head_dim, len(ends.cos))
+        elif dims.head_dim != ends.dims.head_dim:
+            raise UserError(
+                f"got head_dim {dims.head_dim} with the target's rotary embedding, expected its "
+                f"{ends.dims.head_dim}, or parameters in rope"
+            )
+
+    @property
+    def trains_output_head(self) -> bool:
+        return True
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    @property
+    def embedding_table(self) -> Tensor:
+        return self.embedding if self.config.own_embedding else self.embed_VD
+
+    def embed(self, token: Tensor) -> Tensor:
+        return self.embedding_table[token]
+
+    def input_rows(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        return embedding, feature
+
+    def next_feature(self, predicted: Tensor) -> Tensor:
+        return self.output_rows(predicted) if self.config.norm_output else predicted
+
+    def output_rows(self, hidden: Tensor) -> Tensor:
+        """Returns what the head reads, [..., D]."""
+        return F.rms_norm(hidden, self.norm.shape, self.norm.to(hidden.dtype), self.dims.norm_eps)
+
+    def levels(self, batch: Batch, num_levels: int) -> list[Tensor]:
+        """Returns each level's output [B, T-1, D], along the true tokens; see `rollout`."""
+        assert batch.feature_BTF is not None, "EAGLE-3 reads taps"
+        assert self.fusion is not None
+        _, *taps = batch.feature_BTF.split(self.head_VD.shape[1], -1)
+        return self.rollout(batch, self.fusion(taps), num_levels)
+
+    def loss(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the loss of a batch, f32 scalar, and each trained guess's top-1 hits `correct_K`
+        and labelled rows `count_K`, i64[K]; nothing is random.
+
+        A guess's loss is a mean over the rows whose token is an answer's and in the draft
+        vocabulary.
+        """
+        config, feature_BTF = self.config, batch.feature_BTF
+        assert feature_BTF is not None, "EAGLE-3 reads taps"
+        label_BRK = self.labels(batch, config.ttt_steps)
+        total, correct, count = feature_BTF.new_zeros((), dtype=torch.float32), [], []
+        for k, level in enumerate(self.levels(batch, config.ttt_steps)):
+            b, t = (label_BRK[..., k] != IGNORED).nonzero(as_tuple=True)
+            rows, wanted_RF = self.output_rows(level[b, t]), feature_BTF[b, t + 1 + k]
+            loss, is_top_R = self.cross_entropy(
+                rows,
+                label_BRK[b, t, k],
+                equal_weights(rows),
+                wanted_RF,
+                config.soft_weight,
+                self.head,
+            )
+            total = total + config.decay**k * loss
+            correct.append(is_top_R.sum())
+            count.append(torch.tensor(len(b), device=b.device))
+        return total, {"correct_K": torch.stack(correct), "count_K": torch.stack(count)}
+
+    @torch.no_grad()
+    def guesses(self, batch: Batch, top_k: int) -> tuple[Tensor, Tensor]:
+        """Returns the top guesses at every real row, along the true tokens: token ids i64 and
+        log-probabilities f32, both [B, T-1, num_guesses, top_k]."""
+        rows = torch.stack(self.levels(batch, self.config.num_guesses), dim=2)
+        return self.top_guesses(rows, self.output_rows, top_k, self.head)
+
+    # ---- export ----------------------------------------------------------------------------------
+
+    def export(
+        self, target: decoder.DecoderConfig, *, capacity_symbolic: bool = True
+    ) -> dict[str, ir.Model]:
+        """Returns the graph "drafter" in the contiguous form.
+
+        Its inputs are input_ids i64[1,N], features f32[1,N,D] (fused taps, or the `hidden` of a
+        node's parent), position_ids, mask, logit_rows i64[M] and the caches; its outputs guess_ids
+        i64[M,C], guess_log_probs f32[M,C], hidden f32[M,D] and the caches.
+        """
+        dims = self.dims
+        config = replace(
+            target,
+            hidden_size=dims.hidden_size,
+            num_layers=self.config.layers,
+            num_heads=dims.num_heads,
+            num_kv_heads=dims.num_kv_heads,
+            head_dim=dims.head_dim,
+            rotary_dim=2 * self.cos.shape[1],
+            norm_eps=dims.norm_eps,
+            taps=(),
+            layers=(),
+        )
+        graph = export_cached(
+            _DrafterGraph(self, config),
+            config,
+            self.head_VD.dtype,
+            [*self.output_names(), "hidden"],
+            "eagle3",
+            feature_width=dims.hidden_size,
+            capacity_symbolic=capacity_symbolic,
+        )
+        return {"drafter": graph}
+
+
+class FirstLayer(DecoderLayer):
+    """The layer whose rows are pairs of embedding and feature, [..., D] each: it norms both, its
+    attention reads them side by side, and it adds to the feature."""
+
+    def __init__(self, dims: Any, qk_norms: bool, norm_before_residual: bool) -> None:
+        super().__init__(dims, num_inputs=2, qk_norms=qk_norms)
+        self.token_norm = nn.Parameter(torch.ones(dims.hidden_size))
+        self.norm_before_residual = norm_before_residual
+
+    def load_target_layer(self, tensors: dict[str, Tensor]) -> None:
+        """Copies one of the target's own layers; its attention then reads the feature as the
+        target's does."""
+        super().load_target_layer(tensors)
+        of_feature = self.qkv[self.dims.hidden_size :]
+        if tensors and tensors["qkv"].shape == of_feature.shape:
+            with torch.no_grad():
+                of_feature.copy_(tensors["qkv"])
+
+    def project_qkv(self, x: Any) -> tuple[Tensor, Tensor, Tensor]:
+        embedding, feature = x
+        normed = self.normed(embedding, self.token_norm), self.normed(feature, self.attention_norm)
+        return self.heads(torch.cat(normed, -1))
+
+    def finish(self, x: Any, attended: Tensor) -> Tensor:
+        _, feature = x
+        if self.norm_before_residual:
+            feature = self.normed(feature, self.attention_norm)
+        return super().finish(feature, attended)
+
+    def traceable(self, config: decoder.DecoderConfig) -> nn.Module:
+        return _TraceableFirstLayer(self, super().traceable(config))
+
+
+class _TraceableFirstLayer(nn.Module):
+    """A `FirstLayer` over a cache; `layer` is the same one as an ordinary layer."""
+
+    def __init__(self, first: FirstLayer, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.token_norm = decoder.RMSNorm(first.token_norm, first.dims.norm_eps)
+        self.norm_before_residual = first.norm_before_residual
+
+    def forward(self, x: Any, past: Any, shared: Any) -> tuple[Tensor, list[Tensor]]:
+        embedding, feature = x
+        layer, normed = self.layer, self.layer.attention_norm(feature)
+        both = torch.cat((self.token_norm(embedding), normed), -1)
+        mixed, caches = layer.attention(both, past, shared)
+        summed = (normed if self.norm_before_residual else feature) + mixed
+        return summed + layer.mlp(layer.mlp_norm(summed)), caches
+
+
+class _DrafterGraph(CachedGraph):
+    """The graph "drafter": rows over a cache, top-k guesses and what the next rows read out."""
+
+    def __init__(self, drafter: Drafter, config: decoder.DecoderConfig) -> None:
+        super().__init__(drafter, drafter.layers, config)
+        self.norm = decoder.RMSNorm(drafter.norm, config.norm_eps)
+
+    def forward(self, input_ids: Tensor, features: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        drafter = self.drafter
+        pairs = F.embedding(input_ids, drafter.embedding_table), features
+        rows, caches = self.run_layers(pairs, inputs)
+        rows_MD = rows.view(-1, drafter.dims.hidden_size)
+        normed_MD = self.norm(rows_MD)
+        hidden_MD = normed_MD if drafter.config.norm_output else rows_MD
+        logits_MV = F.linear(normed_MD, drafter.head)
+        return (*drafter.top_tokens(logits_MV, drafter.config.top_k), hidden_MD.float(), *caches)
+
+
+def _random_rows(count: int, width: int) -> Tensor:
+    return torch.randn(count, width) * width**-0.5
+
+
+def _start(theirs: Tensor, random: Tensor) -> Tensor:
+    """Returns a copy of the target's tensor if it has the drafter's shape, else random numbers."""
+    return theirs.float().clone() if theirs.shape == random.shape else random

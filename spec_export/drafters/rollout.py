@@ -1,0 +1,85 @@
+"""Unrolls drafters that go on from what they predicted, for all rows of a sequence at once.
+
+A *level* is one run of the layers at every real row, along the true tokens. Level 0 reads the
+target's features, each further level what the one before it predicted, as drafting does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spec_export.drafters.layers import Batch, DrafterBase, rotate
+
+
+class RolloutDrafter(DrafterBase):
+    """The base of drafters that read their own predictions, made by `layers`."""
+
+    layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
+
+    def input_rows(self, embedding: Tensor, feature: Tensor) -> Any:
+        """Returns the first layer's input from embedding and feature, both [..., D]."""
+        raise NotImplementedError
+
+    def next_feature(self, predicted: Tensor) -> Tensor:
+        """Returns what the next level reads of this level's output [..., D]."""
+        return predicted
+
+    def rollout(self, batch: Batch, feature_BTD: Tensor, num_levels: int) -> list[Tensor]:
+        """Returns each level's output [B, T-1, D], along the true tokens.
+
+        Row t of level k belongs to token t+1+k at position t+k and predicts what follows it.
+        """
+        R = batch.token_BT.shape[1] - 1
+        token_BT = F.pad(batch.token_BT, (0, num_levels))  # no label there
+        feature = feature_BTD[:, :-1]
+        earlier: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.layers]
+        levels = []
+        for level in range(num_levels):
+            x = self.input_rows(self.embed(token_BT[:, 1 + level : 1 + level + R]), feature)
+            cos, sin = self.cos[level : level + R], self.sin[level : level + R]
+            for layer, rows in zip(self.layers, earlier, strict=True):
+                q, k, v = layer.project_qkv(x)
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+                rows.append((k, v.to(k.dtype)))
+                x = layer.finish(x, _attend(q, rows))
+            levels.append(x)
+            feature = self.next_feature(x)
+        return levels
+
+    def embed(self, token: Tensor) -> Tensor:
+        """Returns the embeddings [..., D] of tokens."""
+        return self.embed_VD[token]
+
+
+def equal_weights(rows_RD: Tensor) -> Tensor:
+    """Returns the weights of a mean over these rows, f32[R]."""
+    return torch.full((len(rows_RD),), 1 / max(len(rows_RD), 1), device=rows_RD.device)
+
+
+def _attend(q: Tensor, rows: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Returns the attention [B, R, H*Dh] of a level's queries [B, R, H, Dh] over the keys and
+    values [B, R, G, Dh] of all levels so far, the last of which are the level's own.
+
+    Row t sees rows up to t of level 0, and of the other levels only the rows of its own path.
+    """
+    (k, v), *group = rows
+    if not group:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(-2)
+    R, H, Dh = q.shape[1:]
+    G = k.shape[2]
+    q = q.unflatten(2, (G, H // G)) * Dh**-0.5  # heads h of one key/value head g
+    to_real = torch.einsum("brghd,bsgd->bghrs", q, k)
+    is_later_RR = torch.ones(R, R, dtype=torch.bool, device=q.device).triu(1)
+    to_real = to_real.masked_fill(is_later_RR, torch.finfo(to_real.dtype).min)
+    to_group = [torch.einsum("brghd,brgd->bghr", q, own) for own, _ in group]
+    weight = torch.cat((to_real, torch.stack(to_group, -1)), -1).softmax(-1).to(v.dtype)
+    out = torch.einsum("bghrs,bsgd->brghd", weight[..., :R], v)
+    for j, (_, own) in enumerate(group):
+        out = out + torch.einsum("bghr,brgd->brghd", weight[..., R + j], own)
+    return out.flatten(2)

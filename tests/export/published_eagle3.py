@@ -1,0 +1,121 @@
+"""EAGLE-3 as others publish it: its tensors by their names, and the forward pass in plain torch.
+
+It is written after the published definition of the model, and shares no code with ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def published_state(drafter: Any) -> State:
+    """Returns the weights of a drafter of ours as `speculators` names and stores them."""
+    config, fusion = drafter.config, drafter.fusion
+    state = {"fc.weight": fusion.fc.T, "norm.weight": drafter.norm, "lm_head.weight": drafter.head}
+    state["embed_tokens.weight"] = drafter.embedding_table
+    if config.fc_norm:
+        state |= {f"fc_norm.{i}.weight": fusion.norm[i] for i in range(len(config.taps))}
+    if config.norm_before_fc:
+        state["input_norm.weight"] = fusion.norm
+    H, G, Dh = drafter.dims.num_heads, drafter.dims.num_kv_heads, drafter.dims.head_dim
+    for i, layer in enumerate(drafter.layers):
+        q, k, v = layer.qkv.T.split((H * Dh, G * Dh, G * Dh))
+        gate, up = layer.gate_up.T.chunk(2)
+        parts = {
+            "self_attn.q_proj": q,
+            "self_attn.k_proj": k,
+            "self_attn.v_proj": v,
+            "self_attn.o_proj": layer.out.T,
+            "mlp.gate_proj": gate,
+            "mlp.up_proj": up,
+            "mlp.down_proj": layer.down.T,
+            "post_attention_layernorm": layer.mlp_norm,
+            "input_layernorm": layer.attention_norm if i else layer.token_norm,
+        }
+        if not i:
+            parts["hidden_norm"] = layer.attention_norm
+        if config.qk_norms:
+            parts |= {"self_attn.q_norm": layer.q_norm, "self_attn.k_norm": layer.k_norm}
+        state |= {f"layers.{i}.{name}.weight": tensor for name, tensor in parts.items()}
+    return state
+
+
+class Published:
+    """Runs published weights; `drafter` gives only numbers: flags, head sizes, eps."""
+
+    def __init__(self, drafter: Any, rope_theta: float) -> None:
+        self.state, self.config, self.dims = published_state(drafter), drafter.config, drafter.dims
+        self.theta = rope_theta
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + self.dims.norm_eps).rsqrt()
+        return x * scale * self.state[f"{name}.weight"]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.state[f"{name}.weight"].T
+
+    def fused(self, taps: Sequence[Tensor]) -> Tensor:
+        if self.config.fc_norm:
+            taps = [self.norm(tap, f"fc_norm.{i}") for i, tap in enumerate(taps)]
+        x = torch.cat(list(taps), -1)
+        return self.linear(self.norm(x, "input_norm") if self.config.norm_before_fc else x, "fc")
+
+    def levels(self, fused_TD: Tensor, tokens: Sequence[int], num_levels: int) -> list[Tensor]:
+        """Returns the output rows [D] of levels 0 … after the pairs (fused t, token t + 1).
+
+        tokens: those of the text from 0 on, one more than rows of fused, and one for each level.
+        """
+        T, rows, outputs = len(fused_TD), list(fused_TD), []
+        for level in range(num_levels):
+            ids = list(tokens[1 : T + 1 + level])
+            outputs.append(self._run(torch.stack(rows), self.state["embed_tokens.weight"][ids]))
+            is_normed = self.config.norm_output
+            rows.append(self.norm(outputs[-1], "norm") if is_normed else outputs[-1])
+        return outputs
+
+    def log_q(self, output: Tensor) -> Tensor:
+        """Returns log-probabilities over the draft vocabulary."""
+        return torch.log_softmax(self.linear(self.norm(output, "norm"), "lm_head"), -1)
+
+    def _run(self, x: Tensor, embedding: Tensor) -> Tensor:
+        for i in range(self.config.layers):
+            name = f"layers.{i}"
+            read = self.norm(embedding if i == 0 else x, f"{name}.input_layernorm")
+            if i == 0:
+                normed = self.norm(x, f"{name}.hidden_norm")
+                read = torch.cat((read, normed), -1)
+                x = normed if self.config.norm_before_residual else x
+            x = x + self.linear(self._attention(read, name), f"{name}.self_attn.o_proj")
+            read = self.norm(x, f"{name}.post_attention_layernorm")
+            gate, up = (self.linear(read, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
+            x = x + self.linear(gate * torch.sigmoid(gate) * up, f"{name}.mlp.down_proj")
+        return x[-1]
+
+    def _attention(self, read: Tensor, name: str) -> Tensor:
+        T, d = len(read), self.dims
+        parts = [self.linear(read, f"{name}.self_attn.{part}_proj") for part in "qkv"]
+        q, k, v = (part.view(T, -1, d.head_dim).transpose(0, 1) for part in parts)
+        if self.config.qk_norms:
+            q, k = (
+                self.norm(q, f"{name}.self_attn.q_norm"),
+                self.norm(k, f"{name}.self_attn.k_norm"),
+            )
+        frequency = self.theta ** -(torch.arange(0, d.head_dim, 2) / d.head_dim)
+        angle = torch.outer(torch.arange(T).float(), frequency)
+        cos, sin = (torch.cat((part, part), -1) for part in (angle.cos(), angle.sin()))
+
+        def turn(heads: Tensor) -> Tensor:
+            first, second = heads.chunk(2, -1)
+            return heads * cos + torch.cat((-second, first), -1) * sin
+
+        shared = d.num_heads // d.num_kv_heads
+        k, v = turn(k).repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
+        score = turn(q) @ k.transpose(1, 2) * d.head_dim**-0.5
+        score = score.masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf)
+        return (score.softmax(-1) @ v).transpose(0, 1).reshape(T, -1)
