@@ -266,6 +266,16 @@ def _tensors(
     return made, made.unexpected
 
 
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a folder's files, which need be no model's, all in memory.
+
+    Raises UserError if there are none, or they are damaged or hold more than tensors.
+    """
+    files = weight_files(folder, None)
+    with _reading(files[0]):
+        return dict(_stored(folder))
+
+
 def _stored(folder: Path) -> Mapping[str, Tensor]:
     """Returns the tensors that a folder's files hold."""
     files = weight_files(folder, None)

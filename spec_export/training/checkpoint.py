@@ -296,11 +296,13 @@ def save_drafter(
     provenance: Mapping[str, Any],
     draft_token_ids: np.ndarray | None = None,
     bigrams: Mapping[str, np.ndarray] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
     """Writes `drafter.safetensors` and `config.json` to `folder` and returns it.
 
-    Floating tensors are stored in bfloat16, which halves the file. A drafter that is already there
-    is replaced, unless its folder holds other files; `require_drafter_folder` asks that beforehand.
+    Floating tensors are stored in `dtype`; bfloat16 halves the file. A drafter that is already
+    there is replaced, unless its folder holds other files; `require_drafter_folder` asks that
+    beforehand.
 
     Args:
         config: the drafter's Config (dataclass or mapping) of JSON values.
@@ -312,7 +314,7 @@ def save_drafter(
             with NaN or infinity in it.
     """
     tensors = {
-        key: tensor.bfloat16() if tensor.is_floating_point() else tensor
+        key: tensor.to(dtype) if tensor.is_floating_point() else tensor
         for key, tensor in _detached(state).items()
     }
     _require_finite(tensors, folder)

@@ -106,7 +106,11 @@ def read(folder: Path, header_name: str, needed: Sequence[str]) -> dict[str, Any
         raise UserError(f"cannot read {path}: {brief(error)}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         got = header.get("format") if isinstance(header, dict) else type(header).__name__
-        raise UserError(f"{path} has format {got!r:.40}, expected {FORMAT}")
+        hint = "; import another library's drafter first: spec-export import"
+        raise UserError(
+            f"{path} has format {got!r:.40}, expected {FORMAT}"
+            f"{hint if header_name == DRAFTER_HEADER else ''}"
+        )
     files = header.get("files")
     if not isinstance(files, dict) or not set(needed) <= set(files):
         raise UserError(f"{path} lists no hash of {', '.join(needed)}, expected one of each")

@@ -1,0 +1,68 @@
+"""Defines `spec-export import`, which makes a drafter of ours of one that others have trained."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spec_runtime.errors import UserError
+
+
+class Answer(StrEnum):
+    yes = "yes"
+    no = "no"
+
+
+def _flag(name: str, what: str) -> typer.models.OptionInfo:
+    return typer.Option(name, help=what, show_default="as its files say")
+
+
+def command(
+    source: Annotated[str, typer.Argument(help="Folder or hub id of an EAGLE-3 drafter")],
+    out: Annotated[Path, typer.Option("--out", help="Folder of the drafter, for build")],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            help="Hugging Face folder, hub id or GGUF file of the target",
+            show_default="the built-in demo",
+        ),
+    ] = None,
+    taps: Annotated[
+        str | None,
+        typer.Option(
+            "--taps",
+            metavar="I,J,K",
+            help="Target layers whose inputs it reads; the number of layers is the last's output",
+            show_default="as its files say",
+        ),
+    ] = None,
+    norm_output: Annotated[
+        Answer | None, _flag("--norm-output", "Whether the next row reads the normed output")
+    ] = None,
+    norm_before_residual: Annotated[
+        Answer | None,
+        _flag("--norm-before-residual", "Whether the first layer adds to the normed state"),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option(help="Measure on answers of the target whether it was read rightly")
+    ] = True,
+) -> None:
+    """Import a drafter that another library has trained, for `build --drafter-checkpoint`.
+
+    Says what it read and what the files leave open, and measures it; a poor one is measured in
+    other readings, too.
+    """
+    from spec_export.cli.report import TerminalReport
+    from spec_export.foreign.importer import Overrides, run
+
+    ids = None
+    if taps is not None:
+        try:
+            ids = tuple(int(part) for part in taps.split(","))
+        except ValueError:
+            raise UserError(f"got --taps {taps!r:.80}, expected layers such as 2,18,33") from None
+    given = (norm_output, norm_before_residual)
+    flags = (None if each is None else each is Answer.yes for each in given)
+    print(run(source, target, out, Overrides(ids, *flags), measure, TerminalReport()))

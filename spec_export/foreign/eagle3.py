@@ -1,0 +1,381 @@
+"""Reads EAGLE-3 drafters in the forms of its authors, of speculators, ModelOpt, SpecForge,
+AngelSlim and DeepSpec.
+
+All have the tensors of one layer that reads pairs, `midlayer.*` or `layers.0.*`, and a few ordinary
+ones after it. They differ in norms, which tensors show, in flags, which only the config has, and in
+what an id of a target's layer means: the layer's input, or its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_export.decoder import Backbone
+from spec_export.foreign.folder import ForeignFolder, Reading
+from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.mapping import brief
+
+# Keys that change the forward pass, with the values that ours has. Others are refused.
+ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True,)),
+    **dict.fromkeys(("use_last_layernorm", "next_layer_regular"), (True,)),
+    **dict.fromkeys(("use_mtp_layernorm", "use_sliding_window"), (False,)),
+    **dict.fromkeys(("attention_bias", "qkv_bias", "mlp_bias"), (False,)),
+    "parallel_draft_step": (1,),
+    "hidden_act": ("silu",),
+    "model_type": ("llama", "qwen3"),
+}
+# Keys of a nested `eagle_config` that are read, or change nothing here.
+NESTED = (
+    *("eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc", "norm_output"),
+    *("norm_before_residual", "num_aux_hidden_states", "eagle_architecture"),
+)
+# Beginnings of tensors' names that change nothing: copies of the target's and derived ones.
+HARMLESS = ("t2d", "verifier_", "rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq")
+REFUSED = {
+    "mask_hidden": "a P-EAGLE drafter, which drafts in parallel",
+    "parallel_draft_heads.": "ModelOpt's parallel heads",
+    "additional_layers.": "SGLang's additional layers",
+}
+
+
+def matches(folder: ForeignFolder) -> bool:
+    """Says whether a folder holds an EAGLE-3 drafter, by its tensors' names."""
+    return any(name.startswith(("midlayer.", "layers.0.hidden_norm.")) for name in folder.tensors)
+
+
+def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Reading:
+    """Returns a drafter's config and weights for this target; `given` are fields of our config that
+    the user decided.
+
+    Raises UserError if the files do not fit each other or the target, and UnsupportedModelError,
+    which names it, for whatever changes the forward pass and is not known.
+    """
+    config = _Settings(folder)
+    folder.tensors = {
+        name.replace("midlayer.", "layers.0.", 1): tensor for name, tensor in folder.tensors.items()
+    }
+    for name, what in REFUSED.items():
+        if any(tensor.startswith(name) for tensor in folder.tensors):
+            raise UnsupportedModelError(f"{folder.path}: got {name}*, {what}: not supported yet")
+    found = Reading(config.format, "eagle3", {})
+    fc = folder.take("fc.weight")
+    D, target_width = len(fc), backbone.config.hidden_size
+    if fc.shape[1] % target_width:
+        raise UserError(
+            f"{folder.path}: got fc of {fc.shape[1]} inputs, expected a multiple of the target's "
+            f"hidden size of {target_width}: it was trained for another target"
+        )
+    taps = given.get("taps") or config.taps(backbone.config.num_layers, found)
+    backbone.config.require_taps(taps)
+    if len(taps) != fc.shape[1] // target_width:
+        raise UserError(
+            f"{folder.path}: got fc for {fc.shape[1] // target_width} taps and ids of {len(taps)}, "
+            "expected as many: name the layers with --taps"
+        )
+    found.said.append(f"taps {', '.join(map(str, taps))}")
+    state = {"fusion.fc": fc.T, "norm": folder.take("norm.weight")}
+    fc_norms = [f"fc_norm.{i}.weight" for i in range(len(taps))]
+    fields: dict[str, Any] = {"taps": list(taps)}
+    fields["fc_norm"] = fc_norms[0] in folder.tensors
+    fields["norm_before_fc"] = "input_norm.weight" in folder.tensors
+    for name in ("fc_norm", "norm_before_fc"):
+        config.require_flag(name, fields[name])
+    if fields["fc_norm"]:
+        state["fusion.norm"] = torch.stack([folder.take(name) for name in fc_norms])
+    elif fields["norm_before_fc"]:
+        state["fusion.norm"] = folder.take("input_norm.weight")
+    fields["norm_output"] = config.norm_output(found)
+    fields["norm_before_residual"] = config.norm_before_residual(found)
+    fields |= {key: value for key, value in given.items() if key != "taps"}
+    fields |= _layers(folder, config, state)
+    fields |= {"norm_eps": float(config.get("rms_norm_eps", 1e-6)), "rope": config.rope(found)}
+    fields |= {"hidden_size": D}
+    fields["own_embedding"] = _embedding(folder, backbone, D, state, found)
+    found.draft_token_ids = _head(folder, backbone, D, state, found)
+    folder.require_all_read(HARMLESS)
+    flags = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "qk_norms")
+    on = [name for name in flags if fields[name]]
+    found.said.append(f"layers: {fields['layers']}, {', '.join(on) or 'no further norms'}")
+    found.config, found.state = fields, state
+    return found
+
+
+# ---- the config ----
+
+
+class _Settings:
+    """Reads an EAGLE-3 config, whose keys may be nested in two ways."""
+
+    def __init__(self, folder: ForeignFolder) -> None:
+        top, self._path = folder.config, folder.path
+        self._layer = top.get("transformer_layer_config") or top
+        self._nested = top.get("eagle_config") or {}
+        if not isinstance(self._layer, dict) or not isinstance(self._nested, dict):
+            raise UserError(f"{folder.path}: got a config whose parts are no objects")
+        if self._layer is not top:
+            self._layer = self._with_defaults(self._layer)
+        self._top = top
+        self.format = self._format(folder)
+        for name, values in ONLY.items():
+            # a config whose layers are nested has another kind of its own at the top
+            value = self._layer.get(name) if name == "model_type" else self.get(name)
+            if value is not None and value not in values:
+                raise self._unsupported(name, value, " or ".join(map(str, values)))
+        unknown = sorted(set(self._nested) - set(NESTED) - set(ONLY))
+        if unknown:
+            raise self._unsupported(f"eagle_config.{unknown[0]}", self._nested[unknown[0]], "none")
+        kinds = set(self._layer.get("layer_types") or ()) - {"full_attention"}
+        if kinds:
+            raise self._unsupported("layer_types", sorted(kinds)[0], "full_attention")
+
+    def _with_defaults(self, layer: dict[str, Any]) -> dict[str, Any]:
+        """Returns a nested layer config with the defaults of its kind, which are not written."""
+        from transformers import AutoConfig
+
+        kind = layer.get("model_type", "qwen3")
+        if kind not in ONLY["model_type"]:
+            raise self._unsupported("model_type", kind, " or ".join(ONLY["model_type"]))
+        fields = {key: value for key, value in layer.items() if key != "model_type"}
+        try:
+            whole: dict[str, Any] = AutoConfig.for_model(kind, **fields).to_dict()
+        except Exception as error:  # transformers does not say what it raises
+            raise UserError(f"{self._path}: got a faulty layer config: {brief(error)}") from error
+        return whole
+
+    def _format(self, folder: ForeignFolder) -> str:
+        kind, names = self._top.get("speculators_model_type"), self._top.get("architectures")
+        if kind is not None:
+            if kind != "eagle3":
+                raise self._unsupported("speculators_model_type", kind, "eagle3")
+            return "speculators"
+        if "target_layer_ids" in self._top:
+            return "DeepSpec"
+        if not any(name.startswith("midlayer.") for name in folder.tensors):
+            return "ModelOpt"
+        if self._nested:
+            return "SpecForge"
+        return "AngelSlim" if names == ["Eagle3LlamaForCausalLM"] else "EAGLE"
+
+    def _unsupported(self, name: str, value: Any, expected: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self._path}: got {name} {value!r:.40} in the config, expected {expected}: such a "
+            "drafter is not supported"
+        )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns a value of the config, wherever it is nested; null counts as absent."""
+        for place in (self._top, self._nested, self._layer):
+            if place.get(name) is not None:
+                return place[name]
+        return default
+
+    def require_flag(self, name: str, is_there: bool) -> None:
+        """Raises UserError if a flag contradicts the tensors."""
+        if self.get(name) is not None and bool(self.get(name)) != is_there:
+            raise UserError(
+                f"{self._path}: got {name} {self.get(name)} in the config, and weights "
+                f"{'with' if is_there else 'without'} such norms: they are not of one drafter"
+            )
+
+    def taps(self, n: int, found: Reading) -> list[int]:
+        """Returns the taps of a target of n layers.
+
+        An id is a layer's input or its output, by the format. The three layers that both kinds of
+        libraries take by default tell it, and so does n, which can only be an input's id.
+        """
+        default = [2, n // 2, n - 3]
+        at_top = self._top.get("eagle_aux_hidden_state_layer_ids")
+        ids = at_top or self.get("eagle_aux_hidden_state_layer_ids") or self.get("target_layer_ids")
+        if ids is None:
+            found.doubts.append(f"the config names no layers: taps {default} are the usual ones")
+            return default
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+            raise self._unsupported("layer ids", ids, "a list of integers")
+        outputs = [i + 1 for i in ids]
+        if ids == default or n in ids or (at_top is not None and outputs != default):
+            return ids
+        found.said.append(f"ids {', '.join(map(str, ids))} read as layers' outputs")
+        if outputs != default and self.format != "DeepSpec":
+            found.doubts.append(
+                f"ids {ids} were read as layers' outputs, taps {outputs}; they may be inputs: "
+                f"--taps {','.join(map(str, ids))}"
+            )
+        return outputs
+
+    def norm_output(self, found: Reading) -> bool:
+        """Returns whether the next row reads the normed output."""
+        value = bool(self.get("norm_output", False))
+        if value and self.format in ("SpecForge", "EAGLE"):
+            found.doubts.append(
+                "norm_output of SpecForge's files until September 2026 means something else: "
+                "--norm-output no"
+            )
+        return value
+
+    def norm_before_residual(self, found: Reading) -> bool:
+        """Returns whether the first layer adds to the normed state."""
+        value = self.get("norm_before_residual")
+        if value is None and self.format == "speculators":
+            found.doubts.append(
+                "norm_before_residual is not in the config, read as no: --norm-before-residual yes"
+            )
+        return bool(value)
+
+    def rope(self, found: Reading) -> dict[str, Any]:
+        """Returns the drafter's own rotary parameters; the base is 10000 where none is named."""
+        rope = dict(self._layer.get("rope_parameters") or {})
+        rope = rope or dict(self._layer.get("rope_scaling") or {})
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise self._unsupported("rope_parameters", "by kinds of layers", "one set of them")
+        kind = rope.pop("type", None)
+        rope.setdefault("rope_type", kind or "default")
+        if rope.get("rope_theta") is None:
+            rope["rope_theta"] = self._layer.get("rope_theta") or 10000.0
+        if rope["rope_type"] != "default":
+            limit = self._layer.get("max_position_embeddings")
+            if rope["rope_type"] in ("yarn", "llama3") and limit:
+                rope.setdefault("original_max_position_embeddings", limit)
+            if self.format == "ModelOpt" and rope["rope_type"] == "yarn":
+                found.doubts.append("ModelOpt adds YaRN when it exports, without training with it")
+        found.said.append(f"rotary base {rope['rope_theta']:g}, {rope['rope_type']}")
+        return rope
+
+
+# ---- the weights ----
+
+
+def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Moves the layers' weights into `state` and returns the fields that they decide."""
+    count = 1
+    while f"layers.{count}.input_layernorm.weight" in folder.tensors:
+        count += 1
+    if config.format == "DeepSpec" and count > 1:
+        raise UnsupportedModelError(f"{folder.path}: got {count} layers of DeepSpec, expected one")
+    num_heads = config.get("num_attention_heads")
+    rows = len(folder.tensors.get("layers.0.self_attn.q_proj.weight", ()))
+    if type(num_heads) is not int or num_heads < 1 or rows % num_heads:
+        raise UserError(
+            f"{folder.path}: got num_attention_heads {num_heads!r:.40} and {rows} rows of "
+            "q_proj, expected a multiple"
+        )
+    head_dim, has_norms = rows // num_heads, "layers.0.self_attn.q_norm.weight" in folder.tensors
+    for i in range(count):
+
+        def take(name: str, layer: str = f"layers.{i}") -> Tensor:
+            return folder.take(f"{layer}.{name}.weight")
+
+        q, k, v = (take(f"self_attn.{part}_proj") for part in "qkv")
+        state[f"layers.{i}.qkv"] = torch.cat((q, k, v)).T
+        state[f"layers.{i}.out"] = take("self_attn.o_proj").T
+        state[f"layers.{i}.gate_up"] = torch.cat((take("mlp.gate_proj"), take("mlp.up_proj"))).T
+        state[f"layers.{i}.down"] = take("mlp.down_proj").T
+        state[f"layers.{i}.mlp_norm"] = take("post_attention_layernorm")
+        token_norm = take("input_layernorm")
+        state[f"layers.{i}.attention_norm"] = token_norm if i else take("hidden_norm")
+        if not i:
+            state[f"layers.{i}.token_norm"] = token_norm
+        if has_norms:
+            state[f"layers.{i}.q_norm"] = take("self_attn.q_norm")
+            state[f"layers.{i}.k_norm"] = take("self_attn.k_norm")
+    return {
+        "layers": count,
+        "qk_norms": has_norms,
+        "num_heads": num_heads,
+        "num_kv_heads": len(k) // head_dim,
+        "head_dim": head_dim,
+        "intermediate_size": len(state["layers.0.down"]),
+    }
+
+
+def _embedding(
+    folder: ForeignFolder, backbone: Backbone, D: int, state: dict[str, Tensor], found: Reading
+) -> bool:
+    """Takes the embedding and returns whether it is another one than what ours borrow."""
+    table = backbone.embedding
+    theirs = table.weight.detach().float()
+    if "embed_tokens.weight" in folder.tensors:
+        own = folder.take("embed_tokens.weight")[: len(theirs)]
+        if len(own) < len(theirs):
+            raise UserError(
+                f"{folder.path}: got an embedding of {len(own)} tokens, expected the target's "
+                f"{len(theirs)}: it was trained for another target"
+            )
+    else:
+        own = theirs
+    if own.shape != (len(theirs), D):
+        raise UserError(
+            f"{folder.path}: got embedding rows of {own.shape[1]}, expected hidden size {D}"
+        )
+    is_targets = table.embedding_scale == 1 and torch.equal(own, theirs)
+    found.said.append("the target's embedding" if is_targets else "an embedding of its own")
+    if not is_targets:
+        state["embedding"] = own
+    return not is_targets
+
+
+def _head(
+    folder: ForeignFolder, backbone: Backbone, D: int, state: dict[str, Tensor], found: Reading
+) -> Tensor | None:
+    """Takes the head, the target's where the file has none, and returns the tokens of its rows."""
+    V = backbone.config.vocab_size
+    maps = [folder.tensors.pop(name, None) for name in ("d2t", "draft_id_to_target_id")]
+    offset = next((each for each in maps if each is not None), None)
+    head = folder.take("lm_head.weight") if "lm_head.weight" in folder.tensors else None
+    if offset is None:
+        ids = None
+        if head is None:
+            head = backbone.head.weight.detach().float()
+        elif len(head) < V:
+            ids = torch.arange(len(head))
+        head = head[:V]
+    else:
+        ids = _draft_ids(offset, V, folder)
+        if head is None:
+            head = backbone.head.weight.detach().float()[ids]
+        shown = folder.tensors.get("t2d")
+        if shown is not None and not (
+            shown.dim() == 1
+            and len(shown) > int(ids[-1])
+            and int(shown.sum()) == len(ids)
+            and bool(shown[ids].all())
+        ):
+            raise UserError(f"{folder.path}: got maps d2t and t2d of different tokens")
+    if head.shape != (V if ids is None else len(ids), D):
+        raise UserError(
+            f"{folder.path}: got a head of shape {list(head.shape)}, expected "
+            f"{[V if ids is None else len(ids), D]}"
+        )
+    found.said.append(f"{len(head)} of {V} tokens")
+    state["head"] = head
+    return ids
+
+
+def _draft_ids(map_D: Tensor, V: int, folder: ForeignFolder) -> Tensor:
+    """Returns the target's ids of a draft vocabulary, from offsets or from the ids themselves."""
+    known = [torch.arange(map_D.numel()) + map_D.long(), map_D.long()] if map_D.dim() == 1 else []
+    for ids in known:
+        if len(ids) and int(ids[0]) >= 0 and int(ids[-1]) < V and bool((ids.diff() > 0).all()):
+            return ids
+    raise UserError(
+        f"{folder.path}: got a map d2t that is neither offsets nor rising ids below {V}, the "
+        "target's tokens: it was trained for another target"
+    )
+
+
+def alternatives(config: dict[str, Any], num_layers: int) -> dict[str, dict[str, Any]]:
+    """Returns other readings of the same weights, in words: the fields in which they differ."""
+    taps: Sequence[int] = config["taps"]
+    found: dict[str, dict[str, Any]] = {}
+    for step in (-1, 1):
+        moved = [tap + step for tap in taps]
+        if min(moved) >= 0 and max(moved) <= num_layers:
+            found[f"--taps {','.join(map(str, moved))}"] = {"taps": moved}
+    for name in ("norm_output", "norm_before_residual"):
+        value = not config[name]
+        found[f"--{name.replace('_', '-')} {'yes' if value else 'no'}"] = {name: value}
+    return found

@@ -1,0 +1,79 @@
+"""Reads config and tensors of another library's drafter, and notes which of them were used."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from spec_export.loading.pretrained import read_tensors, weight_files
+from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.files.writing import sha256
+from spec_runtime.mapping import brief, parse_json
+
+SHOWN = 3  # names that a message lists
+
+
+class ForeignFolder:
+    """Holds a drafter's files in memory: `config` as it is, and the tensors in float32."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError if a file is missing or damaged; pickled files may hold tensors only."""
+        self.path = path
+        try:
+            self.config = parse_json((path / "config.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot read {path / 'config.json'}: {brief(error)}") from error
+        if not isinstance(self.config, dict):
+            raise UserError(f"{path / 'config.json'}: got no object, expected a drafter's config")
+        self.tensors = {
+            name.removeprefix("model."): tensor for name, tensor in read_tensors(path).items()
+        }
+
+    def hashes(self) -> dict[str, str]:
+        """Returns the SHA-256 of the config and of each file of weights."""
+        files = (self.path / "config.json", *weight_files(self.path, None))
+        return {file.name: sha256(file) for file in files}
+
+    def take(self, name: str) -> Tensor:
+        """Returns a tensor and marks it as read; raises UserError if it is not there, or is no
+        vector of a norm and no matrix."""
+        if name not in self.tensors:
+            raise UserError(f"{self.path}: got no tensor {name}, expected it in such a drafter")
+        tensor = self.tensors.pop(name)
+        expected = 1 if "norm" in name else 2
+        if tensor.dim() != expected:
+            raise UserError(
+                f"{self.path}: got {name} of shape {list(tensor.shape)}, expected {expected} axes"
+            )
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    def require_all_read(self, harmless: Collection[str]) -> None:
+        """Raises UnsupportedModelError if a tensor is left that changes what the drafter does."""
+        left = sorted(name for name in self.tensors if not name.startswith(tuple(harmless)))
+        if left:
+            more = f" and {len(left) - SHOWN} more" if len(left) > SHOWN else ""
+            raise UnsupportedModelError(
+                f"{self.path}: got {', '.join(left[:SHOWN])}{more}, which no drafter that is "
+                "supported has: it cannot be imported"
+            )
+
+
+@dataclass
+class Reading:
+    """A drafter as it was read: our drafter's name, its config's fields and its weights.
+
+    said: what the reader decided, a line each. doubts: what the files do not tell; a wrong guess
+    there costs accepted tokens and raises no error.
+    """
+
+    format: str
+    name: str
+    config: dict[str, Any]
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    draft_token_ids: Tensor | None = None
+    said: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)

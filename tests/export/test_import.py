@@ -1,0 +1,356 @@
+"""Imports EAGLE-3 drafters that lie as their libraries write them, and refuses what is not one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from published_eagle3 import Published, published_state
+from tiny_target import save_llama, teach
+from workshop import WORDS
+
+import spec_runtime
+from spec_export import make_bundle, target
+from spec_export.bundling.drafters import load_module
+from spec_export.cli import main
+from spec_export.decoder import Backbone
+from spec_export.drafters import eagle3
+from spec_export.drafters.layers import Batch
+from spec_export.foreign import importer
+from spec_export.foreign.importer import Overrides, run
+from spec_export.hidden_states import features_and_taps
+from spec_export.make_bundle import BuildOptions
+from spec_export.report import Report
+from spec_export.training.checkpoint import load_drafter
+from spec_runtime.errors import UserError
+
+N, VOCAB = 8, 98  # layers and tokens of the target
+IDS = torch.arange(0, VOCAB, 2)  # the draft vocabulary
+THETA = 300.0
+LAYER: dict[str, Any] = {
+    **{"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "hidden_act": "silu"},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+}
+OFFSETS = {"d2t": IDS - torch.arange(len(IDS)), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
+OFFSETS["t2d"][IDS] = True
+
+
+def midlayer(state: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("layers.0.", "midlayer."): tensor for name, tensor in state.items()}
+
+
+# A config as the library writes it, what our drafter is, and how its tensors are written.
+FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Any], Any]]] = {
+    "EAGLE": (
+        LAYER | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(IDS)},
+        {"rope": {"rope_theta": 10000.0}},  # the base of a config without one
+        lambda state: midlayer(state) | OFFSETS,
+    ),
+    "speculators": (
+        {
+            "speculators_model_type": "eagle3",
+            "eagle_aux_hidden_state_layer_ids": [1, 4, N],
+            **{"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+            "transformer_layer_config": LAYER
+            | {"model_type": "qwen3", "rope_parameters": {"rope_theta": THETA}, "head_dim": 8},
+        },
+        {
+            **{"taps": (1, 4, N), "norm_before_residual": True, "norm_before_fc": True},
+            **{"norm_output": True, "qk_norms": True, "own_embedding": True},
+        },
+        lambda state: state | OFFSETS,
+    ),
+    "ModelOpt": (
+        LAYER
+        | {"rope_theta": THETA, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}},
+        {"taps": (1, 3, 5)},
+        lambda state: state | {"d2t": OFFSETS["d2t"]},
+    ),
+    "SpecForge": (
+        LAYER | {"rope_theta": THETA, "eagle_config": {"fc_norm": True}, "target_hidden_size": 32},
+        {"fc_norm": True},
+        lambda state: midlayer(state) | OFFSETS,
+    ),
+    "AngelSlim": (
+        LAYER
+        | {"rope_theta": THETA, "architectures": ["Eagle3LlamaForCausalLM"], "head_dim": 16}
+        | {"tie_word_embeddings": True},
+        {"head_dim": 16},
+        lambda state: midlayer(state) | {"d2t": IDS},
+    ),
+    "DeepSpec": (
+        LAYER | {"rope_theta": THETA, "target_layer_ids": [-1, 1, 2, 3, 7], "model_type": "qwen3"},
+        {"taps": (0, 2, 3, 4, N), "qk_norms": True, "own_embedding": True},
+        lambda state: state | OFFSETS,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_llama(tmp_path_factory.mktemp("import") / "llama", num_hidden_layers=N)
+    return teach(folder, WORDS[:2], num_steps=15)
+
+
+def backbone_of(llama: Path) -> tuple[Any, Backbone]:
+    model, _ = target.load(target.resolve(str(llama)))
+    return model, Backbone.from_transformers(model)
+
+
+def random_drafter(backbone: Backbone, options: dict[str, Any]) -> eagle3.Drafter:
+    known: dict[str, Any] = {
+        "taps": (2, N // 2, N - 3),
+        "rope": {"rope_theta": THETA},
+        "norm_eps": 1e-5,
+    }
+    torch.manual_seed(3)
+    drafter = eagle3.Drafter(eagle3.Config(**known | options), target.ends(backbone), IDS)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return drafter
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    whole = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(whole, folder / "model.safetensors")
+    return folder
+
+
+def write_format(folder: Path, name: str, llama: Path) -> tuple[Path, eagle3.Drafter]:
+    """Returns a folder of this format, and the drafter that is in it."""
+    config, options, tensors_of = FORMATS[name]
+    drafter = random_drafter(backbone_of(llama)[1], options)
+    state = published_state(drafter)
+    if not drafter.config.own_embedding:
+        del state["embed_tokens.weight"]
+    return write(folder / name, config, tensors_of(state)), drafter
+
+
+class Lines(Report):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.warnings: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_drafter_guesses_as_its_library_says(name: str, llama: Path, tmp_path: Path) -> None:
+    """Levels 0 to 2 of what was imported, against the published forward pass on the weights as
+    they were written, within 1e-4; the importer knows nothing but the files."""
+    folder, drafter = write_format(tmp_path, name, llama)
+    report = Lines()
+    saved = load_drafter(
+        run(str(folder), str(llama), tmp_path / "out", report=report, is_measured=False)
+    )
+    assert report.lines[0].startswith(f"{folder.name.lower()}: {name}'s eagle3; ")
+    hf_model, backbone = backbone_of(llama)
+    module = load_module(saved, backbone.config, target.ends(backbone))
+    assert module.config.taps == drafter.config.taps
+    assert module.draft_token_ids.tolist() == IDS.tolist()
+    token_T = torch.arange(3, 15) * 7 % VOCAB
+    assert drafter.config.rope is not None
+    published = Published(drafter, drafter.config.rope["rope_theta"])
+    with torch.no_grad():
+        states = features_and_taps(hf_model.model, token_T[None], module.config.taps)
+        batch = Batch(token_T[None], token_T[None] >= 0, torch.cat(states, -1), torch.tensor([12]))
+        ids, log_probs = (x[0] for x in module.guesses(batch, len(IDS)))
+        fused = published.fused([tap[0] for tap in states[1:]])
+        for t in range(8):
+            rows = published.levels(fused[: t + 1], token_T.tolist(), 3)
+            for k, row in enumerate(rows):
+                expected = published.log_q(row)[torch.searchsorted(IDS, ids[t, k])]
+                torch.testing.assert_close(log_probs[t, k], expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["plain", "trained", "qwen3"])
+def test_what_speculators_wrote_guesses_as_speculators_does(
+    name: str, llama: Path, tmp_path: Path
+) -> None:
+    """Files and logits are of the library itself, see written_by_speculators/write.py: levels 0 to
+    2 within 1e-4, where its rows still read true tokens."""
+    folder = Path(__file__).parent / "written_by_speculators" / name
+    out = run(str(folder), str(llama), tmp_path / "out", is_measured=False)
+    _, backbone = backbone_of(llama)
+    module = load_module(load_drafter(out), backbone.config, target.ends(backbone))
+    golden = np.load(folder / "golden.npz")
+    token_T, states_TF = (torch.from_numpy(golden[key]) for key in ("tokens", "states"))
+    T = len(token_T)
+    features = torch.cat((torch.zeros(T - 1, 32), states_TF), -1)
+    features = torch.nn.functional.pad(features, (0, 0, 0, 1))
+    batch = Batch(token_T[None], token_T[None] >= 0, features[None], torch.tensor([T]))
+    ids, log_probs = (x[0] for x in module.guesses(batch, len(IDS)))
+    expected_KRV = torch.log_softmax(torch.from_numpy(golden["logits"]), -1)
+    for k in range(3):
+        rows = slice(0, T - 1 - k)
+        expected = expected_KRV[k, rows].gather(
+            1, torch.searchsorted(IDS, ids[rows, k].contiguous())
+        )
+        torch.testing.assert_close(log_probs[rows, k], expected, rtol=0, atol=1e-4)
+
+
+def test_an_imported_drafter_changes_no_token(llama: Path, tmp_path: Path) -> None:
+    folder, _ = write_format(tmp_path, "speculators", llama)
+    out = run(str(folder), str(llama), tmp_path / "drafter", is_measured=False)
+    bundle = make_bundle.build(
+        BuildOptions(model=str(llama), drafter_checkpoints=[out], out=tmp_path / "bundle")
+    )
+    engine = spec_runtime.load(bundle, "eagle3", threads=1, lookup=False)
+    for sampling in ({}, {"temperature": 0.8, "seed": 5}):
+        options: Any = {"max_new_tokens": 30, "ignore_eos": True} | sampling
+        result = engine.generate("say abc, 1", **options)
+        plain = engine.with_drafter("none").generate("say abc, 1", **options)
+        assert result.token_ids == plain.token_ids
+        assert result.stats.drafted_tokens > 0
+
+
+def test_a_wrong_tap_is_found_and_named(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafter reads taps only, and has learnt the measured answers by heart."""
+    hf_model, backbone = backbone_of(llama)
+    _, tokenizer = target.load(target.resolve(str(llama)))
+    monkeypatch.setattr(importer.reference, "prompts", lambda: ("say abc, 1", "say one two. 3"))
+    drafter = random_drafter(backbone, {"taps": (1, 4, 6), "fc_norm": True, "ttt_steps": 2})
+    answers = importer._answers(hf_model, tokenizer)
+    drafter.layers[0].token_norm.requires_grad_(False).zero_()
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3)
+    for step in range(100):
+        batch = answers[step % len(answers)]
+        with torch.no_grad():
+            states = features_and_taps(hf_model.model, batch.token_BT, drafter.config.taps)
+        optimizer.zero_grad()
+        loss, _ = drafter.loss(dataclasses.replace(batch, feature_BTF=torch.cat(states, -1)))
+        loss.backward()
+        optimizer.step()
+    monkeypatch.setattr(importer, "POOR", 99.0)
+    state = published_state(drafter)
+    del state["embed_tokens.weight"]
+    found = {}
+    for ids in ([1, 4, 6], [2, 5, 7]):
+        config = LAYER | {"rope_theta": THETA, "eagle_aux_hidden_state_layer_ids": ids}
+        folder = write(tmp_path / str(ids[0]), config, midlayer(state) | OFFSETS)
+        found[ids[0]] = report = Lines()
+        run(str(folder), str(llama), tmp_path / f"out{ids[0]}", report=report)
+    assert found[1].warnings == ["no other reading is better: was it trained for this target?"]
+    assert found[2].warnings == [
+        "the best reading is another one: import it again with --taps 1,4,6"
+    ]
+    out = run(str(folder), str(llama), tmp_path / "mended", Overrides(taps=(1, 4, 6)))
+    imported = load_drafter(out).provenance["imported"]
+    assert imported["chain_length"] == pytest.approx(
+        float(found[1].lines[-1].split()[-1]), abs=0.01
+    )
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another kind of speculators": (
+        {"speculators_model_type": "peagle"}, {}, "got speculators_model_type 'peagle'",
+    ),
+    "parallel": ({}, {"mask_hidden": torch.ones(1)}, "a P-EAGLE drafter"),
+    "ModelOpt's heads": ({}, {"parallel_draft_heads.0.x": torch.ones(1)}, "parallel heads"),
+    "a tensor": ({}, {"layers.0.gate.weight": torch.ones(1)}, r"got layers\.0\.gate\.weight"),
+    "biases": ({"attention_bias": True}, {}, "got attention_bias True in the config, expected Fal"),
+    "no taps": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "got use_aux_hidden_state"),
+    "an unknown switch": ({"eagle_config": {"spin": 2}}, {}, r"got eagle_config\.spin 2"),
+    "another family": ({"model_type": "kimi_k2"}, {}, "got model_type 'kimi_k2'"),
+    "windows": ({"layer_types": ["sliding_attention"]}, {}, "got layer_types 'slid"),
+    "a flag without a norm": ({"fc_norm": True}, {}, "got fc_norm True in the config, and"),
+    "ids of fewer layers": (
+        {"eagle_aux_hidden_state_layer_ids": [1, 2]}, {}, "for 3 taps and ids of 2",
+    ),
+    "a layer that is not there": (
+        {"eagle_aux_hidden_state_layer_ids": [1, 2, 30]}, {}, r"got taps \[1, 2, 30\], expected",
+    ),
+    "another target's fc": ({}, {"fc.weight": torch.ones(32, 90)}, "got fc of 90 inputs"),
+    "another target's tokens": ({}, {"d2t": OFFSETS["d2t"] + 60}, "got a map d2t that is neither"),
+    "a norm with two axes": ({}, {"norm.weight": torch.ones(2, 2)}, r"norm\.weight of shape"),
+    "a product with one": ({}, {"fc.weight": torch.ones(4)}, r"got fc\.weight of shape \[4\]"),
+    "keys of another width": (
+        {}, {"midlayer.self_attn.k_proj.weight": torch.ones(16, 60)}, "tensors that do not fit",
+    ),
+    "gates of another height": (
+        {}, {"midlayer.mlp.gate_proj.weight": torch.ones(47, 32)}, r"gate_up|inner|down",
+    ),
+    "a map of pairs": ({}, {"d2t": torch.zeros(49, 2, dtype=torch.int64)}, "got a map d2t that is"),
+    "a short map": ({}, {"t2d": torch.ones(49, dtype=torch.bool)}, "d2t and t2d of different"),
+    "maps that differ": ({}, {"t2d": ~OFFSETS["t2d"]}, "d2t and t2d of different tokens"),
+    "a rotary embedding": (
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "got rotary embedding 'dynamic'",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def native(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_format(tmp_path_factory.mktemp("native"), "EAGLE", llama)[0]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_known_is_refused_by_name(
+    case: str, native: Path, llama: Path, tmp_path: Path
+) -> None:
+    config, tensors, message = REFUSED[case]
+    whole = safetensors.torch.load_file(native / "model.safetensors")
+    folder = write(
+        tmp_path / "x", json.loads((native / "config.json").read_text()) | config, whole | tensors
+    )
+    with pytest.raises(UserError, match=message) as raised:
+        run(str(folder), str(llama), tmp_path / "out", is_measured=False)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_tensors_and_other_models_are_named(
+    native: Path, llama: Path, tmp_path: Path
+) -> None:
+    whole = safetensors.torch.load_file(native / "model.safetensors")
+    del whole["midlayer.mlp.up_proj.weight"]
+    folder = write(tmp_path / "x", json.loads((native / "config.json").read_text()), whole)
+    with pytest.raises(UserError, match=r"got no tensor layers\.0\.mlp\.up_proj\.weight, expected"):
+        run(str(folder), str(llama), tmp_path / "out", is_measured=False)
+    with pytest.raises(UserError, match="without the tensors of a drafter that can be imported"):
+        run(str(llama), str(llama), tmp_path / "out", is_measured=False)
+
+
+def test_pickled_weights_hold_tensors_only(native: Path, llama: Path, tmp_path: Path) -> None:
+    whole = safetensors.torch.load_file(native / "model.safetensors")
+    (tmp_path / "x").mkdir()
+    shutil.copy(native / "config.json", tmp_path / "x")
+    torch.save(whole, tmp_path / "x/pytorch_model.bin")
+    assert run(str(tmp_path / "x"), str(llama), tmp_path / "out", is_measured=False).is_dir()
+    torch.save({"fc.weight": Path("/")}, tmp_path / "x/pytorch_model.bin")
+    with pytest.raises(UserError, match="holds more than tensors"):
+        run(str(tmp_path / "x"), str(llama), tmp_path / "other", is_measured=False)
+
+
+def test_the_command(
+    native: Path, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["import", str(native), "--target", str(llama), "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--no-measure", "--taps", "1,4,x"])
+    assert end.value.code == 2
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--no-measure", "--taps", "1,4,6", "--norm-output", "yes"])
+    assert not end.value.code
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out")
+    config = load_drafter(tmp_path / "out").config
+    assert (config["taps"], config["norm_output"]) == ([1, 4, 6], True)
