@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
+from spec_runtime.backends.session import ort
 from spec_runtime.machine import default_threads
 from spec_runtime.trees.tree import tree_shape
 from tools.figures import command_line, markdown, run
