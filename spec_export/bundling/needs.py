@@ -17,7 +17,7 @@ from spec_export.training.disk import free_bytes, shown
 from spec_runtime.bundle.memory import available_bytes
 
 # Bytes of memory for each weight of the largest table (embedding or head) and of the largest layer,
-# of which one is worked on at a time; measured up to 7 and, with int8's smoothed head, up to 9.
+# of which one is worked on at a time; measured up to 7 and, with int8's smoothed head, 9.9.
 PER_WEIGHT, PER_SMOOTHED_WEIGHT = 8, 10
 LIBRARIES = 700_000_000  # torch, transformers, and graphs without weights
 # Bytes of a weight in the bundle, with its block's scales: in layers, the embedding and the head.

