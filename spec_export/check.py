@@ -141,17 +141,23 @@ class CheckResult:
 
 
 def run(
-    model: str | None, bundle: Path | None, precisions: Sequence[str], report: Report = SILENT
+    model: str | None,
+    bundle: Path | None,
+    precisions: Sequence[str],
+    report: Report = SILENT,
+    *,
+    base: str | None = None,
 ) -> CheckResult:
     """Checks `bundle`, or a fresh export of `model` in each precision.
 
     model: a folder, hub id or GGUF file; None means the demo. It must be the one that the bundle
     was built from. precisions: for fresh exports only; fp32 is checked in both forms of the graph.
+    base: of an adapter, see `target.resolve`.
     Measures the drafters' accepted length on the reference prompts too. Raises UserError for a
     damaged bundle, or for one of another model.
     """
     opened = None if bundle is None else bundles.read(bundle)
-    source = target.resolve(model, report)
+    source = target.resolve(model, report, base)
     if opened is not None:
         _require_origin(opened, source)
     with report.status("loading the reference model"):
@@ -162,16 +168,18 @@ def run(
     stores = opened is not None and _is_writable(opened, report)
     if opened is not None:
         _require_same_dims(opened, hf_model.config)
-        rows = _check_bundle(opened, model_truth, encoders, report)
+        rows = _check_bundle(opened, source, model_truth, encoders, report)
     else:
         with tempfile.TemporaryDirectory(prefix="specsplit-check-") as folder:
             for precision in dict.fromkeys(precisions):
                 for form in ("slots", "contiguous") if precision == "fp32" else ("slots",):
                     made = Path(folder) / f"{precision}-{form}"
-                    options = BuildOptions(model, precision=precision, out=made, form=form)
+                    options = BuildOptions(
+                        model, precision=precision, out=made, form=form, base=base
+                    )
                     make_bundle.build(options, report)
                     fresh = bundles.read(made, verify=False)
-                    rows += _check_bundle(fresh, model_truth, encoders, report)
+                    rows += _check_bundle(fresh, source, model_truth, encoders, report)
     return CheckResult(source.name, opened, rows, stores)
 
 
@@ -211,7 +219,11 @@ def _require_same_dims(opened: bundles.Bundle, raw: Any) -> None:
 
 
 def _check_bundle(
-    opened: bundles.Bundle, truth: TransformersModel, encoders: tuple[Any, Any], report: Report
+    opened: bundles.Bundle,
+    source: target.Source,
+    truth: TransformersModel,
+    encoders: tuple[Any, Any],
+    report: Report,
 ) -> list[CheckRow]:
     """Returns all rows of one bundle; one row says why if its graphs cannot be compared.
 
@@ -220,7 +232,7 @@ def _check_bundle(
     info, graph = opened.manifest.target, opened.manifest.graphs["target"]
     name = info.precision if graph.form == "slots" else f"{info.precision} {graph.form}"
     tokenizer = Tokenizer(opened)
-    rows = [_tokenizer_row(name, tokenizer, *encoders)]
+    rows = [_tokenizer_row(name, tokenizer, *encoders), *_rounding_rows(name, opened, source)]
     if info.rope.get("factors") == "long":
         why = "transformers takes the short rotary factors for short sequences, the graph the long"
         return [*rows, CheckRow("logits", name, None, note=why)]
@@ -290,6 +302,18 @@ def _tokenizer_row(name: str, tokenizer: Tokenizer, hf_tokenizer: Any, encoder: 
     )
     note = f"of {len(prompts)} prompts and {len(DELICATE_TEXTS)} texts"
     return CheckRow("encoded otherwise", name, float(wrong), 0.0, note)
+
+
+def _rounding_rows(name: str, opened: bundles.Bundle, source: target.Source) -> list[CheckRow]:
+    """Says how much quantising has added to the weights, as the build measured it; 0 where the
+    bundle holds the checkpoint's own."""
+    facts = opened.manifest.provenance.get("rounding")
+    if not facts:
+        return []
+    read = target.weights_said(source)
+    note = f"{facts['exact']} of {facts['matrices']} matrices as they are"
+    note += f"; {read}" if read else ""
+    return [CheckRow("added to weights", name, float(facts["added_error"]), note=note)]
 
 
 def _accepted_length_rows(name: str, opened: bundles.Bundle, report: Report) -> list[CheckRow]:

@@ -18,11 +18,12 @@ from spec_export import reference, target
 from spec_export.bundling import drafters, manifest, needs, plans
 from spec_export.bundling.drafters import LoadedDrafter
 from spec_export.bundling.options import BuildOptions as BuildOptions
-from spec_export.bundling.writer import GraphWriter, save_graph
+from spec_export.bundling.writer import TARGET, GraphWriter, save_graph
 from spec_export.decoder import Backbone
 from spec_export.graphs import trace
 from spec_export.graphs.banks import add_argmax, keep_drafter, keep_target, sampling_graph
 from spec_export.graphs.edit import fixed_size
+from spec_export.graphs.rounding import said_of
 from spec_export.graphs.smooth import smooth
 from spec_export.report import SILENT, Report
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
@@ -41,7 +42,7 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
     building there. Nothing is left half-written.
     """
     options.require_files()  # before a target is downloaded
-    source = target.resolve(options.model, report)
+    source = target.resolve(options.model, report, options.base)
     out = options.out or Path("bundles") / source.name
     with replacing_folder(out, bundles.own_files, "a bundle") as folder:
         saved = drafters.choose(options, source)
@@ -101,7 +102,7 @@ def _load(
     """
     with report.stage("loading the target"):
         hf_model, weights, tokenizer = target.open_weights(source)
-    said = target.quantised_weights(source)
+    said = target.weights_said(source)
     if said is not None:
         report.line(f"{source.name}: {said}")
     manifest.require_fitting_tokens(tokenizer, hf_model)
@@ -150,7 +151,10 @@ def _write_graphs(
             if options.fuse and loaded.module.is_one_pass:
                 fused = writer.write_fused(info, graphs["target"])
                 graphs[bundles.fused_name(info.name)] = fused
-    return _manifest(models, options, graphs, infos, folder)
+    rounding = writer.rounding.facts()
+    if rounding is not None:
+        report.line(f"{models.source.name}: {said_of(rounding)}")
+    return _manifest(models, options, graphs, infos, folder, rounding)
 
 
 def _trace_target(models: _Models, options: BuildOptions) -> ir.Model:
@@ -161,7 +165,8 @@ def _trace_target(models: _Models, options: BuildOptions) -> ir.Model:
     backbone = models.backbone
     if options.target_precision == "int8":
         smoothing_texts = [reference.encode(models.tokenizer, text) for text in reference.prompts()]
-        smooth(backbone, [ids[: backbone.config.max_length] for ids in smoothing_texts])
+        texts = [ids[: backbone.config.max_length] for ids in smoothing_texts]
+        smooth(backbone, texts, head_only=target.expects_int8(models.source))
     traced = trace.export_backbone(backbone, capacity_symbolic=options.capacity_symbolic)
     return add_argmax(traced) if options.is_for_gpu else traced
 
@@ -173,7 +178,7 @@ def _write_target(writer: GraphWriter, traced: ir.Model) -> dict[str, bundles.Gr
     graphs = {
         "target": writer.write(
             traced,
-            "target/target.onnx",
+            TARGET,
             add_banks=keep_target,
         )
     }
@@ -237,8 +242,12 @@ def _manifest(
     graphs: dict[str, bundles.Graph],
     infos: list[bundles.DrafterInfo],
     folder: Path,
+    rounding: dict[str, Any] | None,
 ) -> bundles.Manifest:
-    """Writes the tokenizer and returns the manifest; the files' hashes are filled in on writing."""
+    """Writes the tokenizer and returns the manifest; the files' hashes are filled in on writing.
+
+    rounding: see `Rounding.facts`.
+    """
     about = {loaded.saved.name: loaded.saved.provenance for loaded in models.drafters}
     is_modified = any(provenance.get("target_modified") for provenance in about.values())
     return bundles.Manifest(
@@ -251,7 +260,10 @@ def _manifest(
             models.tokenizer, models.hf_model, folder, target.tokenizer_file(models.source)
         ),
         provenance=collect_provenance(
-            model=models.source.name, source=models.source.kind, drafters=about
+            model=models.source.name,
+            source=models.source.kind,
+            drafters=about,
+            rounding=rounding,
         ),
         files={},
     )

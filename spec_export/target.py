@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from torch import Tensor
 from spec_export.decoder import FAMILIES, Attention, Backbone, GatedMLP, Layer, RMSNorm
 from spec_export.deferred import real
 from spec_export.drafters.layers import LayerDims, TargetEnds
-from spec_export.loading import gguf_header, gguf_vocabulary, pretrained
+from spec_export.loading import adapters, gguf_header, gguf_vocabulary, pretrained
+from spec_export.loading.adapters import Adapter
 from spec_export.loading.gguf_vocabulary import ReferenceEncoder
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_export.report import SILENT, Report
@@ -43,21 +44,31 @@ class Source:
     """Says where a target's weights are.
 
     kind: "demo", "folder", "gguf" or "hub". path: a folder, or the hub id itself. gguf_file: the
-    name of a file in that folder. name: what the target is called in bundles and messages.
+    name of a file in that folder. name: what the target is called in bundles and messages. adapter:
+    the folder of an adapter that is merged with the weights, which are its base's.
     """
 
     kind: str
     path: Path
     gguf_file: str | None
     name: str
+    adapter: Path | None = None
 
 
-def resolve(model: str | None, report: Report = SILENT) -> Source:
+def resolve(model: str | None, report: Report = SILENT, base: str | None = None) -> Source:
     """Returns what `--model` names: the demo (None), an existing folder or GGUF file, or a hub id.
 
+    A folder may hold an adapter; `base` then names its base model in place of the adapter itself.
     The demo is downloaded if it is not in the user's cache. Raises UserError if a path was clearly
     meant and is not there, or if it leads to no checkpoint.
     """
+    if model is not None and (Path(model) / adapters.CONFIG).is_file():
+        return _with_base(Path(model), base, report)
+    if base is not None:
+        raise UserError(
+            f"got the base {base} for {model or 'the demo'}, which is no adapter: name the "
+            f"adapter's folder, with {adapters.CONFIG} in it, as the model"
+        )
     if model is None:
         from spec_export import demo
 
@@ -87,6 +98,27 @@ def resolve(model: str | None, report: Report = SILENT) -> Source:
             "like org/name"
         )
     return Source("hub", path, None, path.name.lower())
+
+
+def _with_base(folder: Path, base: str | None, report: Report) -> Source:
+    """Returns an adapter's folder with the base model that it or the user names.
+
+    A relative path that the adapter names starts from the working folder, or else from its own.
+    """
+    named = base or adapters.read_config(folder).base
+    if not named:
+        raise UserError(f"{folder} is an adapter that names no base model: name it with --base")
+    if base is None and not Path(named).exists() and (folder / named).exists():
+        named = str(folder / named)
+    try:
+        source = resolve(named, report)
+    except UserError as error:
+        raise UserError(
+            f"{folder} is an adapter of {named}: {error}; name its base model with --base"
+        ) from error
+    if source.adapter is not None:
+        raise UserError(f"{folder} is an adapter of {named}, an adapter itself: merge that first")
+    return replace(source, name=folder.resolve().name.lower(), adapter=folder)
 
 
 def local_folder(source: Source) -> Path:
@@ -128,6 +160,8 @@ def fingerprint(source: Source) -> str:
     if not source.gguf_file:
         files.insert(0, folder / "config.json")
     digest = hashlib.sha256()
+    if source.adapter is not None:
+        files += [source.adapter / adapters.CONFIG, *pretrained.adapter_files(source.adapter)]
     for file in files:
         name = "gguf" if source.gguf_file else file.name
         try:
@@ -144,10 +178,9 @@ def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     damaged or do not fit each other, or if the model is not supported, which is found out before
     its weights are read. No code that lies beside the weights is run.
     """
-    folder = local_folder(source)
-    config = pretrained.read_config(folder, source.gguf_file)
-    tokenizer = pretrained.read_tokenizer(folder, source.gguf_file)
-    model = pretrained.read_model(folder, source.gguf_file, config)
+    config, tokenizer = _read_config(source), load_tokenizer(source)
+    folder, adapter = local_folder(source), _adapter(source)
+    model = pretrained.read_model(folder, source.gguf_file, config, adapter)
     return model.requires_grad_(False).to(dtype).eval(), tokenizer
 
 
@@ -158,28 +191,56 @@ def open_weights(source: Source) -> tuple[Any, StoredWeights, Any]:
     Raises UserError as `load` does; a tensor of another shape, or not finite, is found when it is
     read.
     """
-    folder = local_folder(source)
-    config = pretrained.read_config(folder, source.gguf_file)
-    tokenizer = pretrained.read_tokenizer(folder, source.gguf_file)
-    model, tensors = pretrained.open_model(folder, source.gguf_file, config)
+    config, tokenizer = _read_config(source), load_tokenizer(source)
+    folder, adapter = local_folder(source), _adapter(source)
+    model, tensors = pretrained.open_model(folder, source.gguf_file, config, adapter)
     return model, StoredWeights(tensors), tokenizer
 
 
-def quantised_weights(source: Source) -> str | None:
-    """Says which quantised matrices are read, and in which form; None for unquantised weights."""
+def weights_said(source: Source) -> str | None:
+    """Says which quantised matrices are read, in which form, and which adapter is merged; None for
+    weights that are taken as they are."""
     weights = pretrained.quantised_weights(local_folder(source), source.gguf_file)
-    return None if weights is None else weights.said()
+    adapter = _adapter(source)
+    said = [each.said() for each in (weights, adapter) if each is not None]
+    return ", ".join(said) or None
+
+
+def expects_int8(source: Source) -> bool:
+    """Returns whether the weights were made for activations in 8 bits (W8A8)."""
+    weights = pretrained.quantised_weights(local_folder(source), source.gguf_file)
+    return weights is not None and weights.expects_int8 and source.adapter is None
+
+
+def _read_config(source: Source) -> Any:
+    """Returns the transformers config, with as many tokens as an adapter has embeddings for."""
+    config = pretrained.read_config(local_folder(source), source.gguf_file)
+    adapter = _adapter(source)
+    config.vocab_size = (adapter and adapter.vocab_size()) or config.vocab_size
+    return config
+
+
+def _adapter(source: Source) -> Adapter | None:
+    return None if source.adapter is None else pretrained.read_adapter(source.adapter)
+
+
+def _tokenizer_place(source: Source) -> tuple[Path, str | None]:
+    """Returns the folder and the GGUF file, if any, with the tokenizer: the adapter's own if it has
+    one."""
+    if source.adapter is not None and (source.adapter / "tokenizer_config.json").is_file():
+        return source.adapter, None
+    return local_folder(source), source.gguf_file
 
 
 def require_supported(source: Source) -> None:
     """Raises UserError unless the target is of a supported family; reads no weights."""
-    pretrained.read_config(local_folder(source), source.gguf_file)
+    _read_config(source)
 
 
 def require_standard_operators(source: Source) -> None:
     """Raises UserError if the target needs an operator that only ONNX Runtime has; reads no
     weights."""
-    config = pretrained.read_config(local_folder(source), source.gguf_file)
+    config = _read_config(source)
     if any(kind.mlp == "experts" for kind in FAMILIES[config.model_type].layers(config)):
         raise UnsupportedModelError(
             f"got a '{config.model_type}' model, whose layers have experts, for TensorRT, which "
@@ -192,26 +253,26 @@ def context(source: Source) -> int:
 
     Raises UserError unless it is of a supported family.
     """
-    config = pretrained.read_config(local_folder(source), source.gguf_file)
+    config = _read_config(source)
     return int(config.max_position_embeddings)
 
 
 def load_tokenizer(source: Source) -> Any:
     """Returns the target's transformers tokenizer; raises UserError if it is damaged."""
-    return pretrained.read_tokenizer(local_folder(source), source.gguf_file)
+    return pretrained.read_tokenizer(*_tokenizer_place(source))
 
 
 def tokenizer_file(source: Source) -> Path | None:
     """Returns the target's own tokenizer.json, None if it has none, as every GGUF file."""
-    return None if source.gguf_file else pretrained.tokenizer_file(local_folder(source))
+    folder, gguf_file = _tokenizer_place(source)
+    return None if gguf_file else pretrained.tokenizer_file(folder)
 
 
 def reference_encoder(source: Source) -> ReferenceEncoder | None:
     """Returns what encodes texts by the metadata of the target's GGUF file in plain Python, None
     for any other target."""
-    if not source.gguf_file:
-        return None
-    return ReferenceEncoder(gguf_vocabulary.read(local_folder(source) / source.gguf_file))
+    folder, gguf_file = _tokenizer_place(source)
+    return ReferenceEncoder(gguf_vocabulary.read(folder / gguf_file)) if gguf_file else None
 
 
 def load_generation_config(source: Source) -> Any | None:

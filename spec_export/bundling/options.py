@@ -36,7 +36,8 @@ DEFAULT_TREE = {"max_nodes": 16, "min_probability": 0.03, "lookup_nodes": 8}
 class BuildOptions:
     """Describes one build; every refusal that needs no file is made here.
 
-    model: a folder, hub id or GGUF file; None means the demo.
+    model: a folder, hub id or GGUF file; None means the demo. base: of the adapter that `model`
+    names, None for the one that it names itself.
     drafters: names of drafters. Without any, the bundle gets the best drafter shipped for the demo,
     or only prompt lookup for another target.
     drafter_checkpoints: folders that `spec-export train` wrote, of runs or of their drafters.
@@ -70,6 +71,7 @@ class BuildOptions:
     device: str = "cpu"
     fuse: bool = False
     drafter_precision: str | None = None
+    base: str | None = None
 
     def __post_init__(self) -> None:
         _require_one_of("precision", self.target_precision, PRECISIONS)

@@ -13,16 +13,22 @@ from spec_export.graphs import tensorrt, trace
 from spec_export.graphs.fused_step import fuse
 from spec_export.graphs.half import narrow
 from spec_export.graphs.quantize import quantize
+from spec_export.graphs.rounding import Rounding
 from spec_export.graphs.slots import to_slots
 from spec_runtime.bundle.manifest import DrafterInfo, Graph, TensorSpec, fused_name
 from spec_runtime.proposers.heads import mask_input_ids
 
+TARGET = "target/target.onnx"
+
 
 class GraphWriter:
-    """Writes the graphs of one build into one folder, each in the form that the options ask for."""
+    """Writes the graphs of one build into one folder, each in the form that the options ask for.
+
+    rounding: what quantising has changed in the target's layers.
+    """
 
     def __init__(self, options: BuildOptions, folder: Path) -> None:
-        self.options, self.folder = options, folder
+        self.options, self.folder, self.rounding = options, folder, Rounding()
 
     def write(
         self,
@@ -54,7 +60,8 @@ class GraphWriter:
         if options.backend == "tensorrt":
             tensorrt.adapt(model, precision)
         # Beside a target of another precision an int8 drafter is accepted more often so.
-        quantize(model, precision, reduce_range=precision != options.target_precision)
+        reduce_range = precision != options.target_precision
+        quantize(model, precision, reduce_range, self.rounding if file == TARGET else None)
         form = options.graph_form if has_cache else "stateless"
         lenders = () if lender is None else (lender,)
         graph = save_graph(model, form, self.folder, file, lenders)

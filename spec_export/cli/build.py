@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spec_export.cli.options import Backend, Device, Form, Model, Precision
+from spec_export.cli.options import Backend, Base, Device, Form, Model, Precision
 
 DRAFTERS, MACHINE, GRAPHS = "Drafters", "Where the bundle will run", "How graphs are made"
 
@@ -114,6 +114,7 @@ Fuse = Annotated[
 
 def command(
     model: Model = None,
+    base: Base = None,
     precision: TargetPrecision = None,
     max_length: MaxLength = None,
     out: Out = None,
@@ -135,6 +136,7 @@ def command(
 
     options = BuildOptions(
         model=model,
+        base=base,
         drafters=drafter or (),
         drafter_checkpoints=drafter_checkpoint or (),
         precision=None if precision is None else precision.value,

@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from spec_export.cli.options import Model, Precision
+from spec_export.cli.options import Base, Model, Precision
 from spec_runtime.cli.options import Out, deliver
 from spec_runtime.cli.terminal import Console, visible
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 def command(
     model: Model = None,
+    base: Base = None,
     bundle: Annotated[
         Path | None, typer.Option("--bundle", help="Bundle to check", show_default="a fresh export")
     ] = None,
@@ -36,7 +37,7 @@ def command(
     if out is not None:
         require_writable(out)
     precisions = [each.value for each in precision or [Precision.fp32]]
-    result = check.run(model, bundle, precisions, TerminalReport())
+    result = check.run(model, bundle, precisions, TerminalReport(), base=base)
     deliver(out, result.as_json(), lambda: Console().print(_table(result)))
     result.store_accepted_lengths()
     if not result.passed:

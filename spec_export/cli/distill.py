@@ -5,12 +5,18 @@ from typing import Annotated
 
 import typer
 
-from spec_export.cli.options import Model
+from spec_export.cli.options import Base, Model
+
+BatchSize = Annotated[
+    int,
+    typer.Option("--batch-size", help="Prompts answered at once; an interruption loses one batch"),
+]
 
 
 def command(
     out: Annotated[Path, typer.Option("--out", help="JSON Lines file to write")],
     model: Model = None,
+    base: Base = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -39,12 +45,7 @@ def command(
     seed: Annotated[
         int, typer.Option("--seed", help="Seed of the sampled prompts and answers")
     ] = 0,
-    batch_size: Annotated[
-        int,
-        typer.Option(
-            "--batch-size", help="Prompts answered at once; an interruption loses one batch"
-        ),
-    ] = 64,
+    batch_size: BatchSize = 64,
     engine: Annotated[
         str,
         typer.Option("--engine", help="What runs the target: auto, transformers, openvino or vllm"),
@@ -62,6 +63,7 @@ def command(
 
     config = DistillConfig(
         model=model,
+        base=base,
         out=out,
         prompts=prompts,
         num_prompts=num_prompts,

@@ -43,8 +43,18 @@ Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help="Hugging Face folder, hub id or GGUF file",
+        help="Hugging Face folder, hub id, GGUF file or LoRA adapter's folder",
         show_default="the built-in demo",
+        callback=_require_known_family,
+    ),
+]
+
+Base = Annotated[
+    str | None,
+    typer.Option(
+        "--base",
+        help="Base model of the adapter that --model names, given as a model is",
+        show_default="the one that the adapter names",
         callback=_require_known_family,
     ),
 ]

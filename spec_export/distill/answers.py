@@ -100,7 +100,7 @@ def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
     another process writes to `config.out`.
     """
     config.require_files()
-    source = target.resolve(config.model, report)
+    source = target.resolve(config.model, report, config.base)
     tokenizer = target.load_tokenizer(source)
     affixes = data.chat_affixes(tokenizer)
     room = _room(target.context(source), affixes, config)

@@ -26,6 +26,7 @@ class DistillConfig:
 
     Attributes:
         model: the target as `target.resolve` takes it; None means the demo.
+        base: of the adapter that `model` names, None for the one that it names itself.
         out: the JSON Lines file to write; its sidecar is `<out>.state.json`.
         prompts: JSON Lines of {"prompt": text or ids}, or {"turns": [text or ids, …]} with all user
             messages of a conversation, with an optional "source"; None lets the target sample its
@@ -54,6 +55,7 @@ class DistillConfig:
     engine: str = "auto"
     precision: str = "fp32"
     resume: bool = True
+    base: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "turns", "max_new_tokens", "max_prompt_tokens", "batch_size"):

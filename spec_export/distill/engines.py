@@ -81,8 +81,8 @@ def choose(name: str, source: Source) -> str:
 
     if torch.cuda.is_available():
         return "vllm" if is_installed("vllm") else "transformers"
-    usable = is_installed("openvino") and (source.gguf_file or _openvino_folder(source))
-    return "openvino" if usable else "transformers"
+    is_known = source.adapter is None and (source.gguf_file or _openvino_folder(source))
+    return "openvino" if is_known and is_installed("openvino") else "transformers"
 
 
 def open_engine(name: str, source: Source, precision: str, batch_size: int) -> AnswerEngine:
@@ -231,6 +231,8 @@ class OpenVINOEngine:
                 reason = brief(error)
                 raise UserError(f"OpenVINO cannot load {source.name}: {reason}") from error
 
+        if source.adapter is not None:
+            raise UserError(f"got the adapter {source.name}: choose engine transformers")
         if source.gguf_file:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 copy = Path(folder) / "target.gguf"
@@ -300,7 +302,7 @@ class VLLMEngine:
         target.require_supported(source)
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = str(target.local_folder(source))
-            if source.gguf_file:
+            if source.gguf_file or source.adapter:
                 path = folder
                 save_dequantized(source, Path(folder))
             self.llm = vllm.LLM(
@@ -332,7 +334,7 @@ class VLLMEngine:
 
 
 def save_dequantized(source: Source, folder: Path) -> None:
-    """Writes a GGUF target as a Hugging Face folder with float32 weights.
+    """Writes a GGUF target, or an adapter with its base, as a Hugging Face folder in float32.
 
     The dequantised weights are the target; an engine's own 4-bit kernels would round them again.
     """

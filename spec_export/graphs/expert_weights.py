@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from spec_export.graphs.edit import MS, GraphEditor, input_at
 from spec_export.graphs.packed import Arrays, Packed
+from spec_export.graphs.rounding import num_steps
 
 BLOCK = 32
 KEPT = (  # attributes that both operators have
@@ -88,8 +89,9 @@ def _q4(rows_RK: np.ndarray) -> Arrays:
     """Packs rows into u8[R, K/2], the first of each pair of values in the low half of its byte,
     with scales f32[R, B] and zero points u8[R, ⌈B/2⌉], packed alike."""
     blocks = rows_RK.reshape(len(rows_RK), -1, BLOCK)
-    low = np.minimum(blocks.min(-1, keepdims=True), 0)
-    scale = (np.maximum(blocks.max(-1, keepdims=True), 0) - low) / 15
+    low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
+    scale = ((high - low) / num_steps(blocks, low, high, 15))[..., None]
+    low = low[..., None]
     scale[scale == 0] = 1
     zero = np.rint(-low / scale)
     q = (np.rint(blocks / scale) + zero).clip(0, 15).astype(np.uint8)

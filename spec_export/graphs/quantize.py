@@ -19,6 +19,7 @@ import onnx_ir as ir
 from spec_export.graphs.edit import MS, GraphEditor, input_at, remove_dead
 from spec_export.graphs.expert_weights import quantize_experts, routers
 from spec_export.graphs.packed import Arrays, Packed
+from spec_export.graphs.rounding import Rounding, num_steps
 from spec_runtime.errors import UserError
 
 BLOCK = 32
@@ -29,15 +30,19 @@ PRECISIONS = ("fp32", "int8", "int4", "fp16", "bf16")
 KEPT = "fusions."
 # Products with fewer weights stay in float: a drafter's small adapters would gain nothing.
 SMALLEST = 4096
-ON_GRID = 2e-3  # of a step: a value this near to a step of 4 bits sits on it
 
 
-def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.Model:
+def quantize(
+    model: ir.Model,
+    precision: str,
+    reduce_range: bool = False,
+    rounding: Rounding | None = None,
+) -> ir.Model:
     """Rewrites `model` (slots form, float32) in place for int8 or int4, and returns it.
 
     Other precisions are the module's own types, and nothing changes. `reduce_range` keeps int8
-    weights within ±63. A matrix is read and quantised only when it is written. Raises UserError if
-    the precision is unknown.
+    weights within ±63. A matrix is read and quantised only when it is written; `rounding` then
+    notes what that changed in the layers' products. Raises UserError if the precision is unknown.
     """
     if precision not in PRECISIONS:
         raise UserError(f"got precision {precision!r}, expected one of {', '.join(PRECISIONS)}")
@@ -46,7 +51,8 @@ def quantize(model: ir.Model, precision: str, reduce_range: bool = False) -> ir.
     edit = GraphEditor(model, precision)
     model.opset_imports[MS] = 1
     largest = REDUCED if reduce_range else FULL
-    product = _Int8(edit, largest) if precision == "int8" else _Int4(edit)
+    rounding = rounding or Rounding()
+    product = _Int8(edit, largest, rounding) if precision == "int8" else _Int4(edit, rounding)
     kept = routers(edit.graph)
     for node in list(edit.graph):
         if node.op_type == "MoE":
@@ -107,8 +113,8 @@ def _quantize_embedding(edit: GraphEditor, node: ir.Node, table: ir.TensorProtoc
 class _Int8:
     """Makes row-wise int8 products; all products that read a value share its quantisation."""
 
-    def __init__(self, edit: GraphEditor, largest: int) -> None:
-        self.edit, self.largest = edit, largest
+    def __init__(self, edit: GraphEditor, largest: int, rounding: Rounding) -> None:
+        self.edit, self.largest, self.rounding = edit, largest, rounding
         self.quantized: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
         self.packed: dict[ir.Value, Packed] = {}
 
@@ -120,7 +126,8 @@ class _Int8:
             self.quantized[x] = self._rows(node, x)
         q, size = self.quantized[x]
         if matrix not in self.packed:
-            pack = partial(_s8_rows, largest=self.largest)
+            rows = partial(_s8_rows, largest=self.largest)
+            pack = rows if is_head else self.rounding.noted(rows, _from_s8_rows, matrix)
             self.packed[matrix] = Packed(edit, weight, pack, is_transposed=not is_head)
         packed = self.packed[matrix]
         inputs = [
@@ -155,8 +162,8 @@ class _Int8:
 class _Int4:
     """Makes products of 4-bit weights in blocks of 32 with scale and minimum; the head's have 8."""
 
-    def __init__(self, edit: GraphEditor) -> None:
-        self.edit = edit
+    def __init__(self, edit: GraphEditor, rounding: Rounding) -> None:
+        self.edit, self.rounding = edit, rounding
         self.sums: dict[ir.Value, ir.Value] = {}
         self.packed: dict[ir.Value, Packed] = {}
 
@@ -166,7 +173,7 @@ class _Int4:
         K, N = weight.shape.numpy()[:: -1 if is_head else 1]
         blocks = (N, K // BLOCK)
         if matrix not in self.packed:
-            pack = _q8 if is_head else _q4
+            pack = _q8 if is_head else self.rounding.noted(_q4, _from_q4, matrix)
             self.packed[matrix] = Packed(edit, weight, pack, is_transposed=not is_head)
         packed = self.packed[matrix]
         inputs: list[ir.Value] = [
@@ -211,10 +218,25 @@ def _in_blocks(rows_NK: np.ndarray) -> np.ndarray:
 
 
 def _s8_rows(rows_NK: np.ndarray, largest: int) -> Arrays:
-    """Packs rows into s8[N, K] up to ±`largest`, with scales f32[N] of which 1/127 is a part."""
-    scale = np.abs(rows_NK).max(-1) / largest
+    """Packs rows into s8[N, K] up to ±`largest`, with scales f32[N] of which 1/127 is a part.
+
+    Rows that are whole multiples of one number already, as a checkpoint of 8 bits has them, stay
+    as they are.
+    """
+    size = np.abs(rows_NK).max(-1)
+    steps = num_steps(rows_NK, np.zeros_like(size), size, largest)
+    # Such a checkpoint may hold −128.
+    is_low = (steps == largest) & (largest == FULL) & (rows_NK.max(-1) < size)
+    wider = num_steps(rows_NK[is_low], np.zeros(is_low.sum()), size[is_low], FULL + 2, FULL + 1)
+    steps[is_low] = np.where(wider == FULL + 1, wider, largest)
+    scale = size / steps
     scale[scale == 0] = 1
     return np.rint(rows_NK / scale[:, None]).astype(np.int8), (scale / 127).astype(np.float32)
+
+
+def _from_s8_rows(packed: Arrays) -> np.ndarray:
+    q_NK, scale_N = packed
+    return q_NK * (scale_N * 127)[:, None]
 
 
 def _s8_blocks(rows_NK: np.ndarray) -> Arrays:
@@ -233,7 +255,7 @@ def _q4(rows_NK: np.ndarray) -> Arrays:
     """
     blocks = _in_blocks(rows_NK)
     low, high = blocks.min(-1), blocks.max(-1)
-    scale = (high - low) / _num_steps(blocks, low, high)
+    scale = (high - low) / num_steps(blocks, low, high, 15)
     q = (
         np.rint((blocks - low[..., None]) / np.where(scale == 0, 1, scale)[..., None])
         .clip(0, 15)
@@ -242,26 +264,10 @@ def _q4(rows_NK: np.ndarray) -> Arrays:
     return q[..., ::2] | (q[..., 1::2] << 4), scale.astype(np.float32), low.astype(np.float32)
 
 
-def _num_steps(blocks_NBK: np.ndarray, low_NB: np.ndarray, high_NB: np.ndarray) -> np.ndarray:
-    """Returns the steps between the least and the largest value of each block, f32[N, B].
-
-    They are 15, or fewer if all values of the block sit on fewer even steps, as those of a
-    checkpoint of 4 bits do: such a block is not rounded a second time.
-    """
-    span = high_NB - low_NB
-    steps = np.full(span.shape, 15, np.float32)
-    is_open = span > 0
-    for number in range(1, 15):
-        factor = number / np.where(span == 0, 1, span)
-        # One value rules out nearly every block that is on no grid.
-        place = (blocks_NBK[..., 0] - low_NB) * factor
-        chosen = is_open & (np.abs(place - np.rint(place)) < ON_GRID)
-        places = (blocks_NBK[chosen] - low_NB[chosen][:, None]) * factor[chosen][:, None]
-        fits = (np.abs(places - np.rint(places)) < ON_GRID).all(-1)
-        chosen[chosen] = fits
-        steps[chosen] = number
-        is_open &= ~chosen
-    return steps
+def _from_q4(packed: Arrays) -> np.ndarray:
+    q, scale, low = packed
+    q = np.stack((q & 15, q >> 4), -1).reshape(*q.shape[:2], BLOCK)
+    return (q * scale[..., None] + low[..., None]).reshape(len(q), -1)
 
 
 def _q8(rows_NK: np.ndarray) -> Arrays:

@@ -30,11 +30,14 @@ HEAD_ALPHA = 0.5
 TINY = 1e-5
 
 
-def smooth(backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]) -> None:
+def smooth(
+    backbone: Backbone, smoothing_texts: Sequence[Sequence[int]], *, head_only: bool = False
+) -> None:
     """Rescales layers and head of a float32 backbone in place, by the activations on these texts.
 
-    smoothing_texts: token ids of a few typical inputs, each of two tokens or more. The rescaled
-    weights are new tensors, so a model that the backbone shared them with stays as it was.
+    smoothing_texts: token ids of a few typical inputs, each of two tokens or more. head_only:
+    leaves the layers as they are, which a checkpoint made for int8 has smoothed itself. The
+    rescaled weights are new tensors, so a model that the backbone shared them with stays as it was.
     """
     for module, largest in _largest(backbone, smoothing_texts):
         if module is backbone.norm:
@@ -44,7 +47,7 @@ def smooth(backbone: Backbone, smoothing_texts: Sequence[Sequence[int]]) -> None
             backbone.head.weight = changed(head.weight, partial(torch.mul, scale_D))
             continue
         assert isinstance(module, Layer)
-        for norm, product in module.norms_of_one_product():
+        for norm, product in () if head_only else module.norms_of_one_product():
             largest_K = _largest_weights(real(product.weight), 1)
             scale_K = _scale(largest[norm], largest_K, ALPHA)
             norm.weight = frozen(norm.weight / scale_K)

@@ -22,6 +22,7 @@ from torch import Tensor
 from spec_export import decoder
 from spec_export.families import FAMILIES, wrappers
 from spec_export.loading import (
+    adapters,
     checkpoint,
     gguf_config,
     gguf_header,
@@ -31,6 +32,7 @@ from spec_export.loading import (
     named_templates,
     quantised_forms,
 )
+from spec_export.loading.adapters import Adapter, Merged
 from spec_export.loading.checkpoint import (
     SHOWN,
     ModelTensors,
@@ -45,6 +47,7 @@ from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
 SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")  # the first that is there
 # Files of other programs in a folder without weights that can be read, and what to do with them.
 FOREIGN = {
     "genai_config.json": "ONNX Runtime GenAI's: take the model that it was made from",
@@ -126,7 +129,8 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
 
     if gguf_file:
         return _read_gguf_tokenizer(folder / gguf_file)
-    _require_whole(folder, None)
+    if not (folder / adapters.CONFIG).is_file():
+        _require_whole(folder, None)
     with _reading(folder, "the tokenizer of "):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **OPTIONS)
     template = tokenizer.chat_template
@@ -219,13 +223,15 @@ def read_generation_config(folder: Path, gguf_file: str | None) -> Any | None:
     return found
 
 
-def open_model(folder: Path, gguf_file: str | None, config: Any) -> tuple[Any, Sound]:
+def open_model(
+    folder: Path, gguf_file: str | None, config: Any, adapter: Adapter | None = None
+) -> tuple[Any, Sound]:
     """Returns the transformers causal LM without its numbers, and its tensors by name, each read
     when it is asked for; a tied head has no tensor of its own.
 
-    `config` is what `read_config` returned. Raises UserError, with the tensors' names, if any is
-    missing or unexpected, and if a file is damaged or holds a pickle that would run code. A tensor
-    of another shape, or not finite, is found when it is read.
+    `config` is what `read_config` returned. adapter: is merged with the tensors. Raises UserError,
+    with the tensors' names, if any is missing or unexpected, and if a file is damaged or holds a
+    pickle that would run code. A tensor of another shape, or not finite, is found when it is read.
     """
     generation_config = read_generation_config(folder, gguf_file)
     where = folder / (gguf_file or "")
@@ -237,6 +243,11 @@ def open_model(folder: Path, gguf_file: str | None, config: Any) -> tuple[Any, S
     if generation_config is not None:
         model.generation_config = generation_config
     tensors, unexpected = _tensors(folder, gguf_file, model)
+    if adapter is not None:
+        merged = Merged(tensors, adapter)
+        what = "unknown to its base model"
+        require_none(adapter.folder, "the adapter changes", what, merged.unexpected)
+        tensors = merged
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, first in checkpoint.first_names(model).items():
         if name == first:
@@ -262,7 +273,9 @@ def _tensors(
         return gguf, gguf.unread
     stored: Mapping[str, Tensor] | None = quantised_weights(folder, gguf_file)
     with _reading(folder):
-        made = ModelTensors(_stored(folder) if stored is None else stored, model)
+        made = ModelTensors(
+            _stored(weight_files(folder, None)) if stored is None else stored, model
+        )
     return made, made.unexpected
 
 
@@ -273,24 +286,46 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """
     files = weight_files(folder, None)
     with _reading(files[0]):
-        return dict(_stored(folder))
+        return dict(_stored(files))
 
 
-def _stored(folder: Path) -> Mapping[str, Tensor]:
+def adapter_files(folder: Path) -> list[Path]:
+    """Returns the file that holds an adapter's tensors; raises UserError if there is none."""
+    files = [folder / name for name in ADAPTERS if (folder / name).is_file()]
+    if not files:
+        raise UserError(
+            f"got the adapter {folder} without weights, expected {' or '.join(ADAPTERS)} in it"
+        )
+    return files[:1]
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """Returns an adapter, whose tensors are read when they are needed.
+
+    Raises UserError if it is damaged or of a kind that is not supported.
+    """
+    config = adapters.read_config(folder)
+    with _reading(folder):
+        stored = _stored(adapter_files(folder))
+    return Adapter(folder, config, stored)
+
+
+def _stored(files: list[Path]) -> Mapping[str, Tensor]:
     """Returns the tensors that a folder's files hold."""
-    files = weight_files(folder, None)
     if files[0].suffix == ".safetensors":
         return SafetensorsFiles(files)
     return checkpoint.read_pickled(files)
 
 
-def read_model(folder: Path, gguf_file: str | None, config: Any) -> Any:
+def read_model(
+    folder: Path, gguf_file: str | None, config: Any, adapter: Adapter | None = None
+) -> Any:
     """Returns the transformers causal LM with its weights in float32.
 
     See `open_model`. GGUF weights are dequantised. Raises UserError, with the tensors' names, also
     if any is of another shape or not finite.
     """
-    outline, tensors = open_model(folder, gguf_file, config)
+    outline, tensors = open_model(folder, gguf_file, config, adapter)
     whole = tensors.whole()
     with _reading(folder / (gguf_file or "")), _without_bars():
         model = type(outline).from_pretrained(
@@ -341,10 +376,10 @@ def _require_whole(folder: Path, gguf_file: str | None) -> None:
             f"{folder} needs code of its own (auto_map in config.json), which is never run; "
             f"expected a model of type {', '.join(FAMILIES)}"
         )
-    if (folder / "adapter_config.json").is_file():
+    if (folder / adapters.CONFIG).is_file():
         raise UserError(
-            f"{folder} holds an adapter (adapter_config.json), expected a whole model: merge it "
-            "with its base model first"
+            f"{folder} holds an adapter (adapter_config.json), expected a whole model: name the "
+            "adapter's folder on this machine with --model"
         )
     quantised_forms.find(config, folder)
     _require_shards(folder)

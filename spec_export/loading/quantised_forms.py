@@ -260,7 +260,9 @@ def find(config: Mapping[str, Any], where: Path) -> tuple[Form, dict[str, Any]] 
     None: they are not quantised. Raises UnsupportedModelError, which names the form, if it is not
     one of `FORMS`.
     """
-    said = next((config[field] for field in FIELDS if isinstance(config.get(field), dict)), None)
+    whole = [config, part] if isinstance(part := config.get("text_config"), dict) else [config]
+    found = (each[field] for each in whole for field in FIELDS if isinstance(each.get(field), dict))
+    said = next(found, None)
     if said is None:
         return None
     name, settings = _name(said), dict(said)
@@ -367,6 +369,13 @@ class QuantisedWeights(Mapping[str, Tensor]):
                 f"{self._form.title}; check that all files of the model are there"
             )
         return tensor
+
+    @property
+    def expects_int8(self) -> bool:
+        """True if the checkpoint was made for activations in 8 bits, as int8 graphs have them."""
+        groups = (self._settings.get("config_groups") or {}).values()
+        activations = [group.get("input_activations") or {} for group in groups]
+        return any((each.get("type"), each.get("num_bits")) == ("int", 8) for each in activations)
 
     def said(self) -> str:
         """Returns what was read, such as "read 168 matrices (GPTQ, 4 bits, groups of 32)"."""

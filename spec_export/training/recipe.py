@@ -33,11 +33,13 @@ Share = Annotated[float, Ge(0), Lt(1)]
 class TargetSection:
     """[target]: the model to draft for.
 
-    `model` is a folder, a hub id or a GGUF file; absent means the built-in demo. As all paths of a
-    recipe, it starts from the recipe's folder; what is not there is a hub id.
+    `model` is a folder, a hub id, a GGUF file or a LoRA adapter's folder; absent means the built-in
+    demo. `base` is the adapter's base model if not the one that it names. As all paths of a
+    recipe, both start from the recipe's folder; what is not there is a hub id.
     """
 
     model: str | None = None
+    base: str | None = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,14 @@ class Recipe:
     @property
     def model(self) -> str | None:
         """Returns the target as `spec_export.target.resolve` takes it."""
-        model = self.target.model
+        return self._from_folder(self.target.model)
+
+    @property
+    def base(self) -> str | None:
+        """Returns the base of a target that is an adapter, likewise."""
+        return self._from_folder(self.target.base)
+
+    def _from_folder(self, model: str | None) -> str | None:
         if model is None:
             return None
         path = str(self.folder / model)
@@ -278,7 +287,7 @@ def parse(
         section, key, value = parse_override(override)
         if (section, key) == ("data", "path"):
             value = _from_working_folder(value, folder)
-        if (section, key) == ("target", "model") and os.path.exists(str(value)):
+        if section == "target" and os.path.exists(str(value)):
             value = _from_working_folder(value, folder)
         tables.setdefault(section, {})[key] = value
     for name in ("drafter", "data", "train"):

@@ -56,7 +56,7 @@ def run(
     plan, out = inputs.read(recipe_path, overrides or [], out, resume, init, tensorboard)
     module = drafters.load(plan.drafter_name)
     config = recipe.build_config(module.Config, plan.drafter_fields, f"{recipe_path} [drafter]")
-    source = target.resolve(plan.model, report)
+    source = target.resolve(plan.model, report, plan.base)
     with _writing_alone(out):
         newest = checkpoint.latest(out / CHECKPOINTS)
         inputs.require_run(out, resume, newest)

@@ -7,6 +7,8 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -259,3 +261,15 @@ def test_a_bundle_that_cannot_be_written_is_checked_and_the_table_comes_first(
     assert "FAILED" not in shown.out
     assert "Read-only" in shown.err
     assert len(json.loads(json_file.read_text())["rows"]) == len(result.rows)
+
+
+def test_what_quantising_added_to_the_weights_is_a_row() -> None:
+    facts = {"matrices": 8, "exact": 7, "added_error": 0.0125}
+    kept: dict[str, Any] = {}
+    opened: Any = SimpleNamespace(manifest=SimpleNamespace(provenance=kept))
+    source = target.Source("gguf", Path(), "model.gguf", "model")
+    assert check._rounding_rows("int4", opened, source) == []
+    kept["rounding"] = facts
+    (row,) = check._rounding_rows("int4", opened, source)
+    assert (row.name, row.value, row.passed) == ("added to weights", 0.0125, True)
+    assert row.note == "7 of 8 matrices as they are"

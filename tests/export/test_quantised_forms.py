@@ -69,8 +69,14 @@ def values(q: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return (q - zero) * scale
 
 
-def gptq(weight: Tensor, stored_less: int = 1, is_symmetric: bool = True, bits: int = 4) -> Packed:
-    q, scale, zero = grid(weight, is_symmetric, bits)
+def gptq(
+    weight: Tensor,
+    stored_less: int = 1,
+    is_symmetric: bool = True,
+    bits: int = 4,
+    group: int = GROUP,
+) -> Packed:
+    q, scale, zero = grid(weight, is_symmetric, bits, group)
     zeros = words((zero - stored_less).T, bits, 1)
     tensors = {".qweight": words(q.T, bits, 0), ".scales": scale.T, ".qzeros": zeros}
     return tensors, values(q, scale, zero)
@@ -87,8 +93,8 @@ def gptq_in_another_order(weight: Tensor) -> Packed:
     return tensors, value[:, back]
 
 
-def awq(weight: Tensor) -> Packed:
-    q, scale, zero = grid(weight, is_symmetric=False)
+def awq(weight: Tensor, group: int = GROUP) -> Packed:
+    q, scale, zero = grid(weight, is_symmetric=False, group=group)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     packed = {".qweight": words(q.T, 4, 1, order), ".qzeros": words(zero.T, 4, 1, order)}
     return packed | {".scales": scale.T}, values(q, scale, zero)
@@ -131,15 +137,13 @@ def blocks(weight: Tensor, size: int = 24) -> Packed:
     return {".weight": q, ".weight_scale_inv": scale}, value
 
 
-def mlx(weight: Tensor, bits: int = 4) -> Packed:
-    q, scale, zero = grid(weight, is_symmetric=False, bits=bits)
+def mlx(weight: Tensor, bits: int = 4, group: int = GROUP) -> Packed:
+    q, scale, zero = grid(weight, is_symmetric=False, bits=bits, group=group)
     minimum = (-zero * scale.float()).half()
     packed = words(q, bits, 1).view(torch.uint32)
     tensors = {".weight": packed, ".scales": scale, ".biases": minimum}
-    size = GROUP
-    return tensors, q * scale.float().repeat_interleave(
-        size, 1
-    ) + minimum.float().repeat_interleave(size, 1)
+    scale, minimum = (each.float().repeat_interleave(group, 1) for each in (scale, minimum))
+    return tensors, q * scale + minimum
 
 
 def nf4(weight: Tensor, is_nested: bool = False) -> Packed:
@@ -173,8 +177,10 @@ def bnb8(weight: Tensor) -> Packed:
     return tensors, q.float() * most[:, None] * (1 / 127)
 
 
-def compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights}
+def compressed(
+    form: str, activations: dict[str, Any] | None = None, **weights: Any
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"0": group}}
 
 
@@ -207,7 +213,11 @@ FORMS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any], str]] = {
         compressed("pack-quantized", num_bits=8, group_size=GROUP),
         "compressed-tensors, 8 bits, groups of 32",
     ),
-    "w8a8": (int8, compressed("int-quantized", num_bits=8), "compressed-tensors, int8"),
+    "w8a8": (
+        int8,
+        compressed("int-quantized", {"type": "int", "num_bits": 8}, num_bits=8),
+        "compressed-tensors, int8",
+    ),
     "fp8 rows": (
         lambda w: float8(w, (1,)),
         compressed("float-quantized", num_bits=8),
@@ -239,9 +249,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_llama(folder, hidden_size=64, intermediate_size=96)
 
 
-def quantised(plain: Path, folder: Path, name: str) -> dict[str, Tensor]:
+def quantised(
+    plain: Path, folder: Path, pack: Callable[[Tensor], Packed], settings: dict[str, Any]
+) -> dict[str, Tensor]:
     """Writes the folder in a form and returns the matrices that it then stands for, by name."""
-    pack, settings, _ = FORMS[name]
     shutil.copytree(plain, folder)
     stored, expected = {}, {}
     for key, tensor in load_file(folder / "model.safetensors").items():
@@ -253,7 +264,7 @@ def quantised(plain: Path, folder: Path, name: str) -> dict[str, Tensor]:
         stored |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    field = "quantization" if name.startswith("mlx") else "quantization_config"
+    field = "quantization_config" if "quant_method" in settings else "quantization"
     (folder / "config.json").write_text(json.dumps(config | {field: settings}))
     return expected
 
@@ -263,7 +274,7 @@ def test_a_quantised_checkpoint_is_read_as_it_was_written(
     plain: Path, tmp_path: Path, name: str
 ) -> None:
     folder = tmp_path / "model"
-    expected = quantised(plain, folder, name)
+    expected = quantised(plain, folder, *FORMS[name][:2])
     model, _ = target.load(target.resolve(str(folder)))
     found = model.state_dict()
     for key, value in expected.items():
@@ -282,6 +293,27 @@ def test_a_zero_point_of_0_borrows_from_the_next_in_gptqs_first_version() -> Non
     tensors = {".qweight": words(q, 4, 0), ".scales": scale, ".qzeros": word}
     found = FORMS_READ["gptq"].dequantise(Parts("stem", tensors, GPTQ))
     assert torch.equal(found, (q - zero).T.float())
+
+
+@pytest.mark.parametrize("place", ["whole", "text_config"])
+def test_the_text_part_of_a_quantised_model_of_pictures_is_read(
+    plain: Path, tmp_path: Path, place: str
+) -> None:
+    folder = tmp_path / "model"
+    expected = quantised(plain, folder, *FORMS["awq"][:2])
+    text = json.loads((folder / "config.json").read_text())
+    settings = text.pop("quantization_config")
+    config = {"model_type": "llava", "text_config": text, "tie_word_embeddings": False}
+    (config if place == "whole" else text)["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    stored = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    tower = "vision_tower.vision_model.encoder.layers.0.mlp.fc1"
+    more = {f"{tower}.qweight": torch.zeros(8, 1).int(), f"{tower}.scales": torch.ones(1, 8)}
+    save_file(stored | more, folder / "model.safetensors", metadata={"format": "pt"})
+    model, _ = target.load(target.resolve(str(folder)))
+    for key, value in expected.items():
+        assert torch.equal(model.state_dict()[key], value)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -331,7 +363,7 @@ def test_parts_that_do_not_fit_are_one_line(
     plain: Path, tmp_path: Path, name: str, is_lost: bool
 ) -> None:
     folder = tmp_path / "model"
-    quantised(plain, folder, name)
+    quantised(plain, folder, *FORMS[name][:2])
     stored = load_file(folder / "model.safetensors")
     ends = (".scales", ".weight_scale", ".weight.quant_map", ".weight_scale_inv")
     key = next(each for each in stored if each.endswith(ends))

@@ -18,7 +18,8 @@ from graphs import Runner
 from tiny_backbone import backbone_of, chain, random_tokens, tiny
 
 from spec_export.graphs.edit import MS
-from spec_export.graphs.quantize import BLOCK, quantize
+from spec_export.graphs.quantize import BLOCK, _from_q4, _from_s8_rows, _q4, _s8_rows, quantize
+from spec_export.graphs.rounding import Rounding
 from spec_export.graphs.slots import to_slots
 from spec_export.graphs.trace import export_backbone
 
@@ -332,3 +333,44 @@ def test_an_int8_node_does_not_depend_on_its_siblings(slots_file: Path, tmp_path
     for path in ([0], [0, 1], [0, 2, 5], [0, 1, 3, 7]):
         alone = runner.step([tokens[i] for i in path], chain(len(path)))["logits"]
         assert np.abs(whole[path] - alone).max() <= 1e-3 * spread, path
+
+
+# ---- what a checkpoint has quantised already ----
+
+
+def eight_bits(num_steps: int) -> np.ndarray:
+    """Makes rows of whole multiples of one number each, the largest of them −`num_steps` of it."""
+    q_NK = rng.integers(-num_steps, num_steps, (N, K))
+    q_NK[:, 5] = -num_steps
+    return (q_NK * rng.uniform(0.01, 0.02, (N, 1)).astype(np.float16)).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_steps", [128, 127, 100, 7])
+def test_int8_keeps_rows_of_eight_bits_as_they_are(num_steps: int) -> None:
+    rows_NK, rounding = eight_bits(num_steps), Rounding()
+    model = quantize(small_graph(weight=rows_NK.T.copy()), "int8", rounding=rounding)
+    x_NK = rng.integers(-127, 128, (5, K)).astype(np.float32)
+    x_NK[:, 0] = 127  # so that the activations are exact too
+    y, _ = Small(model).products(x_NK)
+    close(y, x_NK.astype(np.float64) @ rows_NK.T, SAME_INTEGERS)
+    assert rounding.facts() == {"matrices": 1, "exact": 1, "added_error": 0.0}
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_what_rounding_adds_is_noted(precision: str) -> None:
+    rounding = Rounding()
+    ir.to_proto(quantize(small_graph(), precision, rounding=rounding))  # writes the weights
+    facts = rounding.facts()
+    assert facts is not None
+    packed = _s8_rows(WEIGHT_KN.T, 127) if precision == "int8" else _q4(WEIGHT_KN.T)
+    restored = _from_s8_rows(packed) if precision == "int8" else _from_q4(packed)
+    expected = np.linalg.norm(restored - WEIGHT_KN.T) / np.linalg.norm(WEIGHT_KN)
+    assert (facts["matrices"], facts["exact"]) == (1, 0)
+    assert facts["added_error"] == pytest.approx(expected)
+    assert 0.001 < expected < 0.1
+
+
+def test_nothing_is_noted_where_nothing_is_quantised() -> None:
+    rounding = Rounding()
+    quantize(small_graph(), "fp32", rounding=rounding)
+    assert rounding.facts() is None

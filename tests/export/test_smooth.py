@@ -48,6 +48,16 @@ def test_an_outlier_channel_of_the_head_shrinks() -> None:
     assert smoothed_D.max() / smoothed_D.median() < largest_D.max() / largest_D.median() / 3
 
 
+def test_layers_of_a_checkpoint_made_for_int8_stay_as_they_are() -> None:
+    backbone = backbone_of(tiny("llama", num_hidden_layers=2))
+    before = {name: value.clone() for name, value in backbone.layers.state_dict().items()}
+    head_VD = backbone.head.weight.clone()
+    smooth(backbone, [random_tokens(12, seed=0)], head_only=True)
+    for name, value in backbone.layers.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert not torch.equal(backbone.head.weight, head_VD)
+
+
 def test_an_outlier_channel_shrinks() -> None:
     model = tiny("llama", num_hidden_layers=2)
     with torch.no_grad():

@@ -23,6 +23,16 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Places of the float16 scales in the blocks of types that the package gguf does not write.
+SCALES_AT = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
 KINDS = {str: "STRING", bool: "BOOL", int: "UINT32", float: "FLOAT32"}
 
 
@@ -94,6 +104,23 @@ def write_model(
     _write(writer)
 
 
+def quantised_rows(values: np.ndarray, kind: Any) -> np.ndarray:
+    """Returns a matrix in a type of GGUF's; of types that the package gguf only reads, random bytes
+    with small scales in their place."""
+    import gguf
+
+    if kind.name not in SCALES_AT:
+        packed: np.ndarray = gguf.quantize(values, kind)
+        return packed
+    size, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 256, (values.size // size, num_bytes), dtype=np.uint8)
+    for start in SCALES_AT[kind.name]:
+        scale = rng.uniform(0.001, 0.003, len(blocks)).astype(np.float16)
+        blocks[:, start : start + 2] = scale[:, None].view(np.uint8)
+    return blocks.reshape(len(values), -1)
+
+
 def _write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -111,18 +138,21 @@ def write_gguf(
     eot: int | None = None,
     tensors_per_part: int = 0,
     whole_numbers: str = "",
+    kind: str = "Q4_1",
+    sizes: tuple[int, int] = (64, 96),
 ) -> None:
     """Writes a tiny Llama of Q4_1 matrices, a byte-level vocabulary and a chat template.
 
     `rename` gives tensors another name, `fill` the same numbers everywhere; `extra` are further
     tensors. `architecture` may be phi3 too. `keys` replace those under the architecture's name;
     None removes one. `eot` is the id of the token that ends a turn. `tensors_per_part` splits the
-    file; `whole_numbers` names a tensor of integers.
+    file; `whole_numbers` names a tensor of integers. `kind` is the type of the matrices, `sizes`
+    are the widths of the model and of its MLP.
     """
     gguf = pytest.importorskip("gguf")
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
-    width, heads, kv_heads, inner = 64, 2, 1, 96
+    (width, inner), heads, kv_heads = sizes, 2, 1
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *bytewise_tokens(), "ab"]
     writer.add_block_count(2)
     writer.add_context_length(256)
@@ -153,8 +183,8 @@ def write_gguf(
     for key, value in (keys or {}).items():
         writer.kv_data[0].pop(f"{architecture}.{key}", None)
         if value is not None:
-            kind = gguf.GGUFValueType[KINDS[type(value)]]
-            writer.add_key_value(f"{architecture}.{key}", value, kind)
+            value_kind = gguf.GGUFValueType[KINDS[type(value)]]
+            writer.add_key_value(f"{architecture}.{key}", value, value_kind)
     shapes = {"token_embd": (len(tokens), width), "output_norm": (width,)}
     for layer in range(2):
         shapes |= {
@@ -183,8 +213,9 @@ def write_gguf(
         if name == whole_numbers:
             writer.add_tensor(f"{name}.weight", values.astype(np.int32))
         elif name.startswith("blk") and len(shape) == 2:
-            kind = gguf.GGMLQuantizationType.Q4_1
-            writer.add_tensor(f"{name}.weight", gguf.quantize(values, kind), raw_dtype=kind)
+            raw_kind = gguf.GGMLQuantizationType[kind]
+            packed = quantised_rows(values, raw_kind)
+            writer.add_tensor(f"{name}.weight", packed, raw_dtype=raw_kind)
         else:
             writer.add_tensor(f"{name}.weight", values)
     _write(writer)
