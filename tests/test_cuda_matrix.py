@@ -10,10 +10,12 @@ import statistics
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +36,19 @@ pytestmark = pytest.mark.standin
 
 PRECISIONS = ("fp16", "bf16", "fp32")
 CAPABILITIES = ("8.0", "8.9", "9.0", "12.0")
+# Of each kind of target its family and fields of its config.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "convolution": {
+        "family": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+MATRIX = [("llama", *pair) for pair in product(PRECISIONS, CAPABILITIES)]
+MATRIX += [(kind, "fp16", "9.0") for kind in KINDS if kind != "llama"]
+OF_OTHER_KINDS = ("parallelspec", "skip_layer")  # drafters: one runs layers of the target
 # Nodes that ONNX Runtime may put on the CPU: they work out shapes, which are there anyway.
 SHAPE_NODES = {"Cast", "Concat", "Shape", "Squeeze"}
 
@@ -123,39 +138,50 @@ CONDITIONS = (
 # ---- bundles, and processes that run their graphs ----
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Path]]:
-    """Returns the folder of a random target, and those of an untrained drafter of each kind."""
-    folder = tmp_path_factory.mktemp("matrix")
-    # heads of 64 as real models have them, for CUDA's attention has kernels by that size
-    llama = save_llama(folder / "llama", hidden_size=256, intermediate_size=256)
-    model, _ = target.load(target.resolve(str(llama)))
-    ends = target.ends(Backbone.from_transformers(model))
-    saved = []
-    for name in drafters.trainable():
-        definition = drafters.load(name)
-        options = OPTIONS.get(f"{name}+token", OPTIONS.get(name, ""))  # what adds operators
-        config = definition.Config(**tomllib.loads(options))
-        state = definition.Drafter(config, ends).state_dict()
-        saved.append(checkpoint.save_drafter(folder / name, state, name, config, {}))
-    return llama, saved
+def drafters_of(kind: str) -> Sequence[str]:
+    return drafters.trainable() if kind == "llama" else OF_OTHER_KINDS
 
 
 @pytest.fixture(scope="module")
-def build(checkpoints: tuple[Path, list[Path]]) -> Callable[[str], bundles.Bundle]:
-    """Returns a function that builds a bundle of all drafters in a precision, each once."""
-    llama, saved = checkpoints
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Path]]:
+    """Returns a function that returns the folders of a kind's random target and of its drafters,
+    which are untrained."""
 
     @cache
-    def build(precision: str) -> bundles.Bundle:
+    def checkpoints(kind: str) -> list[Path]:
+        folder = tmp_path_factory.mktemp(kind)
+        # heads of 64 as real models have them, for CUDA's attention has kernels by that size
+        saved = [
+            save_llama(folder / "target", hidden_size=256, intermediate_size=256, **KINDS[kind])
+        ]
+        model, _ = target.load(target.resolve(str(saved[0])))
+        ends = target.ends(Backbone.from_transformers(model))
+        for name in drafters_of(kind):
+            definition = drafters.load(name)
+            options = OPTIONS.get(f"{name}+token", OPTIONS.get(name, ""))  # what adds operators
+            config = definition.Config(**tomllib.loads(options))
+            state = definition.Drafter(config, ends).state_dict()
+            saved.append(checkpoint.save_drafter(folder / name, state, name, config, {}))
+        return saved
+
+    return checkpoints
+
+
+@pytest.fixture(scope="module")
+def build(checkpoints: Callable[[str], list[Path]]) -> Callable[[str, str], bundles.Bundle]:
+    """Returns a function that builds a bundle of a kind's drafters in a precision, each once."""
+
+    @cache
+    def build(kind: str, precision: str) -> bundles.Bundle:
+        folder, *saved = checkpoints(kind)
         out = make_bundle.build(
             BuildOptions(
-                str(llama),
+                str(folder),
                 drafter_checkpoints=saved,
                 precision=precision,
                 max_length=128,
                 device="cuda",
-                out=llama.parent / precision,
+                out=folder.parent / precision,
                 fuse=True,
             )
         )
@@ -166,13 +192,14 @@ def build(checkpoints: tuple[Path, list[Path]]) -> Callable[[str], bundles.Bundl
 
 @pytest.fixture(scope="module")
 def runs_of(
-    standin: StandIn, build: Callable[[str], bundles.Bundle]
-) -> Callable[[str, str], list[GraphRun]]:
-    """Returns a function that runs all graphs of a precision on a device of a capability."""
+    standin: StandIn, build: Callable[[str, str], bundles.Bundle]
+) -> Callable[[str, str, str], list[GraphRun]]:
+    """Returns a function that runs all graphs of a kind and precision on a device of a
+    capability."""
 
     @cache
-    def runs_of(precision: str, capability: str) -> list[GraphRun]:
-        bundle = build(precision)
+    def runs_of(kind: str, precision: str, capability: str) -> list[GraphRun]:
+        bundle = build(kind, precision)
         log = bundle.path.parent / f"{precision}-{capability}.log"
         done = subprocess.run(
             [sys.executable, "-m", "cuda_standin.graph_runs", str(bundle.path)],
@@ -200,28 +227,29 @@ def runs_of(
 
 
 @pytest.mark.parametrize("condition", CONDITIONS, ids=lambda condition: condition.__name__)
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("kind", "precision", "capability"), MATRIX)
 def test_every_graph(
-    runs_of: Callable[[str, str], list[GraphRun]],
+    runs_of: Callable[[str, str, str], list[GraphRun]],
+    kind: str,
     precision: str,
     capability: str,
     condition: Callable[[GraphRun], str],
 ) -> None:
-    wrong = {run.name: text for run in runs_of(precision, capability) if (text := condition(run))}
-    assert not wrong
+    runs = runs_of(kind, precision, capability)
+    assert not {run.name: text for run in runs if (text := condition(run))}
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("kind", "precision"), sorted({each[:2] for each in MATRIX}))
 def test_no_graph_is_left_out(
-    build: Callable[[str], bundles.Bundle],
-    runs_of: Callable[[str, str], list[GraphRun]],
+    build: Callable[[str, str], bundles.Bundle],
+    runs_of: Callable[[str, str, str], list[GraphRun]],
+    kind: str,
     precision: str,
 ) -> None:
-    manifest = build(precision).manifest
-    assert {info.name for info in manifest.drafters} == set(drafters.trainable())
+    manifest = build(kind, precision).manifest
+    assert {info.name for info in manifest.drafters} == set(drafters_of(kind))
     expected = {f"{info.name} {role}" for info in manifest.drafters for role in info.graphs}
-    assert {run.name for run in runs_of(precision, "9.0")} == expected | set(manifest.graphs)
+    assert {run.name for run in runs_of(kind, precision, "9.0")} == expected | set(manifest.graphs)
 
 
 FINE = GraphRun(
@@ -273,13 +301,14 @@ COLUMNS = (
 
 
 def test_shows_what_a_run_costs(
-    runs_of: Callable[[str, str], list[GraphRun]], record_property: Callable[[str, object], None]
+    runs_of: Callable[[str, str, str], list[GraphRun]],
+    record_property: Callable[[str, object], None],
 ) -> None:
     """Shows the table: a row a graph and precision, and another where capabilities differ."""
     rows: dict[tuple[str, ...], list[tuple[str, float]]] = {}
     for precision in PRECISIONS:
         for capability in CAPABILITIES:
-            for run in runs_of(precision, capability):
+            for run in runs_of("llama", precision, capability):
                 key = (run.name, precision, *_costs(run))
                 rows.setdefault(key, []).append((capability, run.host_us))
     table: list[tuple[str, ...]] = [COLUMNS]

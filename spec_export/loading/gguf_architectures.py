@@ -10,11 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from spec_export.loading.gguf_header import GGUFHeader
 from spec_export.loading.gguf_keys import Keys
 
 Fields = dict[str, Any]
 RMS_EPS = ("layer_norm_rms_epsilon", "rms_norm_eps")
+LAYER_EPS = ("layer_norm_epsilon", "layer_norm_eps")
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,12 @@ def _granitemoe(keys: Keys, fields: Fields, header: GGUFHeader) -> None:
     _granite(keys, fields, header)
 
 
+def _olmo(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
+    if fields["layer_norm_eps"] != np.float32(1e-5):
+        raise keys.refusal("attention.layer_norm_epsilon", fields["layer_norm_eps"], "1e-05")
+    fields["clip_qkv"] = keys.number("attention.clamp_kqv", 0) or None
+
+
 def _olmo2(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
     if _has_window(keys):
         fields["model_type"] = "olmo3"
@@ -207,6 +216,11 @@ def _nemotron(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
     keys.left.pop("attention.layer_norm_rms_epsilon", None)  # written twice, under both names
 
 
+def _command_r(keys: Keys, fields: Fields, header: GGUFHeader) -> None:
+    fields["logit_scale"] = keys.number("logit_scale")
+    fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
+
+
 def _cohere2(keys: Keys, fields: Fields, _header: GGUFHeader) -> None:
     _windows(keys, fields, 4)
     _same_rope(keys, fields)
@@ -241,6 +255,7 @@ ARCHITECTURES = {
     "granite": Architecture("granite", pairs=True, extra=_granite),
     "granitehybrid": Architecture("granite", pairs=True, extra=_granite),
     "granitemoe": Architecture("granitemoe", pairs=True, extra=_granitemoe),
+    "olmo": Architecture("olmo", pairs=True, eps=LAYER_EPS, extra=_olmo),
     "olmo2": Architecture("olmo2", extra=_olmo2),
     "mistral3": Architecture("mistral", pairs=True, extra=_mistral3),
     "olmoe": Architecture("olmoe", extra=_olmoe),
@@ -259,14 +274,11 @@ ARCHITECTURES = {
     "starcoder2": Architecture("starcoder2", eps=("layer_norm_epsilon", "norm_epsilon")),
     "ernie4_5": Architecture("ernie4_5"),
     "exaone4": Architecture("exaone4", extra=_exaone4),
-    "cohere2": Architecture(
-        "cohere2", eps=("layer_norm_epsilon", "layer_norm_eps"), extra=_cohere2
-    ),
+    "command-r": Architecture("cohere", eps=LAYER_EPS, extra=_command_r),
+    "cohere2": Architecture("cohere2", eps=LAYER_EPS, extra=_cohere2),
     "seed_oss": Architecture("seed_oss", extra=_attention_bias),
     "chatglm": Architecture("glm", partial=True, extra=_attention_bias),
     "glm4": Architecture("glm4", partial=True, extra=_attention_bias),
     "hunyuan-dense": Architecture("hunyuan_v1_dense", extra=_attention_bias),
-    "stablelm": Architecture(
-        "stablelm", partial=True, eps=("layer_norm_epsilon", "layer_norm_eps"), extra=_stablelm
-    ),
+    "stablelm": Architecture("stablelm", partial=True, eps=LAYER_EPS, extra=_stablelm),
 }

@@ -93,6 +93,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         SCALES | EXPERTS_HF | {"attention_multiplier": 0.125},
         GRANITE | EXPERTS,
     ),
+    "olmo": (
+        "olmo",
+        "olmo",
+        {"clip_qkv": 0.5},
+        {"attention.clamp_kqv": 0.5, PLAIN: 1e-5, RMS: None},
+    ),
     "olmo2": ("olmo2", "olmo2", {}, {}),
     "olmo3": (
         "olmo2",
@@ -152,6 +158,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"sliding_window": None, "layer_types": ["full_attention"] * 2},
         {},
     ),
+    "command-r": (
+        "command-r",
+        "cohere",
+        {"logit_scale": 0.5},
+        {"logit_scale": 0.5, "rope.scaling.type": "none", PLAIN: 1e-5, RMS: None},
+    ),
     "cohere2": (
         "cohere2",
         "cohere2",
@@ -177,7 +189,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-PAIRED = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "mistral3", "arcee")
+PAIRED = ("llama", "smollm3", "granite", "granitehybrid", "granitemoe", "mistral3", "arcee", "olmo")
 
 
 def paired(weight: Tensor, num_heads: int) -> Tensor:
@@ -239,7 +251,7 @@ def test_a_file_is_the_model_it_was_made_of(tmp_path: Path, case: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 and not (family == "cohere2" and name.endswith("bias")):
+        if parameter.ndim < 2 and not (family.startswith("cohere") and name.endswith("bias")):
             torch.nn.init.normal_(parameter, 0.5, 0.3)
     path, tensors = tmp_path / "a.gguf", as_a_file_has_it(architecture, model)
     layers = {"block_count": config.num_hidden_layers}

@@ -1,12 +1,9 @@
-"""Counts the texts that a GGUF file's tokenizer encodes otherwise than a reference does, by the
-name of its pre-tokenizer (tokenizer.ggml.pre).
+"""Counts texts that a GGUF file's tokenizer encodes otherwise than a reference, by the name of its
+pre-tokenizer: python -m tools.measure.pretokenizers [NAME=path/to/tokenizer.json …]
 
-    python -m tools.measure.pretokenizers [NAME=path/to/tokenizer.json …]
-
-The 2,000 texts are rows that the demo was trained with (recipes/) and paragraphs of docs/. The
-reference of a name that is given a model's tokenizer.json is that file, over its own tokens. Of any
-other name it is the plain Python that `spec-export check` compares with, over tokens that were
-trained on a part of the texts without any cuts: so the ids tell where a text was cut.
+The texts are rows that the demo was trained with and paragraphs of docs/. The reference of a name
+that is given a model's tokenizer.json is that file. Of any other it is the plain Python that
+`spec-export check` has too, over tokens that were trained without cuts, which tell them apart.
 """
 
 from __future__ import annotations
@@ -23,8 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from spec_export import target
 from spec_export.loading import gguf_tokenizer, gguf_vocabulary, pretokenizers
-from spec_export.loading.gguf_vocabulary import GGUFVocabulary, ReferenceEncoder
-from spec_export.loading.pretokenizers import PreTokenizer
+from tools.figures import run
 
 COUNT, LENGTH, FILES = 2000, 600, Path("recipes/smollm2-135m/answers")
 KINDS = {None: 1, True: 3, False: 4}  # GGUF's kinds of tokens by "special"
@@ -32,8 +28,7 @@ KINDS = {None: 1, True: 3, False: 4}  # GGUF's kinds of tokens by "special"
 
 def read_texts(tokenizer: Any) -> list[str]:
     """Returns the beginnings of COUNT texts, as many of each file of rows as of docs/."""
-    pages = "\n\n".join(page.read_text() for page in sorted(Path("docs").rglob("*.md")))
-    sources = [pages.split("\n\n")]
+    sources = ["".join(page.read_text() for page in Path("docs").rglob("*.md")).split("\n\n")]
     for path in sorted(FILES.glob("*.jsonl.xz")):
         with lzma.open(path, "rt") as file:
             rows = [json.loads(line) for line in islice(file, COUNT)]
@@ -52,37 +47,40 @@ def trained(texts: list[str]) -> Any:
     return json.loads(made.to_str())
 
 
-def vocabulary(state: Any, pre: PreTokenizer, like: GGUFVocabulary) -> GGUFVocabulary:
+def vocabulary(state: Any, pre: pretokenizers.PreTokenizer, like: Any) -> Any:
     """Returns what a GGUF file would hold of the state of a tokenizer.json."""
     model, added = state["model"], {each["content"]: each for each in state["added_tokens"]}
     ids = model["vocab"] | {text: each["id"] for text, each in added.items()}
-    named = {i: text for text, i in ids.items()}
-    tokens = [named.get(i, f"[unused {i}]") for i in range(1 + max(named))]
+    tokens = [f"[unused {i}]" for i in range(1 + max(ids.values()))]
+    for text, i in ids.items():
+        tokens[i] = text
     kinds = [KINDS[added.get(token, {}).get("special")] for token in tokens]
     pairs = [each.split(" ") if isinstance(each, str) else each for each in model["merges"]]
-    merges = [(left, right) for left, right in pairs]
-    return replace(like, tokens=tokens, kinds=kinds, merges=merges, pre=pre)
+    return replace(like, tokens=tokens, kinds=kinds, merges=list(map(tuple, pairs)), pre=pre)
 
 
-def ids(encoder: Any, text: str) -> list[int]:
+def ids(encoder: Any, text: str) -> Any:
     found = encoder.encode(text, add_special_tokens=False)
-    return found if isinstance(found, list) else found.ids
+    return getattr(found, "ids", found)
 
 
 def main() -> None:
-    own, demo = dict(each.split("=", 1) for each in sys.argv[1:]), target.resolve(None)
+    own = {name: file for name, _, file in (each.partition("=") for each in sys.argv[1:])}
+    for name in own:
+        pretokenizers.find(name)
+    demo = target.resolve(None)
     like = gguf_vocabulary.read(demo.path / str(demo.gguf_file))
     texts = read_texts(target.load_tokenizer(demo))
-    uncut, wrong = trained(texts), dict[Any, int]()
+    uncut, wrong, plain = trained(texts), dict[Any, int](), gguf_vocabulary.ReferenceEncoder
     for name, pre in pretokenizers.KNOWN.items():
         file = own.get(name)
         if (pre, file) not in wrong:  # many names stand for one way of cutting
             given = vocabulary(json.loads(Path(file).read_text()) if file else uncut, pre, like)
-            reference = Tokenizer.from_file(file) if file else ReferenceEncoder(given)
+            reference = Tokenizer.from_file(file) if file else plain(given)
             made = gguf_tokenizer.build(given)
             wrong[pre, file] = sum(ids(made, text) != ids(reference, text) for text in texts)
         print(f"{name}: {wrong[pre, file]} of {len(texts)} ({file or 'plain Python'})", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
