@@ -37,6 +37,7 @@ pytestmark = pytest.mark.standin
 PRECISIONS = ("fp16", "bf16", "fp32")
 CAPABILITIES = ("8.0", "8.9", "9.0", "12.0")
 # Of each kind of target its family and fields of its config.
+MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "convolution": {
@@ -45,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention", "conv"],
         "block_auto_adjust_ff_dim": False,
     },
+    "windows, softcaps": {"family": "gemma2", "head_dim": 64} | MIXED,
+    "windows, sinks, experts": {"family": "gpt_oss", "num_local_experts": 4} | MIXED,
 }
 MATRIX = [("llama", *pair) for pair in product(PRECISIONS, CAPABILITIES)]
 MATRIX += [(kind, "fp16", "9.0") for kind in KINDS if kind != "llama"]

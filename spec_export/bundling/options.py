@@ -174,7 +174,8 @@ class BuildOptions:
     def attention(self) -> str:
         """How graphs in the slots form read their caches, see graphs/slots.py.
 
-        CUDA's GroupQueryAttention, which "bias" uses, has kernels only for half precision.
+        CUDA's GroupQueryAttention, which "bias" uses, has kernels only for half precision, and none
+        for sinks, for which `GraphWriter` changes it.
         """
         is_wide = self.device == "cuda" and self.target_precision == "fp32"
         return "full_buffer" if is_wide else "bias"

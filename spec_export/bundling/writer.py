@@ -14,7 +14,7 @@ from spec_export.graphs.fused_step import fuse
 from spec_export.graphs.half import narrow
 from spec_export.graphs.quantize import quantize
 from spec_export.graphs.rounding import Rounding
-from spec_export.graphs.slots import to_slots
+from spec_export.graphs.slots import has_sinks, to_slots
 from spec_runtime.bundle.manifest import DrafterInfo, Graph, TensorSpec, fused_name
 from spec_runtime.proposers.heads import mask_input_ids
 
@@ -29,6 +29,7 @@ class GraphWriter:
 
     def __init__(self, options: BuildOptions, folder: Path) -> None:
         self.options, self.folder, self.rounding = options, folder, Rounding()
+        self.attention = options.attention
 
     def write(
         self,
@@ -54,7 +55,11 @@ class GraphWriter:
         if options.device == "cuda":
             narrow(model, precision)
         if has_cache and options.graph_form == "slots":
-            to_slots(model, options.attention)
+            if options.device == "cuda" and has_sinks(model.graph):
+                # CUDA's GroupQueryAttention takes no sinks beside a bias. The target comes first,
+                # so that all graphs of the bundle are alike.
+                self.attention = "full_buffer"
+            to_slots(model, self.attention)
         if add_banks is not None and options.has_banks:
             add_banks(model)
         if options.backend == "tensorrt":
@@ -65,7 +70,7 @@ class GraphWriter:
         form = options.graph_form if has_cache else "stateless"
         lenders = () if lender is None else (lender,)
         graph = save_graph(model, form, self.folder, file, lenders)
-        return replace(graph, attention=options.attention) if has_cache else graph
+        return replace(graph, attention=self.attention) if has_cache else graph
 
     def write_fused(self, info: DrafterInfo, target: Graph) -> Graph:
         """Makes the fused step of this drafter from the graphs written, and saves it.

@@ -74,6 +74,12 @@ def to_slots(model: ir.Model, attention: str = "bias") -> ir.Model:
     return model
 
 
+def has_sinks(graph: ir.Graph) -> bool:
+    """Says whether attention in a traced graph has sinks, see `Attention._with_sinks`."""
+    masks = [input_at(node, 3).producer() for node in graph if node.op_type == "Attention"]
+    return any(node is not None and node.op_type == "Concat" for node in masks)
+
+
 class _SharedValues:
     """Makes the values that several layers read, each once, before `first`, the graph's first node.
 

@@ -204,7 +204,8 @@ class Attention(nn.Module):
         """
         assert self.sinks is not None, "got no sinks"
         nothing = k.new_zeros(1, self.num_kv_heads, 1, self.head_dim)
-        added = torch.where(mask, 0.0, torch.finfo(k.dtype).min).to(k.dtype)
+        lowest = torch.tensor(torch.finfo(k.dtype).min, dtype=k.dtype)
+        added = torch.where(mask, torch.zeros((), dtype=k.dtype), lowest)
         added = added.expand(1, self.num_heads, -1, -1)
         sinks = self.sinks.view(1, -1, 1, 1).expand(1, -1, added.shape[2], 1)
         k, v = (torch.cat((part, nothing), dim=2) for part in (k, v))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -178,20 +179,37 @@ def test_tensorrt_has_no_operator_for_experts(gpt_oss: Path) -> None:
 
 
 class GptOssWorkshop(Workshop):
-    def _llama(self) -> Path:
-        return save_llama(self.folder / "llama", family="gpt_oss", **GPT_OSS)
+    target = MappingProxyType({"family": "gpt_oss"} | GPT_OSS)
+
+
+class QwenWorkshop(Workshop):
+    """Has a target with a layer of experts, whose weights do not sum to 1, and a dense one."""
+
+    target = MappingProxyType(
+        {
+            **{"family": "qwen3_moe", "head_dim": 16, "mlp_only_layers": [1]},
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+            "norm_topk_prob": False,
+        }
+    )
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> GptOssWorkshop:
-    return GptOssWorkshop(tmp_path_factory.mktemp("gpt-oss"))
+def workshops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Workshop]:
+    kinds: dict[str, type[Workshop]] = {"gpt_oss": GptOssWorkshop, "qwen3_moe": QwenWorkshop}
+    return {name: kind(tmp_path_factory.mktemp(name)) for name, kind in kinds.items()}
 
 
-@pytest.mark.parametrize("precision", LARGEST_ERROR)
-def test_drafts_change_no_token(workshop: GptOssWorkshop, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [("gpt_oss", "fp32"), ("gpt_oss", "int8"), ("qwen3_moe", "fp32"), ("qwen3_moe", "int4")],
+)
+def test_drafts_change_no_token(
+    workshops: dict[str, Workshop], family: str, precision: str
+) -> None:
     """With a trained drafter and with prompt lookup; every token is the argmax of the row that
     verified it, and in fp32 the text is plain decoding's."""
-    engine = spec_runtime.load(workshop.bundle("medusa", precision), threads=1)
+    engine = spec_runtime.load(workshops[family].bundle("medusa", precision), threads=1)
     for each in (engine, engine.with_drafter("prompt_lookup")):
         num_accepted = 0
         for prompt in PROMPTS[:2]:
