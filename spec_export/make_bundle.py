@@ -63,7 +63,7 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
     if not options.trained_drafters and not models.drafters:
         report.line(
             f"no drafter is trained for {source.name}: the bundle drafts by prompt lookup. "
-            " To train one: spec-export distill, then spec-export train RECIPE"
+            "To train one: spec-export distill, then spec-export train RECIPE"
         )
     return out
 

@@ -16,6 +16,7 @@ from spec_export.deferred import real
 from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import adapters, gguf_header, gguf_vocabulary, pretrained
 from spec_export.loading.adapters import Adapter
+from spec_export.loading.files import path_of
 from spec_export.loading.gguf_vocabulary import ReferenceEncoder
 from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_export.report import SILENT, Report
@@ -72,12 +73,11 @@ def resolve(model: str | None, report: Report = SILENT, base: str | None = None)
     if model is None:
         from spec_export import demo
 
-        path = demo.fetch(report=report)
-        return Source("demo", path.parent, path.name, DEMO_NAME)
-    try:
-        path = Path(model).expanduser()
-    except RuntimeError:
-        raise UserError(f"got model {model}, expected a path: there is no such user") from None
+        file = demo.fetch(report=report)
+        return Source("demo", file.parent, file.name, DEMO_NAME)
+    path = path_of(model)
+    if path is None:
+        return Source("hub", Path(model), None, Path(model).name.lower())
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(
@@ -85,19 +85,9 @@ def resolve(model: str | None, report: Report = SILENT, base: str | None = None)
                 "checkpoint: it has no config.json"
             )
         return Source("folder", path, None, path.resolve().name.lower())
-    if path.is_file():
-        with path.open("rb") as file:
-            if file.read(4) != b"GGUF":
-                raise UserError(f"got file {model}, expected a GGUF file or a Hugging Face folder")
-        split = gguf_header.PART.fullmatch(path.name)
-        name = split["stem"] if split else path.stem
-        return Source("gguf", path.parent, path.name, name.lower())
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise UserError(
-            f"got model {model!r:.200}, expected an existing folder or GGUF file, or a hub id "
-            "like org/name"
-        )
-    return Source("hub", path, None, path.name.lower())
+    split = gguf_header.PART.fullmatch(path.name)
+    name = split["stem"] if split else path.stem
+    return Source("gguf", path.parent, path.name, name.lower())
 
 
 def _with_base(folder: Path, base: str | None, report: Report) -> Source:
@@ -178,7 +168,7 @@ def load(source: Source, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     damaged or do not fit each other, or if the model is not supported, which is found out before
     its weights are read. No code that lies beside the weights is run.
     """
-    config, tokenizer = _read_config(source), load_tokenizer(source)
+    config, tokenizer = read_config(source), load_tokenizer(source)
     folder, adapter = local_folder(source), _adapter(source)
     model = pretrained.read_model(folder, source.gguf_file, config, adapter)
     return model.requires_grad_(False).to(dtype).eval(), tokenizer
@@ -191,7 +181,7 @@ def open_weights(source: Source) -> tuple[Any, StoredWeights, Any]:
     Raises UserError as `load` does; a tensor of another shape, or not finite, is found when it is
     read.
     """
-    config, tokenizer = _read_config(source), load_tokenizer(source)
+    config, tokenizer = read_config(source), load_tokenizer(source)
     folder, adapter = local_folder(source), _adapter(source)
     model, tensors = pretrained.open_model(folder, source.gguf_file, config, adapter)
     return model, StoredWeights(tensors), tokenizer
@@ -212,7 +202,7 @@ def expects_int8(source: Source) -> bool:
     return weights is not None and weights.expects_int8 and source.adapter is None
 
 
-def _read_config(source: Source) -> Any:
+def read_config(source: Source) -> Any:
     """Returns the transformers config, with as many tokens as an adapter has embeddings for."""
     config = pretrained.read_config(local_folder(source), source.gguf_file)
     adapter = _adapter(source)
@@ -234,13 +224,13 @@ def _tokenizer_place(source: Source) -> tuple[Path, str | None]:
 
 def require_supported(source: Source) -> None:
     """Raises UserError unless the target is of a supported family; reads no weights."""
-    _read_config(source)
+    read_config(source)
 
 
 def require_standard_operators(source: Source) -> None:
     """Raises UserError if the target needs an operator that only ONNX Runtime has; reads no
     weights."""
-    config = _read_config(source)
+    config = read_config(source)
     if any(kind.mlp == "experts" for kind in FAMILIES[config.model_type].layers(config)):
         raise UnsupportedModelError(
             f"got a '{config.model_type}' model, whose layers have experts, for TensorRT, which "
@@ -253,7 +243,7 @@ def context(source: Source) -> int:
 
     Raises UserError unless it is of a supported family.
     """
-    config = _read_config(source)
+    config = read_config(source)
     return int(config.max_position_embeddings)
 
 

@@ -1,5 +1,6 @@
 """Checks promises of the whole project: what importing loads, what is declared and shipped."""
 
+import json
 import re
 import subprocess
 import sys
@@ -97,3 +98,66 @@ def test_both_packages_ship_their_types(package: str) -> None:
     with open(ROOT / "pyproject.toml", "rb") as file:
         shipped = tomllib.load(file)["tool"]["setuptools"]["package-data"][package]
     assert "py.typed" in shipped
+
+
+REFUSALS = """
+import json, sys
+from spec_export.cli import main
+
+for arguments in json.loads(sys.argv[1]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert end.code == 2, arguments
+    assert "torch" not in sys.modules, arguments
+"""
+
+
+def test_faults_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    """Importing torch takes seconds, which nobody should wait to read that a path is wrong."""
+    recipe = '[target]\nmodel = "{}"\n[drafter]\nname = "{}"\n[data]\npath = "{}"\n[train]\n{}'
+    for name, text in {
+        "rows.jsonl": '{"text": "a"}',
+        "unknown/config.json": '{"model_type": "mamba"}',
+        "bare/config.json": '{"model_type": "llama"}',
+        "a.gguf": "no GGUF",
+        "b.gguf": "GGUF, and no more of it",
+        "target.toml": recipe.format("./nowhere", "eagle", "rows.jsonl", "max_steps = 1"),
+        "drafter.toml": recipe.format("bare", "eagel", "rows.jsonl", "max_steps = 1"),
+        "data.toml": recipe.format("bare", "eagle", "nowhere.jsonl", "max_steps = 1"),
+        "key.toml": recipe.format("bare", "eagle", "rows.jsonl", "max_step = 1"),
+        "good.toml": '[drafter]\nname = "eagle"\n[data]\npath = "rows.jsonl"\n[train]\nepochs = 1',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    distill = ["distill", "--out", str(tmp_path / "new.jsonl")]
+    rows, runs = str(tmp_path / "rows.jsonl"), str(tmp_path / "runs")
+    good = ["train", str(tmp_path / "good.toml"), "--out", runs]
+    faults = [
+        *(
+            [*verb, "--model", str(tmp_path / model)]
+            for verb in (["build"], ["check"], distill)
+            for model in ("nowhere", "unknown", "a.gguf", "b.gguf")
+        ),
+        ["build", "--drafter", "eagel"],
+        ["build", "--drafter-checkpoint", runs],
+        ["build", "--draft-model", str(tmp_path / "nowhere")],
+        ["build", "--out", str(tmp_path)],
+        ["check", "--bundle", runs],
+        [*distill, "--prompts", rows],
+        [*distill, "--prompts", runs],
+        [*distill, "--engine", "llama"],
+        ["distill", "--out", rows, "--no-resume"],
+        *(["train", str(tmp_path / f"{name}.toml")] for name in ("target", "drafter", "data")),
+        ["train", str(tmp_path / "key.toml")],
+        [*good, "--resume"],
+        [*good, "--init", runs],
+        [*good, "--set", "train.max_step=1"],
+        ["calibrate", "--bundle", runs],
+    ]
+    command = [sys.executable, "-c", REFUSALS, json.dumps(faults)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    lines = run.stderr.splitlines()
+    assert len(lines) == len(faults), lines
+    assert all(line.startswith("error: ") for line in lines), lines

@@ -12,9 +12,8 @@ from spec_export.bundling.drafters import LoadedDrafter
 from spec_export.bundling.options import BuildOptions
 from spec_export.decoder import Backbone
 from spec_export.report import Report
+from spec_export.training import disk
 from spec_export.training.checkpoint import SavedDrafter
-from spec_export.training.disk import free_bytes, shown
-from spec_runtime.bundle.memory import available_bytes
 
 # Bytes of memory for each weight of the largest table (embedding or head) and of the largest layer,
 # of which one is worked on at a time; measured up to 7 and, with int8's smoothed head, 9.9.
@@ -51,7 +50,7 @@ def foretell(
     models = [(backbone, options.target_precision)]
     models += [(each.module.backbone, options.precision_of(each.module)) for each in draft_models]
     memory = LIBRARIES + max(_worked_on(model, precision) for model, precision in models)
-    disk = sum(_stored(model, precision) for model, precision in models)
+    written = sum(_stored(model, precision) for model, precision in models)
     V, D = backbone.embedding.weight.shape
     if saved:
         memory += 4.0 * V * D * len({backbone.embedding, backbone.head})
@@ -63,8 +62,8 @@ def foretell(
             rows = len(each.draft_token_ids)
             memory += 4 * rows * D
         memory += 4 * own
-        disk += 4 * (own + (V + rows) * D)
-    return Needs(memory, disk)
+        written += 4 * (own + (V + rows) * D)
+    return Needs(memory, written)
 
 
 def _worked_on(backbone: Backbone, precision: str) -> float:
@@ -92,14 +91,4 @@ def _count(module: nn.Module) -> int:
 
 def say(needs: Needs, out: Path, report: Report) -> None:
     """Reports what the build takes and what is free, as a warning where that is less."""
-    parts = [
-        (needs.memory, available_bytes(), "of memory"),
-        (needs.disk, free_bytes(out), "on the disk"),
-    ]
-    said = " and ".join(
-        f"{shown(int(need))} {what} ({shown(free)} are free)" for need, free, what in parts
-    )
-    if all(need <= free for need, free, _ in parts):
-        report.line(f"the build takes up to {said}")
-    else:
-        report.warning(f"WARNING: the build takes up to {said}: it may fail, or take very long")
+    disk.foretell("the build", needs.memory, needs.disk, out, report)

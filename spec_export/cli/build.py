@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from spec_export.cli.options import Backend, Base, Device, Form, Model, Precision
+from spec_export.cli.options import Backend, Base, Device, Form, Model, Precision, require_model
 
 DRAFTERS, MACHINE, GRAPHS = "Drafters", "Where the bundle will run", "How graphs are made"
 
@@ -31,6 +31,7 @@ DraftModel = Annotated[
     typer.Option(
         "--draft-model",
         help="Small causal LM with the target's vocabulary, given as --model is",
+        callback=require_model,
         rich_help_panel=DRAFTERS,
     ),
 ]

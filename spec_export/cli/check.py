@@ -30,12 +30,17 @@ def command(
     out: Out = None,
 ) -> None:
     """Check an export against the model it was made from; exits with 1 if a bound is missed."""
-    from spec_export import check
-    from spec_export.cli.report import TerminalReport
+    from spec_runtime.bundle import manifest as bundles
     from spec_runtime.files.writing import require_writable
 
     if out is not None:
         require_writable(out)
+    if bundle is not None:
+        bundles.read(bundle, verify=False)  # before torch is imported
+
+    from spec_export import check
+    from spec_export.cli.report import TerminalReport
+
     precisions = [each.value for each in precision or [Precision.fp32]]
     result = check.run(model, bundle, precisions, TerminalReport(), base=base)
     deliver(out, result.as_json(), lambda: Console().print(_table(result)))

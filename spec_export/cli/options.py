@@ -1,7 +1,6 @@
 """Defines the options that several verbs take."""
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,12 +29,12 @@ class Backend(StrEnum):
     tensorrt = "tensorrt"
 
 
-def _require_known_family(model: str | None) -> str | None:
-    """Refuses an unknown family before torch is imported, which takes seconds."""
-    from spec_export.families import require_known_folder
+def require_model(model: str | None) -> str | None:
+    """Refuses a wrong path or an unknown family before torch is imported, which takes seconds."""
+    from spec_export.loading import files
 
     if model is not None:
-        require_known_folder(Path(model))
+        files.require(model)
     return model
 
 
@@ -45,7 +44,7 @@ Model = Annotated[
         "--model",
         help="Hugging Face folder, hub id, GGUF file or LoRA adapter's folder",
         show_default="the built-in demo",
-        callback=_require_known_family,
+        callback=require_model,
     ),
 ]
 
@@ -55,6 +54,6 @@ Base = Annotated[
         "--base",
         help="Base model of the adapter that --model names, given as a model is",
         show_default="the one that the adapter names",
-        callback=_require_known_family,
+        callback=require_model,
     ),
 ]

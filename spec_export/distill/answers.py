@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spec_export import target
-from spec_export.distill import prompts
+from spec_export.distill import needs, prompts
 from spec_export.distill.config import DistillConfig
 from spec_export.distill.conversations import Distiller, PromptIds, num_answer_tokens
 from spec_export.distill.engines import choose, open_engine
@@ -32,7 +32,7 @@ from spec_runtime.mapping import from_mapping, parse_json
 
 # A target that has ended no prompt in this many batches in a row is given up.
 MAX_EMPTY_BATCHES = 20
-FIRST_REPORT = 10.0  # seconds after which the speed is known well enough to tell the end
+FIRST_STEPS = 16  # of a run, before its speed tells the end: the first one reads the prompts
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,10 @@ def run(config: DistillConfig, report: Report = SILENT) -> DistillResult:
             return DistillResult(config.out, engine_name, goal, tokens, 0, 0.0, num_skipped)
         if state.rows > goal:
             raise UserError(f"{config.out} holds {state.rows} rows already, expected fewer: {goal}")
+        longest = config.max_prompt_tokens
+        if given is not None:
+            longest = max(sum(map(len, [each.ids, *each.more])) for each in given)
+        needs.say(config, source, goal - state.rows, longest, report)
         report.line(f"loading {source.name} ({engine_name}, {config.precision})")
         engine = open_engine(engine_name, source, config.precision, config.batch_size)
         distiller = Distiller(config, engine, tokenizer, source, room, given)
@@ -185,7 +189,7 @@ class _Pace:
         """rows: answers that an earlier run has written. longest: tokens that a row may have."""
         self._advance, self._rows, self._goal, self._longest = advance, rows, goal, longest
         self._missing, self._started = goal - rows, time.perf_counter()
-        self.num_tokens = 0
+        self.num_tokens = self._num_steps = 0
         advance(rows, goal)
 
     @property
@@ -195,7 +199,8 @@ class _Pace:
 
     def within_batch(self, num_ended: int, num_tokens: int) -> None:
         """Hears of the batch that is being written, see `OnTokens`."""
-        if self.seconds >= FIRST_REPORT:
+        self._num_steps += 1
+        if self._num_steps >= FIRST_STEPS:
             self._say(num_ended, num_tokens)
 
     def add_batch(self, rows: int, tokens: int) -> None:
@@ -206,7 +211,7 @@ class _Pace:
     def _say(self, num_ended: int, num_tokens: int) -> None:
         num_whole = self._missing - (self._goal - self._rows)  # rows of this run's whole batches
         rate = (self.num_tokens + num_tokens) / max(self.seconds, 1e-9)
-        note = f"{rate:.0f} tokens/s"
+        note = f"{rate:.1f} tokens/s" if rate < 10 else f"{rate:.0f} tokens/s"
         length = self.num_tokens / num_whole if num_whole else float(self._longest)
         if not num_whole:
             note += f", if all have {self._longest} tokens"

@@ -116,7 +116,7 @@ class MutualAttention(nn.Module):
             self.down = nn.Parameter(torch.zeros(dims.intermediate_size, D))
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = F.rms_norm(x, self.norm.shape, self.norm, self.eps) @ self.qkv
+        qkv = F.rms_norm(x, self.norm.shape, self.norm.to(x.dtype), self.eps) @ self.qkv
         q, k, v = (
             part.unflatten(-1, (self.num_heads, -1)).transpose(-3, -2)
             for part in qkv.chunk(3, dim=-1)
@@ -124,7 +124,7 @@ class MutualAttention(nn.Module):
         weight = torch.softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, -1)
         x = x + (weight.to(v.dtype) @ v).transpose(-3, -2).flatten(-2) @ self.out
         if self.feed_forward:
-            normed = F.rms_norm(x, self.mlp_norm.shape, self.mlp_norm, self.eps)
+            normed = F.rms_norm(x, self.mlp_norm.shape, self.mlp_norm.to(x.dtype), self.eps)
             gate, up = (normed @ self.gate_up).chunk(2, dim=-1)
             x = x + (gate * torch.sigmoid(gate) * up) @ self.down
         return x

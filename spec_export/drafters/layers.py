@@ -393,7 +393,7 @@ class DecoderLayer(nn.Module):
         return self.heads(self.normed(x, self.attention_norm))
 
     def normed(self, x: Tensor, gain: Tensor) -> Tensor:
-        return F.rms_norm(x, gain.shape, gain, self.dims.norm_eps)
+        return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.dims.norm_eps)
 
     def heads(self, read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns what `project_qkv` does, of what the product reads."""

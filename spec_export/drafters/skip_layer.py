@@ -94,7 +94,8 @@ class Drafter(DrafterBase):
 
     def head_rows(self, exit_rows: Tensor) -> Tensor:
         """Returns g of the rows [..., D]."""
-        normed = F.rms_norm(exit_rows, (self.dims.hidden_size,), self.norm, self.dims.norm_eps)
+        norm = self.norm.to(exit_rows.dtype)
+        normed = F.rms_norm(exit_rows, norm.shape, norm, self.dims.norm_eps)
         return self.block(normed) if self.config.head == "trained" else normed
 
     def _rows(self, batch: Batch) -> tuple[Tensor, dict[int, Tensor]]:

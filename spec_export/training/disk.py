@@ -1,4 +1,4 @@
-"""Says in one line what did not fit where a disk is full."""
+"""Says in one line what long work will take, and what did not fit where a disk is full."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from spec_export.report import Report
+from spec_runtime.bundle.memory import available_bytes
 from spec_runtime.errors import UserError
 
 
@@ -24,6 +26,28 @@ def writing(what: str, folder: Path) -> Iterator[None]:
             f"cannot write {what} to {folder} ({reason}), {free_space(folder)} are free there: "
             "make room and run it again, with --resume where a checkpoint was written"
         ) from error
+
+
+def foretell(
+    what: str, memory: float, disk: float, folder: Path, report: Report, of: str = ""
+) -> None:
+    """Reports the bytes of memory and of the disk at `folder` that `what` takes, and what is free,
+    as a warning where that is less.
+
+    of: what the room on the disk is for.
+    """
+    parts = [
+        (memory, available_bytes(), "of memory"),
+        (disk, free_bytes(folder), "on the disk"),
+    ]
+    said = " and ".join(
+        f"{shown(int(need))} {where} ({shown(free)} are free)" for need, free, where in parts
+    )
+    said += of and f": {of}"
+    if all(need <= free for need, free, _ in parts):
+        report.line(f"{what} takes up to {said}")
+    else:
+        report.warning(f"WARNING: {what} takes up to {said}: it may fail, or take very long")
 
 
 def free_space(folder: Path) -> str:

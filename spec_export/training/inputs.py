@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spec_export import drafters
+from spec_export.loading import files
 from spec_export.training import folders, recipe
 from spec_runtime.errors import UserError
 
@@ -27,6 +28,8 @@ def read(
     plan = recipe.load(recipe_path, overrides)
     drafters.require_known(plan.drafter_name)
     _require_files(plan, recipe_path)
+    for model in filter(None, (plan.model, plan.base)):
+        files.require(model)
     out = out or Path("runs") / recipe_path.stem
     found = folders.checkpoints(out / folders.CHECKPOINTS)
     require_run(out, resume, found[-1] if found else None)

@@ -22,9 +22,8 @@ from spec_export import drafters, target
 from spec_export.decoder import Backbone
 from spec_export.decoder_config import read_config
 from spec_export.report import SILENT, Report
-from spec_export.training import bigrams, checkpoint, data, features, inputs, recipe
+from spec_export.training import bigrams, checkpoint, data, features, inputs, needs, recipe
 from spec_export.training.allocator import keep_big_blocks
-from spec_export.training.disk import free_space, shown
 from spec_export.training.folders import BEST, CHECKPOINTS
 from spec_export.training.trainer import Trainer, TrainingJob
 from spec_runtime.errors import UserError
@@ -102,27 +101,29 @@ def _new_trainer(
     fingerprint = target.fingerprint(source)
     if not plan.data.allow_other_target:
         data.require_target(plan.data_paths, source.name, fingerprint)
-    model, tokenizer = target.load(source)
-    max_length = min(plan.data.max_length, model.config.max_position_embeddings)
-    decoder = read_config(model.config, (), max_length)
+    taps = tuple(config.taps)
+    raw, tokenizer = target.read_config(source), target.load_tokenizer(source)
+    decoder = read_config(raw, taps, min(plan.data.max_length, raw.max_position_embeddings))
     examples = data.read(plan.data_paths, tokenizer, decoder.max_length, plan.data.sources)
-    data.require_vocabulary(examples, model.config.vocab_size)
+    data.require_vocabulary(examples, raw.vocab_size)
     training, held_out = data.split(examples, plan.data.validation_fraction)
-    backbone = Backbone.from_transformers(model, tuple(config.taps), decoder.max_length)
+    saved = None if init is None else _read_init(init, plan.drafter_name)
+    model, _ = target.load(source)  # all that is read before is small
+    backbone = Backbone.from_transformers(model, taps, decoder.max_length)
     drafter = _new_drafter(plan, module, config, backbone, tokenizer, training)
     provenance = checkpoint.collect_provenance(
         recipe=plan.as_dict(), target=source.name, sources=data.source_counts(examples)
     )
     if decoder.rope_factors is not None:
         provenance["rope_factors"] = decoder.rope_factors
-    if init is not None:
-        saved = checkpoint.load_drafter(init)
-        drafter = _started_from(saved, drafter, plan.drafter_name, backbone)
+    if saved is not None:
+        drafter = _started_from(saved, drafter, backbone)
         provenance["init"] = checkpoint.origin(saved)
+    del backbone  # it would keep fused matrices in float32 while the features are computed
     table = None
     if plan.export.bigrams and drafter.is_one_pass:
         ids = drafter.draft_token_ids.cpu().numpy()
-        table = bigrams.table(training, ids, model.config.vocab_size)
+        table = bigrams.table(training, ids, raw.vocab_size)
         if table is not None:
             drafter.add_bigrams(table)  # validation reads it
     accelerator, wants_shards = _accelerator(plan)
@@ -130,12 +131,22 @@ def _new_trainer(
     job = TrainingJob(
         plan, drafter, len(training), out, provenance, accelerator, tensorboard, table, report
     )
+    report.line(f"{len(training)} sequences to train on, {len(held_out)} held out")
+    target_weights = model.num_parameters()
     if plan.joint is not None:
         from spec_export.training.joint import JointTrainer  # imports peft, which takes a while
 
         provenance["target_modified"] = True
-        return JointTrainer(job, model, tokenizer, training + held_out, wants_shards)
-    taps = tuple(config.taps)
+        trainer = JointTrainer(job, model, tokenizer, training + held_out, wants_shards)
+        groups = trainer.parameter_groups()
+        trained = [parameter for group in groups for parameter in group["params"]]
+        needs.say(job, trainer.saved_state(), trained, target_weights, 0, bool(held_out))
+        return trainer
+    size = features.size_estimate(
+        training + held_out, raw.hidden_size, len(taps), plan.data.tap_store
+    )
+    trained = [parameter for _, group in drafter.trained_groups() for parameter in group]
+    needs.say(job, drafter, trained, target_weights, size, bool(held_out))
     if accelerator.is_main_process:
         model = model.to(accelerator.device, torch.bfloat16)
         store = plan.data.tap_store
@@ -143,9 +154,8 @@ def _new_trainer(
         if wants_shards:
             report.line("FSDP: nothing to shard, a frozen target is not there in training")
     else:
-        width = model.config.hidden_size
         examples, store = training + held_out, plan.data.tap_store
-        features.wait(cache, examples, width, fingerprint, taps, store)
+        features.wait(cache, examples, raw.hidden_size, fingerprint, taps, store)
     accelerator.wait_for_everyone()
     del model  # training reads stored features: the target's memory is free again
     return Trainer(job, features.FeatureCache(cache, taps))
@@ -174,19 +184,22 @@ def _new_drafter(
     return module.Drafter(config, target.ends(backbone), draft_token_ids)
 
 
-def _started_from(
-    saved: checkpoint.SavedDrafter, drafter: Any, name: str, backbone: Backbone
-) -> Any:
-    """Returns the drafter of this name with the weights of `saved`, another run's.
-
-    The rows of a trained output head belong to the draft vocabulary that it was trained with, which
-    then takes the place of the new data's. Raises UserError if the two drafters differ otherwise in
-    kind or shape.
-    """
+def _read_init(init: Path, name: str) -> checkpoint.SavedDrafter:
+    """Returns the drafter that a run starts from; raises UserError if it is of another kind."""
+    saved = checkpoint.load_drafter(init)
     if saved.name != name:
         raise UserError(
             f"got --init {saved.path} with the weights of {saved.name}, expected those of {name}"
         )
+    return saved
+
+
+def _started_from(saved: checkpoint.SavedDrafter, drafter: Any, backbone: Backbone) -> Any:
+    """Returns the drafter with the weights of `saved`, another run's.
+
+    The rows of a trained output head belong to the draft vocabulary that it was trained with, which
+    then takes the place of the new data's. Raises UserError if the two differ otherwise in shape.
+    """
     new_ids = drafter.draft_token_ids.numpy()
     old_ids = new_ids if saved.draft_token_ids is None else saved.draft_token_ids
     if drafter.trains_output_head and not np.array_equal(new_ids, old_ids):
@@ -221,11 +234,5 @@ def _build_features(
     report: Report,
 ) -> None:
     """Computes the features of all examples with the target `model` and stores them."""
-    examples = training + held_out
-    size = features.size_estimate(examples, model.config.hidden_size, len(taps), store)
-    report.line(
-        f"{len(training)} sequences to train on, {len(held_out)} held out; features take "
-        f"{shown(size)} in {folder}, where {free_space(folder)} are free"
-    )
     with report.progress("features") as advance:
-        features.build(folder, examples, model, fingerprint, taps, advance, store)
+        features.build(folder, training + held_out, model, fingerprint, taps, advance, store)

@@ -602,7 +602,7 @@ def test_what_is_done_is_said_from_the_beginning(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the first answer stands what is done, and within a batch how far it is."""
-    monkeypatch.setattr(distill, "FIRST_REPORT", 0.0)
+    monkeypatch.setattr(distill, "FIRST_STEPS", 2)
     said, out = Said(), tmp_path / "out.jsonl"
     distill.run(config(model, out, num_prompts=8, turns=2), said)
     assert said.lines[-2:] == [

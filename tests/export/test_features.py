@@ -285,7 +285,9 @@ def test_the_features_say_when_they_are_done(
         with pytest.raises(KeyboardInterrupt):
             train.run(recipe, ["train.max_steps=1"], out, report=first)
     assert re.search(
-        r"features take \d+\.\d .B in .*features, where \d.* are free$", first.lines[0]
+        r"training takes up to .* of memory \(.* are free\) and .* on the disk \(.* are free\): "
+        r"features of \d+\.\d .B, 4 checkpoints of \d+\.\d .B$",
+        first.lines[1],
     )
     assert any(first.shares["features"])
     train.run(recipe, ["train.max_steps=1"], out, report=second)

@@ -20,6 +20,7 @@ from workshop import Workshop
 from spec_export.bundling import needs
 from spec_export.bundling.needs import Needs
 from spec_export.report import Report
+from spec_export.training import disk as disks
 
 V, D, INNER, LAYERS = 16_000, 1024, 4096, 4
 HEADS = 8
@@ -115,8 +116,8 @@ class Written(Report):
 def test_a_build_that_does_not_fit_is_a_warning(
     memory: float, disk: float, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(needs, "available_bytes", lambda: 5_000_000_000)
-    monkeypatch.setattr(needs, "free_bytes", lambda folder: 7_000_000_000)
+    monkeypatch.setattr(disks, "available_bytes", lambda: 5_000_000_000)
+    monkeypatch.setattr(disks, "free_bytes", lambda folder: 7_000_000_000)
     report = Written()
     needs.say(Needs(memory, disk), tmp_path, report)
     (line,) = report.lines

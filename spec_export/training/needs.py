@@ -1,0 +1,54 @@
+"""Foretells what a training run takes: memory at its peak, and room on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from spec_export.training import disk
+from spec_export.training.trainer import TrainingJob
+
+LIBRARIES = 700_000_000  # torch, transformers and accelerate
+PER_TARGET_WEIGHT = 8  # bytes while it is read: in float32, and once more
+PER_TRAINED_WEIGHT = 16  # the weight, its gradient and AdamW's two moments
+PER_BATCH_NUMBER = 900  # bytes that a step keeps of each number of a batch's features
+
+
+def say(
+    job: TrainingJob,
+    saved: nn.Module,
+    trained: Iterable[nn.Parameter],
+    target_weights: int,
+    features: int,
+    has_held_out: bool,
+) -> None:
+    """Reports what the run takes, its checkpoints among it.
+
+    saved: the module whose tensors a checkpoint holds. trained: the parameters that the optimiser
+    changes. target_weights: how many the target has. features: the bytes of the feature cache, 0 in
+    joint training.
+    """
+    settings = job.plan.train
+    drafter = job.drafter
+    num_trained = sum(parameter.numel() for parameter in trained)
+    own = sum(tensor.nbytes for tensor in saved.state_dict().values())
+    checkpoint = own + num_trained * (8 + 4 * (settings.ema > 0))  # moments, average
+    kept = settings.keep_checkpoints + 1 + has_held_out  # one is written before another goes
+    merged = 0 if features else 4 * target_weights
+    steps = merged + PER_TRAINED_WEIGHT * num_trained
+    steps += sum(tensor.nbytes for tensor in (*drafter.parameters(), *drafter.buffers()))
+    steps += PER_BATCH_NUMBER * settings.batch_tokens * drafter.dims.hidden_size
+    parts = [f"{kept} checkpoints of {disk.shown(checkpoint)}"]
+    if features:
+        parts.insert(0, f"features of {disk.shown(features)}")
+    else:
+        parts.append(f"the merged target of {disk.shown(merged)}")
+    disk.foretell(
+        "training",
+        LIBRARIES + max(PER_TARGET_WEIGHT * target_weights, steps),
+        features + kept * checkpoint + merged + own,
+        job.out,
+        job.report,
+        of=", ".join(parts),
+    )
