@@ -16,9 +16,8 @@ from spec_export.deferred import real
 from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import adapters, gguf_header, gguf_vocabulary, pretrained
 from spec_export.loading.adapters import Adapter
-from spec_export.loading.files import path_of
+from spec_export.loading.files import PICKLED, SAFETENSORS, path_of, weight_files
 from spec_export.loading.gguf_vocabulary import ReferenceEncoder
-from spec_export.loading.pretrained import PICKLED, SAFETENSORS, weight_files
 from spec_export.report import SILENT, Report
 from spec_export.weights import StoredWeights
 from spec_runtime.errors import UnsupportedModelError, UserError
@@ -79,11 +78,6 @@ def resolve(model: str | None, report: Report = SILENT, base: str | None = None)
     if path is None:
         return Source("hub", Path(model), None, Path(model).name.lower())
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(
-                f"got folder {model}{pretrained.foreign(path)}, expected a Hugging Face "
-                "checkpoint: it has no config.json"
-            )
         return Source("folder", path, None, path.resolve().name.lower())
     split = gguf_header.PART.fullmatch(path.name)
     name = split["stem"] if split else path.stem

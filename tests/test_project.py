@@ -120,6 +120,14 @@ def test_faults_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
         "rows.jsonl": '{"text": "a"}',
         "unknown/config.json": '{"model_type": "mamba"}',
         "bare/config.json": '{"model_type": "llama"}',
+        "bare/model.safetensors": "",
+        "broken/config.json": '{"model_type": ',
+        "weightless/config.json": '{"model_type": "llama"}',
+        "graphs/model.onnx": "",
+        "lost/config.json": '{"model_type": "llama"}',
+        "lost/model-1.safetensors": "",
+        "lost/model.safetensors.index.json": '{"weight_map": {"a": "model-2.safetensors"}}',
+        "pissa/adapter_config.json": '{"peft_type": "LORA", "init_lora_weights": "pissa"}',
         "a.gguf": "no GGUF",
         "b.gguf": "GGUF, and no more of it",
         "target.toml": recipe.format("./nowhere", "eagle", "rows.jsonl", "max_steps = 1"),
@@ -138,6 +146,10 @@ def test_faults_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
             [*verb, "--model", str(tmp_path / model)]
             for verb in (["build"], ["check"], distill)
             for model in ("nowhere", "unknown", "a.gguf", "b.gguf")
+        ),
+        *(
+            ["build", "--model", str(tmp_path / model)]
+            for model in ("broken", "weightless", "graphs", "lost", "pissa")
         ),
         ["build", "--drafter", "eagel"],
         ["build", "--drafter-checkpoint", runs],

@@ -6,8 +6,6 @@ its layer differs from another's.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from spec_export.families import (
     apertus,
     arcee,
@@ -42,7 +40,6 @@ from spec_export.families import (
     stablelm,
     starcoder2,
     vaultgemma,
-    wrappers,
 )
 from spec_export.families.family import EXPERTS as EXPERTS
 from spec_export.families.family import FULL as FULL
@@ -53,7 +50,6 @@ from spec_export.families.family import Scale as Scale
 from spec_export.families.family import capped as capped
 from spec_export.families.family import has_tables_by_kind as has_tables_by_kind
 from spec_runtime.errors import UnsupportedModelError
-from spec_runtime.mapping import parse_json
 
 FAMILIES: dict[str, Family] = {
     "llama": llama.FAMILY,
@@ -129,19 +125,3 @@ def require_known(model_type: object) -> Family:
             f"expected one of {', '.join(FAMILIES)}"
         )
     return FAMILIES[str(model_type)]
-
-
-def require_known_folder(folder: Path) -> None:
-    """Raises UnsupportedModelError if a folder's config.json names a family that is not supported.
-
-    Whatever else is wrong with the folder is left to those who read it. A model with code of its
-    own has a refusal of its own.
-    """
-    try:
-        fields = parse_json((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return
-    if isinstance(fields, dict) and "auto_map" not in fields:
-        model_type = wrappers.model_type(fields)
-        if isinstance(model_type, str):
-            require_known(model_type)

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from spec_export.loading.pretrained import read_tensors, weight_files
+from spec_export.loading.files import weight_files
+from spec_export.loading.pretrained import read_tensors
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.mapping import brief, parse_json

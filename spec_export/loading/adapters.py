@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from spec_export.families import wrappers
 from spec_runtime import mapping
 from spec_runtime.errors import UnsupportedModelError, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
@@ -169,7 +171,7 @@ def _own_name(stored_name: str) -> str:
     return name
 
 
-class Merged(Mapping[str, Tensor]):
+class Merged(Mapping[str, "Tensor"]):
     """Maps the names of a base model's tensors to them with an adapter's changes.
 
     A head that is tied to the embedding stands for itself where the adapter changes either.

@@ -33,61 +33,17 @@ from spec_export.loading import (
     quantised_forms,
 )
 from spec_export.loading.adapters import Adapter, Merged
-from spec_export.loading.checkpoint import (
-    SHOWN,
-    ModelTensors,
-    SafetensorsFiles,
-    Sound,
-    require_none,
-)
+from spec_export.loading.checkpoint import ModelTensors, SafetensorsFiles, Sound, require_none
+from spec_export.loading.files import read_object, require_whole, weight_files
 from spec_export.loading.gguf_weights import GGUFWeights
 from spec_export.loading.quantised_forms import QuantisedWeights
-from spec_runtime import mapping
-from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.errors import UserError
 from spec_runtime.mapping import brief
 
-SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")  # the first that is there
-# Files of other programs in a folder without weights that can be read, and what to do with them.
-FOREIGN = {
-    "genai_config.json": "ONNX Runtime GenAI's: take the model that it was made from",
-    "consolidated*": "Mistral's or Meta's own format: take the model's Hugging Face files",
-    "*.gguf": "name that file rather than its folder",
-    "*.onnx": "an ONNX graph: take the model that it was made from",
-    "onnx/*.onnx": "an ONNX graph: take the model that it was made from",
-    "openvino_model*": "OpenVINO's: take the model that it was made from",
-    "flax_model*": "Flax's: take the safetensors",
-    "tf_model*": "TensorFlow's: take the safetensors",
-    "manifest.json": "a bundle: take the model that it was made from",
-}
 # Arguments that every call of `from_pretrained` has to be given.
 OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 MIN_BITS = 1.5  # of a weight in the densest form that there is
-
-
-def weight_files(folder: Path, gguf_file: str | None) -> list[Path]:
-    """Returns the files that hold the weights; raises UserError if there are none.
-
-    As transformers does, it takes pickled weights only where there are no others.
-    """
-    if gguf_file:
-        return gguf_header.parts(folder / gguf_file)
-    files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
-    if not files:
-        raise UserError(
-            f"got {folder} without weights{foreign(folder)}, expected {SAFETENSORS} or {PICKLED} "
-            "in it"
-        )
-    return files
-
-
-def foreign(folder: Path) -> str:
-    """Returns what a folder without weights of ours holds instead, such as " (ONNX graphs)"."""
-    for pattern, what in FOREIGN.items():
-        found = sorted(folder.glob(pattern))
-        if found:
-            return f" but with {found[0].relative_to(folder)} ({what})"
-    return ""
 
 
 def read_config(folder: Path, gguf_file: str | None) -> Any:
@@ -98,12 +54,13 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
     """
     from transformers import AutoConfig
 
-    _require_whole(folder, gguf_file)
-    fields = None
+    fields, form = None, None
     if gguf_file:
         header = gguf_header.read(folder / gguf_file)
         fields = gguf_config.config_fields(header)
         gguf_weights.require_readable(header)
+    else:
+        form = quantised_forms.find(require_whole(folder), folder)
     with _reading(folder / (gguf_file or "config.json")):
         config: Any = (
             AutoConfig.for_model(**fields)
@@ -111,7 +68,7 @@ def read_config(folder: Path, gguf_file: str | None) -> Any:
             else AutoConfig.from_pretrained(str(folder), **OPTIONS)
         )
     config = wrappers.text_config(config)
-    for field in quantised_forms.FIELDS if _form(folder, gguf_file) else ():
+    for field in quantised_forms.FIELDS if form else ():
         if hasattr(config, field):
             delattr(config, field)  # by which transformers would ask for another library
     decoder.require_supported(config)
@@ -130,7 +87,7 @@ def read_tokenizer(folder: Path, gguf_file: str | None) -> Any:
     if gguf_file:
         return _read_gguf_tokenizer(folder / gguf_file)
     if not (folder / adapters.CONFIG).is_file():
-        _require_whole(folder, None)
+        require_whole(folder)
     with _reading(folder, "the tokenizer of "):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), **OPTIONS)
     template = tokenizer.chat_template
@@ -212,7 +169,7 @@ def read_generation_config(folder: Path, gguf_file: str | None) -> Any | None:
     path = folder / "generation_config.json"
     if not path.is_file():
         return None
-    _read_object(path)
+    read_object(path)
     with _reading(path):
         found = GenerationConfig.from_pretrained(str(folder))
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
@@ -340,7 +297,9 @@ def quantised_weights(folder: Path, gguf_file: str | None) -> QuantisedWeights |
 
     Raises UserError if they are damaged or in a form that cannot be read.
     """
-    form = _form(folder, gguf_file)
+    if gguf_file:
+        return None
+    form = quantised_forms.find(read_object(folder / "config.json"), folder)
     if form is None:
         return None
     files = weight_files(folder, None)
@@ -354,71 +313,7 @@ def quantised_weights(folder: Path, gguf_file: str | None) -> QuantisedWeights |
     return QuantisedWeights(stored, *form, folder)
 
 
-def _form(
-    folder: Path, gguf_file: str | None
-) -> tuple[quantised_forms.Form, dict[str, Any]] | None:
-    if gguf_file:
-        return None
-    return quantised_forms.find(_read_object(folder / "config.json"), folder)
-
-
 # ---- checks ----
-
-
-def _require_whole(folder: Path, gguf_file: str | None) -> None:
-    """Raises UserError unless this is a whole model that needs no code of its own."""
-    if gguf_file:
-        gguf_header.read(folder / gguf_file)
-        return
-    config = _read_object(folder / "config.json")
-    if "auto_map" in config and wrappers.model_type(config) not in FAMILIES:
-        raise UnsupportedModelError(
-            f"{folder} needs code of its own (auto_map in config.json), which is never run; "
-            f"expected a model of type {', '.join(FAMILIES)}"
-        )
-    if (folder / adapters.CONFIG).is_file():
-        raise UserError(
-            f"{folder} holds an adapter (adapter_config.json), expected a whole model: name the "
-            "adapter's folder on this machine with --model"
-        )
-    quantised_forms.find(config, folder)
-    _require_shards(folder)
-    if (folder / "tokenizer_config.json").is_file():
-        _read_object(folder / "tokenizer_config.json")
-
-
-def _require_shards(folder: Path) -> None:
-    """Raises UserError if the index of the weights names files that are not there."""
-    for pattern in (SAFETENSORS, PICKLED):
-        if not list(folder.glob(pattern)):
-            continue
-        for index in folder.glob(f"{pattern.replace('*', '')}.index.json"):
-            named = _read_object(index).get("weight_map")
-            if not isinstance(named, dict) or not named:
-                raise UserError(
-                    f"{index}: got weight_map {brief(named)}, expected the file of each tensor; "
-                    "download the index again"
-                )
-            files = {str(file) for file in named.values()}
-            lost = sorted(file for file in files if not (folder / file).is_file())
-            if lost:
-                raise UserError(
-                    f"{index} names {len(files)} files, of which {len(lost)} "
-                    f"{'is' if len(lost) == 1 else 'are'} not there: {', '.join(lost[:SHOWN])}"
-                    f"{', ...' if len(lost) > SHOWN else ''}; download the rest of the model"
-                )
-        return
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Returns what a file of JSON says; raises UserError unless it is an object."""
-    try:
-        value = mapping.parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}; restore the file") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: got {type(value).__name__}, expected an object")
-    return value
 
 
 def _require_weights_for(config: Any, files: list[Path]) -> None:

@@ -369,7 +369,7 @@ def test_damaged_tokenizers_are_one_line(folder: Path, change_to: dict[str, Any]
             "got rotary parameter 'short_mscale' in the config, which is not supported",
         ),
         ("config.json", {"model_type": "gpt2"}, "a model of type 'gpt2', which is not supported"),
-        ("adapter_config.json", {}, "holds an adapter (adapter_config.json), expected a whole mod"),
+        ("adapter_config.json", {}, "got an adapter of type None, expected LORA"),
     ],
 )
 def test_an_unsupported_model_is_refused_before_its_weights_are_read(
