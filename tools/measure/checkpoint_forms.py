@@ -1,6 +1,6 @@
 """Measures how much int4 and int8 bundles add to the weights of checkpoints in each form.
 
-    python -m tools.measure.checkpoint_forms     # prints the table of docs/own-model.md
+    python -m tools.measure.checkpoint_forms     # docs/models.md sums it up
 
 Tiny Llamas of random weights, 256 and 512 wide, are written in each form by the packers of
 tests/export and built; the tables of GGUF's K-quants are random bytes.
