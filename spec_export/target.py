@@ -16,7 +16,7 @@ from spec_export.deferred import real
 from spec_export.drafters.layers import LayerDims, TargetEnds
 from spec_export.loading import adapters, gguf_header, gguf_vocabulary, pretrained
 from spec_export.loading.adapters import Adapter
-from spec_export.loading.files import PICKLED, SAFETENSORS, path_of, weight_files
+from spec_export.loading.files import HEADS, PICKLED, SAFETENSORS, path_of, weight_files
 from spec_export.loading.gguf_vocabulary import ReferenceEncoder
 from spec_export.report import SILENT, Report
 from spec_export.weights import StoredWeights
@@ -118,7 +118,7 @@ def local_folder(source: Source) -> Path:
 
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log file would get each state of the bars
-    patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *HEADS]
     try:
         folder = Path(snapshot_download(str(source.path), allow_patterns=[*patterns, SAFETENSORS]))
         if not list(folder.glob(SAFETENSORS)):

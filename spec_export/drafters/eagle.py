@@ -13,13 +13,14 @@ with p_{t+1} the target's distribution (`soft_weight` = 1), and uniform noise on
 are read. Features are regressed at every answer token, also at those outside the draft vocabulary,
 which have no label: the layer goes on from such features too. As in EAGLE only the first guess is
 trained. `ttt_steps` > 1 unrolls the drafter on its own features and adds the later guesses' losses,
-weighted by decay^k. Unlike EAGLE's own, the layer has an input norm, because it starts from the
-target's last layer. EAGLE-2 has the same weights; the runtime grows its tree by path probability.
+weighted by decay^k. Unlike EAGLE's own, the layer has an input norm unless `input_norm` is off,
+because it starts from the target's last layer. EAGLE-2 has the same weights; the runtime grows its
+tree by path probability.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -50,13 +51,22 @@ class Config(Checked):
 
     `num_guesses` levels are drafted, and `max_width` nodes expanded in each. `normalise` norms
     feature and embedding with gains of their own before fc mixes them. `feature_noise` (EAGLE has
-    0.2) is uniform in ± noise / 2 · 512 / sequence length.
+    0.2) is uniform in ± noise / 2 · 512 / sequence length. Without `input_norm` the first layer's
+    attention reads what fc makes, as in EAGLE's own files. `rope` are parameters of a rotary
+    embedding as transformers writes them, else the target's; so are sizes, where they are not its.
     """
 
     layers: AtLeastOne = 1
     num_guesses: AtLeastOne = 5
     max_width: AtLeastOne = 8
     normalise: bool = False
+    input_norm: bool = True
+    rope: dict[str, Any] | None = None
+    intermediate_size: AtLeastOne | None = None
+    num_heads: AtLeastOne | None = None
+    num_kv_heads: AtLeastOne | None = None
+    head_dim: AtLeastOne | None = None
+    norm_eps: NotNegative | None = None
     taps: NoTaps = ()
     top_k: AtLeastOne = 10
     soft_weight: Share = 1.0
@@ -81,7 +91,10 @@ class Drafter(RolloutDrafter):
             self.input_norm = nn.Parameter(torch.tensor([[self.feature_scale], [1.0]]).repeat(1, D))
         self.fc = fusion(2, D)
         self.fc_bias = nn.Parameter(torch.zeros(D))
-        self.layers = nn.ModuleList(DecoderLayer(ends.dims) for _ in range(config.layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(self.dims, input_norm=config.input_norm or i > 0)
+            for i in range(config.layers)
+        )
         for layer in self.layers:
             layer.load_target_layer(ends.last_layer)
             layer.start_as_identity()
@@ -148,7 +161,7 @@ class Drafter(RolloutDrafter):
         i64[M] and the caches; its outputs guess_ids i64[M,C], guess_log_probs f32[M,C], hidden
         f32[M,D] (the predicted features) and the caches.
         """
-        config = replace(target, num_layers=self.config.layers, taps=(), layers=())
+        config = self.cache_config(target)
         graph = export_cached(
             _DrafterGraph(self, config),
             config,

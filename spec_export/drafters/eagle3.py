@@ -19,7 +19,7 @@ fields of `Config`; their names are those of the `speculators` library.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_export import decoder
-from spec_export.decoder_config import own_rotary_table
 from spec_export.drafters.fields import AtLeastOne, NotNegative, Share
 from spec_export.drafters.layers import (
     Batch,
@@ -42,8 +41,6 @@ from spec_export.drafters.rollout import RolloutDrafter, equal_weights
 from spec_export.modules.fusion import Fusion
 from spec_runtime.errors import UserError
 from spec_runtime.mapping import Checked
-
-SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_eps")
 
 
 @dataclass(frozen=True)
@@ -103,9 +100,7 @@ class Drafter(RolloutDrafter):
         self, config: Config, ends: TargetEnds, draft_token_ids: Tensor | None = None
     ) -> None:
         super().__init__(config, ends, draft_token_ids)
-        given = {name: getattr(config, name) for name in SIZES}
-        given = {name: size for name, size in given.items() if size is not None}
-        self.dims = dims = replace(ends.dims, **given)
+        dims = self.dims
         D, target_width = dims.hidden_size, ends.dims.hidden_size
         if target_width != D and not config.own_embedding:
             raise UserError(
@@ -125,13 +120,6 @@ class Drafter(RolloutDrafter):
         if config.own_embedding:
             rows = _random_rows(len(ends.embed_VD), D)
             self.embedding = nn.Parameter(_start(ends.embed_VD, rows))
-        if config.rope is not None:
-            self.cos, self.sin = own_rotary_table(config.rope, dims.head_dim, len(ends.cos))
-        elif dims.head_dim != ends.dims.head_dim:
-            raise UserError(
-                f"got head_dim {dims.head_dim} with the target's rotary embedding, expected its "
-                f"{ends.dims.head_dim}, or parameters in rope"
-            )
 
     @property
     def trains_output_head(self) -> bool:
@@ -210,26 +198,14 @@ class Drafter(RolloutDrafter):
         node's parent), position_ids, mask, logit_rows i64[M] and the caches; its outputs guess_ids
         i64[M,C], guess_log_probs f32[M,C], hidden f32[M,D] and the caches.
         """
-        dims = self.dims
-        config = replace(
-            target,
-            hidden_size=dims.hidden_size,
-            num_layers=self.config.layers,
-            num_heads=dims.num_heads,
-            num_kv_heads=dims.num_kv_heads,
-            head_dim=dims.head_dim,
-            rotary_dim=2 * self.cos.shape[1],
-            norm_eps=dims.norm_eps,
-            taps=(),
-            layers=(),
-        )
+        config = self.cache_config(target)
         graph = export_cached(
             _DrafterGraph(self, config),
             config,
             self.head_VD.dtype,
             [*self.output_names(), "hidden"],
             "eagle3",
-            feature_width=dims.hidden_size,
+            feature_width=self.dims.hidden_size,
             capacity_symbolic=capacity_symbolic,
         )
         return {"drafter": graph}

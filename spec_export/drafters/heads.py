@@ -22,14 +22,18 @@ from spec_export.drafters.losses import IGNORED
 
 
 class ResidualBlock(nn.Module):
-    """Computes x + SiLU(x · W). W starts at 0, so that a new block changes nothing."""
+    """Computes x + SiLU(x · W + b). W and b start at 0, so that a new block changes nothing; most
+    blocks have no b."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, has_bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size, size))
+        self.bias = nn.Parameter(torch.zeros(size)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.weight
+        if self.bias is not None:
+            y = y + self.bias
         return x.to(y.dtype) + y * torch.sigmoid(y)
 
 
@@ -52,6 +56,7 @@ class HeadsDrafter(DrafterBase):
         draft_token_ids: Tensor | None,
         *,
         num_blocks: int,
+        has_bias: bool = False,
         weight_K: Tensor,
         soft_weight: float,
     ) -> None:
@@ -59,7 +64,9 @@ class HeadsDrafter(DrafterBase):
         self.soft_weight = soft_weight
         self.register_buffer("weight_K", weight_K, persistent=False)
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(ResidualBlock(ends.dims.hidden_size) for _ in range(num_blocks)))
+            nn.Sequential(
+                *(ResidualBlock(ends.dims.hidden_size, has_bias) for _ in range(num_blocks))
+            )
             for _ in range(config.num_heads)
         )
         count = config.num_heads if config.heads == "own" else 0

@@ -346,17 +346,24 @@ class DecoderLayer(nn.Module):
     graph wants them.
 
     num_inputs: rows of D that its attention reads side by side. qk_norms: queries and keys are
-    normed over each head before the rotation.
+    normed over each head before the rotation. input_norm: attention reads normed rows.
     """
 
+    attention_norm: nn.Parameter | None
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
 
-    def __init__(self, dims: LayerDims, num_inputs: int = 1, qk_norms: bool = False) -> None:
+    def __init__(
+        self,
+        dims: LayerDims,
+        num_inputs: int = 1,
+        qk_norms: bool = False,
+        input_norm: bool = True,
+    ) -> None:
         super().__init__()
         self.dims = dims
         D, qkv = dims.hidden_size, (dims.num_heads + 2 * dims.num_kv_heads) * dims.head_dim
-        self.attention_norm = nn.Parameter(torch.ones(D))
+        self.attention_norm = nn.Parameter(torch.ones(D)) if input_norm else None
         self.qkv = nn.Parameter(torch.empty(num_inputs * D, qkv))
         self.out = nn.Parameter(torch.empty(dims.num_heads * dims.head_dim, D))
         self.mlp_norm = nn.Parameter(torch.ones(D))
@@ -392,7 +399,10 @@ class DecoderLayer(nn.Module):
         """Returns q [..., H, Dh], k and v [..., G, Dh] of x [..., D], before rotary embedding."""
         return self.heads(self.normed(x, self.attention_norm))
 
-    def normed(self, x: Tensor, gain: Tensor) -> Tensor:
+    def normed(self, x: Tensor, gain: Tensor | None) -> Tensor:
+        """Returns x normed, or x itself if there is no gain."""
+        if gain is None:
+            return x
         return F.rms_norm(x, gain.shape, gain.to(x.dtype), self.dims.norm_eps)
 
     def heads(self, read: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -400,9 +410,7 @@ class DecoderLayer(nn.Module):
         d = self.dims
         heads = (read @ self.qkv).unflatten(-1, (-1, d.head_dim))
         q, k, v = heads.split((d.num_heads, d.num_kv_heads, d.num_kv_heads), dim=-2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.normed(q, self.q_norm), self.normed(k, self.k_norm)
-        return q, k, v
+        return self.normed(q, self.q_norm), self.normed(k, self.k_norm), v
 
     def causal(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Runs the layer over whole sequences x [B, T, D]: row t is at position t and sees rows
@@ -424,13 +432,13 @@ class DecoderLayer(nn.Module):
         """Returns a layer of the backbone's kind with the same weights; its attention reads and
         writes a cache."""
         eps = self.dims.norm_eps
-        q_norm, k_norm = (
+        attention_norm, q_norm, k_norm = (
             None if gain is None else decoder.RMSNorm(gain, eps)
-            for gain in (self.q_norm, self.k_norm)
+            for gain in (self.attention_norm, self.q_norm, self.k_norm)
         )
         qkv, out = decoder.Projection(self.qkv.t()), decoder.Projection(self.out.t())
         return decoder.Layer(
-            decoder.RMSNorm(self.attention_norm, eps),
+            attention_norm,
             decoder.Attention(config, qkv, out, q_norm, k_norm),
             decoder.RMSNorm(self.mlp_norm, eps),
             decoder.GatedMLP(

@@ -30,13 +30,15 @@ from spec_runtime.mapping import Checked
 class Config(Checked):
     """The settings of Medusa.
 
-    There are `num_heads` K heads of `num_layers` residual blocks. `heads` is "shared" (the target's
+    There are `num_heads` K heads of `num_layers` residual blocks, which with `bias` add one to W1,
+    as in Medusa's own files. `heads` is "shared" (the target's
     LM head) or "own" (a trained copy for each). They read only the final feature: `taps` stays
     empty. `soft_weight` is the share of the target's distribution in the labels.
     """
 
     num_heads: AtLeastOne = 4
     num_layers: AtLeastOne = 1
+    bias: bool = False
     heads: Heads = "shared"
     taps: NoTaps = ()
     top_k: AtLeastOne = 10
@@ -57,6 +59,7 @@ class Drafter(HeadsDrafter):
             ends,
             draft_token_ids,
             num_blocks=config.num_layers,
+            has_bias=config.bias,
             weight_K=position_weights(config.num_heads + 1, config.decay)[1:],
             soft_weight=config.soft_weight,
         )

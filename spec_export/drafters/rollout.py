@@ -6,19 +6,55 @@ target's features, each further level what the one before it predicted, as draft
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spec_export.drafters.layers import Batch, DrafterBase, rotate
+from spec_export import decoder
+from spec_export.decoder_config import own_rotary_table
+from spec_export.drafters.layers import Batch, DrafterBase, LayerDims, TargetEnds, rotate
+from spec_runtime.errors import UserError
 
 
 class RolloutDrafter(DrafterBase):
-    """The base of drafters that read their own predictions, made by `layers`."""
+    """The base of drafters that read their own predictions, made by `layers`.
+
+    Sizes that `config` names, by the names of LayerDims, and a `rope` in it take the place of the
+    target's.
+    """
 
     layers: Any  # nn.ModuleList of DecoderLayer; mypy sees plain Modules in it
+
+    def __init__(self, config: Any, ends: TargetEnds, draft_token_ids: Tensor | None) -> None:
+        super().__init__(config, ends, draft_token_ids)
+        sizes = {field.name: getattr(config, field.name, None) for field in fields(LayerDims)}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        self.dims = dims = replace(ends.dims, **given)
+        if config.rope is not None:
+            self.cos, self.sin = own_rotary_table(config.rope, dims.head_dim, len(ends.cos))
+        elif dims.head_dim != ends.dims.head_dim:
+            raise UserError(
+                f"got head_dim {dims.head_dim} with the target's rotary embedding, expected its "
+                f"{ends.dims.head_dim}, or parameters in rope"
+            )
+
+    def cache_config(self, target: decoder.DecoderConfig) -> decoder.DecoderConfig:
+        """Returns a target's config with the drafter's own layers, for graphs with a cache."""
+        return replace(
+            target,
+            hidden_size=self.dims.hidden_size,
+            num_layers=len(self.layers),
+            num_heads=self.dims.num_heads,
+            num_kv_heads=self.dims.num_kv_heads,
+            head_dim=self.dims.head_dim,
+            rotary_dim=2 * self.cos.shape[1],
+            norm_eps=self.dims.norm_eps,
+            taps=(),
+            layers=(),
+        )
 
     def input_rows(self, embedding: Tensor, feature: Tensor) -> Any:
         """Returns the first layer's input from embedding and feature, both [..., D]."""

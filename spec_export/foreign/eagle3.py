@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spec_export.decoder import Backbone
 from spec_export.foreign.folder import ForeignFolder, Reading
+from spec_export.foreign.parts import layer_sizes, rotary_parameters, take_layer, unsupported
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
@@ -41,6 +42,9 @@ REFUSED = {
     "parallel_draft_heads.": "ModelOpt's parallel heads",
     "additional_layers.": "SGLang's additional layers",
 }
+
+
+SHOWS = "EAGLE-3 (midlayer.* or layers.0.hidden_norm.weight)"
 
 
 def matches(folder: ForeignFolder) -> bool:
@@ -102,6 +106,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     on = [name for name in flags if fields[name]]
     found.said.append(f"layers: {fields['layers']}, {', '.join(on) or 'no further norms'}")
     found.config, found.state = fields, state
+    found.others = _other_readings(fields, backbone.config.num_layers)
     return found
 
 
@@ -112,7 +117,7 @@ class _Settings:
     """Reads an EAGLE-3 config, whose keys may be nested in two ways."""
 
     def __init__(self, folder: ForeignFolder) -> None:
-        top, self._path = folder.config, folder.path
+        top, self._folder, self._path = folder.config, folder, folder.path
         self._layer = top.get("transformer_layer_config") or top
         self._nested = top.get("eagle_config") or {}
         if not isinstance(self._layer, dict) or not isinstance(self._nested, dict):
@@ -161,11 +166,8 @@ class _Settings:
             return "SpecForge"
         return "AngelSlim" if names == ["Eagle3LlamaForCausalLM"] else "EAGLE"
 
-    def _unsupported(self, name: str, value: Any, expected: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{self._path}: got {name} {value!r:.40} in the config, expected {expected}: such a "
-            "drafter is not supported"
-        )
+    def _unsupported(self, name: str, value: Any, expected: str) -> Exception:
+        return unsupported(self._folder, name, value, expected)
 
     def get(self, name: str, default: Any = None) -> Any:
         """Returns a value of the config, wherever it is nested; null counts as absent."""
@@ -227,21 +229,10 @@ class _Settings:
         return bool(value)
 
     def rope(self, found: Reading) -> dict[str, Any]:
-        """Returns the drafter's own rotary parameters; the base is 10000 where none is named."""
-        rope = dict(self._layer.get("rope_parameters") or {})
-        rope = rope or dict(self._layer.get("rope_scaling") or {})
-        if any(isinstance(value, dict) for value in rope.values()):
-            raise self._unsupported("rope_parameters", "by kinds of layers", "one set of them")
-        kind = rope.pop("type", None)
-        rope.setdefault("rope_type", kind or "default")
-        if rope.get("rope_theta") is None:
-            rope["rope_theta"] = self._layer.get("rope_theta") or 10000.0
-        if rope["rope_type"] != "default":
-            limit = self._layer.get("max_position_embeddings")
-            if rope["rope_type"] in ("yarn", "llama3") and limit:
-                rope.setdefault("original_max_position_embeddings", limit)
-            if self.format == "ModelOpt" and rope["rope_type"] == "yarn":
-                found.doubts.append("ModelOpt adds YaRN when it exports, without training with it")
+        """Returns the drafter's own rotary parameters."""
+        rope = rotary_parameters(self._folder, self._layer)
+        if self.format == "ModelOpt" and rope["rope_type"] == "yarn":
+            found.doubts.append("ModelOpt adds YaRN when it exports, without training with it")
         found.said.append(f"rotary base {rope['rope_theta']:g}, {rope['rope_type']}")
         return rope
 
@@ -256,25 +247,14 @@ def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) 
         count += 1
     if config.format == "DeepSpec" and count > 1:
         raise UnsupportedModelError(f"{folder.path}: got {count} layers of DeepSpec, expected one")
-    num_heads = config.get("num_attention_heads")
-    rows = len(folder.tensors.get("layers.0.self_attn.q_proj.weight", ()))
-    if type(num_heads) is not int or num_heads < 1 or rows % num_heads:
-        raise UserError(
-            f"{folder.path}: got num_attention_heads {num_heads!r:.40} and {rows} rows of "
-            "q_proj, expected a multiple"
-        )
-    head_dim, has_norms = rows // num_heads, "layers.0.self_attn.q_norm.weight" in folder.tensors
+    sizes = layer_sizes(folder, config.get("num_attention_heads"))
+    has_norms = "layers.0.self_attn.q_norm.weight" in folder.tensors
     for i in range(count):
+        take_layer(folder, i, state)
 
         def take(name: str, layer: str = f"layers.{i}") -> Tensor:
             return folder.take(f"{layer}.{name}.weight")
 
-        q, k, v = (take(f"self_attn.{part}_proj") for part in "qkv")
-        state[f"layers.{i}.qkv"] = torch.cat((q, k, v)).T
-        state[f"layers.{i}.out"] = take("self_attn.o_proj").T
-        state[f"layers.{i}.gate_up"] = torch.cat((take("mlp.gate_proj"), take("mlp.up_proj"))).T
-        state[f"layers.{i}.down"] = take("mlp.down_proj").T
-        state[f"layers.{i}.mlp_norm"] = take("post_attention_layernorm")
         token_norm = take("input_layernorm")
         state[f"layers.{i}.attention_norm"] = token_norm if i else take("hidden_norm")
         if not i:
@@ -282,14 +262,7 @@ def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) 
         if has_norms:
             state[f"layers.{i}.q_norm"] = take("self_attn.q_norm")
             state[f"layers.{i}.k_norm"] = take("self_attn.k_norm")
-    return {
-        "layers": count,
-        "qk_norms": has_norms,
-        "num_heads": num_heads,
-        "num_kv_heads": len(k) // head_dim,
-        "head_dim": head_dim,
-        "intermediate_size": len(state["layers.0.down"]),
-    }
+    return {"layers": count, "qk_norms": has_norms} | sizes
 
 
 def _embedding(
@@ -367,7 +340,7 @@ def _draft_ids(map_D: Tensor, V: int, folder: ForeignFolder) -> Tensor:
     )
 
 
-def alternatives(config: dict[str, Any], num_layers: int) -> dict[str, dict[str, Any]]:
+def _other_readings(config: dict[str, Any], num_layers: int) -> dict[str, dict[str, Any]]:
     """Returns other readings of the same weights, in words: the fields in which they differ."""
     taps: Sequence[int] = config["taps"]
     found: dict[str, dict[str, Any]] = {}

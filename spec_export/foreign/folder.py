@@ -9,17 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
-from spec_export.loading.files import weight_files
+from spec_export.loading.files import HEADS, weight_files
 from spec_export.loading.pretrained import read_tensors
 from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.files.writing import sha256
 from spec_runtime.mapping import brief, parse_json
 
 SHOWN = 3  # names that a message lists
+MEDUSA = "medusa_head."  # begins the names of Medusa's heads in the files of a whole model
 
 
 class ForeignFolder:
-    """Holds a drafter's files in memory: `config` as it is, and the tensors in float32."""
+    """Holds a drafter's files in memory: `config` as it is, and the tensors in float32.
+
+    Of a whole model with Medusa's heads it holds the heads; is_whole_model says so.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises UserError if a file is missing or damaged; pickled files may hold tensors only."""
@@ -30,22 +34,24 @@ class ForeignFolder:
             raise UserError(f"cannot read {path / 'config.json'}: {brief(error)}") from error
         if not isinstance(self.config, dict):
             raise UserError(f"{path / 'config.json'}: got no object, expected a drafter's config")
-        self.tensors = {
-            name.removeprefix("model."): tensor for name, tensor in read_tensors(path).items()
-        }
+        heads = [path / name for name in HEADS if (path / name).is_file()]
+        self._files = heads[:1] or weight_files(path, None)
+        tensors = read_tensors(self._files, MEDUSA)
+        self.is_whole_model = not heads and "0.0.linear.weight" in tensors
+        self.tensors = {name.removeprefix("model."): each for name, each in tensors.items()}
 
     def hashes(self) -> dict[str, str]:
         """Returns the SHA-256 of the config and of each file of weights."""
-        files = (self.path / "config.json", *weight_files(self.path, None))
+        files = (self.path / "config.json", *self._files)
         return {file.name: sha256(file) for file in files}
 
     def take(self, name: str) -> Tensor:
         """Returns a tensor and marks it as read; raises UserError if it is not there, or is no
-        vector of a norm and no matrix."""
+        vector of a norm or bias and no matrix."""
         if name not in self.tensors:
             raise UserError(f"{self.path}: got no tensor {name}, expected it in such a drafter")
         tensor = self.tensors.pop(name)
-        expected = 1 if "norm" in name else 2
+        expected = 1 if "norm" in name or name.endswith(".bias") else 2
         if tensor.dim() != expected:
             raise UserError(
                 f"{self.path}: got {name} of shape {list(tensor.shape)}, expected {expected} axes"
@@ -68,7 +74,8 @@ class Reading:
     """A drafter as it was read: our drafter's name, its config's fields and its weights.
 
     said: what the reader decided, a line each. doubts: what the files do not tell; a wrong guess
-    there costs accepted tokens and raises no error.
+    there costs accepted tokens and raises no error. others: other readings of the same weights, in
+    words: the config's fields in which they differ.
     """
 
     format: str
@@ -78,3 +85,4 @@ class Reading:
     draft_token_ids: Tensor | None = None
     said: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    others: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -11,7 +11,7 @@ import torch
 from spec_export import drafters, reference, target
 from spec_export.decoder import Backbone
 from spec_export.drafters.layers import Batch
-from spec_export.foreign import eagle3
+from spec_export.foreign import eagle1, eagle3, medusa
 from spec_export.foreign.folder import ForeignFolder, Reading
 from spec_export.hidden_states import features_and_taps
 from spec_export.report import SILENT, Report
@@ -27,6 +27,8 @@ from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
 ANSWER_TOKENS = 48  # of each prompt that is measured
+# Each has `matches`, which looks at a folder's tensors, and `read`.
+FORMATS = (eagle3, medusa, eagle1)
 POOR = 1.3  # a chain's accepted length below which other readings are measured too
 
 
@@ -59,18 +61,25 @@ def run(
     require_drafter_folder(out)
     theirs, ours = target.resolve(source, report), target.resolve(model, report)
     folder = ForeignFolder(target.local_folder(theirs))
-    if not eagle3.matches(folder):
+    form: Any = next((each for each in FORMATS if each.matches(folder)), None)
+    if form is None:
         raise UnsupportedModelError(
-            f"got {source} without the tensors of a drafter that can be imported, expected an "
-            "EAGLE-3 drafter (midlayer.*, or layers.0.hidden_norm.weight)"
+            f"got {source} without the tensors of a drafter that can be imported, expected those "
+            f"of {', '.join(each.SHOWS for each in FORMATS)}"
         )
     with report.status("loading the target"):
         hf_model, tokenizer = target.load(ours)
     backbone = Backbone.from_transformers(hf_model)
     try:
-        found = eagle3.read(folder, backbone, overrides.given())
+        found: Reading = form.read(folder, backbone, overrides.given())
     except RuntimeError as error:  # torch joins no tensors of different widths
         raise UserError(f"{source}: got tensors that do not fit: {brief(error)}") from error
+    prints = target.fingerprint(ours)
+    if folder.is_whole_model and target.fingerprint(theirs) != prints:
+        found.doubts.append(
+            f"the layers in {source} were trained with its heads, and the target is another "
+            f"model: --target {source}"
+        )
     report.line(f"{theirs.name}: {found.format}'s {found.name}; {'; '.join(found.said)}")
     for doubt in found.doubts:
         report.warning(f"doubt: {doubt}")
@@ -84,7 +93,7 @@ def run(
         length = _accepted_length(module, answers, hf_model, module.config.top_k)
         facts["validation"] = {"accepted_length": length, "answers": len(answers)}
     provenance = collect_provenance(
-        imported=about, target=ours.name, target_fingerprint=target.fingerprint(ours), **facts
+        imported=about, target=ours.name, target_fingerprint=prints, **facts
     )
     ids = None if found.draft_token_ids is None else found.draft_token_ids.numpy()
     return save_drafter(
@@ -130,11 +139,12 @@ def _measure(
     if length >= POOR:
         return length
     lengths = {"as read": length}
-    for words, fields in eagle3.alternatives(found.config, backbone.config.num_layers).items():
+    for words, fields in found.others.items():
         other = replace(found, config=found.config | fields)
         lengths[words] = _chain_length(other, answers, hf_model, backbone)
-    rows = [(words, f"{each:.2f}") for words, each in lengths.items()]
-    report.table(("reading", "accepted length"), rows)
+    if found.others:
+        rows = [(words, f"{each:.2f}") for words, each in lengths.items()]
+        report.table(("reading", "accepted length"), rows)
     best = max(lengths, key=lambda words: lengths[words])
     if best == "as read":
         report.warning("no other reading is better: was it trained for this target?")

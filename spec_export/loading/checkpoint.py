@@ -20,8 +20,9 @@ from torch import Tensor
 from spec_export.families import wrappers
 from spec_runtime.errors import UserError
 
-# Old checkpoints hold these buffers, which are computed from the config today.
-HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias)$")
+# Old checkpoints hold these buffers, which are computed from the config today. Some files hold
+# Medusa's heads, which `spec-export import` reads.
+HARMLESS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias)$|^medusa_head\.")
 SHOWN = 3  # names that a message lists
 
 

@@ -15,6 +15,7 @@ from spec_runtime.errors import UnsupportedModelError, UserError
 from spec_runtime.mapping import brief
 
 SAFETENSORS, PICKLED = "model*.safetensors", "pytorch_model*.bin"  # weights in a folder
+HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")  # Medusa's; the first that is there
 # Files of other programs in a folder without weights that can be read, and what to do with them.
 FOREIGN = {
     "genai_config.json": "ONNX Runtime GenAI's: take the model that it was made from",

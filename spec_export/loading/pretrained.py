@@ -236,14 +236,18 @@ def _tensors(
     return made, made.unexpected
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a folder's files, which need be no model's, all in memory.
+def read_tensors(files: list[Path], prefix: str = "") -> dict[str, Tensor]:
+    """Returns the tensors of a drafter's files, all in memory; where names begin with `prefix` only
+    those, without it.
 
-    Raises UserError if there are none, or they are damaged or hold more than tensors.
+    Raises UserError if the files are damaged or hold more than tensors.
     """
-    files = weight_files(folder, None)
     with _reading(files[0]):
-        return dict(_stored(files))
+        stored = _stored(files)
+        chosen = [name for name in stored if name.startswith(prefix)]
+        if not chosen:
+            return dict(stored)
+        return {name.removeprefix(prefix): stored[name] for name in chosen}
 
 
 def adapter_files(folder: Path) -> list[Path]:

@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "medusa": {
         "shared": {},
-        "own": {"heads": "own", "num_layers": 2, "num_heads": 3},
+        "own": {"heads": "own", "num_layers": 2, "num_heads": 3, "bias": True},
         "one head": {"num_heads": 1},
     },
     "parallelspec": {

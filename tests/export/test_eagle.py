@@ -27,6 +27,11 @@ from spec_export.drafters.eagle import Drafter
 from spec_export.drafters.layers import Batch, noisy_features
 from spec_export.graphs.slots import to_slots
 
+OWN = {  # sizes and rotary embedding of its own, as EAGLE's files have them
+    **{"num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "intermediate_size": 24},
+    **{"rope": {"rope_theta": 90.0}, "norm_eps": 1e-3, "input_norm": False},
+}
+
 # ---- the module, literally ----
 
 
@@ -158,6 +163,7 @@ def test_noise_is_seeded_and_as_large_as_eagles() -> None:
         ({}, TRIMMED),
         ({"normalise": True}, None),
         ({"layers": 2, "normalise": True}, TRIMMED),
+        ({"layers": 2, **OWN}, TRIMMED),
     ],
 )
 def test_the_graph_guesses_as_the_module_does_along_a_tree(

@@ -24,7 +24,7 @@ from spec_runtime.bundle import manifest as bundles
     [
         {"heads": "shared"},
         {"heads": "own"},
-        {"heads": "own", "soft_weight": 0.3, "num_layers": 2},
+        {"heads": "own", "soft_weight": 0.3, "num_layers": 2, "bias": True},
         {"heads": "shared", "soft_weight": 1.0, "decay": 0.5, "num_layers": 2},
     ],
 )
@@ -34,7 +34,8 @@ def test_the_loss_and_its_gradient_are_the_formulas(options: dict[str, Any]) -> 
 
     def head(h_D: Tensor, k: int) -> Tensor:
         for block in drafter.blocks[k]:
-            h_D = F.silu(h_D @ block.weight) + h_D
+            bias_D = block.bias if config.bias else 0
+            h_D = F.silu(h_D @ block.weight + bias_D) + h_D
         return (drafter.output_heads[k] if config.heads == "own" else drafter.head_VD) @ h_D
 
     def logits_of(token_T: Tensor, feature_TF: Tensor) -> list[list[Tensor]]:

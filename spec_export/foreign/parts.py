@@ -1,0 +1,81 @@
+"""Reads what the forms of several drafters have in common: decoder layers and rotary parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spec_export.foreign.folder import ForeignFolder
+from spec_runtime.errors import UnsupportedModelError, UserError
+
+
+def unsupported(folder: ForeignFolder, name: str, value: Any, expected: str) -> Exception:
+    """Returns the error about a key of the config whose value is not supported."""
+    return UnsupportedModelError(
+        f"{folder.path}: got {name} {value!r:.40} in the config, expected {expected}: such a "
+        "drafter is not supported"
+    )
+
+
+def require_nothing_given(folder: ForeignFolder, given: dict[str, Any], library: str) -> None:
+    """Raises UserError if the user decided something that a library's files do not leave open."""
+    for name in given:
+        raise UserError(
+            f"got --{name.replace('_', '-')} for {folder.path}, a drafter of {library}, expected "
+            "none: it has no such setting"
+        )
+
+
+def take_layer(folder: ForeignFolder, i: int, state: dict[str, Tensor]) -> None:
+    """Moves the products of layer i and the norm before its MLP into `state`, by our names."""
+
+    def take(name: str) -> Tensor:
+        return folder.take(f"layers.{i}.{name}.weight")
+
+    q, k, v = (take(f"self_attn.{part}_proj") for part in "qkv")
+    state[f"layers.{i}.qkv"] = torch.cat((q, k, v)).T
+    state[f"layers.{i}.out"] = take("self_attn.o_proj").T
+    state[f"layers.{i}.gate_up"] = torch.cat((take("mlp.gate_proj"), take("mlp.up_proj"))).T
+    state[f"layers.{i}.down"] = take("mlp.down_proj").T
+    state[f"layers.{i}.mlp_norm"] = take("post_attention_layernorm")
+
+
+def layer_sizes(folder: ForeignFolder, num_heads: Any) -> dict[str, int]:
+    """Returns the sizes of the layers, which are not yet taken, from the shapes of layer 0.
+
+    Raises UserError if the config's `num_heads` does not fit them.
+    """
+    rows = {
+        part: len(folder.tensors.get(f"layers.0.{part}_proj.weight", ()))
+        for part in ("self_attn.q", "self_attn.k", "mlp.up")
+    }
+    if type(num_heads) is not int or num_heads < 1 or rows["self_attn.q"] % num_heads:
+        raise UserError(
+            f"{folder.path}: got num_attention_heads {num_heads!r:.40} and {rows['self_attn.q']} "
+            "rows of q_proj, expected a multiple"
+        )
+    head_dim = rows["self_attn.q"] // num_heads
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": rows["self_attn.k"] // max(head_dim, 1),
+        "head_dim": head_dim,
+        "intermediate_size": rows["mlp.up"],
+    }
+
+
+def rotary_parameters(folder: ForeignFolder, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the drafter's own rotary parameters, by a config of its layers; the base is 10000
+    where none is named."""
+    rope = dict(config.get("rope_parameters") or {}) or dict(config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise unsupported(folder, "rope_parameters", "by kinds of layers", "one set of them")
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    if rope.get("rope_theta") is None:
+        rope["rope_theta"] = config.get("rope_theta") or 10000.0
+    limit = config.get("max_position_embeddings")
+    if rope["rope_type"] in ("yarn", "llama3") and limit:
+        rope.setdefault("original_max_position_embeddings", limit)
+    return rope
