@@ -26,7 +26,7 @@ V, D, INNER, LAYERS = 16_000, 1024, 4096, 4
 HEADS = 8
 LAYER = 4 * D * D + 3 * D * INNER
 BUILDS = """
-import resource, sys
+import re, sys
 from pathlib import Path
 
 from spec_export import make_bundle
@@ -37,7 +37,9 @@ tiny, model, out = sys.argv[1:]
 for each in (tiny, model):
     folder = build(BuildOptions(each, precision="int4", out=Path(out)))
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, written)
+    # not `ru_maxrss`, which begins with the peak of the process that started this one
+    peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
+    print(int(peak) * 1024, written)
 """
 
 
