@@ -87,7 +87,7 @@ def _checkpoints(
         return found
     if not found and not names:
         return [_best_shipped()]
-    return [*found, *(_shipped_drafter(name) for name in names)]
+    return [*found, *(shipped_drafter(name) for name in names)]
 
 
 def _shipped_folder(name: str) -> Path | None:
@@ -97,7 +97,7 @@ def _shipped_folder(name: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def _shipped_drafter(name: str) -> SavedDrafter:
+def shipped_drafter(name: str) -> SavedDrafter:
     """Reads the demo's drafter of this name; raises UserError if none is shipped."""
     folder = _shipped_folder(name)
     if folder is None:

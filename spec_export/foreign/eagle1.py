@@ -86,9 +86,7 @@ def read(folder: ForeignFolder, backbone: Backbone, given: dict[str, Any]) -> Re
     fields: dict[str, Any] = {"layers": count, "input_norm": False}
     fields |= layer_sizes(folder, config.get("num_attention_heads"))
     for i in range(count):
-        take_layer(folder, i, state)
-        if i:
-            state[f"layers.{i}.attention_norm"] = folder.take(f"layers.{i}.input_layernorm.weight")
+        take_layer(folder, i, {"attention_norm": ("input_layernorm",)} if i else {}, state)
     rope = rotary_parameters(folder, config)
     fields |= {"rope": rope, "norm_eps": float(config.get("rms_norm_eps") or 1e-6)}
     _require_targets_embedding(folder, backbone)

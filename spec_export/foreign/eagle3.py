@@ -240,6 +240,16 @@ class _Settings:
 # ---- the weights ----
 
 
+def layer_norms(i: int, has_head_norms: bool) -> dict[str, tuple[str, ...]]:
+    """Returns the names of our norms in layer i, and of theirs; see parts.LAYER."""
+    norms = {"attention_norm": "input_layernorm"}
+    if i == 0:
+        norms = {"attention_norm": "hidden_norm", "token_norm": "input_layernorm"}
+    if has_head_norms:
+        norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+    return {ours: (theirs,) for ours, theirs in norms.items()}
+
+
 def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) -> dict[str, Any]:
     """Moves the layers' weights into `state` and returns the fields that they decide."""
     count = 1
@@ -250,18 +260,7 @@ def _layers(folder: ForeignFolder, config: _Settings, state: dict[str, Tensor]) 
     sizes = layer_sizes(folder, config.get("num_attention_heads"))
     has_norms = "layers.0.self_attn.q_norm.weight" in folder.tensors
     for i in range(count):
-        take_layer(folder, i, state)
-
-        def take(name: str, layer: str = f"layers.{i}") -> Tensor:
-            return folder.take(f"{layer}.{name}.weight")
-
-        token_norm = take("input_layernorm")
-        state[f"layers.{i}.attention_norm"] = token_norm if i else take("hidden_norm")
-        if not i:
-            state[f"layers.{i}.token_norm"] = token_norm
-        if has_norms:
-            state[f"layers.{i}.q_norm"] = take("self_attn.q_norm")
-            state[f"layers.{i}.k_norm"] = take("self_attn.k_norm")
+        take_layer(folder, i, layer_norms(i, has_norms), state)
     return {"layers": count, "qk_norms": has_norms} | sizes
 
 

@@ -10,6 +10,15 @@ from torch import Tensor
 from spec_export.foreign.folder import ForeignFolder
 from spec_runtime.errors import UnsupportedModelError, UserError
 
+# Our weights of a layer, [in, out], and theirs, [out, in], whose rows ours hold side by side.
+LAYER = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+    "mlp_norm": ("post_attention_layernorm",),
+}
+
 
 def unsupported(folder: ForeignFolder, name: str, value: Any, expected: str) -> Exception:
     """Returns the error about a key of the config whose value is not supported."""
@@ -28,18 +37,22 @@ def require_nothing_given(folder: ForeignFolder, given: dict[str, Any], library:
         )
 
 
-def take_layer(folder: ForeignFolder, i: int, state: dict[str, Tensor]) -> None:
-    """Moves the products of layer i and the norm before its MLP into `state`, by our names."""
+def layer_names(i: int, norms: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Returns the names of our weights of layer i, with these `norms` of its, and for each those of
+    the tensors that it holds."""
+    return {
+        f"layers.{i}.{ours}": tuple(f"layers.{i}.{each}.weight" for each in theirs)
+        for ours, theirs in (LAYER | norms).items()
+    }
 
-    def take(name: str) -> Tensor:
-        return folder.take(f"layers.{i}.{name}.weight")
 
-    q, k, v = (take(f"self_attn.{part}_proj") for part in "qkv")
-    state[f"layers.{i}.qkv"] = torch.cat((q, k, v)).T
-    state[f"layers.{i}.out"] = take("self_attn.o_proj").T
-    state[f"layers.{i}.gate_up"] = torch.cat((take("mlp.gate_proj"), take("mlp.up_proj"))).T
-    state[f"layers.{i}.down"] = take("mlp.down_proj").T
-    state[f"layers.{i}.mlp_norm"] = take("post_attention_layernorm")
+def take_layer(
+    folder: ForeignFolder, i: int, norms: dict[str, tuple[str, ...]], state: dict[str, Tensor]
+) -> None:
+    """Moves the weights of layer i into `state`, by our names; see `layer_names`."""
+    for ours, theirs in layer_names(i, norms).items():
+        parts = torch.cat([folder.take(name) for name in theirs])
+        state[ours] = parts.T if parts.dim() == 2 else parts
 
 
 def layer_sizes(folder: ForeignFolder, num_heads: Any) -> dict[str, int]:

@@ -26,6 +26,16 @@ SIZES: dict[str, Any] = {
 }
 
 
+def levels(model: Any, states: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
+    """Returns the logits f32[LEVELS, T, Vd] along these tokens."""
+    logits: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, given, out: logits.append(out))
+    with torch.no_grad():
+        documents = torch.zeros(1, T, dtype=torch.long)
+        model(states, tokens[:, 1:], documents, ttt_steps=LEVELS)
+    return torch.stack(logits)[:, 0].numpy()
+
+
 def write(name: str, layer: Any, **flags: bool) -> None:
     layer._attn_implementation = "eager"
     about = SpeculatorsConfig(
@@ -43,8 +53,6 @@ def write(name: str, layer: Any, **flags: bool) -> None:
     )
     torch.manual_seed(len(name))
     model = Eagle3DraftModel(config).float().eval()
-    logits: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda module, given, out: logits.append(out))
     with torch.no_grad():
         for parameter in model.parameters():
             wide = parameter.dim() > 1
@@ -55,13 +63,11 @@ def write(name: str, layer: Any, **flags: bool) -> None:
         generator = torch.Generator().manual_seed(1)
         states = torch.randn(1, T, 3 * D, generator=generator)
         tokens = torch.randint(V, (1, T + 1), generator=generator)
-        documents = torch.zeros(1, T, dtype=torch.long)
-        model(states, tokens[:, 1:], documents, ttt_steps=LEVELS)
+    logits = levels(model, states, tokens)
     folder = Path(__file__).parent / name
     model.bfloat16().save_pretrained(folder)
     (folder / "config.py").unlink(missing_ok=True)  # code, which no importer runs
-    levels = torch.stack(logits)[:, 0].numpy()
-    np.savez(folder / "golden.npz", states=states[0], tokens=tokens[0], logits=levels)
+    np.savez(folder / "golden.npz", states=states[0], tokens=tokens[0], logits=logits)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""Defines `spec-export export`, which writes a drafter of ours as other libraries read it."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Form(StrEnum):
+    speculators = "speculators"
+    native = "native"
+    vllm_medusa = "vllm-medusa"
+
+
+def command(
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder of an eagle3 or medusa drafter, or a shipped one's name")
+    ],
+    form: Annotated[
+        Form,
+        typer.Option(
+            "--format",
+            help="speculators (vLLM) or native (EAGLE's authors) for eagle3, vllm-medusa for "
+            "medusa",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="A new folder")],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            help="Hugging Face folder, hub id or GGUF file of the target",
+            show_default="the built-in demo",
+        ),
+    ] = None,
+) -> None:
+    """Write a drafter in a form that other libraries read.
+
+    What the form cannot say is an error that names it.
+    """
+    from spec_export.cli.report import TerminalReport
+    from spec_export.foreign.exporter import run
+
+    print(run(checkpoint, form.value, target, out, TerminalReport()))

@@ -1,0 +1,297 @@
+"""Writes drafters of ours in the forms that other libraries read.
+
+What a form cannot say is refused by name, because their readers would draft without it in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from spec_export import drafters, target
+from spec_export.bundling.drafters import load_module, shipped_drafter, warn_of_doubts
+from spec_export.decoder import Backbone
+from spec_export.decoder_config import own_rotary_table
+from spec_export.foreign.eagle3 import layer_norms
+from spec_export.foreign.parts import layer_names
+from spec_export.report import SILENT, Report
+from spec_export.training.checkpoint import SavedDrafter, load_drafter
+from spec_runtime.errors import UnsupportedModelError, UserError
+from spec_runtime.files.writing import replacing_folder, require_replaceable
+
+FORMS = {"speculators": "eagle3", "native": "eagle3", "vllm-medusa": "medusa"}
+NO_FORM = {
+    "amphista": "no published form has its attention between heads",
+    "draft_model": "it borrows the target's embedding and head through products of its own",
+    "eagle": "vLLM's has no norm before its layer and no bias in fc, ours may have both",
+    "hydra": "the published form has biases and no norm before its heads, and ours the reverse",
+    "parallelspec": "P-EAGLE has one mask row for all guesses and no final feature, ours has both",
+    "redrafter": "TensorRT-LLM's form of it is not supported",
+    "semi_autoregressive": "no published form has its layers",
+    "skip_layer": "it is the target's own first layers",
+}
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")  # whose tables do not depend on the context
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The content of a folder: config.json and the tensors, in float32."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+def run(checkpoint: str, form: str, model: str | None, out: Path, report: Report = SILENT) -> Path:
+    """Writes a drafter as `form`, one of `FORMS`, to the new folder `out`; returns `out`.
+
+    checkpoint: its folder, or the name of one that is shipped for the demo. model: the target that
+    it was trained for, None for the demo. Raises UserError if it does not fit the target, and
+    UnsupportedModelError, with its name, for what the form cannot say.
+    """
+    require_replaceable(out, _nothing, "an empty folder")
+    saved = _saved(checkpoint, model)
+    _require_form(saved, form)
+    source = target.resolve(model, report)
+    warn_of_doubts(saved, source, report)
+    with report.status("loading the target"):
+        hf_model, _ = target.load(source)
+    backbone = Backbone.from_transformers(hf_model)
+    module = load_module(saved, backbone.config, target.ends(backbone))
+    if form == "vllm-medusa":
+        exported = _medusa(module, backbone)
+    else:
+        write = _speculators if form == "speculators" else _native
+        exported = write(_Eagle3(module, backbone, f"{saved.path}, as {form}"))
+    if form == "speculators":
+        exported.config["speculators_config"]["verifier"] = {
+            "name_or_path": model if source.kind in ("hub", "folder") else None,
+            "architectures": [type(hf_model).__name__],
+        }
+    _write(exported, out)
+    if saved.bigrams is not None:
+        report.line("its table of bigrams is left out: the form has no place for it")
+    report.line("the engines that read this form draft chains, whose accepted length is shorter")
+    return out
+
+
+def _saved(checkpoint: str, model: str | None) -> SavedDrafter:
+    if model is None and not Path(checkpoint).exists() and checkpoint in drafters.trainable():
+        return shipped_drafter(checkpoint)
+    return load_drafter(checkpoint)
+
+
+def _require_form(saved: SavedDrafter, form: str) -> None:
+    """Raises UnsupportedModelError if a drafter of this kind has no such form."""
+    reason, forms = NO_FORM.get(saved.name), [f for f, kind in FORMS.items() if kind == saved.name]
+    if not forms:
+        raise UnsupportedModelError(
+            f"got drafter {saved.name}, expected one of {', '.join(sorted(set(FORMS.values())))}: "
+            f"{reason or 'others have no form for it'}"
+        )
+    if form not in forms:
+        raise UserError(
+            f"got format {form} for drafter {saved.name}, expected {' or '.join(forms)}"
+        )
+
+
+def _nothing(folder: Path) -> set[str] | None:
+    """Says that no file in an existing folder may be replaced."""
+    return None
+
+
+def _write(exported: Exported, out: Path) -> None:
+    """Writes the folder whole or not at all, in bfloat16 if that loses nothing."""
+    floats = [each for each in exported.tensors.values() if each.is_floating_point()]
+    is_exact = all(torch.equal(each, each.bfloat16().float()) for each in floats)
+    dtype = torch.bfloat16 if is_exact else torch.float32
+    tensors = {
+        name: (each.to(dtype) if each.is_floating_point() else each).clone().contiguous()
+        for name, each in exported.tensors.items()
+    }
+    config = exported.config | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    with replacing_folder(out, _nothing, "an empty folder") as folder:
+        text = json.dumps(config, indent=2)
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        weights = folder / "model.safetensors"
+        safetensors.torch.save_file(tensors, weights, {"format": "pt"})
+        shutil.copymode(folder / "config.json", weights)  # safetensors lets nobody else read it
+
+
+# ---- EAGLE-3 ----
+
+
+class _Eagle3:
+    """Holds what both forms say of a drafter, and refuses what one of them cannot."""
+
+    def __init__(self, module: Any, backbone: Backbone, where: str) -> None:
+        self.module, self.backbone, self._where = module, backbone, where
+        self.config, self.dims = module.config, module.dims
+        self.rope = self._rope()
+
+    def require(self, name: str, value: Any, expected: Any) -> None:
+        """Raises UnsupportedModelError, which names the field, unless it is as expected."""
+        if value != expected:
+            raise UnsupportedModelError(
+                f"{self._where}: got {name} {value}, expected {expected}: it has no such form"
+            )
+
+    def _rope(self) -> dict[str, Any]:
+        """Returns the parameters of the rotary embedding, as transformers writes them."""
+        module, dims = self.module, self.dims
+        rope = self.config.rope or self.backbone.config.rope
+        rope = {name: each for name, each in rope.items() if not isinstance(each, dict)}
+        kind = rope.setdefault("rope_type", "default")
+        if kind not in ROPE_KINDS:
+            self.require("rope_type", kind, " or ".join(ROPE_KINDS))
+        self.require("rotary width", 2 * module.cos.shape[1], dims.head_dim)
+        tables = own_rotary_table(rope, dims.head_dim, len(module.cos))
+        is_same = all(map(torch.equal, tables, (module.cos, module.sin)))
+        self.require("rotary tables", "of another kind" if not is_same else kind, kind)
+        return rope
+
+    def layer_config(self) -> dict[str, Any]:
+        """Returns the keys of a decoder's config."""
+        dims, target_config = self.dims, self.backbone.config
+        return {
+            "model_type": "qwen3" if self.config.qk_norms else "llama",
+            "vocab_size": target_config.vocab_size,
+            "hidden_size": dims.hidden_size,
+            "intermediate_size": dims.intermediate_size,
+            "num_hidden_layers": self.config.layers,
+            "num_attention_heads": dims.num_heads,
+            "num_key_value_heads": dims.num_kv_heads,
+            "head_dim": dims.head_dim,
+            "rms_norm_eps": dims.norm_eps,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "max_position_embeddings": target_config.max_length,
+            "tie_word_embeddings": False,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the weights as `speculators` names them, with the embedding that it reads."""
+        module, dims = self.module, self.dims
+        state = {name: each.detach().float() for name, each in module.state_dict().items()}
+        state.pop("embedding", None)
+        found = {
+            "embed_tokens.weight": module.embedding_table.detach().float(),
+            "fc.weight": state.pop("fusion.fc").T,
+            "norm.weight": state.pop("norm"),
+            "lm_head.weight": state.pop("head"),
+        }
+        if self.config.fc_norm:
+            rows = enumerate(state.pop("fusion.norm"))
+            found |= {f"fc_norm.{i}.weight": row for i, row in rows}
+        elif self.config.norm_before_fc:
+            found["input_norm.weight"] = state.pop("fusion.norm")
+        heads = [count * dims.head_dim for count in (dims.num_heads, *2 * (dims.num_kv_heads,))]
+        for i in range(self.config.layers):
+            for ours, theirs in layer_names(i, layer_norms(i, self.config.qk_norms)).items():
+                tensor = state.pop(ours)
+                rows = tensor.T if tensor.dim() == 2 else tensor
+                sizes = heads if len(theirs) == 3 else [len(rows) // len(theirs)] * len(theirs)
+                found |= dict(zip(theirs, rows.split(sizes), strict=True))
+        assert not state, sorted(state)
+        if self.has_draft_vocabulary:
+            ids, V = module.draft_token_ids, self.backbone.config.vocab_size
+            found["d2t"] = ids - torch.arange(len(ids))
+            found["t2d"] = torch.isin(torch.arange(V), ids)
+        return found
+
+    @property
+    def has_draft_vocabulary(self) -> bool:
+        return len(self.module.head) < self.backbone.config.vocab_size
+
+
+def _speculators(drafter: _Eagle3) -> Exported:
+    """Returns a drafter as the library `speculators` 0.9 saves it, which vLLM reads."""
+    config = drafter.config
+    drafter.require("hidden_size", drafter.dims.hidden_size, drafter.backbone.config.hidden_size)
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_guesses}
+    flags = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+    about = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+        },
+        "transformer_layer_config": drafter.layer_config() | {"rope_parameters": drafter.rope},
+        "draft_vocab_size": len(drafter.module.head),
+        "eagle_aux_hidden_state_layer_ids": list(config.taps),
+        "embed_requires_grad": config.own_embedding,
+        "tie_word_embeddings": False,
+        **{name: getattr(config, name) for name in flags},
+    }
+    return Exported(about, drafter.tensors())
+
+
+def _native(drafter: _Eagle3) -> Exported:
+    """Returns a drafter as the code of EAGLE's authors reads it, which has none of the variations:
+    it takes the taps from no config, and its reader passes over tensors that it does not know."""
+    config, dims, n = drafter.config, drafter.dims, drafter.backbone.config.num_layers
+    drafter.require("taps", list(config.taps), [2, n // 2, n - 3])
+    drafter.require("layers", config.layers, 1)
+    for name in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "qk_norms"):
+        drafter.require(name, getattr(config, name), False)
+    drafter.require("head_dim", dims.head_dim, dims.hidden_size // dims.num_heads)
+    drafter.require("rope_type", drafter.rope["rope_type"], "default")
+    about = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(drafter.module.head),
+        "rope_theta": drafter.rope["rope_theta"],
+        **drafter.layer_config(),
+    }
+    tensors = {
+        name.replace("layers.0.", "midlayer."): each for name, each in drafter.tensors().items()
+    }
+    if config.own_embedding or drafter.backbone.embedding.embedding_scale != 1:
+        about["target_hidden_size"] = drafter.backbone.config.hidden_size
+    else:  # its readers take the target's
+        del tensors["embed_tokens.weight"]
+    return Exported(about, tensors)
+
+
+# ---- Medusa ----
+
+
+def _medusa(module: Any, backbone: Backbone) -> Exported:
+    """Returns heads as vLLM reads them: `blocks.{k}.layers.{j}`, and `lm_heads.{k}` or one
+    `lm_head`, with the ids of a draft vocabulary in `token_map`."""
+    config, V = module.config, backbone.config.vocab_size
+    tensors = {}
+    for name, each in module.state_dict().items():
+        kind, *places, part = name.split(".")
+        if kind == "blocks":
+            head, layer = places
+            tensors[f"blocks.{head}.layers.{layer}.{part}"] = each.detach().float().T
+        else:
+            assert kind == "output_heads", name
+            tensors[f"lm_heads.{part}.weight"] = each.detach().float()
+    is_shared = config.heads == "shared"
+    if is_shared:
+        tensors["lm_head.weight"] = module.head_VD.detach().float()
+    Vd = len(module.head_VD)
+    if Vd < V:
+        tensors["token_map"] = module.draft_token_ids.clone()
+    about = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": module.dims.hidden_size,
+        "vocab_size": V,
+        "truncated_vocab_size": Vd,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "original_lm_head": is_shared,
+        "medusa_fc_bias": any(name.endswith(".bias") for name in tensors),
+    }
+    return Exported(about, tensors)

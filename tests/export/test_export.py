@@ -1,0 +1,266 @@
+"""Exports drafters in the forms of other libraries and imports them again; names what has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from tiny_backbone import LLAMA3, YARN, longrope
+from tiny_target import save_llama
+
+from spec_export import drafters, target
+from spec_export.cli import main
+from spec_export.decoder import Backbone
+from spec_export.foreign import exporter, importer
+from spec_export.training.checkpoint import SavedDrafter, load_drafter, save_drafter
+from spec_runtime.errors import UserError
+
+N, VOCAB = 8, 98  # layers and tokens of the target
+IDS = torch.arange(0, VOCAB, 2)  # the draft vocabulary
+DEFAULT_TAPS = (2, N // 2, N - 3)
+# What a form does not say: how we search, and how the drafter was trained.
+OURS = ("max_width", "num_guesses", "top_k", "soft_weight", "ttt_steps", "decay")
+SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_eps")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("export") / "llama", num_hidden_layers=N)
+
+
+def backbone_of(llama: Path) -> Backbone:
+    return Backbone.from_transformers(target.load(target.resolve(str(llama)))[0])
+
+
+Save = Callable[..., tuple[Path, Any]]
+
+
+@pytest.fixture
+def save(llama: Path, tmp_path: Path) -> Save:
+    """Returns a function that saves a random drafter of a name and options, for this target or
+    another, and returns its folder and the module."""
+
+    def save(
+        name: str, ids: torch.Tensor | None = None, model: Path = llama, **options: Any
+    ) -> tuple[Path, Any]:
+        torch.manual_seed(3)
+        definition = drafters.load(name)
+        config = definition.Config(**options)
+        drafter = definition.Drafter(config, target.ends(backbone_of(model)), ids)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        out = save_drafter(
+            tmp_path / name, drafter.state_dict(), name, config, {"target": model.name},
+            None if ids is None else ids.numpy(), dtype=torch.float32,
+        )  # fmt: skip
+        return out, drafter
+
+    return save
+
+
+def export(folder: Path, form: str, llama: Path, out: Path) -> tuple[dict[str, Any], Any]:
+    """Returns config and tensors of what was exported."""
+    exporter.run(str(folder), form, str(llama), out)
+    return (
+        json.loads((out / "config.json").read_text()),
+        safetensors.torch.load_file(out / "model.safetensors"),
+    )
+
+
+def require_equal(found: SavedDrafter, expected: SavedDrafter) -> None:
+    assert found.state.keys() == expected.state.keys()
+    for name, tensor in expected.state.items():
+        assert torch.equal(found.state[name], tensor), name
+    ids, expected_ids = found.draft_token_ids, expected.draft_token_ids
+    assert (ids if ids is None else ids.tolist()) == (
+        expected_ids if expected_ids is None else expected_ids.tolist()
+    )
+
+
+# ---- EAGLE-3 ----
+
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 300.0}
+EVERY_SIZE = {
+    **{"intermediate_size": 40, "num_heads": 2, "num_kv_heads": 1, "head_dim": 12},
+    **{"norm_eps": 1e-3, "rope": ROPE},
+}
+TRIPS: dict[str, tuple[str, torch.Tensor | None, dict[str, Any]]] = {
+    "plain": ("speculators", IDS, {}),
+    "the whole vocabulary": ("speculators", None, {"taps": (0, N)}),
+    "each tap normed": ("speculators", IDS, {"fc_norm": True, "norm_output": True}),
+    "as speculators trains": (
+        "speculators",
+        IDS,
+        {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True, "layers": 2},
+    ),
+    "of Qwen3's layers": (
+        "speculators",
+        IDS,
+        {"qk_norms": True, "layers": 3, "own_embedding": True, "taps": (5, 1)} | EVERY_SIZE,
+    ),
+    "LLaMA 3's rotation": ("speculators", IDS, {"rope": LLAMA3}),
+    "YaRN": ("speculators", IDS, {"rope": YARN}),
+    "native": ("native", IDS, {"rope": ROPE}),
+    "native, the whole vocabulary": ("native", None, {}),
+    "native and of another width": (
+        "native",
+        IDS,
+        {"own_embedding": True, "hidden_size": 24} | EVERY_SIZE,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TRIPS)
+def test_what_was_exported_is_imported_again(
+    case: str, save: Save, llama: Path, tmp_path: Path
+) -> None:
+    form, ids, options = TRIPS[case]
+    folder, drafter = save("eagle3", ids, **{"taps": DEFAULT_TAPS} | options)
+    _, tensors = export(folder, form, llama, tmp_path / "exported")
+    assert all(each.dtype != torch.bfloat16 for each in tensors.values())  # it would round
+    again = load_drafter(
+        importer.run(str(tmp_path / "exported"), str(llama), tmp_path / "again", is_measured=False)
+    )
+    require_equal(again, load_drafter(folder))
+    sizes = {name: getattr(drafter.dims, name) for name in SIZES}
+    expected = dataclasses.asdict(drafter.config) | sizes | {"taps": list(drafter.config.taps)}
+    expected["rope"] = drafter.config.rope or backbone_of(llama).config.rope
+    for name in expected.keys() - set(OURS):
+        assert again.config[name] == expected[name], name
+
+
+NATIVE: dict[str, tuple[dict[str, Any], str]] = {
+    "taps": ({"taps": (1, 4, 6)}, r"got taps \[1, 4, 6\], expected \[2, 4, 5\]"),
+    "layers": ({"layers": 2}, "got layers 2, expected 1"),
+    "head_dim": ({"head_dim": 16, "rope": ROPE}, "got head_dim 16, expected 8"),
+    "rope": ({"rope": YARN}, "got rope_type yarn, expected default"),
+    **{
+        name: ({name: True}, f"got {name} True, expected False")
+        for name in ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual", "qk_norms")
+    },
+}
+REFUSED = {f"native: {name}": ("native", *case) for name, case in NATIVE.items()} | {
+    "hidden_size": (
+        "speculators",
+        {"hidden_size": 24, "own_embedding": True},
+        "got hidden_size 24, expected 32",
+    ),
+    "longrope": ("speculators", {"rope": longrope(4)}, "got rope_type longrope, expected default"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:max length")  # longrope's
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_form_cannot_say_is_refused_by_name(
+    case: str, save: Save, llama: Path, tmp_path: Path
+) -> None:
+    form, options, message = REFUSED[case]
+    folder, _ = save("eagle3", IDS, **{"taps": DEFAULT_TAPS} | options)
+    with pytest.raises(UserError, match=f"as {form}: {message}") as raised:
+        exporter.run(str(folder), form, str(llama), tmp_path / "out")
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_rotates_part_of_a_head_is_refused(save: Save, tmp_path: Path) -> None:
+    model = save_llama(
+        tmp_path / "phi3", family="phi3", num_hidden_layers=N, pad_token_id=0,
+        rope_parameters={**ROPE, "partial_rotary_factor": 0.5},
+    )  # fmt: skip
+    folder, _ = save("eagle3", IDS, model, taps=DEFAULT_TAPS)
+    with pytest.raises(UserError, match="got rotary width 4, expected 8"):
+        exporter.run(str(folder), "speculators", str(model), tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["plain", "trained", "qwen3"])
+def test_a_drafter_of_speculators_comes_back_as_it_was(
+    name: str, llama: Path, tmp_path: Path
+) -> None:
+    """Tensors, types and keys are those that the library wrote, see written_by_speculators/; it
+    reads what we write by them. There `read.py` compares its logits."""
+    folder = Path(__file__).parent / "written_by_speculators" / name
+    ours = importer.run(str(folder), str(llama), tmp_path / "ours", is_measured=False)
+    config, tensors = export(ours, "speculators", llama, tmp_path / "out")
+    theirs = safetensors.torch.load_file(folder / "model.safetensors")
+    assert tensors.keys() == theirs.keys()
+    for each, tensor in theirs.items():
+        assert tensors[each].dtype == tensor.dtype, each
+        assert torch.equal(tensors[each], tensor), each
+    written = json.loads((folder / "config.json").read_text())
+    unlike = {"architectures", "embed_requires_grad", "speculators_config", "torch_dtype"}
+    for key in config.keys() - unlike - {"transformer_layer_config"}:
+        assert config[key] == written[key], key
+    for key, value in config["transformer_layer_config"].items():
+        if key != "max_position_embeddings":
+            assert value == written["transformer_layer_config"][key], key
+    assert config["speculators_config"].keys() == written["speculators_config"].keys()
+
+
+# ---- Medusa ----
+
+
+@pytest.mark.parametrize(
+    ("ids", "options"),
+    [(IDS, {}), (None, {"num_layers": 2, "num_heads": 2}), (IDS, {"heads": "own"})],
+)
+def test_vllm_reads_medusas_heads(
+    ids: torch.Tensor | None, options: dict[str, Any], save: Save, llama: Path, tmp_path: Path
+) -> None:
+    """Compares logits with vLLM's forward pass, by the names of its tensors, within 1e-5."""
+    folder, drafter = save("medusa", ids, **options)
+    config, tensors = export(folder, "vllm-medusa", llama, tmp_path / "out")
+    vocabulary = VOCAB if ids is None else len(ids)
+    assert (config["vocab_size"], config["truncated_vocab_size"]) == (VOCAB, vocabulary)
+    row_1D = torch.randn(1, 32)
+    with torch.no_grad():
+        expected = drafter.logits(drafter.blocks_of(row_1D))[0]
+    for k in range(config["num_heads"]):
+        x = row_1D
+        for j in range(config["num_hidden_layers"]):
+            x = x + torch.nn.functional.silu(x @ tensors.pop(f"blocks.{k}.layers.{j}.weight").T)
+        shared = config["original_lm_head"]
+        head = tensors["lm_head.weight"] if shared else tensors.pop(f"lm_heads.{k}.weight")
+        torch.testing.assert_close((x @ head.T)[0], expected[k], rtol=0, atol=1e-5)
+    left = {"lm_head.weight"} if config["original_lm_head"] else set()
+    assert tensors.keys() == left | (set() if ids is None else {"token_map"})
+    if ids is not None:
+        assert tensors["token_map"].tolist() == ids.tolist()
+
+
+# ---- the command ----
+
+
+def test_every_drafter_has_forms_or_a_reason() -> None:
+    assert {*exporter.NO_FORM, *exporter.FORMS.values()} == set(drafters.trainable())
+    assert not set(exporter.NO_FORM) & set(exporter.FORMS.values())
+
+
+def test_the_command(
+    save: Save, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = save("medusa", IDS)
+    arguments = ["export", str(folder), "--target", str(llama), "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--format", "vllm-medusa"])
+    assert not end.value.code
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out")
+    hydra, _ = save("hydra", IDS)
+    for words, message in (
+        ([*arguments, "--format", "vllm-medusa"], "holds other files"),
+        ([*arguments, "--format", "native"], "got format native for drafter medusa, expected vllm"),
+        (["export", str(hydra), *arguments[2:], "--format", "native"], "got drafter hydra, expec"),
+    ):
+        if words[-1] == "native":
+            words[words.index("--out") + 1] = str(tmp_path / "other")
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
