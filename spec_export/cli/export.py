@@ -40,6 +40,6 @@ def command(
     What the form cannot say is an error that names it.
     """
     from spec_export.cli.report import TerminalReport
-    from spec_export.foreign.exporter import run
+    from spec_export.export_drafter import run
 
     print(run(checkpoint, form.value, target, out, TerminalReport()))

@@ -1,1 +1,1 @@
-"""Reads drafters of other libraries, measures whether that went right; writes ours as theirs."""
+"""Reads drafters that other libraries have trained, and measures whether they were read rightly."""

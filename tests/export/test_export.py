@@ -14,10 +14,10 @@ import torch
 from tiny_backbone import LLAMA3, YARN, longrope
 from tiny_target import save_llama
 
-from spec_export import drafters, target
+from spec_export import drafters, export_drafter, target
 from spec_export.cli import main
 from spec_export.decoder import Backbone
-from spec_export.foreign import exporter, importer
+from spec_export.foreign import importer
 from spec_export.training.checkpoint import SavedDrafter, load_drafter, save_drafter
 from spec_runtime.errors import UserError
 
@@ -67,7 +67,7 @@ def save(llama: Path, tmp_path: Path) -> Save:
 
 def export(folder: Path, form: str, llama: Path, out: Path) -> tuple[dict[str, Any], Any]:
     """Returns config and tensors of what was exported."""
-    exporter.run(str(folder), form, str(llama), out)
+    export_drafter.run(str(folder), form, str(llama), out)
     return (
         json.loads((out / "config.json").read_text()),
         safetensors.torch.load_file(out / "model.safetensors"),
@@ -164,7 +164,7 @@ def test_what_a_form_cannot_say_is_refused_by_name(
     form, options, message = REFUSED[case]
     folder, _ = save("eagle3", IDS, **{"taps": DEFAULT_TAPS} | options)
     with pytest.raises(UserError, match=f"as {form}: {message}") as raised:
-        exporter.run(str(folder), form, str(llama), tmp_path / "out")
+        export_drafter.run(str(folder), form, str(llama), tmp_path / "out")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
 
@@ -176,7 +176,7 @@ def test_a_target_that_rotates_part_of_a_head_is_refused(save: Save, tmp_path: P
     )  # fmt: skip
     folder, _ = save("eagle3", IDS, model, taps=DEFAULT_TAPS)
     with pytest.raises(UserError, match="got rotary width 4, expected 8"):
-        exporter.run(str(folder), "speculators", str(model), tmp_path / "out")
+        export_drafter.run(str(folder), "speculators", str(model), tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["plain", "trained", "qwen3"])
@@ -238,8 +238,8 @@ def test_vllm_reads_medusas_heads(
 
 
 def test_every_drafter_has_forms_or_a_reason() -> None:
-    assert {*exporter.NO_FORM, *exporter.FORMS.values()} == set(drafters.trainable())
-    assert not set(exporter.NO_FORM) & set(exporter.FORMS.values())
+    assert {*export_drafter.NO_FORM, *export_drafter.FORMS.values()} == set(drafters.trainable())
+    assert not set(export_drafter.NO_FORM) & set(export_drafter.FORMS.values())
 
 
 def test_the_command(
