@@ -6,7 +6,8 @@ leaves nothing behind and any bundle that was there stays. Nothing but a bundle 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from spec_export.graphs.edit import fixed_size
 from spec_export.graphs.rounding import said_of
 from spec_export.graphs.smooth import smooth
 from spec_export.report import SILENT, Report
+from spec_export.training import folders
 from spec_export.training.checkpoint import SavedDrafter, collect_provenance
 from spec_runtime.bundle import manifest as bundles
 from spec_runtime.files.writing import replacing_folder
@@ -45,7 +47,9 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
     source = target.resolve(options.model, report, options.base)
     out = options.out or Path("bundles") / source.name
     with replacing_folder(out, bundles.own_files, "a bundle") as folder:
-        saved = drafters.choose(options, source)
+        with tempfile.TemporaryDirectory() as imported:
+            ours = _with_imported(options, source, Path(imported), report)
+            saved = drafters.choose(ours, source)
         plan_builder = plans.open_builder(options, replaced=out)
         for drafter in saved:
             drafters.warn_of_doubts(drafter, source, report)
@@ -66,6 +70,21 @@ def build(options: BuildOptions, report: Report = SILENT) -> Path:
             "To train one: spec-export distill, then spec-export train RECIPE"
         )
     return out
+
+
+def _with_imported(
+    options: BuildOptions, source: target.Source, folder: Path, report: Report
+) -> BuildOptions:
+    """Returns the options with drafters of ours in `folder` for those of other libraries."""
+    from spec_export.foreign import importer
+
+    checkpoints = [
+        importer.run(str(each), source, folder / str(i), report=report)
+        if folders.is_foreign(each)
+        else each
+        for i, each in enumerate(options.drafter_checkpoints)
+    ]
+    return replace(options, drafter_checkpoints=checkpoints)
 
 
 def _num_stages(options: BuildOptions, saved: list[SavedDrafter]) -> int:

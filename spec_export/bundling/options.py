@@ -40,7 +40,8 @@ class BuildOptions:
     names, None for the one that it names itself.
     drafters: names of drafters. Without any, the bundle gets the best drafter shipped for the demo,
     or only prompt lookup for another target.
-    drafter_checkpoints: folders that `spec-export train` wrote, of runs or of their drafters.
+    drafter_checkpoints: folders that `spec-export train` wrote, of runs or of their drafters, or
+    of other libraries' drafters, which are imported first.
     precision: of the target's weights; None means fp16 for CUDA and fp32 otherwise.
     max_length: the context in tokens; None means 2048, or the target's own context if that is less.
     out: the bundle's folder; None means bundles/ and the target's name.

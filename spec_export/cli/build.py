@@ -22,7 +22,7 @@ DrafterCheckpoints = Annotated[
     list[Path] | None,
     typer.Option(
         "--drafter-checkpoint",
-        help="Folder that spec-export train wrote: a run's, or the drafter's in it; repeatable",
+        help="Folder of a training run or drafter, also another library's; repeatable",
         rich_help_panel=DRAFTERS,
     ),
 ]

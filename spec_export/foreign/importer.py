@@ -46,7 +46,7 @@ class Overrides:
 
 def run(
     source: str,
-    model: str | None,
+    model: str | target.Source | None,
     out: Path,
     overrides: Overrides = Overrides(),
     is_measured: bool = True,
@@ -59,7 +59,8 @@ def run(
     does not fit the target, and UnsupportedModelError, with its name, for what is not known.
     """
     require_drafter_folder(out)
-    theirs, ours = target.resolve(source, report), target.resolve(model, report)
+    theirs = target.resolve(source, report)
+    ours = model if isinstance(model, target.Source) else target.resolve(model, report)
     folder = ForeignFolder(target.local_folder(theirs))
     form: Any = next((each for each in FORMATS if each.matches(folder)), None)
     if form is None:

@@ -51,8 +51,20 @@ def finished_drafter(folder: Path) -> Path:
     )
 
 
+def is_foreign(folder: Path) -> bool:
+    """Says whether a folder's config.json is that of another library."""
+    try:
+        header = parse_json((folder / DRAFTER_HEADER).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(header, dict) and "format" not in header
+
+
 def require_drafter(folder: Path) -> None:
-    """Raises UserError unless a drafter lies in this folder, or in that of its run, unaltered."""
+    """Raises UserError unless a drafter lies in this folder, or in that of its run, unaltered; one
+    of another library is looked at when it is imported."""
+    if is_foreign(folder):
+        return
     read(finished_drafter(folder), DRAFTER_HEADER, ("drafter.safetensors",))
 
 
